@@ -385,3 +385,39 @@ def test_a_toml_file_of_ones_own(own):
     assert cg.crossover(matmul(), own, "N") == 300  # n/3 = 100
     assert found.rows[0].bound == "memory"
     assert cg.roofline(matmul(), cg.load_hardware(own), N=300).rows[0].bound == "compute"
+
+
+# -- where operands start ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [64, 512, 2048, 2955, 2956, 16384])
+def test_a_warm_start_subtracts_what_the_last_level_cache_holds(n):
+    """Three bf16 matrices of an H100 with 50 MiB of L2; 2955 is the last size that fits."""
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(g.input("a", (n, n)) @ g.input("b", (n, n)))
+    cold, warm = (cg.roofline(g, H100, bound=bound) for bound in ("cold", "warm"))
+    left = max(0, 6 * n * n - 50 * 2**20)
+    assert (left == 0) == (n <= 2955)
+    assert warm.lower_bound == pytest.approx(float(max(Fraction(2 * n**3) / PEAK, left / BANDWIDTH)))
+    assert warm.lower_bound <= cold.lower_bound == cg.roofline(g, H100).lower_bound
+    assert (cold.start, warm.start) == ("cold", "warm")
+    assert warm.estimate == cold.estimate
+
+
+def test_a_warm_start_is_a_formula_of_the_cache():
+    N = cg.dims("N")
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.relu(g.input("a", (N,))))
+    device = cg.load_hardware(H100).symbolic()
+    found = cg.roofline(g, device, bound="warm").lower_bound
+    values = {"N": 1000, "vector_fp32": 10**12, "bandwidth": 10}
+    assert [cg.evaluate(found, **values, l2_size=held) for held in (1000, 4000)] == [300.0, pytest.approx(1e-9)]
+
+
+def test_a_warm_start_needs_the_size_of_a_cache():
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("a", (3,))))
+    with pytest.raises(cg.SpecError, match=r"hardware 'gaudi2' states none; add cache\.l2"):
+        cg.roofline(g, "gaudi2", bound="warm")
+    with pytest.raises(cg.GraphError, match="roofline: bound 'hot', expected one of cold, warm"):
+        cg.roofline(g, H100, bound="hot")

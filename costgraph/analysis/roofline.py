@@ -9,10 +9,11 @@ from functools import partial
 
 from ..algebra.dominance import Relations
 from ..algebra.extremum import Max
-from ..algebra.polynomial import ZERO, Poly, total
+from ..algebra.polynomial import ZERO, Poly, poly, total
 from ..algebra.pruning import prune
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, need_bound
+from ..errors import SpecError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph
 from ..hardware.levels import Level
@@ -100,7 +101,7 @@ class Roofline(Table):
     ridge: Formula
     """FLOP/B at which the peak of the graph's main kind of FLOPs and the bandwidth meet"""
     lower_bound: Formula
-    """seconds below which no run is: the busiest unit, or the fused bytes"""
+    """seconds below which no run is, given `start`: the busiest unit, or the fused bytes"""
     estimate: Formula
     """seconds as declared: sum over ops of the largest of compute, memory and link time; see `overlap`"""
     rates: Mapping[str, Formula]
@@ -111,6 +112,9 @@ class Roofline(Table):
     """levels of memory that are taken into account, the memory itself first; empty where that was not asked for"""
     overlap: str = "none"
     """what collectives are assumed to do beside all else: none, ideal or streams"""
+    start: str = "cold"
+    """where operands start in the lower bound: cold, in device memory; warm, in the last-level cache as far as
+    they fit"""
 
     def _about(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
@@ -197,6 +201,7 @@ def roofline(
     hierarchical: bool = False,
     overlap: str = "none",
     network: str | Network | None = None,
+    bound: str = "cold",
     **dims: int,
 ) -> Roofline:
     """Place every op of a graph on the roof of a device.
@@ -220,6 +225,10 @@ def roofline(
     network : str, path-like or Network, optional
         Name, TOML file or record of the network between the domains of the interconnect; without it any device
         reaches any other at the rate of its network card.
+    bound : {"cold", "warm"}
+        Where the lower bound assumes that operands start. "cold": in device memory, which is true of a model that is
+        larger than the caches. "warm": the last-level cache holds as many bytes of operands and results as fit, as
+        when a benchmark runs one kernel again on the same data; these bytes are subtracted.
     **dims : int
         Sizes; with one left open, times are formulas, and what bounds an op may be a condition.
 
@@ -233,7 +242,8 @@ def roofline(
     BindingError
         If a size cannot be bound.
     SpecError
-        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
+        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over; if
+        `bound="warm"` and the size of its last-level cache is unknown.
     UnsupportedError
         If a collective is over an axis that the graph has no mesh for, or streams are to run more than a million ops.
 
@@ -260,10 +270,26 @@ def roofline(
     ...     g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
     >>> [cg.roofline(g, "h100-sxm", N=n).rows[0].bound for n in (512, 1024)]
     ['memory', 'compute']
+    >>> cold, warm = (cg.roofline(g, "h100-sxm", N=512, bound=start).lower_bound for start in ("cold", "warm"))
+    >>> cold > warm  # 1.5 MiB fit the L2 cache
+    True
     """
     need_choice("roofline: overlap", overlap, OVERLAPS)
+    need_choice("roofline: bound", bound, ("cold", "warm"))
     stages = stages_asked(graph, hardware, fallback, dims, "roofline", hierarchical=hierarchical, network=network)
-    return _of_all(graph, stages, overlap)
+    if bound == "warm":
+        stages = [replace(asked, resident=_resident(asked.hardware)) for asked in stages]
+    return replace(_of_all(graph, stages, overlap), start=bound)
+
+
+def _resident(hardware: Hardware) -> Poly:
+    size = hardware.last_level_cache
+    if size is None:
+        raise SpecError(
+            f"roofline: bound='warm' needs the size of the last-level cache, and hardware {hardware.id!r} states none; "
+            f"add cache.l2 or cache.last_level to its file, or ask for bound='cold'"
+        )
+    return poly(size.value)
 
 
 def _in_cache(name: str, row: RooflineRow) -> Formula | None:

@@ -12,7 +12,7 @@ import sympy
 
 from ..algebra.division import content
 from ..algebra.dominance import Relations
-from ..algebra.extremum import Owner, extremum
+from ..algebra.extremum import Max, Owner, extremum
 from ..algebra.polynomial import Poly, poly, total
 from ..algebra.pruning import prune
 from ..bind.evaluate import Formula, answer, real
@@ -224,7 +224,7 @@ def lower_bound(asked: Asked) -> Poly:
     found = [(p, unit) for unit, p in unit_times(asked).items()]
     if asked.levels and asked.levels[0].whole:  # what caches hand out may be read and written at once: no bound
         moved = unavoidable(asked.graph, asked.levels[0].nearer)
-        found += [(p.bind(asked.values) / asked.rates.bandwidth, "memory") for p in moved]
+        found += [((p.bind(asked.values) - asked.resident) / asked.rates.bandwidth, "memory") for p in moved]
     kept = _kept(found, asked.graph.root.relations)
     return kept[0][0] if len(kept) == 1 else poly(extremum([(p, Owner(unit)) for p, unit in kept]))
 
@@ -248,7 +248,10 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
 
 def memory_time(asked: Asked) -> Poly:
     """Return the least seconds that the memory is busy."""
-    return compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
+    moved = compulsory(asked.graph).bind(asked.values)
+    if asked.resident:
+        moved = poly(Max(0, (moved - asked.resident).expr))
+    return moved / asked.rates.bandwidth
 
 
 def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:

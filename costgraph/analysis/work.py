@@ -187,6 +187,8 @@ class Asked:
     works: list[Work]
     levels: tuple[Level, ...] = ()
     """Levels of memory, where the answer is to take each into account."""
+    resident: Poly = ZERO
+    """Bytes of operands and results that the last-level cache may hold from an earlier run."""
 
     @property
     def hardware(self) -> Hardware:

@@ -254,6 +254,21 @@ class Hardware(Table):
             raise SpecError(f"{place}; expected it there, or measured=False for the vendor's {self.memory}")
         return self.measured_memory
 
+    @property
+    def last_level_cache(self) -> Quantity | None:
+        """The bytes of the cache that is nearest to the memory: the largest figure stated, None without any.
+
+        Examples
+        --------
+        >>> print(load_hardware("h200-sxm").last_level_cache)
+        62.91 MB
+        """
+        stated = self.tables.get("cache", {})
+        found = [stated[key] for key in ("last_level", "l2_reported_by_driver", "l2") if key in stated]
+        if self.symbols:
+            return found[0] if found else None
+        return max(found, key=lambda size: Fraction(size.value), default=None)
+
     def part(self, share: object) -> Hardware:
         """Return a share of the device, such as one of two dies: of rates, memory, caches, cores and power alike.
 

@@ -204,8 +204,9 @@ def _times(
     overlap, network, hierarchical = between
     try:
         return roofline(
-            graph, device, fallback=fallback, hierarchical=hierarchical, overlap=overlap, network=network, **dict(dims)
-        )
+            graph, device, fallback=fallback, hierarchical=hierarchical, overlap=overlap, network=network, bound="cold",
+            **dict(dims),
+        )  # fmt: skip
     except OverflowError:
         most = max(dims, key=lambda k: dims[k], default="a size")
         raise BindingError(f"{most}: too large for a time in seconds, expected sizes of a model that runs") from None

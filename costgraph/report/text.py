@@ -121,7 +121,7 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     elif r.roofline is None:
         yield from _open_time_rows(r)
     else:
-        yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", no run is faster"
+        yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", no run is faster that starts from memory"
         by_bound: dict[str, float] = {}
         for row in r.roofline.rows:
             by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds

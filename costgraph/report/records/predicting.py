@@ -139,8 +139,8 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
     if run.phases:  # what moves between phases is not known to reach memory
         del busy["memory"]
     elif resident:  # where nothing is known of a cache, it may hold all
-        cache = _cache(hardware)
-        kept = 0.0 if cache is None else busy["memory"] - cache / float(hardware.bandwidth)
+        cache = hardware.last_level_cache
+        kept = 0.0 if cache is None else busy["memory"] - float(cache) / float(hardware.bandwidth)
         busy["memory"] = max(0.0, kept)
     notes = tuple(str(instead) for instead in asked.rates.stand_ins.values())
     ops = sum(round(_number(work.times, asked)) for work in asked.works)
@@ -149,9 +149,3 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
 
 def _number(time: Poly, asked: Asked) -> float:
     return float(in_seconds(time, asked))
-
-
-def _cache(hardware: Hardware) -> float | None:
-    """Return the bytes of the last-level cache, None where nothing says."""
-    known = hardware.tables.get("cache", {})
-    return max((float(known[key]) for key in ("l2", "last_level") if key in known), default=None)

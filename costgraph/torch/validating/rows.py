@@ -53,7 +53,7 @@ class Modelled:
     """Where the declared graph stands on the roof; seconds and bytes."""
 
     bound: _Seconds
-    """no run is faster: the roofline's `lower_bound` with the device's own peaks"""
+    """no run from device memory is faster: the roofline's `lower_bound` with the device's own peaks"""
     estimate: _Seconds
     """the roofline's `estimate`"""
     fused: Count

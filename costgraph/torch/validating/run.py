@@ -134,9 +134,8 @@ def _given_back(device: torch.device) -> None:
 
 def _cache(device: torch.device, hardware: Hardware) -> int | None:
     """Return the largest figure that anyone gives for the last-level cache."""
-    stated = hardware.tables.get("cache", {})
-    keys = ("l2", "l2_reported_by_driver", "last_level")
-    return max([int(stated[k].value) for k in keys if k in stated] + [last_level_cache(device) or 0]) or None
+    stated = hardware.last_level_cache
+    return max(0 if stated is None else int(stated.value), last_level_cache(device) or 0) or None
 
 
 def _row(case: Case, device: torch.device, hardware: Hardware, *, quick: bool) -> Row:
