@@ -30,6 +30,7 @@ def deepseek(
     absorbed: bool = False,
     query_latent: bool = True,
     dense: bool = True,
+    sparse: bool = True,
     limited: bool = True,
     sigmoid: bool = True,
     normalize: bool = True,
@@ -40,7 +41,8 @@ def deepseek(
 ) -> cg.Graph:
     """Declare DeepSeek: tokens (B, S) to logits (B, S, V).
 
-    `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts within kg of Eg
+    The first Ld layers have a dense MLP, none without `dense`; the others have experts, and without `sparse` there are
+    no others. `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts within kg of Eg
     groups; `sigmoid` is the router of V3, with a buffer for balance; `system` is whose code runs the layers.
     """
     H, L, C, Cq, Kn, Kr, Kv = cg.dims("H L C Cq Kn Kr Kv")
@@ -60,7 +62,10 @@ def deepseek(
             contiguous=system == "megatron",
         )  # fmt: skip
         feed = gated("silu", system=system)
-        x = cg.repeat(Ld, block(attention=mixer, mlp=feed), x, name="dense_layers") if dense else x
+        if dense:
+            x = cg.repeat(Ld if sparse else L, block(attention=mixer, mlp=feed), x, name="dense_layers")
+        if not sparse:
+            return x
         return cg.repeat(L - Ld if dense else L, block(attention=mixer, moe=channels), x, name="layers")
 
     return decoder(name, dtype, stack, rope=Kr, tied=tied, assume=())
@@ -79,15 +84,19 @@ def read(c: Config) -> Preset:
     c.ignore("head_dim")  # transformers writes the rotated elements of a head, whatever it says
     sizes = {"D": c.size("hidden_size"), "H": c.size("num_attention_heads"), "L": c.size("num_hidden_layers")}
     sizes |= {"V": c.size("vocab_size"), "C": c.size("kv_lora_rank"), "Kn": c.size("qk_nope_head_dim")}
-    sizes |= {"Kr": c.size("qk_rope_head_dim"), "Kv": c.size("v_head_dim"), "Fe": c.size("moe_intermediate_size")}
-    sizes |= {"E": c.size("n_routed_experts"), "k": c.size("num_experts_per_tok")}
-    sizes |= {"Es": c.size("n_shared_experts")}
+    sizes |= {"Kr": c.size("qk_rope_head_dim"), "Kv": c.size("v_head_dim")}
+    experts = {"Fe": c.size("moe_intermediate_size"), "E": c.size("n_routed_experts")}
+    experts |= {"k": c.size("num_experts_per_tok"), "Es": c.size("n_shared_experts")}
     c.expect("num_key_value_heads", sizes["H"], *([] if third else [None]))
     c.expect("qk_head_dim", sizes["Kn"] + sizes["Kr"])
     rank, first = c.optional("q_lora_rank"), c.size("first_k_dense_replace", least=0)
-    sizes |= ({} if rank is None else {"Cq": rank}) | ({"Ld": first, "F": c.size("intermediate_size")} if first else {})
+    sparse = first < sizes["L"]
+    sizes |= {} if rank is None else {"Cq": rank}
+    sizes |= {"F": c.size("intermediate_size")} if first else {}
+    sizes |= {"Ld": first} if first and sparse else {}
     c.ignore("intermediate_size")
-    structure: dict[str, object] = {"query_latent": rank is not None, "dense": first > 0, "sigmoid": third}
+    structure: dict[str, object] = {"query_latent": rank is not None, "sigmoid": third}
+    structure |= {"dense": first > 0, "sparse": sparse}
     if third:
         c.expect("topk_method", "noaux_tc")
         limited, normalize = True, c.flag("norm_topk_prob")
@@ -95,7 +104,8 @@ def read(c: Config) -> Preset:
         limited = c.choice("topk_method", of=("greedy", "group_limited_greedy")) != "greedy"
         c.expect("norm_topk_prob", False)
         normalize = False
-    sizes |= {"Eg": c.size("n_group"), "kg": c.size("topk_group")} if limited else {}
+    experts |= {"Eg": c.size("n_group"), "kg": c.size("topk_group")} if limited else {}
+    sizes |= experts if sparse else {}
     c.ignore("n_group", "topk_group")
     structure |= {"limited": limited, "normalize": normalize, "scale": c.number("routed_scaling_factor")}
     structure |= {"bias": c.flag("attention_bias"), "tied": c.flag("tie_word_embeddings")}

@@ -12,10 +12,10 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
-from ..errors import FormatError, GraphError, UnsupportedError
+from ..errors import BindingError, FormatError, GraphError, UnsupportedError
 from ..graph.arguments import need_flag
 from ..graph.graph import Graph
-from ..graph.sizes import known_names
+from ..graph.sizes import bindings, known_names
 from . import (
     alexnet,
     bert,
@@ -224,6 +224,10 @@ def from_config(
     config.finish()
     given = config.dtype or "bf16" if dtype is None else dtype
     graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+    try:
+        bindings(graph, {})  # sizes of the file that every question would refuse
+    except BindingError as error:
+        raise FormatError(f"{config.place}: {error}") from None
     return graph if stored is None else stored(graph)
 
 
