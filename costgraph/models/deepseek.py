@@ -42,8 +42,9 @@ def deepseek(
     """Declare DeepSeek: tokens (B, S) to logits (B, S, V).
 
     The first Ld layers have a dense MLP, none without `dense`; the others have experts, and without `sparse` there are
-    no others. `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts within kg of Eg
-    groups; `sigmoid` is the router of V3, with a buffer for balance; `system` is whose code runs the layers.
+    no others. `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts
+    within kg of Eg groups; `sigmoid` is the router of V3, with a buffer for balance; `system` is whose code runs the
+    layers.
     """
     H, L, C, Cq, Kn, Kr, Kv = cg.dims("H L C Cq Kn Kr Kv")
     Fe, Es, Eg, kg, Ld = cg.dims("Fe Es Eg kg Ld")

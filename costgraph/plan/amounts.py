@@ -95,7 +95,7 @@ class LeadingTerm:
     """FLOPs of training, split into the rule of thumb and what it leaves out."""
 
     params: Formula
-    """parameters N"""
+    """parameters N; of a mixture of experts those that a token is sent to"""
     leading: Formula
     """6 * N * tokens"""
     remainder: Formula
@@ -108,7 +108,7 @@ class LeadingTerm:
 
 
 def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **dims: int) -> LeadingTerm:
-    """Split the FLOPs of training into 6 * parameters * tokens and the rest.
+    """Split the FLOPs of training into 6 * active parameters * tokens and the rest.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **
     if not isinstance(step, Graph):
         raise GraphError(f"leading_term: got {type(step).__name__}, expected a graph")
     whole = as_expr(training_flops(step, tokens, count=count, **dims))
-    params = param_count(step, active=False, **dims)
+    params = param_count(step, active=True, **dims)
     leading = 6 * as_expr(params) * given("leading_term: tokens", tokens)
     return LeadingTerm(params, answer(_expanded(leading)), answer(_expanded(whole - leading)))
 
