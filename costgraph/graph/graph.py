@@ -180,6 +180,14 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def __repr__(self) -> str:
         return f"Graph({self.name!r}: {len(self.ops)} ops, {len(self.tensors)} tensors)"
 
+    def __str__(self) -> str:
+        return showing.summary(self)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Tensors that the caller owns, in the order of their declaration."""
+        return [t for t in self.tensors if t.role == "input"]
+
     # -- declaring -----------------------------------------------------------------------------------------------
 
     def input(

@@ -1,4 +1,4 @@
-"""What a graph shows of itself: pages are made far behind graphs, so what makes them registers itself here."""
+"""Views of a graph that modules imported later make: they register themselves here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["SHOWN", "explore"]
+__all__ = ["SHOWN", "explore", "summary"]
 
-#: Filled by `costgraph.report.explore`.
+#: Filled by `costgraph.report.explore` and `costgraph.report.summary`.
 SHOWN: dict[str, Callable[..., Any]] = {}
 
 
@@ -30,6 +30,16 @@ def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any
     costgraph.report.explore.Page
         `.html`, `.save(path)`.
     """
-    if "explore" not in SHOWN:  # imported when it is first asked for
-        import_module("costgraph.report.explore")
-    return SHOWN["explore"](self, path, views=views)
+    return _view("explore")(self, path, views=views)
+
+
+def summary(self: Graph) -> str:
+    """Return the table of scopes that `print` shows."""
+    text: str = _view("summary")(self)
+    return text
+
+
+def _view(name: str) -> Callable[..., Any]:
+    if name not in SHOWN:  # imported when it is first asked for
+        import_module(f"costgraph.report.{name}")
+    return SHOWN[name]

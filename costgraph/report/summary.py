@@ -1,0 +1,129 @@
+"""A graph as a table of its scopes, which `print(graph)` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..algebra.extremum import as_expr
+from ..algebra.polynomial import ONE, Poly, total
+from ..analysis.costs import costs
+from ..bind.evaluate import Formula, answer
+from ..errors import CostGraphError
+from ..graph.graph import Graph
+from ..graph.showing import SHOWN
+from ..graph.sizes import bindings
+from ..graph.strides import numel
+from .formula import formula_text
+
+__all__ = ["summary"]
+
+#: Most rows of a table.
+_MOST_ROWS = 40
+#: Scope of ops and parameters that are in none.
+_TOP = "(no scope)"
+
+
+def summary(graph: Graph) -> str:
+    """Return a table of the scopes of a graph: output shape, parameters and FLOPs of each, at most 40 rows.
+
+    Parameters
+    ----------
+    graph : Graph
+        Any graph. Loops count all of their iterations, and default sizes are bound.
+
+    Returns
+    -------
+    str
+        A header with the sizes, a row for each scope in program order, and the total. Scopes are cut off at the
+        deepest level that has at most 40 of them.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("mlp") as g:
+    ...     h = cg.relu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, name="up"))
+    ...     g.output(cg.linear(h, "b f -> b d", d=D, name="down"))
+    >>> print(g)
+    mlp: 3 ops
+    scope       output shape  parameters  FLOPs
+    up          (B, F)        D*F         2*B*D*F
+    (no scope)  (B, F)        0           B*F
+    down        (B, D)        D*F         2*B*D*F
+    total                     2*D*F       4*B*D*F + B*F
+    """
+    try:
+        return "\n".join(_lines(graph))
+    except CostGraphError:  # a graph that no question can be asked of, such as one that is being declared
+        return repr(graph)
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    values = bindings(graph, {})
+    bodies = list(_bodies(graph))
+    ops = [op for g, _ in bodies for op in g.ops if op.loop is None]
+    level = _level({op.scope for op in ops})
+    shapes: dict[str, str] = {}
+    for op in ops:
+        made = op.results[-1].sizes if op.results else ()
+        shapes[_cut(op.scope, level)] = f"({', '.join(formula_text(answer(n.bind(values))) for n in made)})"
+    params: dict[str, list[Poly]] = {}
+    for g, times in bodies:
+        for t in g.tensors:
+            if t.role == "param" and t.producer is None:
+                params.setdefault(_scope_of(t.name, shapes), []).append(numel(t.sizes) * times)
+    flops: dict[str, list[Formula]] = {}
+    table = costs(graph)
+    for scope, part in table.group("scope").items():
+        flops.setdefault(_cut(scope, level), []).append(part.total().flops)
+    rows = [("scope", "output shape", "parameters", "FLOPs")]
+    for scope in dict.fromkeys((*shapes, *params)):
+        own = answer(total(params.get(scope, ())).bind(values))
+        done = sum(map(as_expr, flops.get(scope, ())), start=as_expr(0))
+        rows.append((scope or _TOP, shapes.get(scope, ""), _text(own), _text(answer(done))))
+    every = answer(total(p for found in params.values() for p in found).bind(values))
+    rows.append(("total", "", _text(every), _text(table.total().flops)))
+    hidden = len(rows) - 2 - _MOST_ROWS
+    if hidden > 0:
+        rows[_MOST_ROWS + 1 : -1] = [(f"... {hidden} more", "", "", "")]
+    sizes = [f", {name}={values[name].expr}" for name in sorted(values)]
+    yield f"{graph.name}: {len(ops)} ops{''.join(sizes)}"
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for cells in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Poly]]:
+    """Yield a graph and the bodies of its loops, with the number of times that each runs."""
+    yield graph, times
+    for op in graph.ops:
+        if op.loop is not None:
+            yield from _bodies(op.loop.body, times * op.loop.count)
+
+
+def _text(value: Formula) -> str:
+    return f"{value:,}" if isinstance(value, int) else formula_text(value)
+
+
+def _level(scopes: set[str]) -> int:
+    """Return the deepest level of scopes that has few enough of them."""
+    deepest = max((scope.count("/") + 1 for scope in scopes), default=1)
+    levels = range(deepest, 1, -1)
+    return next((n for n in levels if len({_cut(scope, n) for scope in scopes}) <= _MOST_ROWS), 1)
+
+
+def _cut(scope: str, level: int) -> str:
+    return "/".join(scope.split("/")[:level])
+
+
+def _scope_of(name: str, scopes: Iterable[str]) -> str:
+    """Return the row of a parameter: the innermost scope around it, or one inside that scope."""
+    around = name.rpartition("/")[0]
+    while around:
+        if found := [scope for scope in scopes if f"{scope}/".startswith(f"{around}/")]:
+            return around if around in found else found[0]
+        around = around.rpartition("/")[0]
+    return ""
+
+
+SHOWN["summary"] = summary

@@ -1,0 +1,42 @@
+"""The table of scopes that `print(graph)` shows."""
+
+import re
+
+import networkx as nx
+import pytest
+
+import costgraph as cg
+
+
+def rows_of(graph):
+    header, columns, *rows = str(graph).split("\n")
+    assert header.startswith(f"{graph.name}: ")
+    assert columns.split() == ["scope", "output", "shape", "parameters", "FLOPs"]
+    return [re.split(r"\s{2,}", row) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "resnet50", "mixtral-8x7b", "t5-small", "mlp"])
+def test_parameters_and_flops_add_up_to_those_of_the_graph(name):
+    graph = cg.models.load(name)
+    for each in (graph, cg.training_step(graph)):
+        *rows, total = rows_of(each)
+        if isinstance(cg.param_count(each), int):
+            counts = [int(row[-2].replace(",", "")) for row in rows]
+            assert sum(counts) == int(total[1].replace(",", "")) == cg.param_count(each)
+        assert total[-1].replace(",", "").replace(" ", "") == str(cg.flops(each)).replace(" ", "")
+        assert len(rows) <= 41
+
+
+def test_an_unrolled_graph_has_at_most_40_rows():
+    graph = cg.unroll(cg.models.load("gpt2", symbolic=False), L=12)
+    assert len(rows_of(graph)) <= 42
+
+
+def test_a_graph_that_is_being_declared_is_shown():
+    with cg.Graph("g") as g:
+        x = g.input("x", (2, 3))
+        y = g.input("y", (3,))
+        assert "g: 0 ops" in str(g)
+        g.output(cg.relu(x))
+    assert g.inputs == [x, y]
+    assert str(nx.DiGraph(g)).startswith("DiGraph named 'g'")
