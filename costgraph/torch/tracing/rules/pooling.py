@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, prod
 from typing import Any
 
 import sympy
 
+from ....algebra.extremum import Min
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..call import Call, Counts, Spec
-from .amounts import operand_bytes, product, unsupported
+from .amounts import operand_bytes, size, unsupported
 from .table import rule
 
 __all__: list[str] = []  # its rules are found in RULES
 
 
-def _window(call: Call, rank: int) -> Poly:
-    sizes: Sequence[Any] = call["kernel_size"]
-    return product(sizes) if len(sizes) == rank else product(sizes) ** rank
+def _elements(call: Call, large: Spec, small: Spec) -> Poly:
+    """Return the elements of all windows; those of `ceil_mode` end where the padding does."""
+    rank = _rank(call)
+    window, stride, padding, dilation = (_of_each_axis(call, name, rank) for name in _FACTS)
+    if not call.get("ceil_mode"):
+        return small.numel * prod(window, start=ONE)
+    axes = zip(large.sizes[-rank:], small.sizes[-rank:], window, stride or window, padding, dilation, strict=True)
+    return prod((_along(*axis) for axis in axes), start=prod(small.sizes[:-rank], start=ONE))
+
+
+_DEFAULTS: Mapping[str, Sequence[int]] = {"stride": [], "padding": [0], "dilation": [1]}
+_FACTS = ("kernel_size", *_DEFAULTS)
+
+
+def _of_each_axis(call: Call, name: str, rank: int) -> list[Poly]:
+    """Return a fact of the windows for each axis; an empty list of strides stands for the window."""
+    given: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
+    return [size(n) for n in (given if len(given) != 1 else [*given] * rank)]
+
+
+def _along(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
+    """Return the elements of the windows along one axis, of which the last one alone can end beyond the padding."""
+    left = n + 2 * padding - (windows - 1) * stride
+    return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((left / dilation).expr)))
 
 
 def _rank(call: Call) -> int:
@@ -29,13 +51,13 @@ def _rank(call: Call) -> int:
       "fractional_max_pool3d", "mkldnn_max_pool2d", "mkldnn_max_pool3d")  # fmt: skip
 def pool(call: Call) -> Counts:
     """Count 1 for each element of each window."""
-    return Counts(pointwise=call.out.numel * _window(call, _rank(call)))
+    return Counts(pointwise=_elements(call, call["self"], call.out))
 
 
 @rule("avg_pool2d_backward", "avg_pool3d_backward")
 def mean_backward(call: Call) -> Counts:
     """Count 1 for each element of each window; of the operand only the shape is looked at."""
-    count = call["grad_output"].numel * _window(call, _rank(call))
+    count = _elements(call, call["self"], call["grad_output"])
     return Counts(pointwise=count, reads=operand_bytes(call, self=ZERO))
 
 
