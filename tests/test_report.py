@@ -393,3 +393,33 @@ def test_files_that_cannot_be_written(tmp_path):
         r.to_csv(tmp_path)
     with pytest.raises(cg.FormatError, match="null"):
         r.to_csv("a\0b")
+
+
+# -- parts of a model that do not run -----------------------------------------------------------------------------
+
+
+def test_parameters_that_no_op_reads_are_named(tmp_path):
+    """A vision tower that a text-only forward pass leaves out has parameters, no FLOPs and no activations."""
+    B, D, L = cg.dims("B D L")
+    with cg.Graph("vl") as g:
+        x = g.input("x", (B, D))
+        for name in ("weight", "bias"):
+            g.param(f"model/visual/merger/{name}", (D,))
+        g.param("model/language/extra", (7,))
+
+        def layer(y):
+            with cg.scope("adapter"):
+                y.graph.param("scale", (D,))
+            return cg.linear(y, "b d -> b e", e=D, name="up")
+
+        with cg.scope("model"), cg.scope("language"):
+            x = cg.repeat(L, layer, x, name="layers")
+        g.output(x)
+    found = report(g, B=2, L=5)
+    adapter = "model/language/layers/adapter"
+    assert {scope: str(n) for scope, n in found.unused_params.items()} == {
+        "model/visual": "2*D", "model/language/extra": "7", adapter: "5*D",
+    }  # fmt: skip
+    assert "  not run                 7 in model/language/extra" in str(found)
+    assert json.loads(to_json(found))["unused_params"]["model/language/extra"] == {"value": 7, "unit": "1"}
+    assert dict(report(model(), **SIZES).unused_params) == {}

@@ -210,8 +210,8 @@ def test_a_frame_has_numbers_and_formulas(pandas):
     assert dict(zip(sheet["place"], zip(sheet["value"], sheet["unit"], strict=True), strict=True))["peak.bf16"] == (
         989_400_000_000_000, "FLOP/s",
     )  # fmt: skip
-    steps = cg.plan.throughput(inference(), "h100-sxm", "B", [1, 64], S=8192).to_pandas().columns
-    assert (steps["size"], steps["tokens"], steps["fits"]) == ([1, 64], [1, 64], [True, False])
+    steps = cg.plan.throughput(inference(), "h100-sxm", "B", [1, 72], S=8192).to_pandas().columns
+    assert (steps["size"], steps["tokens"], steps["fits"]) == ([1, 72], [1, 72], [True, False])
 
 
 @pytest.mark.parametrize("name", ["costs", "hardware", "lifetimes"])

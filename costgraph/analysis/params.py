@@ -17,7 +17,7 @@ from ..ops.pointwise import Pointwise
 from ..ops.stated import Opaque
 from .traffic import repeated_bodies
 
-__all__ = ["cache_bytes", "cached", "param_bytes", "param_count"]
+__all__ = ["cache_bytes", "cached", "param_bytes", "param_count", "unused_params"]
 
 
 def _sum(graph: Graph, *, of_bytes: bool, active: bool = False) -> Poly:
@@ -50,6 +50,59 @@ def _met_by(op: Op, t: Tensor) -> Poly:
     # another view or format of it, or what is left once scales are applied
     handed_on = isinstance(op.kind, Pointwise | Rearrange | Opaque) and op.results[0].numel == t.numel
     return _met(op.graph, op.results[0]) if handed_on else ONE
+
+
+def unused_params(graph: Graph, /, **dims: int) -> dict[str, Formula]:
+    """Return the number of parameters that no op reads, by the outermost scope that has no others.
+
+    A vision tower that a text-only forward pass leaves out has parameters, and neither FLOPs nor activations.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    dict of str to int or sympy.Expr
+        Elements by scope, or by name of a parameter; empty where all are read.
+
+    Raises
+    ------
+    GraphError, BindingError
+        If that is no graph, or a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (3, 4))
+    ...     unused = [g.param(f"tower/{name}/weight", (4, 4)) for name in "ab"]
+    ...     g.output(cg.linear(x, "b d -> b f", f=5, name="text"))
+    >>> unused_params(g)
+    {'tower': 32}
+    """
+    need_graph("unused_params", graph)
+    used, unused = set[str](), dict[str, list[Poly]]()
+    for g, times in repeated_bodies(graph):
+        for t in g.tensors:
+            if t.role == "param" and t.producer is None:
+                if next(iter(g.successors(t)), None) is None:
+                    unused.setdefault(t.name, []).append(t.storage.elements * times)
+                else:
+                    used |= set(_scopes(t.name))
+    values, found = bindings(graph, dims), dict[str, list[Poly]]()
+    for name, parts in unused.items():
+        found.setdefault(next(s for s in _scopes(name) if s not in used or s == name), []).extend(parts)
+    return {scope: bound_answer(total(parts), values) for scope, parts in found.items()}
+
+
+def _scopes(name: str) -> list[str]:
+    """Return the scopes around a name and the name, outermost first."""
+    parts = name.split("/")
+    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formula:

@@ -13,6 +13,7 @@ from ..algebra.symbols import shorten, shown
 from ..analysis.communication import Message, communication
 from ..analysis.costs import costs, executions, unused_names
 from ..analysis.memory import peak_cases, timeline
+from ..analysis.params import unused_params
 from ..analysis.roofline import Roofline, RooflineRow, roofline
 from ..analysis.table import CostRow, Costs
 from ..analysis.workspaces import on_device
@@ -269,5 +270,6 @@ def collect(
         defaults=dict(graph.root.defaults),
         open_roofline=found if unbound else None,
         training=training_of(graph, dims, times),
+        unused_params=unused_params(graph, **dims),
         sent=tuple(_sent(graph, on, between[1], dims)),
     )

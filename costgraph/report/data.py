@@ -110,6 +110,8 @@ class Facts:
     """times as formulas; None without a device, or once all sizes are bound"""
     training: Training | None = None
     """what a step of training has beside; None for other graphs"""
+    unused_params: Mapping[str, Formula] = field(default_factory=dict)
+    """number of parameters that no op reads, by scope"""
     sent: tuple[Sent, ...] = ()
     """by axis and kind of collective, of the graph of one rank"""
 

@@ -157,6 +157,7 @@ def to_json(r: Facts) -> str:
         "unused": list(r.unused),
         "count": r.count,
         "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.figures.items()},
+        "unused_params": {scope: _figure(n, "1") for scope, n in r.unused_params.items()},
         "training": _training(r),
         "peak_memory": _peak(r),
         "roofline": _times(r.roofline or r.open_roofline),
@@ -171,6 +172,7 @@ def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
     """Yield the values of a report, one each: part, name, quantity, value, unit, formula."""
     for name, f in r.figures.items():
         yield ("graph", "", name, _cell(f.value), f.unit, formula_text(f.formula))
+    yield from (("unused parameters", scope, "params", _cell(n), "1", "") for scope, n in r.unused_params.items())
     if r.training is not None:
         for name, f in r.training.figures.items():
             yield ("training", "", name, _cell(f.value), f.unit, formula_text(f.formula))
@@ -209,7 +211,7 @@ def _cell(value: Formula) -> object:
 def to_csv(r: Facts) -> str:
     """Return a report as CSV: one value a line, with its unit.
 
-    A head line, and part (graph, training, role at the peak, sent, scope, phase), name, quantity, value, unit, formula.
-    The value of what is not bound is its formula in what is open.
+    A head line, and part (graph, unused parameters, training, role at the peak, sent, scope, phase), name, quantity,
+    value, unit, formula. The value of what is not bound is its formula in what is open.
     """
     return as_csv(_COLUMNS, rows(r))

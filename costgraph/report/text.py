@@ -51,6 +51,8 @@ def _figure_rows(r: Facts) -> Iterator[tuple[str, str]]:
             figure = r.figures[name]
             label = f"  {short[name]}" if name in short else title
             yield label, amount(figure.value, figure.unit) + _beside_ridge(r, name)
+            if name == "params":
+                yield from (("  not run", f"{show(n, '1')} in {clean(scope)}") for scope, n in r.unused_params.items())
         else:
             yield title, "no bytes are moved"
     if r.roofline and r.roofline.ridge:
