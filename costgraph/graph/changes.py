@@ -20,7 +20,7 @@ from .tensor import Tensor
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["Carried", "Journal", "Stated", "append", "changing", "forget", "modify", "whole"]
+__all__ = ["FACTS", "Carried", "Journal", "Stated", "append", "carry_facts", "changing", "forget", "modify", "whole"]
 
 T = TypeVar("T")
 
@@ -144,3 +144,28 @@ class Stated(Carried[T]):
         if not asked.holds(value):
             raise GraphError(f"graph {graph.name!r}: {self.name} is {shown(value)}, expected {asked.expected}")
         super().__set__(graph, value)
+
+
+#: Facts of a whole graph that name none of its tensors: a transform copies them, it never derives them again.
+FACTS = ("relations", "defaults", "loss", "layers", "waiting")
+
+
+def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
+    """Copy the facts of a graph to the graph that a transform builds from it.
+
+    Every transform calls this one function, so that a fact that is added to `FACTS` reaches all of them.
+
+    Parameters
+    ----------
+    old : Graph
+        Graph that is transformed.
+    new : Graph
+        Graph that is built.
+    **changed : object
+        Facts, by their names in `FACTS`, that differ in the new graph. `loss=None` drops the loss.
+    """
+    for name in FACTS:
+        fact = changed.pop(name, getattr(old, name))
+        setattr(new, name, dict(fact) if isinstance(fact, dict) else fact)
+    assert not changed, changed
+    new.modules |= old.modules

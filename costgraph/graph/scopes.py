@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -14,7 +15,10 @@ from ..errors import GraphError
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["Place", "building", "close", "current_graph", "enter", "here", "module", "opened", "phase", "scope"]
+__all__ = [
+    "Place", "building", "close", "current_graph", "enter", "here", "in_turn", "module", "opened", "phase", "scope",
+    "turn_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)  # told apart by identity: one is closed where it stands
@@ -27,7 +31,11 @@ class Place:
     """Levels of the scope that is open."""
     phase: str = "forward"
     """Phase of ops: forward, recompute, backward or optimizer."""
+    turn: str = ""
+    """Iteration of an unrolled loop, such as `.i3`: names of ops and parameters made now end with it."""
 
+
+_TURN = re.compile(r"(?:\.i\d+)+(?=_\d+$|$)")
 
 #: What was opened and is not closed, the innermost last. Generators may close an outer one first.
 _OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
@@ -72,6 +80,18 @@ def opened(**facts: Any) -> Iterator[None]:
         yield
     finally:
         close(place)
+
+
+def turn_of(name: str) -> str:
+    """Return the iterations of unrolled loops that a name ends with, such as `.i0.i3`, outermost first."""
+    found = _TURN.search(name) if ".i" in name else None
+    return "" if found is None else found.group()
+
+
+def in_turn(name: str) -> str:
+    """Return the name of an op or parameter made now, with the iteration of the unrolled loop that is open."""
+    turn = here().turn
+    return name + turn if turn and not turn_of(name) else name
 
 
 def phase(name: str) -> AbstractContextManager[None]:

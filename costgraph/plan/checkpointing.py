@@ -66,6 +66,8 @@ def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
     need_graph("best_interval", graph)
     values = bindings(graph, dims)
     name = next(n for n in ("k", "interval", "interval_of_layers") if n not in known_names(graph))
+    if not any(op.loop is not None for op in graph.walk()):
+        raise GraphError(f"best_interval: graph {graph.name!r} has no stack of layers that can be split into groups")
     made = backward(with_loss(graph, loss), checkpoint=every(make_dims(name)))
     program = play(made)
     again = [i for i, step in enumerate(program.steps) if step.op.phase == "recompute"]
@@ -164,6 +166,8 @@ def checkpoint_for(
     if layers > _MOST_LAYERS:
         raise BindingError(f"checkpoint_for: {shown(layers)} layers, expected at most {_MOST_LAYERS}")
     for policy in _policies(graph, layers):
+        if policy is not None and not policy.recomputes(graph):
+            continue
         step = training_step(graph, checkpoint=policy, **chosen)
         peak = peak_memory(step, **sizes)
         need_bound([peak], "checkpoint_for")

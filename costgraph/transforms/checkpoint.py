@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import groupby
 from typing import Annotated
 
 from ..algebra.polynomial import ONE, Poly
-from ..algebra.symbols import is_name, read_size, shorten
+from ..algebra.symbols import is_level, read_size, shorten
 from ..errors import FormatError, GraphError
 from ..graph.arguments import need_flag, positive
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..notation.door import READ, guarded
+from ..ops.cached import Cache
 from ..ops.contraction import Einsum
+from .backward.walk import is_view_op
+from .layers import Layers
 from .rewrite import Rewriter
 from .shard.names import SUMMED
 
@@ -28,7 +30,8 @@ class Checkpoint:
     """A policy of activation checkpointing.
 
     It follows `torch.utils.checkpoint` without reentrance: of a run of ops only the inputs are kept; when the backward
-    pass comes to it, the ops run again in their order and stop after the last one of which anything is read.
+    pass comes to it, the ops run again in their order and, with `early_stop`, stop after the last one of which anything
+    is read.
     """
 
     blocks: bool = False
@@ -45,14 +48,17 @@ class Checkpoint:
     """last levels of the names of ops whose results are kept where a run has them, and not computed again"""
     communication: bool = True
     """whether what tensor parallelism sums over its ranks is summed again; if not, it is kept"""
+    early_stop: bool = True
+    """whether recomputation stops after the last op of a run that the backward pass reads"""
 
     def __post_init__(self) -> None:
         for word, names in (("selective", self.names), ("keep", self.keep)):
             for name in names:
-                if not all(is_name(level) for level in name.split("/")):
+                if not all(map(is_level, name.split("/"))):
                     raise GraphError(f"{word}: {shorten(name)}, expected identifiers separated by '/'")
         if (self.keep or not self.communication) and self.inside is not None:
             raise GraphError("keep: what is kept is not computed again, expected no policy for what is inside")
+        need_flag("checkpoint", communication=self.communication, early_stop=self.early_stop)
         if self.interval is not None:
             object.__setattr__(self, "interval", positive("every: k", self.interval))
 
@@ -76,19 +82,67 @@ class Checkpoint:
             graph = self.inside.prepared(graph)
             if interval is not None and self.inside.interval is not None:
                 interval = interval / self.inside.interval  # groups of these are one run
-        return graph if interval is None else nest(graph, interval)
+        if interval is not None:
+            graph = nest(graph, interval)
+            self._need_divisor(graph)
+        self._need_runs(graph)
+        return graph
+
+    def _need_divisor(self, graph: Graph) -> None:
+        """Raise GraphError where k is no divisor of the number of layers of a stack that is no loop."""
+        assert self.interval is not None
+        layers = Layers(graph)
+        stacks: dict[str, set[int]] = {}
+        for stack, number in filter(None, map(layers.period, graph.ops)):
+            stacks.setdefault(stack, set()).add(number)
+        looped = {op.name.partition(".")[0] for op in graph.ops if op.loop is not None}
+        for stack, numbers in stacks.items():
+            k = self.interval.constant
+            if stack not in looped and (not isinstance(k, int) or len(numbers) % k):
+                raise GraphError(f"every {self.interval} of the {len(numbers)} layers in {stack!r}: expected a divisor")
+
+    def _need_runs(self, graph: Graph) -> None:
+        """Raise GraphError where nothing of a graph is recomputed."""
+        if not (self.blocks or self.names) or self.recomputes(graph):
+            return
+        if self.names:
+            raise GraphError(
+                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside of a kernel, expected "
+                f"a scope or op around it"
+            )
+        raise GraphError(
+            f"checkpoint: graph {graph.name!r} has no {'loop' if self.start else 'layers'} to recompute, expected a "
+            f"costgraph.repeat{'' if self.start else ', or scopes such as h/0 and h/1'}"
+        )
+
+    def recomputes(self, graph: Graph) -> bool:
+        """Whether ops of a graph, or of the body of one of its loops, are recomputed."""
+        return any(any(self.runs(body.ops)) for body in graph.bodies() if not body.fused)
 
     def runs(self, ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
         """Return the runs of ops of a graph or body that are computed again."""
         if not ops:
             return ()
-        graph = ops[0].graph
         if not self.blocks:
             return _neighbours(ops, lambda op: any(_is_part(name, op.name) for name in self.names))
-        looped = graph.owner is not None and graph.owner.loop is not None
-        if looped and (self.interval is not None or self.start or not any(map(_layer, graph.walk()))):
+        graph = ops[0].graph
+        layers, looped = Layers(graph), graph.owner is not None and graph.owner.loop is not None
+        whole = self.interval is not None or self.start
+        if looped and (whole or not any(map(layers.layer, graph.walk()))):
             return [list(ops)]
-        return _neighbours(ops, _layer)
+        if not whole:
+            return _neighbours(ops, layers.layer)
+        return [] if self.start else _neighbours(ops, self._group_of(layers))
+
+    def _group_of(self, layers: Layers) -> Callable[[Op], object]:
+        """Return what says which group of layers an op without a loop belongs to."""
+        k = 1 if self.interval is None else self.interval.constant
+
+        def group(op: Op) -> object:
+            found = layers.period(op)
+            return None if found is None or not isinstance(k, int) else (found[0], found[1] // k)
+
+        return group
 
     def keeps(self, op: Op) -> bool:
         """Whether what an op makes is kept where the ops around it are computed again."""
@@ -96,15 +150,29 @@ class Checkpoint:
 
 
 def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
-    """Return the runs of neighbours for which a key says one thing; where it says nothing they are in none."""
-    return [list(run) for part, run in groupby(ops, key) if part]
+    """Return the runs of neighbours with the same key; ops without a key are in none.
+
+    Views between two ops of a run are part of it: a split there would keep what the run has made up to the view.
+    """
+    runs: list[list[Op]] = []
+    last, views = None, list[Op]()
+    for op in ops:
+        own = key(op)
+        if not own:
+            views = [*views, op] if last and _is_free(op) else []
+            last = last if views else None
+            continue
+        if own == last:
+            runs[-1] += [*views, op]
+        else:
+            runs.append([op])
+        last, views = own, []
+    return runs
 
 
-def _layer(op: Op) -> str:
-    """Return the scope of the layer that an op stands in, nothing outside of those that are marked as one."""
-    levels = op.scope.split("/")
-    scopes = ("/".join(levels[:n]) for n in range(len(levels), 0, -1))
-    return next((scope for scope in scopes if scope in op.graph.root.layers), "")
+def _is_free(op: Op) -> bool:
+    """Whether an op gives another view of its operand, moves nothing and computes nothing."""
+    return is_view_op(op) or isinstance(op.kind, Cache)
 
 
 def _sums(op: Op) -> bool:
@@ -130,7 +198,11 @@ def _ends(name: str, full: str) -> bool:
 
 
 def every_block(
-    *, keep: Sequence[str] = (), inside: Checkpoint | None = None, communication: bool = True
+    *,
+    keep: Sequence[str] = (),
+    inside: Checkpoint | None = None,
+    communication: bool = True,
+    early_stop: bool = True,
 ) -> Checkpoint:
     """Keep the input of each layer of a stack alone: memory for L inputs, and one more forward pass.
 
@@ -147,6 +219,10 @@ def every_block(
         again). False: what they have reduced is kept, and its products are not computed again, as a policy of torch's
         selective checkpoint that saves `_c10d_functional.reduce_scatter_tensor`, which torchtitan's list of ops has.
         Of a split sequence, what the backward pass needs whole is gathered again.
+    early_stop : bool
+        Whether recomputation stops after the last op that the backward pass reads, as in torch's non-reentrant
+        checkpoint (`early_stop` of `torch.utils.checkpoint.checkpoint`). False recomputes all ops, as a reentrant
+        checkpoint (`use_reentrant=True`), DeepSpeed and Megatron-LM's `CheckpointFunction` do.
 
     Returns
     -------
@@ -173,12 +249,16 @@ def every_block(
     >>> step = cg.backward(g, checkpoint=cg.every_block(keep=["matmul"]))
     >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops
     0
+    >>> step = cg.backward(g, checkpoint=cg.every_block(early_stop=False))
+    >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops
+    4*B*D*F*L
     """
-    need_flag("every_block", communication=communication)
-    return Checkpoint(blocks=True, keep=tuple(keep), inside=inside, communication=communication)
+    return Checkpoint(
+        blocks=True, keep=tuple(keep), inside=inside, communication=communication, early_stop=early_stop
+    )
 
 
-def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:
+def every(k: object, *, inside: Checkpoint | None = None, early_stop: bool = True) -> Checkpoint:
     """Keep the input of every k-th layer: memory for L/k inputs and what k layers save.
 
     Parameters
@@ -187,6 +267,8 @@ def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:
         Layers that are computed again together, periods where kinds of layers take turns; it divides their number.
     inside : Checkpoint, optional
         What is done with the ops of these layers when they are computed again.
+    early_stop : bool
+        As in `every_block`.
 
     Returns
     -------
@@ -198,7 +280,7 @@ def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:
     ShapeError
         If `k` is no size.
     """
-    return Checkpoint(blocks=True, interval=positive("every: k", k), inside=inside)
+    return Checkpoint(blocks=True, interval=positive("every: k", k), inside=inside, early_stop=early_stop)
 
 
 def from_start() -> Checkpoint:
@@ -224,7 +306,7 @@ def from_start() -> Checkpoint:
     return Checkpoint(blocks=True, start=True)
 
 
-def selective(*names: str, inside: Checkpoint | None = None) -> Checkpoint:
+def selective(*names: str, inside: Checkpoint | None = None, early_stop: bool = True) -> Checkpoint:
     """Compute again what is inside some scopes, kernels or ops: neighbours in the program are one run.
 
     Parameters
@@ -233,6 +315,8 @@ def selective(*names: str, inside: Checkpoint | None = None) -> Checkpoint:
         One or several levels of a name, such as `"attention"` or `"attention/softmax"`.
     inside : Checkpoint, optional
         What is done with these ops when they are computed again.
+    early_stop : bool
+        As in `every_block`.
 
     Returns
     -------
@@ -246,7 +330,7 @@ def selective(*names: str, inside: Checkpoint | None = None) -> Checkpoint:
     """
     if not names:
         raise GraphError("selective: no name, expected scopes, kernels or ops")
-    return Checkpoint(names=names, inside=inside)
+    return Checkpoint(names=names, inside=inside, early_stop=early_stop)
 
 
 def nest(graph: Graph, k: Poly) -> Graph:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..algebra.dominance import Relations
 from ..algebra.polynomial import Poly
 from ..graph.call import Call
+from ..graph.changes import carry_facts
 from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Bodied, Op, OpKind
 from ..graph.placement import Placement, Sharding
-from ..graph.scopes import opened
+from ..graph.scopes import opened, turn_of
 from ..graph.tensor import Tensor
 from ..ops.moves import Concat
 
@@ -73,6 +74,9 @@ class Rewriter:
     replays = True
     """Whether a call that a trace saw can be made again where its op is copied: tensors are as they were."""
 
+    turns = True
+    """Whether ops stay in the iterations of the loops that they were unrolled from."""
+
     def __init__(self, values: Mapping[str, Poly] | None = None) -> None:
         self.values = dict(values or {})
         self.tensors: dict[Tensor, Any] = {}
@@ -83,10 +87,7 @@ class Rewriter:
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.defaults, new.loss = self.known(old), dict(old.defaults), old.loss
-        new.layers, new.waiting = old.layers, old.waiting
-        if old.waiting is not None:
-            new.waiting = replace(old.waiting, **{k: bound(v, self.values) for k, v in vars(old.waiting).items()})
+        carry_facts(old, new, **self.changed(old))
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
@@ -96,9 +97,12 @@ class Rewriter:
                 new.sharding = self.laid(old, old.sharding)
         return new.freeze()
 
-    def known(self, old: Graph) -> Relations:
-        """Return what is assumed of sizes in the new graph: where symbols stay what they were, the same."""
-        return old.relations
+    def changed(self, old: Graph) -> dict[str, Any]:
+        """Return the facts of the graph that differ in the new one, by name: those that hold bound sizes."""
+        waiting = old.waiting
+        if waiting is not None:
+            waiting = replace(waiting, **{k: bound(v, self.values) for k, v in vars(waiting).items()})
+        return {"waiting": waiting}
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
         """Return where the tensors of the new graph lie: an axis of iterations, which is whole, may have gone."""
@@ -127,7 +131,9 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                self.emit(node, new, suffix)
+                turn = turn_of(node.name) if self.turns else ""
+                with opened(turn=turn) if turn else nullcontext():  # ops added beside it are of the same iteration
+                    self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
 

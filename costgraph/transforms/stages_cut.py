@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..algebra.polynomial import ZERO, Poly
 from ..errors import UnsupportedError
+from ..graph.changes import carry_facts
 from ..graph.graph import Graph
 from ..graph.loop import Repeat
 from ..graph.op import Op, OpKind
@@ -136,7 +137,7 @@ class Share(Rewriter):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the graph of the rank."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.defaults, new.layers = old.relations, dict(old.defaults), old.layers
+        carry_facts(old, new)
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(made for t in old.outputs if (made := self.tensors[t]) is not None))

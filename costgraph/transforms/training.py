@@ -11,6 +11,7 @@ from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError
 from ..graph.arguments import need_flag, positive
+from ..graph.changes import carry_facts
 from ..graph.graph import Graph
 from ..graph.scopes import building, opened
 from ..graph.strides import contiguous
@@ -253,7 +254,7 @@ def _accumulated(
     forward: Graph, new: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool, defer: bool
 ) -> _Pass:
     """Run forward and backward pass for each micro-batch, and add up the gradients."""
-    new.relations, new.defaults = forward.relations, dict(forward.defaults)
+    carry_facts(forward, new)
     body, copier = new.start_body("microbatches", fused=False), Rewriter()
     sources = {t: _source(t, new, copier, times) for t in forward.tensors if t.producer is None}
     given = {

@@ -17,6 +17,7 @@ from ..ops.fill import Revised
 from ..ops.moves import Rearrange, Slice
 from ..ops.play import Env, Player, Turn
 from ..ops.stacks import Empty, Stacked
+from .layers import layers_of
 from .rewrite import Rewriter, flat
 
 __all__ = ["position", "unroll"]
@@ -73,8 +74,15 @@ class _Unroller(Rewriter, Player[_Place]):
     def __init__(self, values: Mapping[str, Poly]) -> None:
         Rewriter.__init__(self, values)
         Player.__init__(self)
+        self.layers = set[str]()
+        """scopes of layers, each with its iteration"""
         self._whole: dict[Tensor, Any] = {}
         """what tensors stand for of which a loop has slices that it writes into"""
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        new = super().run(old, name)
+        new.layers = frozenset({*new.layers, *self.layers})
+        return new
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         if not old.storage.pieces:
@@ -136,7 +144,9 @@ class _Unroller(Rewriter, Player[_Place]):
         return env
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: _Place) -> None:
-        self.fill(loop.body, place[0], f".i{turn.at}")
+        own = f"{place[1]}.i{turn.at}"
+        self.layers |= layers_of(loop.op, own)
+        self.fill(loop.body, place[0], own)
 
     def loop(self, loop: Loop, env: Env, place: _Place) -> None:
         """Run a loop; slices that its iterations write into are there before the first one writes."""

@@ -110,7 +110,7 @@ def pull_back(
 
 def _hooks(policy: Checkpoint) -> Hooks:
     within = None if policy.inside is None else _hooks(policy.inside)
-    return Hooks(pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.start, within)
+    return Hooks(pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.early_stop, policy.start, within)
 
 
 def loss_of(graph: Graph) -> Tensor:

@@ -25,8 +25,8 @@ Made = Mapping[Tensor, Tensor]
 def again(walk: Walk, run: Sequence[Op]) -> None:
     """Compute a run of ops again from its inputs, and walk back over what that makes.
 
-    As torch's checkpoint without reentrance does, the ops run in their order and stop after the last one that the
-    backward pass reads anything of. What they start from, and what is kept of them, stays until the walk has left the
+    As torch's checkpoint without reentrance does, the ops run in their order and, unless the policy says otherwise, stop
+    after the last one that the backward pass reads anything of. What they start from, and what is kept of them, stays until the walk has left the
     run, read or not.
     """
     results = [t for op in run for t in op.results]
@@ -59,7 +59,8 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     back.rules = {copier.tensors[op.results[0]].producer: _forward_rule(back, op) for op in kept}
     back.active |= {t for op in kept for t in op.operands if copier.tensors[t] in active}
     _walk_back(walk, back, run, copies, copier.tensors, inputs)
-    _stop_early(graph, copies)
+    if walk.hooks.early_stop:
+        _stop_early(graph, copies)
     left = [t for op, t in kept.items() if copier.tensors[op.results[0]] not in graph]
     if read:  # else there is nothing that would call the run again, which is what names its arguments
         left += (now for t, now in inputs.items() if origin(t).role in ("activation", "input"))

@@ -65,6 +65,8 @@ class Hooks:
     """of the ops of a graph or body, the runs that are computed again"""
     keeps: Callable[[Op], bool]
     """whether what an op of a run makes is kept, and not computed again"""
+    early_stop: bool = True
+    """whether recomputation stops after the last op of a run that the backward pass reads"""
     start: bool = False
     """whether what an iteration of a loop starts from is computed again from the first one's start"""
     within: Hooks | None = None

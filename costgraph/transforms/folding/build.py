@@ -8,10 +8,11 @@ from typing import Any
 
 from ...algebra.polynomial import Poly
 from ...errors import GraphError
+from ...graph.changes import carry_facts
 from ...graph.graph import Graph
 from ...graph.op import Bodied, Op
 from ...graph.placement import Placement, Sharding
-from ...graph.scopes import opened
+from ...graph.scopes import opened, turn_of
 from ...graph.tensor import Tensor
 from ...ops.blocks import Repeat
 from ...ops.keep import Keep
@@ -27,6 +28,8 @@ __all__ = ["Folder"]
 
 class Folder(Rewriter):
     """Copies a graph, with loops of so many blocks in place of runs, and what the rest of the graph reads of them."""
+
+    turns = False
 
     def __init__(self, match: Match, around: Around, count: Poly) -> None:
         super().__init__()
@@ -55,9 +58,10 @@ class Folder(Rewriter):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
         self.new = new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.loss, new.layers = old.relations, old.loss, old.layers
         # a default of the count is of the loop that was here before, whatever its length
-        new.defaults = {name: size for name, size in old.defaults.items() if name not in self.count.names()}
+        defaults = {name: size for name, size in old.defaults.items() if name not in self.count.names()}
+        layers = frozenset(scope for scope in old.layers if not turn_of(scope))
+        carry_facts(old, new, defaults=defaults, layers=layers)
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(self.outer(v) for v in self.around.outputs))

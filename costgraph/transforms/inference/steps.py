@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sympy
 
@@ -22,8 +23,8 @@ __all__ = ["step_of", "tokens_of"]
 class _Step(Rewriter):
     """Copies a step for some new positions behind those that caches hold."""
 
-    def known(self, old: Graph) -> Relations:
-        """Return what is assumed of the sizes that are left."""
+    def changed(self, old: Graph) -> dict[str, Any]:
+        """Return the facts that differ: the assumptions about the sizes that are left."""
         try:
             for relation in old.relations.relations:
                 relation.check(self.values)
@@ -32,7 +33,8 @@ class _Step(Rewriter):
                 f"decode: {error}: graph {old.name!r} goes another way for so many new positions, expected a trace of "
                 f"so many"
             ) from None
-        return Relations(relation.at(self.values) for relation in old.relations.relations)
+        left = Relations(relation.at(self.values) for relation in old.relations.relations)
+        return super().changed(old) | {"relations": left}
 
 
 def step_of(graph: Graph, caches: Sequence[Tensor], tokens: object, logits: str) -> Graph:

@@ -1,0 +1,134 @@
+"""Which ops make up one layer of a stack: in a loop, in an unrolled loop, and in numbered scopes of a program.
+
+A layer is one iteration of a loop; where a loop runs through layers of several kinds, each scope that
+`costgraph.nn.layers` has marked in `Graph.layers`. `unroll` adds each iteration to `Graph.layers`, as the scope followed
+by the iteration: `layers.i3`, or `layers/local.i0.i3`. Without a loop, the scopes `h/0`, `h/1`, ... are layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.scopes import turn_of
+
+__all__ = ["Layers", "layers_of"]
+
+
+def layers_of(loop: Op, turn: str) -> set[str]:
+    """Return the entries of `Graph.layers` for one iteration of a loop that is unrolled.
+
+    Parameters
+    ----------
+    loop : Op
+        The loop.
+    turn : str
+        The iteration, with those of the loops around it, such as `.i0.i3`.
+
+    Returns
+    -------
+    set of str
+        The scope of the loop, unless it is inside another layer, and the marked scopes that its own ops stand in.
+    """
+    if loop.phase != "forward" or loop.body is None:
+        return set()
+    marked = loop.graph.root.layers
+    scope = loop.name.partition(".")[0]
+    around = {level for level in _prefixes(scope) if level in marked}
+    own = {found for op in loop.body.ops for found in _prefixes(op.scope) if found in marked and found not in around}
+    outermost = turn.count(".i") == 1
+    return {f"{each}{turn}" for each in (own | {scope} if outermost else own)}
+
+
+def _prefixes(scope: str) -> Iterator[str]:
+    """Yield a scope and those around it, the innermost first."""
+    levels = scope.split("/")
+    yield from ("/".join(levels[:n]) for n in range(len(levels), 0, -1))
+
+
+class Layers:
+    """The layers that the ops of a graph, or of the body of a loop, belong to.
+
+    Parameters
+    ----------
+    graph : Graph
+        The graph or the body.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.marked = graph.root.layers
+        self.stacks = _stacks(graph)
+
+    def layer(self, op: Op) -> str:
+        """Return the innermost layer that an op stands in, empty where it stands in none."""
+        turns = [*accumulate(_split(turn_of(op.name)))]
+        for scope in _prefixes(op.scope):
+            for turn in reversed(turns):
+                if f"{scope}{turn}" in self.marked:
+                    return f"{scope}{turn}"
+            if scope in self.marked and not turns:
+                return scope
+        return self.numbered(op)
+
+    def period(self, op: Op) -> tuple[str, int] | None:
+        """Return the outermost loop or stack that an op stands in, and the iteration; None outside of all."""
+        turns = _split(turn_of(op.name))
+        for scope in reversed([*_prefixes(op.scope)]):
+            if turns and f"{scope}{turns[0]}" in self.marked:
+                return scope, int(turns[0][2:])
+        stack, _, number = self.numbered(op).rpartition("/")
+        return (stack, int(number)) if number else None
+
+    def numbered(self, op: Op) -> str:
+        """Return the numbered scope of a stack that an op stands in."""
+        levels = op.scope.split("/")
+        for n, level in enumerate(levels):
+            if level.isdigit() and "/".join(levels[:n]) in self.stacks:
+                return "/".join(levels[: n + 1])
+        return ""
+
+
+def _split(turn: str) -> list[str]:
+    return [f".i{number}" for number in turn.split(".i")[1:]]
+
+
+def _stacks(graph: Graph) -> set[str]:
+    """Return the scopes whose numbered children are layers.
+
+    Of stacks inside each other, the outer one has the layers, unless all of its children differ, such as the stages of
+    a hierarchical model. Inside the body of a loop, only the scope of the loop itself counts: an iteration is a layer,
+    whatever numbered parts it has.
+    """
+    owner = graph.owner
+    inside = None if owner is None or owner.loop is None else owner.name.partition(".")[0]
+    children: dict[str, dict[str, list[object]]] = {}
+    for op in graph.ops:
+        if op.phase != "forward":
+            continue
+        levels = op.scope.split("/")
+        for n, level in enumerate(levels):
+            stack = "/".join(levels[:n])
+            if level.isdigit() and (inside is None or stack == inside):
+                sizes = tuple(t.sizes for t in op.results)
+                row = ("/".join(levels[n + 1 :]), op.kind.name, sizes)
+                children.setdefault(stack, {}).setdefault(level, []).append(row)
+    found = set[str]()
+    for stack, parts in children.items():  # in program order, an outer one before those inside it
+        if any(_is_inside(stack, outer) for outer in found):
+            continue
+        nested = any(other != stack and _is_inside(other, stack) for other in children)
+        if nested and len(parts) > 1 and not _any_equal(parts.values()):
+            continue
+        found.add(stack)
+    return found
+
+
+def _is_inside(stack: str, outer: str) -> bool:
+    return stack != outer and (not outer or stack.startswith(f"{outer}/"))
+
+
+def _any_equal(parts: Iterable[Sequence[object]]) -> bool:
+    rows = [tuple(part) for part in parts]
+    return len(set(rows)) < len(rows)
