@@ -6,6 +6,7 @@ import pytest
 import sympy
 
 import costgraph as cg
+from costgraph.analysis.training import main_format
 
 B, S, D, F, H, K, L, V = cg.dims("B S D F H K L V")
 TINY = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 11, "L": 5, "V": 13, "P": 17}
@@ -140,14 +141,14 @@ def test_utilizations_are_formulas_first():
 
 
 def test_the_main_format_decides_which_peak_counts():
-    step = gpt(precision="fp8")
-    with pytest.raises(cg.BindingError, match=r"matmuls in bf16, fp8_e4m3.*: expected all sizes, or dtype="):
-        cg.mfu(step, 1, "h100-sxm")
-    by_default = cg.mfu(step, 1, "h100-sxm", **TINY)
-    table = cg.costs(step, **TINY).filter(kind="matmul", direction="compute").group("dtype").total()
-    most = max(table, key=lambda name: table[name].matmul)
-    assert by_default == pytest.approx(cg.mfu(step, 1, "h100-sxm", dtype=most, **TINY))
-    assert cg.mfu(step, 1, "h100-sxm", dtype="bf16", **TINY) != cg.mfu(step, 1, "h100-sxm", dtype="fp8_e4m3", **TINY)
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("two formats") as g:
+        for i, dtype in enumerate(("bf16", "fp8_e4m3")):
+            x, w = g.input(f"x{i}", (B, D), dtype), g.param(f"w{i}", (D, F**i), dtype)
+            g.output(cg.einsum(x, w, "b d, d f -> b f"))
+    with pytest.raises(cg.BindingError, match=r"matmuls in bf16, fp8_e4m3: expected all sizes, or dtype="):
+        main_format(g)
+    assert [main_format(g, B=3, D=5, F=n) for n in (1, 2)] == ["bf16", "fp8_e4m3"]
 
 
 @pytest.mark.parametrize(
@@ -309,3 +310,26 @@ def test_model_flops_are_those_of_every_policy(policy):
     assert cg.model_flops(again, "full", **sizes) == cg.model_flops(kept, "full", **sizes)
     recomputed = cg.costs(again, **sizes).filter(kind="matmul", phase="recompute").total().matmul
     assert cg.hardware_flops(again, **sizes) == cg.hardware_flops(kept, **sizes) + recomputed
+
+
+# -- which peak rate counts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp8", "fp8_e4m3"), ("bf16", "bf16"), ("fp32", "fp32")],
+)
+def test_a_utilization_is_of_the_peak_of_the_precision_policy(policy, wanted):
+    """Grouped products and scans run in fp32 under autocast, and have most of the FLOPs of these two."""
+    for name in ("gpt-oss-20b", "mamba-130m"):
+        step = cg.training_step(cg.models.load(name), precision=policy)
+        found = cg.mfu(step, 1, "h100-sxm", B=1, S=64)
+        assert (found.dtype, found.rate) == (wanted, float(cg.load_hardware("h100-sxm").rate(wanted)))
+        assert found == pytest.approx(cg.model_flops(step, B=1, S=64) / found.rate)
+        formats = {
+            row.dtype for row in cg.costs(step, B=1, S=64) if row.kind == "matmul" and row.direction == "compute"
+        }
+        assert found.others.keys() == formats - {wanted}
+        assert cg.mfu(step, 1, "h100-sxm", dtype="fp32", B=1, S=64).dtype == "fp32"
+    run = cg.plan.run(step, "h100-sxm", 1e9, B=1, S=64)
+    assert (run.dtype, run.others) == (found.dtype, found.others)

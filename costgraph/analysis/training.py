@@ -210,17 +210,42 @@ def _exact(value: object) -> Fraction:
     return Fraction(repr(number))
 
 
-def main_format(graph: Graph, /, **dims: int) -> str:
-    """Return the number format that most matmul FLOPs of a graph are done in.
+class Utilization(float):
+    """A utilization that says which peak rate it is a share of."""
 
+    dtype: str
+    """format whose peak rate counts"""
+    rate: float
+    """the peak rate of a device in that format, FLOP/s"""
+    others: Mapping[str, Formula]
+    """matmul FLOPs that run in other formats, by format"""
+
+    def __new__(cls, value: float, dtype: str, rate: float, others: Mapping[str, Formula]) -> Utilization:
+        """Return the number with these attributes."""
+        out = super().__new__(cls, value)
+        out.dtype, out.rate, out.others = dtype, rate, others
+        return out
+
+
+def matmul_formats(graph: Graph, /, **dims: int) -> dict[str, Formula]:
+    """Return the executed matmul FLOPs of a graph by the number format that they are done in."""
+    table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
+    return {name: part.total().matmul for name, part in table.items()}
+
+
+def main_format(graph: Graph, /, **dims: int) -> str:
+    """Return the number format whose peak rate counts for a graph.
+
+    That is the format in which its precision policy runs products, or, without a policy, the one of most matmul FLOPs.
     BindingError if that depends on an open size, GraphError if there is no matmul.
     """
-    table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
-    if not table:
+    amounts = matmul_formats(graph, **dims)
+    if not amounts:
         raise GraphError(f"graph {graph.name!r} has no matmul, expected one: it decides which peak rate counts")
-    if len(table) == 1:
-        return next(iter(table))
-    amounts = {name: part.total().matmul for name, part in table.items()}
+    if graph.root.compute is not None:
+        return graph.root.compute
+    if len(amounts) == 1:
+        return next(iter(amounts))
     if any(isinstance(v, sympy.Expr) for v in amounts.values()):
         raise BindingError(f"matmuls in {', '.join(sorted(amounts))}: expected all sizes, or dtype= to say whose peak")
     return max(amounts, key=lambda name: float(amounts[name]))
@@ -229,7 +254,7 @@ def main_format(graph: Graph, /, **dims: int) -> str:
 def rate_of(
     place: str, hardware: object, dtype: str | None, graph: Graph | None, dims: Mapping[str, int], fallback: Fallback
 ) -> sympy.Expr:
-    """Return a peak rate in dense FLOP/s: of a device, by default in the format of most matmuls, or as it was given."""
+    """Return a peak rate in dense FLOP/s: of a device, by default in that of `main_format`, or as it was given."""
     if isinstance(hardware, int | float | Rational | sympy.Expr):
         return given(f"{place}: rate", hardware)
     device: Hardware = load_hardware(hardware)  # type: ignore[arg-type]  # refused there
@@ -255,7 +280,8 @@ def mfu(
     hardware : str, path-like, Hardware, number or sympy.Expr
         The device, or its peak rate in FLOP/s.
     dtype : str, optional
-        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+        Format whose peak rate counts, by default the one in which the precision policy runs products; without a
+        policy, the one of most matmul FLOPs.
     count : str
         executed, or full: the whole square of every attention.
     devices : number or sympy.Expr
@@ -268,7 +294,8 @@ def mfu(
     Returns
     -------
     float, int or sympy.Expr
-        A part of 1.
+        A part of 1. As a number of a graph on a device it also has `.dtype` and `.rate`, the peak that it is a share
+        of, and `.others`, the matmul FLOPs that run in other formats.
 
     Raises
     ------
@@ -331,5 +358,12 @@ def _utilization(
         work = given(f"{place}: FLOPs", step)
         if dims:
             raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside FLOPs, or a graph")
+    of_device = not isinstance(hardware, int | float | Rational | sympy.Expr)
+    if graph is not None and of_device and dtype is None:
+        dtype = main_format(graph, **dims)
     rate = rate_of(place, hardware, dtype, graph, dims, fallback)
-    return answer(work / (given(f"{place}: seconds", seconds) * given(f"{place}: devices", devices) * rate))
+    found = answer(work / (given(f"{place}: seconds", seconds) * given(f"{place}: devices", devices) * rate))
+    if graph is None or dtype is None or not of_device or isinstance(found, sympy.Expr):
+        return found
+    others = {name: n for name, n in matmul_formats(graph, **dims).items() if name != dtype}
+    return Utilization(found, dtype, float(rate), others)

@@ -18,6 +18,7 @@ import networkx as nx
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import is_name, shorten, shown
 from ..dtypes import DType
+from ..dtypes import dtype as find_dtype
 from ..errors import CostGraphError, FormatError
 from ..graph.domain import Domain
 from ..graph.graph import Graph
@@ -123,6 +124,8 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "defaults": dict(graph.defaults),
             "loss": graph.loss,
         }
+        if graph.compute is not None:
+            plain.graph["compute"] = graph.compute
         if graph.layers:
             plain.graph["layers"] = sorted(graph.layers)
         if graph.gradients:
@@ -191,6 +194,7 @@ def load(path: str | os.PathLike[str]) -> Graph:
             graph = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema]).graph(data, None, "top")
             graph.defaults = _defaults(place, facts)
             graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
+            graph.compute = find_dtype(kept(str, facts["compute"])).name if "compute" in facts else None
             graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
             graph.freeze()
     except CostGraphError as error:  # the fact from below, with the place in front of it once

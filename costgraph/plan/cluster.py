@@ -12,7 +12,7 @@ from ..algebra.extremum import as_expr
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..analysis.duration import seconds
-from ..analysis.training import Fallback, given, model_flops, rate_of, tokens_poly
+from ..analysis.training import Fallback, given, main_format, matmul_formats, model_flops, rate_of, tokens_poly
 from ..analysis.training_memory import is_step
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError
@@ -45,6 +45,10 @@ class Run:
     mfu: Formula
     """model FLOPs of a rank, of several stages their mean, over what its device could do in this time; what several
     ranks do alike counts for each"""
+    dtype: str
+    """format whose peak rate the MFU is of"""
+    others: Mapping[str, Formula]
+    """matmul FLOPs of a rank that run in other formats, by format"""
     steps: Formula
     """steps that the tokens take, not rounded"""
     days: Formula
@@ -86,7 +90,7 @@ def run(
     pp, micro_batches, virtual : int or sympy.Expr, optional
         Ranks of the pipeline, micro-batches of a step and stages of a rank, as `bubble` takes them.
     dtype : str, optional
-        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+        Format whose peak rate counts, by default as in `mfu`.
     fallback : str or mapping, optional
         As `Hardware.rate`.
     **dims : int
@@ -133,7 +137,9 @@ def run(
         parts *= 2  # half of the micro-batches enter at each end
     devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in (mesh, own * parts))
     devices *= ranks
-    rate = rate_of("run", hardware, dtype, step, _own(step, dims), fallback)
+    sizes = _own(step, dims)
+    dtype = main_format(step, **sizes) if dtype is None else dtype
+    rate = rate_of("run", hardware, dtype, step, sizes, fallback)
     steps = given("run: tokens", tokens) / whole
     hours = steps * taken * devices / _HOUR
     return Run(
@@ -142,6 +148,8 @@ def run(
         step_tokens=answer(whole),
         tokens_per_second=answer(whole / taken),
         mfu=answer(done / (taken * rate)),
+        dtype=dtype,
+        others={name: n for name, n in matmul_formats(step, **sizes).items() if name != dtype},
         steps=answer(steps),
         days=answer(steps * taken / (24 * _HOUR)),
         device_hours=answer(hours),

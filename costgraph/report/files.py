@@ -66,6 +66,7 @@ def _training(r: Facts) -> dict[str, Any] | None:
     return {
         "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.training.figures.items()},
         "dtype": r.training.dtype,
+        "others": dict(r.training.others),
         **{name: {"value": value, "unit": "1"} for name, value in used.items()},
     }
 

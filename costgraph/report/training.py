@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..analysis.roofline import Roofline
-from ..analysis.training import hardware_flops, main_format, model_flops
+from ..analysis.training import hardware_flops, main_format, matmul_formats, model_flops
 from ..analysis.training_memory import activation_memory, bytes_per_param, is_step, saved_state_bytes, state_bytes
 from ..bind.evaluate import Formula
 from ..graph.graph import Graph
@@ -37,7 +37,9 @@ class Training:
     figures: Mapping[str, Figure]
     """by name, see `TRAINING_QUANTITIES`"""
     dtype: str | None = None
-    """format of most matmul FLOPs: utilizations are of its peak rate; None where there are none"""
+    """format whose peak rate utilizations are of, see `main_format`; None where there is no matmul"""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """shares of the matmul FLOPs that run in other formats, by format"""
     mfu: float | None = None
     """model FLOPs utilization at the estimated time; None where there is no time, or no matmul"""
     hfu: float | None = None
@@ -59,7 +61,9 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
         return Training(figures)
     dtype = main_format(graph, **dims)
     # a rate that the roofline found, of a fallback as well
-    rate = times.rates[f"matmul {dtype}"]
+    rate = times.rates.get(f"matmul {dtype}") or float(times.hardware.nearest_rate(dtype)[0])
+    formats = matmul_formats(graph, **dims)
+    whole = sum(formats.values())
 
     def used(name: str, seconds: float) -> float:
         return float(figures[name].value) / (seconds * rate)
@@ -67,6 +71,7 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
     return Training(
         figures,
         dtype,
+        {name: float(n / whole) for name, n in formats.items() if name != dtype},
         mfu=used("model-flops", times.estimate),
         hfu=used("hardware-flops", times.estimate),
         most_mfu=used("model-flops", times.lower_bound),

@@ -27,3 +27,5 @@ def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
             f"{percent(r.training.mfu)} of the {r.training.dtype} peak, at most {percent(r.training.most_mfu)}",
         )
         yield "HFU at the estimate", percent(r.training.hfu)
+        for name, share in r.training.others.items():
+            yield f"  matmuls in {name}", f"{percent(share)} of the matmul FLOPs"

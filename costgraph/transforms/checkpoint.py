@@ -253,9 +253,7 @@ def every_block(
     >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops
     4*B*D*F*L
     """
-    return Checkpoint(
-        blocks=True, keep=tuple(keep), inside=inside, communication=communication, early_stop=early_stop
-    )
+    return Checkpoint(blocks=True, keep=tuple(keep), inside=inside, communication=communication, early_stop=early_stop)
 
 
 def every(k: object, *, inside: Checkpoint | None = None, early_stop: bool = True) -> Checkpoint:

@@ -219,7 +219,9 @@ def modelled(graph: Graph, sizes: Mapping[str, int], hardware: Hardware) -> Mode
     """Return where a graph stands on the roof of a device, and its times at the rates that were measured there."""
     measured = hardware.attained() if "attained" in hardware.tables else hardware
     instead = _instead(hardware)
-    found = cg.roofline(graph, hardware, fallback=instead, hierarchical=False, overlap="none", network=None, **sizes)
+    found = cg.roofline(
+        graph, hardware, fallback=instead, hierarchical=False, overlap="none", network=None, bound="cold", **sizes
+    )
     times = Attained.of(graph, measured, _instead(measured), sizes)
     return Modelled(
         bound=found.lower_bound, estimate=found.estimate, fused=int(found.fused_bytes), moved=int(found.bytes),

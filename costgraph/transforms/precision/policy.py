@@ -124,6 +124,11 @@ class Policy:
         values = (getattr(self, f.name) for f in fields(self))
         return type(self), tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
 
+    @property
+    def product(self) -> str | None:
+        """Format that most products run in: that of quantized operands, of autocast, or of activations."""
+        return self.matmul or (self.autocast or {}).get("matmul") or self.compute
+
     def scope_format(self, name: str) -> DType | None:
         """Return the format of the innermost named scope that an op or parameter is in, None where it is in none."""
         found = [s for s in self.scopes if name == s or name.startswith(f"{s}/")]

@@ -72,6 +72,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
         if not carries.changed:
             break
     with made:
+        made.compute = graph.compute if found.product is None else found.product
         for body in made.bodies():
             body.dtype = graph.dtype if found.compute is None else DTYPES[found.compute]
     return made

@@ -65,11 +65,16 @@ def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
     beside = pull.op.operands[1:]
     with kernel("softmax_backward", workspace=_dense_copies(g, y)) as body:
         along = reduce(g * y, f"{names} -> {kept}", "sum")
-        made = [y * (g - along)]
+        made = [_in_format_of(pull.op.operands[0], y * (g - along))]
         if beside and pull.needs[1]:
             share = 1.0 - reduce(y, f"{names} -> {kept}", "sum")
             made.append(sum_to(-(share * along), beside[0]))
     return [*map(body.export, made), *(None for _ in beside[len(made) - 1 :])]
+
+
+def _in_format_of(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient in the format of its operand, as `input_dtype` of torch's kernel does where it cast inside."""
+    return gradient if gradient.dtype == x.dtype else cast(gradient, x.dtype)
 
 
 def _dense_copies(*tensors: Tensor) -> Poly:
@@ -83,7 +88,7 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     y = pull.saved(pull.op.results[0])
     assert g is not None
     with kernel("log_softmax_backward", workspace=_dense_copies(g, y)) as body:
-        made = g - pointwise("exp", y) * reduce(g, f"{names} -> {kept}", "sum")
+        made = _in_format_of(pull.op.operands[0], g - pointwise("exp", y) * reduce(g, f"{names} -> {kept}", "sum"))
     return (body.export(made),)
 
 
