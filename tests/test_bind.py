@@ -99,7 +99,7 @@ def test_integers_of_every_kind_are_sizes(size):
     ("formula", "dims", "what"),
     [
         (A * B, {"A": 1}, "no size for B"),
-        (A, {"A": 1, "X": 2}, "'X' is not in the formula, expected one of A"),
+        (A, {"A": 1, "X": 2}, "'X' is not in the formula, expected one of A; a size that a preset"),
         (sympy.Integer(3), {"X": 2}, "expected one of none"),
         (1 / (A - B), {"A": 2, "B": 2}, "A=2, B=2: "),
         (2**A, {"A": 10**12}, "bits is no size"),
