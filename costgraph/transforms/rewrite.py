@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Bodied, Op, OpKind
 from ..graph.placement import Placement, Sharding
-from ..graph.scopes import opened, turn_of
+from ..graph.scopes import of_same_turn, opened
 from ..graph.tensor import Tensor
 from ..ops.moves import Concat
 
@@ -133,8 +132,7 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                turn = turn_of(node.name) if self.turns else ""
-                with opened(turn=turn) if turn else nullcontext():  # ops added beside it are of the same iteration
+                with of_same_turn(node.name if self.turns else ""):  # ops that are added beside it are of the same
                     self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
