@@ -141,6 +141,8 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
     nx.DiGraph.add_edges_from(graph, ((t, op) for t in adopted))
     for result in results:
         add_result(graph, op, result)
+    if op.body is not None:
+        _share_scales(op)
     if op.loop is not None:
         _hand(graph, op.loop.handed_on())
     if any(t.dtype.kind == "complex" for t in (*adopted, *op.results)):
@@ -166,6 +168,18 @@ def _need_complex(op: Op) -> None:
             f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no rule that says "
             f"what it costs, expected real numbers, or an op of elements"
         )
+
+
+def _share_scales(op: Op) -> None:
+    """Let inputs of a body have as many scales for each element as what they stand for, however it is viewed."""
+    assert op.body is not None
+    pairs = [(f, t) for f, t in zip(op.body.formals, op.operands, strict=False) if f.dtype == t.dtype]
+    scaled = [(f, t) for f, t in pairs if t.dtype.block is not None]
+    for f, t in scaled:
+        f.storage.bytes = f.storage.elements * t.element_bytes()
+    for inner in op.body.ops if scaled else ():
+        if inner.body is not None:
+            _share_scales(inner)
 
 
 def _hand(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .graph import Graph
 
 __all__ = [
-    "Place", "building", "close", "current_graph", "enter", "here", "in_turn", "module", "opened", "phase", "scope",
-    "turn_of",
+    "Place", "base_of", "building", "close", "current_graph", "enter", "here", "in_turn", "module", "of_same_turn",
+    "opened", "phase", "scope", "turn_of",
 ]  # fmt: skip
 
 
@@ -32,10 +32,12 @@ class Place:
     phase: str = "forward"
     """Phase of ops: forward, recompute, backward or optimizer."""
     turn: str = ""
-    """Iteration of an unrolled loop, such as `.i3`: names of ops and parameters made now end with it."""
+    """Part of a split loop, or iteration of an unrolled one, such as `.i3`: names of what is made now end with it."""
 
 
-_TURN = re.compile(r"(?:\.i\d+)+(?=_\d+$|$)")
+#: Part of a loop that was split, and iterations of unrolled loops: what a name ends with, before the number that makes
+#: it unique.
+_SUFFIX = re.compile(r"(?:\.(?:i|cut|part)\d+)+(?=_\d+$|$)")
 
 #: What was opened and is not closed, the innermost last. Generators may close an outer one first.
 _OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
@@ -84,14 +86,29 @@ def opened(**facts: Any) -> Iterator[None]:
 
 def turn_of(name: str) -> str:
     """Return the iterations of unrolled loops that a name ends with, such as `.i0.i3`, outermost first."""
-    found = _TURN.search(name) if ".i" in name else None
+    return "".join(re.findall(r"\.i\d+", _suffix(name)))
+
+
+def base_of(name: str) -> str:
+    """Return a name without the part of a loop, and the iterations, that it ends with: the same for all of them."""
+    return _SUFFIX.sub("", name) if "." in name else name
+
+
+def _suffix(name: str) -> str:
+    found = _SUFFIX.search(name) if "." in name else None
     return "" if found is None else found.group()
 
 
 def in_turn(name: str) -> str:
-    """Return the name of an op or parameter made now, with the iteration of the unrolled loop that is open."""
+    """Return the name of an op or parameter made now, with the part and iteration of the loop that is copied."""
     turn = here().turn
-    return name + turn if turn and not turn_of(name) else name
+    return name + turn if turn and not _suffix(name) else name
+
+
+def of_same_turn(name: str) -> AbstractContextManager[None]:
+    """Let names of what is made now end with the part and iteration of a loop that a name ends with."""
+    turn = _suffix(name)
+    return opened(turn=turn) if turn else nullcontext()
 
 
 def phase(name: str) -> AbstractContextManager[None]:

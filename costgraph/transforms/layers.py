@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..graph.scopes import turn_of
+from ..graph.scopes import base_of, turn_of
 
 __all__ = ["Layers", "layers_of"]
 
@@ -35,7 +35,7 @@ def layers_of(loop: Op, turn: str) -> set[str]:
     if loop.phase != "forward" or loop.body is None:
         return set()
     marked = loop.graph.root.layers
-    scope = loop.name.partition(".")[0]
+    scope = base_of(loop.name)
     around = {level for level in _prefixes(scope) if level in marked}
     own = {found for op in loop.body.ops for found in _prefixes(op.scope) if found in marked and found not in around}
     outermost = turn.count(".i") == 1
@@ -63,27 +63,35 @@ class Layers:
 
     def layer(self, op: Op) -> str:
         """Return the innermost layer that an op stands in, empty where it stands in none."""
-        turns = [*accumulate(_split(turn_of(op.name)))]
-        for scope in _prefixes(op.scope):
+        return self.layer_of(op.scope, op.name)
+
+    def layer_of(self, scope: str, name: str) -> str:
+        """Return the innermost layer of what has a scope and a name."""
+        turns = [*accumulate(_split(turn_of(name)))]
+        for own in _prefixes(scope):
             for turn in reversed(turns):
-                if f"{scope}{turn}" in self.marked:
-                    return f"{scope}{turn}"
-            if scope in self.marked and not turns:
-                return scope
-        return self.numbered(op)
+                if f"{own}{turn}" in self.marked:
+                    return f"{own}{turn}"
+            if own in self.marked and not turns:
+                return own
+        return self.numbered(scope)
 
     def period(self, op: Op) -> tuple[str, int] | None:
         """Return the outermost loop or stack that an op stands in, and the iteration; None outside of all."""
-        turns = _split(turn_of(op.name))
-        for scope in reversed([*_prefixes(op.scope)]):
-            if turns and f"{scope}{turns[0]}" in self.marked:
-                return scope, int(turns[0][2:])
-        stack, _, number = self.numbered(op).rpartition("/")
+        return self.period_of(op.scope, op.name)
+
+    def period_of(self, scope: str, name: str) -> tuple[str, int] | None:
+        """Return the outermost loop or stack of what has a scope and a name, and the iteration."""
+        turns = _split(turn_of(name))
+        for own in reversed([*_prefixes(scope)]):
+            if turns and f"{own}{turns[0]}" in self.marked:
+                return own, int(turns[0][2:])
+        stack, _, number = self.numbered(scope).rpartition("/")
         return (stack, int(number)) if number else None
 
-    def numbered(self, op: Op) -> str:
-        """Return the numbered scope of a stack that an op stands in."""
-        levels = op.scope.split("/")
+    def numbered(self, scope: str) -> str:
+        """Return the numbered scope of a stack that a scope is in."""
+        levels = scope.split("/")
         for n, level in enumerate(levels):
             if level.isdigit() and "/".join(levels[:n]) in self.stacks:
                 return "/".join(levels[: n + 1])
@@ -102,7 +110,7 @@ def _stacks(graph: Graph) -> set[str]:
     whatever numbered parts it has.
     """
     owner = graph.owner
-    inside = None if owner is None or owner.loop is None else owner.name.partition(".")[0]
+    inside = None if owner is None or owner.loop is None else base_of(owner.name)
     children: dict[str, dict[str, list[object]]] = {}
     for op in graph.ops:
         if op.phase != "forward":

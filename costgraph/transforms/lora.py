@@ -21,9 +21,9 @@ from ..ops.contraction import Einsum
 from ..ops.einsum import einsum
 from ..ops.foreign import need_declared
 from ..ops.pointwise import Pointwise, cast, pointwise
-from .frozen import answers, patterns_of
 from .quantize.uses import Sources, is_in, uses_of
 from .rewrite import Rewriter
+from .selecting import Names, in_layers, patterns_of
 
 __all__ = ["lora"]
 
@@ -56,7 +56,8 @@ def lora(
         Size of what is between A and B.
     on : str or sequence of str
         Weights that get one, by names or scopes, in which `*` stands for anything: `["*/attention/[qv]"]`; by default
-        all linear layers but a head of the name `head` and what experts and tables have.
+        all linear layers but a head of the name `head` and what experts and tables have. Layers of a stack are chosen
+        as `layers[16:]` or `layers/31/attention/*`; a loop is split there.
     alpha : float
         What products of adapters are multiplied by, times `rank`.
     dropout : float
@@ -89,11 +90,12 @@ def lora(
     need_graph("lora", graph)
     need_declared("lora", graph, "trace the module with its adapters", floats=True)
     size = positive("lora: rank", rank)
-    names = [t.name for t in graph.params]
-    kept = patterns_of("lora: trainable", trainable, names) if trainable else []
-    layers = _layers(graph)
-    found = patterns_of("lora: on", on, [t.name for t in layers])
-    chosen = {op: (i, t) for t, ops in layers.items() if answers(t.name, found) for op, i in ops.items()}
+    graph = in_layers("lora", graph, on, trainable)
+    names, layers = Names(graph), _layers(graph)
+    patterns = patterns_of("lora: trainable", trainable, names, graph.params) if trainable else []
+    kept = {t for t in graph.params if names.answers(t, patterns)}
+    found = patterns_of("lora: on", on, names, [*layers])
+    chosen = {op: (i, t) for t, ops in layers.items() if names.answers(t, found) for op, i in ops.items()}
     return _Adapter(graph, chosen, kept, size, float(alpha), dropout).run(graph)
 
 
@@ -116,7 +118,7 @@ class _Adapter(Rewriter):
         self,
         graph: Graph,
         chosen: dict[Op, tuple[int, Tensor]],
-        kept: Sequence[str],
+        kept: set[Tensor],
         rank: Poly,
         alpha: float,
         p: float,
@@ -142,7 +144,7 @@ class _Adapter(Rewriter):
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         made: Tensor = super().source(old, new, suffix)
-        if old.role == "param" and not answers(old.name, self.kept):
+        if old.role == "param" and old not in self.kept:
             made.requires_grad = False
         return made
 

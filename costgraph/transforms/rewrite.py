@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Bodied, Op, OpKind
 from ..graph.placement import Placement, Sharding
-from ..graph.scopes import opened, turn_of
+from ..graph.scopes import of_same_turn, opened
 from ..graph.tensor import Tensor
 from ..ops.moves import Concat
 
@@ -81,6 +80,8 @@ class Rewriter:
         self.values = dict(values or {})
         self.tensors: dict[Tensor, Any] = {}
         """What stands for each tensor of the old graph."""
+        self.given_of: dict[Tensor, Tensor] = {}
+        """What each input of the kernels that are copied stands for, in the old graph."""
         self.origins: dict[Tensor, Tensor] = {}
         """What each source of the new graph is of the old one, or a part of."""
 
@@ -131,8 +132,7 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                turn = turn_of(node.name) if self.turns else ""
-                with opened(turn=turn) if turn else nullcontext():  # ops added beside it are of the same iteration
+                with of_same_turn(node.name if self.turns else ""):  # ops that are added beside it are of the same
                     self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
@@ -156,6 +156,8 @@ class Rewriter:
         """Copy an op, its body included."""
         kind = bound_record(op.kind, self.values)
         if isinstance(kind, Bodied):
+            if op.loop is None:
+                self.given_of |= dict(zip(kind.body.formals, op.operands, strict=True))
             kind = replace(kind, body=self.body(kind.body, new, suffix))
         made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
         made.call = bound(op.call, self.values) if self.replays else None
@@ -175,6 +177,11 @@ class Rewriter:
         sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (old.sizes, old.strides))
         made = body.formal(old, old.name + suffix, sizes, strides)
         made.offset = old.offset.bind(self.values)
+        before = self.given_of.get(old)
+        now = None if before is None else self.tensors[before]
+        if before is not None and isinstance(now, Tensor):
+            if now.strides != tuple(n.bind(self.values) for n in before.strides):  # a copy, laid out in another way
+                made.strides, made.offset = now.strides, now.offset
         made.domain = bound(old.domain, self.values)
         return made
 

@@ -95,7 +95,7 @@ def training_step(
         optim/gradient_accumulator.py at e24d248). By default each is added as it is made, as by hooks of Megatron-LM.
     freeze, trainable : str or sequence of str, optional
         Parameters without gradient and state, or those that alone have them: names or scopes, in which `*` stands for
-        anything, as in `layers/*/bias`.
+        anything, as in `layers/*/bias`, or layers of a stack, as `layers[:16]` or `layers/31/mlp`.
 
     Returns
     -------

@@ -10,6 +10,7 @@ from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.loop import Loop
 from ..graph.op import Op
+from ..graph.scopes import base_of
 from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
@@ -144,9 +145,19 @@ class _Unroller(Rewriter, Player[_Place]):
         return env
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: _Place) -> None:
-        own = f"{place[1]}.i{turn.at}"
+        own = f"{place[1]}.i{self.before(loop) + turn.at}"
         self.layers |= layers_of(loop.op, own)
         self.fill(loop.body, place[0], own)
+
+    def before(self, loop: Loop) -> int:
+        """Return how many iterations the loops have that a loop goes on from, as parts of one that was split."""
+        name, counts = base_of(loop.op.name), 0
+        for op in loop.op.graph.ops:
+            if op is loop.op:
+                break
+            if op.loop is not None and op.phase == loop.op.phase == "forward" and base_of(op.name) == name:
+                counts += _count(op, op.loop.count.bind(self.values))
+        return counts
 
     def loop(self, loop: Loop, env: Env, place: _Place) -> None:
         """Run a loop; slices that its iterations write into are there before the first one writes."""

@@ -34,6 +34,7 @@ from ...ops.layout import rearrange
 from ...ops.pointwise import cast, pointwise
 from ..backward.walk import is_view_op, scoped
 from ..rewrite import Rewriter
+from ..selecting import in_layers
 from .mixed import mixed
 from .narrow import Narrow, activations_format, cache_format, mixture_of, need_common, weights_format
 from .scales import added_up, divided, groups, packing, rounded, row_scaled, unpacked, widened
@@ -81,7 +82,7 @@ def quantize(
         Whether each scale of the weights has a zero point beside it, in their own format.
     skip : sequence of str, optional
         Scopes or names of parameters that stay, by any of their levels; by default `head` and `router` where there
-        are such, with a mixture `router` alone.
+        are such, with a mixture `router` alone. Layers of a stack are named as `layers[16:]` or `layers/31/mlp`.
     embeddings : bool
         Whether tables that tokens look rows up in are quantized too, also those tied to a head that is not skipped.
 
@@ -136,6 +137,7 @@ def quantize(
     if formats.activations is not None:
         need_common(formats)
     stored: Mapping[str, DType] = {}
+    graph = in_layers("quantize: skip", graph, skip)
     kept = left_out(graph, skip, KEPT if mixture is None else KEPT[1:])
     if mixture is not None:
         graph, stored = mixed(graph, str(weights), mixture, kept)

@@ -10,6 +10,7 @@ from ...errors import GraphError
 from ...graph.arguments import need_list
 from ...graph.graph import Graph, need_graph
 from ...graph.op import Op
+from ...graph.scopes import base_of
 from ...graph.tensor import Tensor
 from ...notation.pattern import Affine
 from ...ops.blocks import Kernel
@@ -21,6 +22,7 @@ from ...ops.index import Gather
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ..backward.walk import is_view_op
 from ..precision.autocast import word
+from ..selecting import Names
 
 __all__ = ["Use", "caches_of", "left_out", "summed_axes", "uses_of", "weights_of"]
 
@@ -218,8 +220,16 @@ def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...])
     """Return what stays as it is: names or scopes of parameters, some by default."""
     if skip is None:
         return default
+    names, kept = Names(graph), list[str]()
     for name in need_list("quantize: skip", skip):
-        if not isinstance(name, str) or not any(is_in(t.name, name) for t in graph.params):
+        if isinstance(name, str) and any(is_in(t.name, name) for t in graph.params):
+            kept.append(name)
+            continue
+        # of an unrolled graph, the name that the parameters of all iterations have; or a pattern
+        found = [t.name for t in graph.params if isinstance(name, str) and is_in(base_of(t.name), name)]
+        found = found or [t.name for t in graph.params if isinstance(name, str) and names.answers(t, [name])]
+        if not found:
             known = ", ".join(sorted({t.name for t in graph.params})[:8])
             raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")
-    return tuple(skip)
+        kept += found
+    return tuple(kept)

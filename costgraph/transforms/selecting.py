@@ -1,0 +1,294 @@
+"""Parameters by name, by scope, and by the layers of a stack: `head`, `*/bias`, `layers[16:]`, `layers/31/mlp`.
+
+Parameters of a loop belong to all of its iterations. Where a pattern names some of them, the loop is split into loops
+that follow each other, so that each has parameters of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly
+from ..algebra.symbols import shown
+from ..errors import GraphError, UnsupportedError
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.scopes import base_of
+from ..graph.tensor import Tensor
+from .layers import Layers
+from .rewrite import Rewriter
+
+__all__ = ["Names", "in_layers", "patterns_of"]
+
+#: Behind the name of a stack, one layer or several: `[16:]`, `[-1]`, or `/31`.
+_PLACE = re.compile(r"\[(-?\d+)?(:)?(-?\d+)?\]|/(\d+)(?=/|$)")
+
+
+@dataclass(frozen=True)
+class _Some:
+    """A pattern that names some layers of a stack."""
+
+    text: str
+    stack: str
+    first: int | None
+    last: int | None
+    """end of the range, as in a slice; None where it has none"""
+    rest: str
+    """pattern of names within a layer, empty for all"""
+
+    def bounds(self, count: Poly, defaults: dict[str, Poly]) -> tuple[Poly, Poly]:
+        """Return the first layer and the end, of so many layers."""
+        known = count.bind(defaults).constant
+        return self._at(self.first, ZERO, count, known), self._at(self.last, count, count, known)
+
+    def _at(self, place: int | None, default: Poly, count: Poly, known: object) -> Poly:
+        if place is None:
+            return default
+        if isinstance(known, int) and not -known <= place <= known:
+            raise GraphError(f"{self.text!r} of {known} layers in {self.stack!r}: expected at most {known}")
+        # where the number of layers is a symbol, a range that ends with the stack does so for other numbers as well
+        return count if place == known else count + place if place < 0 else as_poly(place)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Layers of a stack that have the same parameters: one layer, or the iterations of a loop."""
+
+    first: Poly
+    last: Poly
+    loop: Op | None
+    period: int = 1
+    """layers of one iteration"""
+
+
+class Names:
+    """What the parameters of a graph answer to.
+
+    Parameters
+    ----------
+    graph : Graph
+        A forward pass.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.layers = Layers(graph)
+        self.stacks: dict[str, list[_Segment]] = {}
+        self._loops: dict[Op, str] = {}
+        self._keys: dict[str, tuple[str, _Segment]] = {}
+        for op in graph.ops:
+            self._add(op)
+        self.defaults = {name: poly(size) for name, size in graph.defaults.items()}
+
+    def _add(self, op: Op) -> None:
+        if op.loop is not None:
+            name, period = base_of(op.name), _layers_in(op.loop.body)
+            self._loops[op] = name
+            self._append(name, op.loop.count * period, op, period)
+            return
+        key = self.layers.layer_of(op.scope, op.name)
+        if key and key not in self._keys:
+            period = self.layers.period_of(op.scope, op.name)
+            name = key.rpartition("/")[0] if period is None else period[0]
+            if name.endswith("_rest") and name.removesuffix("_rest") in self.stacks:
+                name = name.removesuffix("_rest")
+            self._keys[key] = name, self._append(name, ONE, None, 1)
+
+    def _append(self, stack: str, count: Poly, loop: Op | None, period: int) -> _Segment:
+        segments = self.stacks.setdefault(stack, [])
+        first = segments[-1].last if segments else ZERO
+        segments.append(_Segment(first, first + count, loop, period))
+        return segments[-1]
+
+    def place(self, t: Tensor) -> tuple[str, _Segment] | None:
+        """Return the stack and the layers that a parameter belongs to."""
+        owner, graph = None, t.graph
+        while graph.parent is not None:
+            owner, graph = graph.owner, graph.parent
+        if owner is not None and owner in self._loops:
+            stack = self._loops[owner]
+            return stack, next(s for s in self.stacks[stack] if s.loop is owner)
+        return self._keys.get(self.layers.layer_of(t.name.rpartition("/")[0], t.name))
+
+    def some(self, pattern: str) -> _Some | None:
+        """Return a pattern of some layers as such, None where it is of names alone."""
+        for found in _PLACE.finditer(pattern):
+            first, colon, last, number = found.groups()
+            stack, rest = pattern[: found.start()], pattern[found.end() :]
+            single = first if number is None else number
+            if (rest and not rest.startswith("/")) or not any(fnmatchcase(s, stack) for s in self.stacks):
+                continue
+            if colon is None and (single is None or last is not None):
+                continue
+            begin = None if single is None else int(single)
+            end = (None if last is None else int(last)) if colon else None if begin in (-1, None) else begin + 1
+            return _Some(pattern, stack, begin, end, rest.removeprefix("/"))
+        return None
+
+    def ranges(self, some: _Some) -> Iterator[tuple[str, Poly, Poly]]:
+        """Yield the stacks that a pattern names, and of each the first layer and the end."""
+        for stack, segments in self.stacks.items():
+            if fnmatchcase(stack, some.stack):
+                yield stack, *some.bounds(segments[-1].last, self.defaults)
+
+    def answers(self, t: Tensor, patterns: Sequence[str]) -> bool:
+        """Whether a parameter, or a scope that it is in, has a name of one of some patterns."""
+        own = {t.name, base_of(t.name)}
+        for pattern in patterns:
+            if any(_matches(name, pattern) for name in own):
+                return True
+            some, at = self.some(pattern), self.place(t)
+            if some is None or at is None:
+                continue
+            for stack, first, last in self.ranges(some):
+                inside = stack == at[0] and self._covers(stack, first, last, at[1])
+                if inside and (not some.rest or any(_matches(n, some.rest) for n in _within(own, stack, at[1].first))):
+                    return True
+        return False
+
+    def _covers(self, stack: str, first: Poly, last: Poly, segment: _Segment) -> bool:
+        """Whether layers are among those from a first one to an end, both of which a split has made ends of loops."""
+        segments = self.stacks[stack]
+        begin = next((i for i, s in enumerate(segments) if s.first == first), len(segments))
+        end = next((i for i, s in enumerate(segments) if s.last == last), -1)
+        return begin <= segments.index(segment) <= end
+
+
+def _within(names: set[str], stack: str, number: Poly) -> Iterator[str]:
+    """Yield names as they are seen from a layer."""
+    for name in names:
+        rest = name.removeprefix(f"{stack}/") if name.startswith(f"{stack}/") else name.partition("/")[2]
+        yield rest
+        yield rest.removeprefix(f"{number}/")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    levels = name.split("/")
+    return any(fnmatchcase("/".join(levels[: n + 1]), pattern) for n in range(len(levels)))
+
+
+def _layers_in(body: Graph) -> int:
+    """Return how many layers an iteration of a loop has."""
+    marked = body.root.layers
+    own = {op.scope[: len(s)] for op in body.ops if op.loop is None for s in marked if _matches(op.scope, s)}
+    inner = 0
+    for op in body.ops:
+        if op.loop is not None and any(_matches(o.scope, s) for o in op.loop.body.walk() for s in marked):
+            times = op.loop.count.constant
+            if not isinstance(times, int):
+                raise UnsupportedError(f"layers of {op.name!r}: {op.loop.count} in a period, expected a number")
+            inner += times * _layers_in(op.loop.body)
+    return max(1, len(own) + inner)
+
+
+def in_layers(place: str, graph: Graph, *given: object) -> Graph:
+    """Split the loops of a graph where patterns name some of their layers.
+
+    Parameters
+    ----------
+    place : str
+        What is asked, for errors.
+    graph : Graph
+        A forward pass; it stays as it is.
+    *given : str or sequence of str
+        Patterns, as a caller gives them.
+
+    Returns
+    -------
+    Graph
+        The graph where nothing is split. Every cost stays.
+
+    Raises
+    ------
+    GraphError
+        If there are fewer layers.
+    UnsupportedError
+        If a range begins or ends within the iteration of a loop, or a loop does more than hand on its carries.
+    """
+    listed = [[patterns] if isinstance(patterns, str) else patterns for patterns in given]
+    texts = [p for patterns in listed if isinstance(patterns, list | tuple) for p in patterns if isinstance(p, str)]
+    if not any(map(_PLACE.search, texts)):
+        return graph
+    names, cuts = Names(graph), dict[Op, list[Poly]]()
+    for text in texts:
+        some = names.some(text)
+        for stack, first, last in () if some is None else names.ranges(some):
+            for segment in names.stacks[stack]:
+                _cut(place, text, names, segment, (first, last), cuts)
+    return _Cutter(names.defaults, cuts).run(graph) if cuts else graph
+
+
+def _cut(
+    place: str, text: str, names: Names, segment: _Segment, ends: tuple[Poly, Poly], cuts: dict[Op, list[Poly]]
+) -> None:
+    """Note the iterations of a loop at which a range begins or ends."""
+    if segment.loop is None:
+        return
+    for end in ends:
+        before, behind = ((end - segment.first), (segment.last - end))
+        sizes = [d.bind(names.defaults).constant for d in (before, behind)]
+        if any(n is not None and n <= 0 for n in sizes):
+            continue
+        # numbers are counted from the first layer, and what depends on their number from the last one
+        apart = end.constant is None and segment.last.constant is not None
+        apart |= end.constant is not None and segment.first.constant is None
+        if None in sizes and apart:
+            continue
+        at = before / segment.period
+        known = at.bind(names.defaults).constant
+        if known is not None and not isinstance(known, int):
+            raise UnsupportedError(
+                f"{place} {text!r}: {segment.period} layers take turns in an iteration of {segment.loop.name!r}, "
+                f"expected a multiple of {segment.period}, or a graph that costgraph.unroll has made"
+            )
+        if at not in cuts.setdefault(segment.loop, []):
+            cuts[segment.loop].append(at)
+
+
+class _Cutter(Rewriter):
+    """Copies a graph, some of whose loops as several that follow each other."""
+
+    lies = True
+
+    def __init__(self, defaults: dict[str, Poly], cuts: dict[Op, list[Poly]]) -> None:
+        super().__init__()
+        self.defaults, self.cuts = defaults, cuts
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Copy an op, a loop in its parts."""
+        if op not in self.cuts or op.loop is None:
+            super().emit(op, new, suffix)
+            return
+        if op.loop.xs or len(op.results) > len(op.loop.starts):
+            raise UnsupportedError(
+                f"{op.name!r} reads or writes a slice in each iteration, expected a loop that hands on its carries alone"
+            )
+        before = {t: self.tensors[t] for t in op.loop.starts}
+        ends = [ZERO, *sorted(self.cuts[op], key=self._order), op.loop.count]
+        for n, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+            part, count = f".cut{n}" if n else "", end - begin
+            if count.constant is None:
+                new.root.assume(f"{count} >= 1")
+            kind = replace(op.loop.kind, body=self.body(op.loop.body, new, suffix + part), count=count)
+            made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix + part)
+            self.tensors |= zip(op.loop.starts, made.results, strict=True)  # where the next part goes on
+        self.tensors |= before
+
+    def _order(self, cut: Poly) -> tuple[bool, object]:
+        known = cut.bind(self.defaults).constant
+        return (False, known) if known is not None else (True, cut.terms.get((), 0))
+
+
+def patterns_of(place: str, given: object, names: Names, tensors: Sequence[Tensor]) -> Sequence[str]:
+    """Return patterns of names, scopes or layers; GraphError where one is none, or no tensor answers to it."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise GraphError(f"{place} {shown(given)}, expected names or scopes, such as 'layers/*'")
+    for pattern in patterns:
+        if not any(names.answers(t, [pattern]) for t in tensors):
+            known = ", ".join(dict.fromkeys(base_of(t.name) for t in tensors))
+            raise GraphError(f"{place} {pattern!r} is no parameter or scope, expected some of {known}")
+    return patterns

@@ -1,0 +1,276 @@
+"""Random chains of transforms over models of the zoo, and the invariants that every chain keeps.
+
+`draw(rng)` makes a chain, `INVARIANTS` are functions of a chain that return what is wrong, in words, or nothing. A chain
+that the library refuses with one of its errors, such as an adapter on a layer that has one, is wrong in nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import costgraph as cg
+
+#: Models, and layers of each that a chain may have.
+MODELS = {
+    "llama-3.2-1b": (2, 4, 6), "gemma-2-2b": (2, 4), "gpt-oss-20b": (2, 4), "gpt2": (2, 3), "qwen3-0.6b": (2, 4),
+    "lstm-ptb-small": (1, 2), "bert-base": (2, 4), "mixtral-8x7b": (2,),
+}  # fmt: skip
+RECURRENT = ("lstm-ptb-small",)
+SIZES = ({"B": 1, "S": 64}, {"B": 3, "S": 16}, {"B": 2, "S": 128})
+QUESTIONS = {
+    "flops": cg.flops,
+    "matmul_flops": cg.matmul_flops,
+    "bytes": cg.bytes_moved,
+    "fused bytes": partial(cg.bytes_moved, fused=True),
+    "peak": cg.peak_memory,
+    "parameters": cg.param_count,
+    "parameter bytes": cg.param_bytes,
+}
+
+Transform = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Transforms of a model, in order, and sizes to ask at."""
+
+    model: str
+    layers: int
+    sizes: tuple[tuple[str, int], ...]
+    transforms: tuple[Transform, ...]
+
+    def __str__(self) -> str:
+        """Return the program that makes the graph."""
+        calls = [f"{name}({', '.join([*map(_text, args), *(f'{k}={_text(v)}' for k, v in named)])})"
+                 for name, args, named in self.transforms]  # fmt: skip
+        return " | ".join([f"{self.model} L={self.layers} {dict(self.sizes)}", *calls])
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it ends with a step of training."""
+        return any(name == "training_step" for name, _, _ in self.transforms)
+
+    def point(self, graph: cg.Graph) -> dict[str, int]:
+        """Return the sizes that a graph takes."""
+        return {name: size for name, size in self.sizes if name in _names(graph)}
+
+
+def _text(value: Any) -> str:
+    return value.__name__ if callable(value) else repr(value)
+
+
+def _names(graph: cg.Graph) -> set[str]:
+    from costgraph.graph.sizes import known_names  # noqa: PLC0415
+
+    return set(known_names(graph))
+
+
+@cache
+def _model(name: str, layers: int) -> cg.Graph:
+    graph = cg.models.load(name)
+    graph.defaults = graph.defaults | {"L": layers}
+    return graph
+
+
+@cache
+def _unrolled(name: str, layers: int, length: int) -> cg.Graph:
+    graph = _model(name, layers)
+    recurrent = any(op.loop is not None and str(op.loop.count) == "S" for op in graph.walk())
+    return cg.unroll(graph, **({"S": length} if recurrent else {}))
+
+
+# -- drawing -------------------------------------------------------------------------------------------------------
+
+
+def _lora(rng: random.Random, layers: int) -> Transform:
+    on = ["*", "*/q", "*/mlp/*", f"layers[{layers // 2}:]", "layers[-1]", f"layers/{layers - 1}", "layers[:1]/*/q"]
+    dropout = rng.choice((0.0, 0.1))
+    return "lora", (rng.choice((4, 8)), rng.choice(on)), (("dropout", dropout),)
+
+
+def _quantize(rng: random.Random, layers: int) -> Transform:
+    weights = rng.choice(("int8", "int4", "fp8_e4m3", "mxfp4", "nf4"))
+    more: list[tuple[str, Any]] = []
+    if weights == "int4" and rng.random() < 0.5:
+        more.append(("group", 32))
+    if weights == "int8" and rng.random() < 0.4:
+        more.append(("activations", "int8"))
+    if rng.random() < 0.4:
+        more.append(("skip", (rng.choice(("q", "mlp", "attention", f"layers[{layers // 2}:]", "layers/0")),)))
+    return "quantize", (weights,), tuple(more)
+
+
+def _step(rng: random.Random, layers: int) -> Transform:
+    optimizers = (cg.SGD(), cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Lion())
+    more: list[tuple[str, Any]] = [
+        ("optimizer", rng.choice(optimizers)),
+        ("precision", rng.choice((None, "bf16", "bf16-mixed", "bf16-master", "megatron-bf16"))),
+        ("checkpoint", rng.choice((*_policies(layers), None))),
+        ("accumulate", rng.choice((1, 1, 3))),
+    ]
+    if rng.random() < 0.3:
+        which = rng.choice(("layers[:1]", "tokens", "*/norm", f"layers/{layers - 1}/mlp"))
+        more.append((rng.choice(("freeze", "trainable")), which))
+    if rng.random() < 0.2:
+        more.append(("clip", 1.0))
+    return "training_step", (), tuple(more)
+
+
+def _policies(layers: int) -> list[cg.Checkpoint]:
+    blocks = [cg.every_block(), cg.every_block(early_stop=False), cg.every_block(keep=["matmul"])]
+    parts = [cg.selective("attention"), cg.selective("mlp"), cg.selective("attention", "mlp")]
+    return [*blocks, *parts, *(cg.every(k) for k in (2,) if layers % k == 0)]
+
+
+def draw(rng: random.Random) -> Chain:
+    """Return a random chain."""
+    name = rng.choice(list(MODELS))
+    layers = rng.choice(MODELS[name])
+    transforms: list[Transform] = []
+    if rng.random() < 0.4:
+        transforms.append(_lora(rng, layers))
+    if rng.random() < 0.3:
+        transforms.append(_quantize(rng, layers))
+    end = rng.random()
+    if end < 0.6:
+        transforms.append(_step(rng, layers))
+    elif end < 0.75:
+        transforms.append((rng.choice(("prefill", "decode")), (), ()))
+        if rng.random() < 0.3:
+            transforms.append(("quantize", (), (("cache", rng.choice(("int8", "fp8_e4m3"))),)))
+    if rng.random() < 0.25:
+        transforms.append(("fuse", (), (("epilogues", rng.random() < 0.5),)))
+    if rng.random() < 0.2:
+        transforms.append(("offload", (rng.choice(("optimizer", "activations", "parameters")),), ()))
+    return Chain(name, layers, tuple(rng.choice(SIZES).items()), tuple(transforms))
+
+
+def applied(chain: Chain, graph: cg.Graph) -> cg.Graph:
+    """Return the graph behind all transforms of a chain."""
+    for name, args, named in chain.transforms:
+        graph = getattr(cg, name)(graph, *args, **dict(named))
+    return graph
+
+
+# -- invariants ----------------------------------------------------------------------------------------------------
+
+
+def _answers(graph: cg.Graph, point: dict[str, int]) -> dict[str, Any]:
+    return {name: ask(graph, **point) for name, ask in QUESTIONS.items()}
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any], how: str) -> Iterator[str]:
+    for name, value in a.items():
+        if value != b[name]:
+            yield f"{how}: {name} is {value} and {b[name]}"
+
+
+def looped_is_unrolled(chain: Chain) -> Iterator[str]:
+    """Transforms of the unrolled model, and the unrolled result, have the costs of the looped result."""
+    made = applied(chain, _model(chain.model, chain.layers))
+    wanted = _answers(made, chain.point(made))
+    played = cg.unroll(made, **chain.point(made))
+    yield from _differences(wanted, _answers(played, chain.point(played)), "unrolled at the end")
+    names = [name for name, _, _ in chain.transforms]
+    if "fuse" in names or (chain.model in RECURRENT and {"prefill", "decode"} & {*names}):
+        return  # kernels of neighbouring layers may be fused; the steps of a recurrence are no cache any more
+    try:
+        early = applied(chain, _unrolled(chain.model, chain.layers, dict(chain.sizes)["S"]))
+    except cg.CostGraphError as error:
+        yield f"unrolled first: refused, {str(error)[:200]}"
+        return
+    yield from _differences(wanted, _answers(early, chain.point(early)), "unrolled first")
+
+
+def bound_early_is_bound_late(chain: Chain) -> Iterator[str]:
+    """Sizes bound when a question is asked give the value of the formula at these sizes."""
+    made = applied(chain, _model(chain.model, chain.layers))
+    point = chain.point(made)
+    every = {**made.defaults, **point}
+    wanted = _answers(made, point)
+    given = made.defaults
+    try:
+        for kept in ({}, given, {name: size for name, size in given.items() if name != "L"}):
+            made.defaults = kept
+            formulas = {name: ask(made) for name, ask in QUESTIONS.items()}
+            late = {name: cg.evaluate(formula, **_only(formula, every)) for name, formula in formulas.items()}
+            yield from _differences(wanted, late, f"bound late, but for {', '.join(kept) or 'none'}")
+    except cg.BindingError as error:  # few layers may have other formulas, which say so
+        if "holds from" not in str(error):
+            raise
+    finally:
+        made.defaults = given
+
+
+def _only(formula: Any, point: dict[str, int]) -> dict[str, int]:
+    names = {str(s) for s in getattr(formula, "free_symbols", ())}
+    return {name: size for name, size in point.items() if name in names}
+
+
+def saved_is_loaded(chain: Chain) -> Iterator[str]:
+    """A file of the result has the same costs, and the same facts."""
+    made = applied(chain, _model(chain.model, chain.layers))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.json"
+        cg.save(made, path)
+        try:
+            back = cg.load(path)
+        except cg.CostGraphError as error:
+            yield f"loaded: refused, {str(error).removeprefix(str(path))[:200]}"
+            return
+    point = chain.point(made)
+    yield from _differences(_answers(made, point), _answers(back, point), "loaded")
+    yield from _differences(_facts(made), _facts(back), "loaded")
+
+
+def _facts(graph: cg.Graph) -> dict[str, Any]:
+    known = [r.text for r in graph.relations.relations]
+    return {"assumptions": known, "defaults": graph.defaults, "loss": graph.loss, "layers": graph.layers}
+
+
+def more_checkpointing_saves_no_more(chain: Chain) -> Iterator[str]:
+    """A policy keeps no more bytes than no policy, and every second layer no more than every layer."""
+    if not chain.is_step:
+        return
+
+    def kept(policy: cg.Checkpoint | None) -> Any:
+        steps = [(n, a, (*(i for i in k if i[0] != "checkpoint"), ("checkpoint", policy)))
+                 if n == "training_step" else (n, a, k) for n, a, k in chain.transforms if n != "offload"]  # fmt: skip
+        try:
+            made = applied(Chain(chain.model, chain.layers, chain.sizes, tuple(steps)), _model(chain.model, chain.layers))
+                # bytes of saved_bytes are of one iteration of each loop: those of all iterations are of the unrolled graph
+            played = cg.unroll(made, **chain.point(made))
+            return sum(cg.saved_bytes(played, **chain.point(played)).values())
+        except cg.CostGraphError:
+            return None
+
+    none, block = kept(None), kept(cg.every_block())
+    for policy in dict.fromkeys(dict(named).get("checkpoint") for name, _, named in chain.transforms):
+        if policy is not None and (found := kept(policy)) is not None and found > none:
+            yield f"{policy} keeps {found}, no policy {none}"
+    if block is not None and block > none:
+        yield f"every_block keeps {block}, no policy {none}"
+    if block is not None and (pairs := kept(cg.every(2)) if chain.layers % 2 == 0 else None) is not None:
+        if pairs > block:
+            yield f"every(2) keeps {pairs}, every_block {block}"
+
+
+INVARIANTS: tuple[Callable[[Chain], Iterator[str]], ...] = (
+    looped_is_unrolled, bound_early_is_bound_late, saved_is_loaded, more_checkpointing_saves_no_more,
+)  # fmt: skip
+
+
+def wrong(chain: Chain, invariants: tuple[Callable[[Chain], Iterator[str]], ...] = INVARIANTS) -> list[str] | None:
+    """Return what a chain breaks, None where the library refuses it."""
+    try:
+        made = applied(chain, _model(chain.model, chain.layers))
+        _answers(made, chain.point(made))
+    except cg.CostGraphError:
+        return None
+    return [f"{invariant.__name__}: {text}" for invariant in invariants for text in invariant(chain)]

@@ -1,0 +1,207 @@
+"""Layers of a stack: recomputed, adapted, frozen and quantized, in loops, unrolled loops and numbered scopes."""
+
+import pytest
+
+import costgraph as cg
+from costgraph import GraphError, UnsupportedError
+
+B, S, D, F = cg.dims("B S D F")
+SIZES = {"B": 2, "S": 64}
+ASKED = (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory, cg.param_bytes)
+
+
+def answers(graph, **sizes):
+    return [ask(graph, **(sizes or SIZES)) for ask in ASKED]
+
+
+def loaded(name, layers):
+    graph = cg.models.load(name)
+    graph.defaults = graph.defaults | {"L": layers}
+    return graph
+
+
+def step(graph, checkpoint=None, **more):
+    return cg.training_step(graph, precision="bf16", optimizer=cg.SGD(), checkpoint=checkpoint, **more)
+
+
+def numbered(layers=4, stack="h"):
+    """Return a program that declares its layers in scopes `h/0`, `h/1`, ..., with no loop."""
+    with cg.Graph("g") as g:
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D, name="first")
+        for i in range(layers):
+            with cg.scope(f"{stack}/{i}"):
+                x = x + cg.nn.mlp(x, F)
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    return g
+
+
+def looped(layers=4):
+    with cg.Graph("g") as g:
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D, name="first")
+        x = cg.repeat(layers, lambda x: x + cg.nn.mlp(x, F), x, name="h")
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    return g
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma-2-2b", 4), ("llama-3.2-1b", 3)])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("policy", [cg.every_block(), cg.selective("attention"), cg.every_block(early_stop=False)])
+def test_an_unrolled_model_is_recomputed_as_its_loop(name, layers, micro_batches, policy):
+    model = loaded(name, layers)
+    wanted = step(model, policy, accumulate=micro_batches)
+    made = step(cg.unroll(model), policy, accumulate=micro_batches)
+    assert answers(made) == answers(wanted)
+    assert cg.costs(made, **SIZES).filter(phase="recompute").total().matmul > 0
+
+
+@pytest.mark.parametrize("policy", [None, cg.every_block(), cg.every(2), cg.every_block(early_stop=False)])
+def test_numbered_scopes_are_layers(policy):
+    sizes = {"B": 8, "D": 4, "F": 16}
+    made, wanted = (cg.training_step(g, checkpoint=policy) for g in (numbered(), looped()))
+    assert cg.peak_memory(made, **sizes) == cg.peak_memory(wanted, **sizes)
+
+
+def test_the_outer_one_of_two_stacks_has_the_layers_unless_all_of_its_children_differ():
+    def graph(widths, parts):
+        with cg.Graph("g") as g:
+            x = g.input("x", (B, D), grad=True)
+            for i, width in enumerate(widths):
+                for j in range(parts):
+                    with cg.scope(f"stages/{i}/blocks/{j}"):
+                        x = cg.relu(cg.linear(x, "b d -> b e", e=width * D))
+            g.output(cg.reduce(x, "b d -> ", "mean"))
+        return g
+
+    def runs(g):
+        return [{op.scope.split("/linear")[0] for op in run} for run in cg.every_block().runs(g.ops)]
+
+    assert len(runs(graph((1, 1), 2))) == 2  # equal stages
+    assert len(runs(graph((2, 3, 5), 2))) == 6  # a hierarchy
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (cg.every_block(), "graph 'flat' has no layers to recompute"),
+        (cg.every(2), "graph 'flat' has no layers to recompute"),
+        (cg.from_start(), "graph 'flat' has no loop to recompute"),
+        (cg.selective("inside"), "'inside' of graph 'flat' is inside of a kernel"),
+        (cg.selective("nowhere"), "'nowhere' is no scope or op"),
+    ],
+)
+def test_a_policy_that_matches_nothing_is_refused(policy, text):
+    with cg.Graph("flat") as g:
+        x = g.input("x", (B, D)) @ g.param("w", (D, D))
+        with cg.kernel("fused"), cg.scope("inside"):
+            x = cg.relu(2 * x)
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    with pytest.raises(GraphError, match=text):
+        cg.training_step(g, checkpoint=policy)
+
+
+def test_a_number_of_layers_that_k_does_not_divide_is_refused():
+    with pytest.raises(GraphError, match="every 3 of the 4 layers in 'h': expected a divisor"):
+        cg.training_step(numbered(), checkpoint=cg.every(3))
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mistral-7b", "mixtral-8x7b", "olmo-2-1b"])
+def test_views_outside_of_a_scope_do_not_split_its_region(name):
+    model = cg.models.load(name)
+    plain, part = (cg.saved_bytes(step(model, policy), **SIZES) for policy in (None, cg.selective("attention")))
+    assert part["layers"] < plain["layers"]
+    if name == "llama-3-8b":  # inputs of both halves, three of 14336 of the MLP, its norm and its statistics
+        tokens, hidden, wide = 2 * 64, 4096, 14336
+        assert part["layers"] == tokens * (2 * (3 * hidden + 4 * wide) + 4)
+
+
+def test_a_checkpoint_without_early_stop_runs_whole_layers():
+    sizes = {"B": 4, "D": 32, "F": 64}
+    stops, whole = (
+        cg.training_step(looped(3), checkpoint=cg.every_block(early_stop=early)) for early in (True, False)
+    )
+    forward = cg.costs(looped(3), **sizes).filter(scope="h").total().matmul
+    again = [cg.costs(s, **sizes).filter(phase="recompute").total().matmul for s in (stops, whole)]
+    assert again == [forward // 2, forward]
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [cg.selective("attention"), cg.selective("v_cache"), cg.every_block(keep=["matmul"])])
+def test_a_recomputed_kernel_is_read_from_a_file(tmp_path, policy):
+    made = step(loaded("gemma-2-2b", 2), policy)
+    cg.save(made, tmp_path / "g.json")
+    assert answers(cg.load(tmp_path / "g.json")) == answers(made)
+
+
+# -- some layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [("layers[3:]/*/q", 1), ("layers[:3]/attention/q", 3), ("layers[1:3]/*/q", 2), ("layers[-1]/*/q", 1),
+     ("layers/2/attention/q", 1), ("layers[2]/*/q", 1), ("*/attention/q", 4), ("layers[:]/*/q", 4)],
+)  # fmt: skip
+def test_adapters_of_some_layers(pattern, layers):
+    model = loaded("llama-3.2-1b", 4)
+    rank, hidden = 8, 2048
+    made = [cg.lora(g, rank, [pattern]) for g in (model, cg.unroll(model))]
+    assert [cg.param_count(g) - cg.param_count(model) for g in made] == [layers * rank * 2 * hidden] * 2
+    assert answers(made[0]) == answers(made[1])
+
+
+@pytest.mark.parametrize("pattern", ["layers[:2]", "layers/3", "layers[1:]/mlp", "*/norm"])
+def test_some_layers_are_frozen(pattern):
+    model = loaded("llama-3.2-1b", 4)
+    made = [step(g, cg.every_block(), freeze=pattern) for g in (model, cg.unroll(model))]
+    assert answers(made[0]) == answers(made[1])
+    assert answers(made[0]) != answers(step(model, cg.every_block()))
+
+
+@pytest.mark.parametrize("name", ["layers[:2]", "layers/3", "layers[1:]/mlp", "q", "attention"])
+def test_some_layers_are_not_quantized(name):
+    model = loaded("llama-3.2-1b", 4)
+    made = [cg.quantize(g, "int8", skip=[name]) for g in (model, cg.unroll(model))]
+    assert answers(made[0]) == answers(made[1])
+    assert cg.param_bytes(made[0]) > cg.param_bytes(cg.quantize(model, "int8"))
+
+
+def test_a_range_is_of_any_number_of_layers():
+    model = cg.models.load("llama-3.2-1b", symbolic=True)
+    made = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
+    D, G, K, H, L = cg.dims("D G K H L")  # noqa: N806
+    grown = cg.param_count(made) - cg.param_count(model)
+    assert (grown - (8 * (D + H * K) * (L - 4) + 16 * (D + G * K))).expand() == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "text"),
+    [
+        ("layers[40:]", GraphError, r"'layers\[40:\]' of 4 layers in 'layers': expected at most 4"),
+        ("blocks[1:]", GraphError, r"'blocks\[1:\]' is no parameter or scope"),
+        ("layers[1:]", UnsupportedError, "2 layers take turns in an iteration of 'layers', expected a multiple of 2"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(pattern, error, text):
+    with pytest.raises(error, match=text):
+        cg.lora(loaded("gemma-2-2b", 4), 8, [pattern])
+
+
+def test_layers_that_take_turns_are_chosen_one_by_one_without_the_loop():
+    model = cg.unroll(loaded("gemma-2-2b", 4))
+    sizes = [cg.param_count(cg.lora(model, 8, [p])) for p in ("layers[1:]", "layers/0", "layers[:]")]
+    assert sizes[0] + sizes[1] - cg.param_count(model) == sizes[2]
+
+
+# -- scales ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lstm-ptb-small", "llama-3.2-1b", "mixtral-8x7b"])
+@pytest.mark.parametrize(("weights", "more"), [("fp8_e4m3", {}), ("int4", {"group": 32}), ("mxfp4", {})])
+def test_a_loop_reads_the_scales_of_its_iterations(name, weights, more):
+    made = cg.decode(cg.quantize(loaded(name, 2), weights, **more))
+    sizes = {"B": 2} if name.startswith("lstm") else SIZES
+    assert answers(made, **sizes) == answers(cg.unroll(made), **sizes)
