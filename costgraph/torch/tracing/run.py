@@ -129,6 +129,7 @@ class Run:
         (loss,) = self._loss(made)
         self.recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.recorder.leaves.need_same((p, self.recorder.known(p)) for p in self.params.values())
         self.gradients = {
             self.recorder.known(p): self.recorder.known(p.grad)
             for p in self.params.values()
