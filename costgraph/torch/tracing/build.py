@@ -118,7 +118,8 @@ class Builder:
         found = self.tensor(replace(handle, barrier=None))
         behind = {found, *nx.ancestors(self.graph, found)}
         sources = (t for t in behind if isinstance(t, Tensor) and t.role in ("param", "input"))
-        if barrier.leaf or any(t.dtype.kind in ("float", "complex") for t in sources):
+        from_source = any(t.dtype.kind in ("float", "complex") for t in sources)
+        if not from_source if barrier.alone else from_source or barrier.leaf:
             with opened(graph=self.graph, levels=(), phase=self.phase):
                 kind = Keep(pulled_by=barrier.by, leaf=barrier.leaf) if barrier.by else StopGradient()
                 (found,) = apply(kind, [found], "leaf" if barrier.leaf else barrier.by or "detach")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ...errors import UnsupportedError
 from .events import Handle
@@ -32,7 +33,12 @@ class Leaves:
         """Return why the gradient of a leaf of autograd does not go to a declared tensor; None where it does."""
         if id(t) not in self._declared:
             if t.requires_grad and t._base is None:  # of a view the flag says what that of its base does
-                return Barrier("a parameter is made while the program runs", leaf=True)
+                cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == Barrier()
+                return Barrier(
+                    "a leaf of autograd (a parameter, its copy, `requires_grad_`) is made while the program runs",
+                    leaf=True,
+                    alone=not cut,
+                )
             return t.__dict__.get(BARRIER)
         _, name, before, trained = self._declared[id(t)]
         if t.requires_grad and handle != before:

@@ -21,6 +21,8 @@ class Barrier(NamedTuple):
     """function of the program that states the gradient, or why the tensor is a leaf; "" where none passes"""
     leaf: bool = False
     """whether the tensor is a leaf of autograd that is no parameter of the module as declared"""
+    alone: bool = False
+    """whether it is a leaf only if no parameter is behind it: elsewhere `requires_grad_` changes nothing"""
 
 
 def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:

@@ -105,7 +105,7 @@ def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
         if pull.kind.leaf:
             raise UnsupportedError(
                 f"backward: graph {graph.name!r}: {by}, so its gradient goes to no parameter of the graph; expected "
-                f"parameters that are made, converted and assigned before the trace"
+                f"tensors that are made, converted and marked before the trace; or trace with train=True"
             )
         raise UnsupportedError(
             f"backward: {pull.op.name!r} of graph {graph.name!r} has the gradient that {by} of the program states, "
