@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.nn.functional import linear
-from torch.nn.utils import parametrizations, parametrize, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, vector_to_parameters
 
 import costgraph as cg
 from costgraph.torch import trace

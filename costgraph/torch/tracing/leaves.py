@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from .events import Handle
-from .marks import BARRIER, Barrier
+from .marks import BARRIER, NONE, Barrier
 
 __all__ = ["Leaves"]
 
@@ -33,7 +33,7 @@ class Leaves:
         """Return why the gradient of a leaf of autograd does not go to a declared tensor; None where it does."""
         if id(t) not in self._declared:
             if t.requires_grad and t._base is None:  # of a view the flag says what that of its base does
-                cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == Barrier()
+                cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == NONE
                 return Barrier(
                     "a leaf of autograd (a parameter, its copy, `requires_grad_`) is made while the program runs",
                     leaf=True,
@@ -46,7 +46,7 @@ class Leaves:
         if t.requires_grad and not trained:
             return Barrier(f"{name!r} begins to require a gradient while the program runs", leaf=True)
         if trained and not t.requires_grad:
-            return Barrier()  # frozen from here on
+            return NONE  # frozen from here on
         return None if t.requires_grad else t.__dict__.get(BARRIER)
 
     def need_same(self, parameters: Iterable[tuple[torch.Tensor, Handle]]) -> None:

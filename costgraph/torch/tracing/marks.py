@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BARRIER", "Barrier", "is_unseen"]
+__all__ = ["BARRIER", "NONE", "Barrier", "is_unseen"]
 
 #: Attribute with the function that states a gradient, "" where none passes: a weak reference would be in the way of
 #: `swap_tensors`.
@@ -25,6 +25,10 @@ class Barrier(NamedTuple):
     """whether it is a leaf only if no parameter is behind it: elsewhere `requires_grad_` changes nothing"""
 
 
+#: No gradient passes, as behind `detach`.
+NONE = Barrier()
+
+
 def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
     """Whether the gradient of what an op has written to passes the op by.
 
@@ -32,4 +36,4 @@ def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
     be another name for one that has. `stopped` is None of a run that has gradients itself.
     """
     marks = (t.__dict__.get(BARRIER) for t in made if isinstance(t, torch.Tensor))
-    return bool(stopped) or (stopped is False and Barrier() in marks)
+    return bool(stopped) or (stopped is False and NONE in marks)

@@ -24,9 +24,9 @@ from .data import Data
 from .events import Asked, Death, Event, Handle, Made, Source, Turn
 from .higher_order import run_eagerly
 from .joins import JOINS, joined
-from .lists import Place, handles, one_by_one, places, tags_of
 from .leaves import Leaves
-from .marks import BARRIER, Barrier, is_unseen
+from .lists import Place, handles, one_by_one, places, tags_of
+from .marks import BARRIER, NONE, Barrier, is_unseen
 from .rules.counts import counts_of, is_derived
 from .scopes import Scopes
 from .shapes import caller
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         return handle if barrier is None else replace(handle, barrier=barrier)
 
     @staticmethod
-    def barrier(t: torch.Tensor, mark: Barrier = Barrier()) -> None:
+    def barrier(t: torch.Tensor, mark: Barrier = NONE) -> None:
         """Note that no gradient passes to the producer of a tensor, or which function of the program states it."""
         t.__dict__[BARRIER] = mark
 

@@ -197,6 +197,7 @@ def plain_errors() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():  # `deepcopy` compares data pointers, which are all 0 here
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
     except CostGraphError:
         raise
