@@ -31,7 +31,9 @@ class Keep(OpKind):
     fixed: Flag = False
     """Whether it asks for that one whatever format its model is in."""
     pulled_by: Annotated[str, optional("the name of a function", lambda v: isinstance(v, str))] = ""
-    """Function of a program that states the gradient of the first operand itself, which nobody knows here."""
+    """Function of a program that states the gradient of the first operand, or why that is a leaf of autograd."""
+    leaf: Flag = False
+    """Whether the program makes a leaf of autograd here, whose gradient belongs to no parameter of the graph."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.as_it_is
 

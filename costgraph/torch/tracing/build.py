@@ -25,6 +25,7 @@ from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .events import Asked, Death, Event, Handle, Joined, Made, Source, Turn
 from .looped import Looped
+from .marks import Barrier
 from .parts import Written, part_of
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
@@ -112,15 +113,16 @@ class Builder:
             (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
         return found
 
-    def _barrier(self, handle: Handle, function: str) -> Tensor:
+    def _barrier(self, handle: Handle, barrier: Barrier) -> Tensor:
         """Return a view that no gradient passes, where one could: a parameter, or an input, is behind it."""
         found = self.tensor(replace(handle, barrier=None))
         behind = {found, *nx.ancestors(self.graph, found)}
         sources = (t for t in behind if isinstance(t, Tensor) and t.role in ("param", "input"))
-        if any(t.dtype.kind in ("float", "complex") for t in sources):
+        from_source = any(t.dtype.kind in ("float", "complex") for t in sources)
+        if not from_source if barrier.alone else from_source or barrier.leaf:
             with opened(graph=self.graph, levels=(), phase=self.phase):
-                kind = Keep(pulled_by=function) if function else StopGradient()
-                (found,) = apply(kind, [found], function or "detach")
+                kind = Keep(pulled_by=barrier.by, leaf=barrier.leaf) if barrier.by else StopGradient()
+                (found,) = apply(kind, [found], "leaf" if barrier.leaf else barrier.by or "detach")
         self.tensors[handle.storage][handle] = found
         return found
 
@@ -265,7 +267,8 @@ class Builder:
         places = tuple(place for _, _, place, _ in outputs)
         op.call = Seen(call.target, call.arguments, call.keywords, places, *_chosen(call))
         for (handle, of, *_), t in zip(outputs, op.results, strict=True):
-            if of is not None and call.moves and t.numel != t.storage.elements:  # a part, of which others are read
+            # a part, of which others are read; or all of it, whose gradient still goes to the tensor as it was
+            if of is not None and call.moves and (call.unseen or t.numel != t.storage.elements):
                 self._overwritten(self._named(handle).storage, t, call.unseen)
         self._stand(outputs, op.results, call.unseen)
         return op, op.results

@@ -9,6 +9,7 @@ from typing import Any
 from ...algebra.polynomial import Poly
 from .call import Call, Counts, Spec
 from .choices import Choice
+from .marks import Barrier
 from .translations.table import Translation
 
 __all__ = ["Asked", "Death", "Event", "Handle", "Joined", "Made", "Source", "Turn"]
@@ -24,8 +25,8 @@ class Handle(Spec):
     """first element within the storage"""
     signs: tuple[bool, bool] = (False, False)
     """whether it stands for the conjugate of what is stored, and for its negative"""
-    barrier: str | None = None
-    """the function of the program that states the gradient of what made it, "" where none passes at all"""
+    barrier: Barrier | None = None
+    """why no gradient passes to its producer, None where one does"""
 
 
 @dataclass

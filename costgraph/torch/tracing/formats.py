@@ -6,8 +6,10 @@ program in another format tells them apart: what comes out in fp32 there too is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ _CASTING = frozenset({
 })  # fmt: skip
 #: What models are in that this is done for, and the format of the other run.
 _WIDE, _NARROW = torch.float32, torch.bfloat16
+#: Calls between the conversion of a module and the casts that it asks for.
+_FRAMES = 12
 
 
 @dataclass(eq=False)
@@ -74,9 +78,12 @@ class Formats:
         """Note that a tensor is taken in a format; where it has that already, what is returned lies as it does.
 
         What a program has a gradient of, though no step is traced, is left as it is: another tensor would have none.
+        So are the parameters and buffers of a module that is converted as a whole: they stay the tensors they are.
         """
         self.calls.append((func.__name__, dtype))
         if x.dtype != dtype or dtype != _WIDE or _is_empty(x) or (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        if _converts_a_module():
             return x
         made = self._apart(x)
         self.asked.append((len(self.calls) - 1, self.recorder.stated(x, made)))
@@ -118,6 +125,18 @@ def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[st
         if other is not t:
             swap(t, nn.Parameter(other, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else other)
     return {name: narrow(value) for name, value in arguments.items()}
+
+
+def _converts_a_module() -> bool:
+    """Whether `Module.to`, or another conversion of a module, has asked for a cast."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code is nn.Module._apply.__code__:
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None
 
 
 def _is_empty(x: Tensor) -> bool:

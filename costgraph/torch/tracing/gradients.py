@@ -13,6 +13,7 @@ from torch.autograd import grad_mode
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from .marks import Barrier
 from .recorder import Recorder
 
 __all__ = ["backward_passes", "barriers"]
@@ -113,7 +114,7 @@ def _functions(recorder: Recorder) -> Iterator[None]:
         if not recorder.stopped and not function.__module__.startswith(__package__):  # what stands for torch's own
             for t in made if isinstance(made, tuple) else (made,):
                 if isinstance(t, torch.Tensor):
-                    recorder.barrier(t, function.__qualname__)
+                    recorder.barrier(t, Barrier(function.__qualname__))
         return made
 
     # programs have `apply` of their functions from before, which goes on to that of a class between

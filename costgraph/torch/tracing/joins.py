@@ -9,6 +9,7 @@ import torch
 
 from .counted import Loops
 from .events import Event, Handle, Joined
+from .marks import Barrier
 from .scopes import Scopes
 
 __all__ = ["JOINS", "joined"]
@@ -28,7 +29,7 @@ class Recording(Protocol):
     events: list[Event]
 
     @staticmethod
-    def barrier(t: torch.Tensor, function: str = "") -> None:
+    def barrier(t: torch.Tensor, mark: Barrier = ...) -> None:
         """Note that no gradient passes to what made a tensor."""
 
     def known(self, t: torch.Tensor) -> Handle:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["BARRIER", "is_unseen"]
+__all__ = ["BARRIER", "NONE", "Barrier", "is_unseen"]
 
 #: Attribute with the function that states a gradient, "" where none passes: a weak reference would be in the way of
 #: `swap_tensors`.
 BARRIER = "_costgraph_barrier"
+
+
+class Barrier(NamedTuple):
+    """Why a gradient does not pass to the producer of a tensor."""
+
+    by: str = ""
+    """function of the program that states the gradient, or why the tensor is a leaf; "" where none passes"""
+    leaf: bool = False
+    """whether the tensor is a leaf of autograd that is no parameter of the module as declared"""
+    alone: bool = False
+    """whether it is a leaf only if no parameter is behind it: elsewhere `requires_grad_` changes nothing"""
+
+
+#: No gradient passes, as behind `detach`.
+NONE = Barrier()
 
 
 def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
@@ -21,4 +36,4 @@ def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
     be another name for one that has. `stopped` is None of a run that has gradients itself.
     """
     marks = (t.__dict__.get(BARRIER) for t in made if isinstance(t, torch.Tensor))
-    return bool(stopped) or (stopped is False and "" in marks)
+    return bool(stopped) or (stopped is False and NONE in marks)

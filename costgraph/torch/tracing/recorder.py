@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from .data import Data
 from .events import Asked, Death, Event, Handle, Made, Source, Turn
 from .higher_order import run_eagerly
 from .joins import JOINS, joined
+from .leaves import Leaves
 from .lists import Place, handles, one_by_one, places, tags_of
-from .marks import BARRIER, is_unseen
+from .marks import BARRIER, NONE, Barrier, is_unseen
 from .rules.counts import counts_of, is_derived
 from .scopes import Scopes
 from .shapes import caller
@@ -79,6 +80,7 @@ class Recorder(TorchDispatchMode):
     """whether the program has gradients off, of a run that has none anywhere; None of a step"""
     events: list[Event] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
+    leaves: Leaves = field(default_factory=Leaves)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -131,13 +133,16 @@ class Recorder(TorchDispatchMode):
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
-        barrier = t.__dict__.get(BARRIER) if self.stopped is False else None
-        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs, barrier)
+        handle = Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
+        if self.stopped is not False:
+            return handle
+        barrier = self.leaves.barrier(t, handle) if t.is_leaf else t.__dict__.get(BARRIER)
+        return handle if barrier is None else replace(handle, barrier=barrier)
 
     @staticmethod
-    def barrier(t: torch.Tensor, function: str = "") -> None:
-        """Note that no gradient passes to what made a tensor, or which function of the program states it."""
-        t.__dict__[BARRIER] = function
+    def barrier(t: torch.Tensor, mark: Barrier = NONE) -> None:
+        """Note that no gradient passes to the producer of a tensor, or which function of the program states it."""
+        t.__dict__[BARRIER] = mark
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
@@ -146,6 +151,8 @@ class Recorder(TorchDispatchMode):
     def source(self, t: torch.Tensor, role: str, name: str) -> Handle:
         """Declare a tensor that is there before the first op; a storage has the first name that it is given."""
         number, new = self._number(t)
+        if new or name:
+            self.leaves.declare(t, name, self.handle(t, number))
         handle = self.handle(t, number)
         if new and handle.numel:
             name = name or f"constant_{number}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -129,6 +130,7 @@ class Run:
         (loss,) = self._loss(made)
         self.recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.recorder.leaves.need_same((p, self.recorder.known(p)) for p in self.params.values())
         self.gradients = {
             self.recorder.known(p): self.recorder.known(p.grad)
             for p in self.params.values()
@@ -193,7 +195,10 @@ def plain_errors() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        yield
+        with warnings.catch_warnings():  # `deepcopy` compares data pointers, which are all 0 here
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            yield
     except CostGraphError:
         raise
     except Exception as error:

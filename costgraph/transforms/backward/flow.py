@@ -11,7 +11,7 @@ from ...ops.fill import Revised
 from ...ops.foreign import Foreign
 from ...ops.keep import Keep
 
-__all__ = ["active_in", "active_inside", "graded_in", "graded_inside"]
+__all__ = ["active_in", "active_inside", "graded_in", "graded_inside", "is_leaf"]
 
 
 def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op] = ()) -> set[Tensor]:
@@ -23,9 +23,16 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op
     for op in ops:
         if op.body is not None and op.loop is not None:
             _active_carries(op, active)
+        elif is_leaf(op):
+            active.update(op.results)
         elif _passes(op) and any(t in active for t in (op.operands if op in standing else _before(op))):
             active.update(t for t in op.results if t.dtype.kind in ("float", "complex"))
     return active
+
+
+def is_leaf(op: Op) -> bool:
+    """Whether an op makes a leaf of autograd, whose gradient is asked for whatever its operand is."""
+    return isinstance(op.kind, Keep) and op.kind.leaf
 
 
 def _before(op: Op) -> Sequence[Tensor]:

@@ -29,6 +29,7 @@ from ...ops.stacks import Empty, Stacked
 from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
 from .apart import overwritten
+from .flow import is_leaf
 from .updating import Update
 
 __all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
@@ -243,7 +244,7 @@ class Walk:
         """Ask the rule of one op."""
         grads = tuple(self.take(t) for t in op.results)
         needs = tuple(t in self.active for t in op.operands)
-        if not any(needs) or all(g is None for g in grads):
+        if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
             return
         with scoped(op):
             if op not in self.rules and isinstance(op.kind, Slice) and op.kind.split and grads[0] is not None:

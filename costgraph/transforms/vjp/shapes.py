@@ -102,6 +102,11 @@ def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
     """What is only held has no part in the result."""
     if pull.kind.pulled_by:
         by, graph = pull.kind.pulled_by, pull.op.graph.root
+        if pull.kind.leaf:
+            raise UnsupportedError(
+                f"backward: graph {graph.name!r}: {by}, so its gradient goes to no parameter of the graph; expected "
+                f"tensors that are made, converted and marked before the trace; or trace with train=True"
+            )
         raise UnsupportedError(
             f"backward: {pull.op.name!r} of graph {graph.name!r} has the gradient that {by} of the program states, "
             f"expected declared ops; trace with train=True"

@@ -1,0 +1,203 @@
+"""A parameter keeps its identity however a program touches it during a run, or its gradient is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state
+from torch.nn.functional import linear
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, vector_to_parameters
+
+import costgraph as cg
+from costgraph.torch import trace
+
+
+class Net(nn.Module):
+    """Two layers, of whose second one the parameters are touched in the forward pass."""
+
+    def __init__(self, touch=None, use=None, prepare=None, square=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4 if square else 8), nn.Linear(4 if square else 8, 4)
+        self.touch, self.use = touch, use
+        if prepare is not None:
+            prepare(self)
+
+    def forward(self, x):
+        if self.touch is not None:
+            self.touch(self, x)
+        h = self.a(x).relu()
+        return (self.b(h) if self.use is None else self.use(self.b, h)).square().mean()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def without_gradients(f):
+    return torch.no_grad()(lambda m, x: f(m.b))
+
+
+def rebound(value):
+    def touch(m, x):
+        m.b.weight.data = value(m)
+
+    return touch
+
+
+def assigned(value):
+    def touch(m, x):
+        m.b.weight = value(m)
+
+    return touch
+
+
+def swapped(m, x):
+    torch.utils.swap_tensors(m.b.weight, nn.Parameter(torch.zeros(4, 8)))
+
+
+def exchanged(m, x):
+    m.a.weight, m.b.weight = m.b.weight, m.a.weight
+
+
+def frozen(m, x):
+    m.b.weight.requires_grad = False
+
+
+def replaced_by_a_product(m, x):
+    weight = m.b._parameters.pop("weight")
+    m.b.__dict__["weight"] = weight * 1.5
+
+
+def in_cache(m, x):
+    with parametrize.cached():
+        return m.b.weight
+
+
+def loaded(assign, change=lambda v: v):
+    return lambda m, x: m.b.load_state_dict({k: change(v) for k, v in m.b.state_dict().items()}, assign=assign)
+
+
+def called_with(values):
+    return lambda b, h: functional_call(b, values(b), (h,))
+
+
+def of_parameters(change):
+    return called_with(lambda b: {k: change(v) for k, v in b.named_parameters()})
+
+
+def doubled(m):
+    parametrize.register_parametrization(m.b, "weight", Doubled())
+
+
+#: Changes nothing, or what a step is to see: the derived backward pass has the gradients of the traced one.
+SAME = {
+    "to the device": Net(lambda m, x: m.b.to(x.device)),
+    "to the format": Net(lambda m, x: m.b.to(x.dtype)),
+    "to a tensor": Net(lambda m, x: m.b.to(x)),
+    "float": Net(lambda m, x: m.b.float()),
+    "float of all": Net(lambda m, x: m.float()),
+    "type": Net(lambda m, x: m.b.type(torch.float32)),
+    "cpu": Net(lambda m, x: m.b.cpu()),
+    "_apply": Net(lambda m, x: m.b._apply(lambda t: t.contiguous())),
+    "weight to": Net(use=lambda b, h: linear(h, b.weight.to(h.device), b.bias.float())),
+    "data of itself": Net(rebound(lambda m: m.b.weight.data)),
+    "data in place": Net(lambda m, x: m.b.weight.data.clamp_(-1, 1)),
+    "in place": Net(without_gradients(lambda b: b.weight.mul_(2))),
+    "copied into": Net(without_gradients(lambda b: b.weight.copy_(torch.zeros(4, 8)))),
+    "initialized again": Net(lambda m, x: m.b.reset_parameters()),
+    "loaded": Net(loaded(assign=False)),
+    "assigned to itself": Net(assigned(lambda m: m.b.weight)),
+    "requires_grad_": Net(lambda m, x: m.b.requires_grad_()),
+    "frozen": Net(frozen),
+    "frozen module": Net(lambda m, x: m.b.requires_grad_(False)),
+    "used without gradient": Net(use=lambda b, h: linear(h, b.weight.data, b.bias)),
+    "copy": Net(use=lambda b, h: copy.copy(b)(h)),
+    "functional_call": Net(use=of_parameters(lambda v: v)),
+    "functional_call, scaled": Net(use=of_parameters(lambda v: v * 2)),
+    "functional_call, detached": Net(use=called_with(lambda b: b.state_dict())),
+    "tied before": Net(prepare=lambda m: setattr(m.b, "weight", m.a.weight), square=True),
+    "tied inside": Net(assigned(lambda m: m.a.weight), square=True),
+    "exchanged": Net(exchanged, square=True),
+    "a product in its place": Net(replaced_by_a_product),
+    "parametrized": Net(prepare=doubled),
+    "parametrized, cached": Net(in_cache, prepare=doubled),
+    "weight norm": Net(prepare=lambda m: parametrizations.weight_norm(m.b)),
+    "spectral norm": Net(prepare=lambda m: parametrizations.spectral_norm(m.b)),
+    "an activation marked": Net(use=lambda b, h: b(h.requires_grad_())),
+}
+
+#: Gradients of new leaves, which a traced step computes and a derived one refuses.
+DERIVED = {
+    "a new parameter": Net(assigned(lambda m: nn.Parameter(torch.zeros(4, 8)))),
+    "a parameter of a parameter": Net(assigned(lambda m: nn.Parameter(m.b.weight))),
+    "a parameter of its copy": Net(assigned(lambda m: nn.Parameter(m.b.weight.detach().clone()))),
+    "loaded by assignment": Net(loaded(assign=True)),
+    "loaded by assignment of copies": Net(loaded(assign=True, change=torch.clone)),
+    "deepcopy": Net(use=lambda b, h: copy.deepcopy(b)(h)),
+    "a stack of states": Net(use=called_with(lambda b: {k: v[0] for k, v in stack_module_state([b])[0].items()})),
+    "a leaf of zeros": Net(use=lambda b, h: b(h) + torch.zeros(4, requires_grad=True)),
+    "an activation cut off": Net(use=lambda b, h: b(h.detach().requires_grad_())),
+    "an input marked": Net(lambda m, x: x.requires_grad_()),
+}
+
+#: A parameter has other data after the run than before it.
+REFUSED = {
+    "half": Net(lambda m, x: m.b.half().float()),
+    "double": Net(lambda m, x: m.b.double().float()),
+    "_apply to copies": Net(lambda m, x: m.b._apply(torch.clone)),
+    "to_empty": Net(lambda m, x: m.b.to_empty(device="cpu")),
+    "new data": Net(rebound(lambda m: m.b.weight.data * 2)),
+    "data of another": Net(rebound(lambda m: m.a.weight.data), square=True),
+    "swapped": Net(swapped),
+    "from a vector": Net(lambda m, x: vector_to_parameters(parameters_to_vector(m.b.parameters()), m.b.parameters())),
+    "made bfloat16 and used": Net(use=lambda b, h: b.bfloat16()(h.bfloat16()).float()),
+}
+
+X, AXES = torch.zeros(2, 4), [("B", None)]
+
+
+def gradients(net):
+    """Names of parameters with a gradient after a step, on a copy: some programs change their modules for good."""
+    net = copy.deepcopy(net)
+    parameters = dict(net.named_parameters())
+    net(torch.randn(2, 4)).backward()
+    return {name.replace(".", "/") for name, p in parameters.items() if p.grad is not None}
+
+
+def names(graph):
+    return {t.name for t in graph.gradients}
+
+
+def step(net):
+    return trace(net, X, dims=AXES, train=True)
+
+
+@pytest.mark.parametrize("way", SAME)
+def test_derived_gradients_are_those_of_a_step(way):
+    net = SAME[way]
+    derived, traced = cg.backward(trace(net, X, dims=AXES)), step(net)
+    assert names(derived) == names(traced) == gradients(net)
+    assert cg.matmul_flops(derived) == cg.matmul_flops(traced)
+
+
+@pytest.mark.parametrize("way", DERIVED)
+def test_gradients_of_new_leaves_are_traced_and_not_derived(way):
+    net = DERIVED[way]
+    forward = trace(net, X, dims=AXES)
+    assert cg.matmul_flops(forward) > 0
+    with pytest.raises(cg.UnsupportedError, match="while the program runs"):
+        cg.backward(forward)
+    assert names(step(net)) == gradients(net)
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_parameters_with_other_data_after_a_run_have_no_gradient(way):
+    net = REFUSED[way]
+    forward = trace(net, X, dims=AXES)
+    assert cg.matmul_flops(forward) > 0
+    with pytest.raises(cg.UnsupportedError, match="gets other data while the program runs"):
+        cg.backward(forward)
+    with pytest.raises(cg.UnsupportedError, match=r"parameter 'b/weight' gets other data while the program runs"):
+        step(net)
