@@ -27,10 +27,11 @@ from .norms import norm
 from .optimizer import Optimizer, bounds
 from .slots import Slot, need_slots
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "has_matrix"]
 
 
-def _has_matrix(slot: Slot) -> bool:
+def has_matrix(slot: Slot) -> bool:
+    """Whether a parameter has two axes or more and is no bias."""
     # a bias has the axes of what it is added to, which make one vector
     return len(slot.axes()) > 1 and slot.param.storage.name.rpartition("/")[2] != "bias"
 
@@ -41,7 +42,7 @@ def _levels(slot: Slot) -> list[str]:
 
 def _is_hidden(slot: Slot) -> bool:
     """Whether a parameter is a matrix of a hidden layer: no embedding, and not the head."""
-    if not _has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
+    if not has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
         return False
     looked_up = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
     return all(t.storage is not slot.param.storage for t in looked_up)
@@ -128,7 +129,7 @@ class Muon(Optimizer):
         found = need_slots("Muon", slots)
         out = dict(enumerate(found))
         own = [i for i, s in enumerate(found) if self.takes(s)]
-        vector = next((found[i] for i in own if not _has_matrix(found[i])), None)
+        vector = next((found[i] for i in own if not has_matrix(found[i])), None)
         if vector is not None:
             raise ShapeError(f"Muon: parameter {vector.param!r}, expected two axes or more")
         rest = [i for i in out if i not in own]
