@@ -15,23 +15,42 @@ from ..graph.strides import Sizes, numel
 from ..graph.tensor import Tensor
 from ..notation.door import READ, guarded
 from ..ops.blocks import fused
+from ..ops.index import Gather
 from ..ops.keep import keep
 from ..ops.layout import reshape
 from ..ops.operators import matmul, transpose
 from ..ops.pointwise import cast, pointwise
 from ..ops.updates import ADD_SCALED
 from .adaptive import AdamW
-from .calls import Calls, Column
+from .calls import Calls, Column, one_by_one
 from .norms import norm
 from .optimizer import Optimizer, bounds
 from .slots import Slot, need_slots
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "has_matrix"]
 
 
-def _has_matrix(slot: Slot) -> bool:
+def has_matrix(slot: Slot) -> bool:
+    """Whether a parameter has two axes or more and is no bias."""
     # a bias has the axes of what it is added to, which make one vector
     return len(slot.axes()) > 1 and slot.param.storage.name.rpartition("/")[2] != "bias"
+
+
+def _levels(slot: Slot) -> list[str]:
+    return slot.param.storage.name.lower().replace(".", "/").split("/")
+
+
+def _is_hidden(slot: Slot) -> bool:
+    """Whether a parameter is a matrix of a hidden layer: no embedding, and not the head."""
+    if not has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
+        return False
+    looked_up = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
+    return all(t.storage is not slot.param.storage for t in looked_up)
+
+
+def _has_experts(slot: Slot) -> bool:
+    """Whether the first axis of a parameter numbers experts, each of which has a matrix."""
+    return len(slot.axes()) == 3 and "experts" in _levels(slot)
 
 
 @guarded()
@@ -39,9 +58,13 @@ def _has_matrix(slot: Slot) -> bool:
 class Muon(Optimizer):
     """Muon, op for op as torch.optim.Muon, which is a loop over the parameters.
 
-    A parameter of more than two axes, which torch refuses, is a matrix of its first axis by all others. Products are
-    made with the shorter side outside, so it has to be known which one that is: `graph.assume("F >= D")`. The factor
-    on the learning rate that comes from the sizes is left out where they are symbols: no cost depends on it.
+    It updates the matrices of hidden layers. Embeddings, the head, biases and norms are left to AdamW, as the author of
+    Muon (Jordan 2024, github.com/KellerJordan/Muon), torch's documentation and DeepSpeed's `set_optimizer_flags` ask.
+
+    A parameter of more than two axes, which torch refuses, is a matrix of its first axis by all others; the experts of
+    a mixture have a matrix each, as in DeepSpeed's `muon_update`. Products are made with the shorter side outside, so
+    it has to be known which one that is: `graph.assume("F >= D")`. The factor on the learning rate that comes from the
+    sizes is left out where they are symbols: no cost depends on it.
 
     Raises
     ------
@@ -77,8 +100,9 @@ class Muon(Optimizer):
     """Newton-Schulz iterations."""
     adjust_lr_fn: str = "original"
     """original, or match_rms_adamw: how the sizes of a matrix change its learning rate."""
-    takes: Callable[[Slot], bool] = _has_matrix
-    """Which parameters it updates: all of two axes or more but biases. Embeddings are often left out."""
+    takes: Callable[[Slot], bool] = _is_hidden
+    """Which parameters it updates: all of two axes or more except biases, tables in which rows are looked up, and what
+    the names `embed*`, `head` and `lm_head` say. A tied head is a table."""
     others: Optimizer | None = None
     """What updates the others: AdamW, with the same implementation."""
 
@@ -105,7 +129,7 @@ class Muon(Optimizer):
         found = need_slots("Muon", slots)
         out = dict(enumerate(found))
         own = [i for i, s in enumerate(found) if self.takes(s)]
-        vector = next((found[i] for i in own if not _has_matrix(found[i])), None)
+        vector = next((found[i] for i in own if not has_matrix(found[i])), None)
         if vector is not None:
             raise ShapeError(f"Muon: parameter {vector.param!r}, expected two axes or more")
         rest = [i for i in out if i not in own]
@@ -119,15 +143,24 @@ class Muon(Optimizer):
     def _states(self, slot: Slot) -> Column:
         return (slot.state("momentum_buffer"),)
 
-    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+    def _kind(self, slot: Slot) -> object:
+        return slot.updated.dtype, _has_experts(slot)
+
+    def _run(self, groups: list[Column], slots: list[Slot]) -> list[tuple[Tensor, Tensor]]:
+        update = partial(self._update_of, _has_experts(slots[0]))
+        return [(p, g) for p, g in one_by_one(update, groups, "muon")]
+
+    def _update_of(self, experts: bool, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
         sizes = p[0].sizes
-        matrix, grad, buffer = (calls.each("matrix", _as_matrix, c)[0] for c in (p, g, states[0]))
+        as_matrix = (lambda x: x) if experts else _as_matrix
+        matrix, grad, buffer = (calls.each("matrix", as_matrix, c)[0] for c in (p, g, states[0]))
         buffer = calls.inplace("lerp", buffer, grad, 1 - self.momentum)
         update = calls.new("lerp", grad, buffer, self.momentum) if self.nesterov else buffer
         (orthogonal,) = calls.each("orthogonal", partial(_orthogonal, self), update)
         matrix = calls.inplace("mul", matrix, 1 - self.lr * self.weight_decay)
-        matrix = calls.add(matrix, orthogonal, -self._rate(matrix[0].sizes), inplace=True)
-        return calls.each("parameter", lambda m: reshape(m, sizes), matrix)[0] if len(sizes) > 2 else matrix, g
+        matrix = calls.add(matrix, orthogonal, -self._rate(matrix[0].sizes[-2:]), inplace=True)
+        flat = len(sizes) > 2 and not experts
+        return calls.each("parameter", lambda m: reshape(m, sizes), matrix)[0] if flat else matrix, g
 
     def _rate(self, sizes: Sizes) -> float:
         rows, columns = (n.constant for n in sizes)
@@ -143,7 +176,7 @@ def _as_matrix(x: Tensor) -> Tensor:
 
 
 def _is_tall(x: Tensor) -> bool:
-    rows, columns = x.sizes
+    rows, columns = x.sizes[-2:]
     known = x.graph.root.relations
     if known.nonnegative(columns - rows):
         return False
@@ -163,8 +196,9 @@ def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
     """Iterate towards the nearest orthogonal matrix, in bf16: `zeropower_via_newtonschulz`."""
     tall = _is_tall(update)
     x = cast(update, "bf16")
+    size = norm(x) if x.ndim == 2 else _norm_of_each(x)
     x = transpose(x) if tall else x
-    x = pointwise("div", x, pointwise("maximum", norm(x), muon.eps), inplace=True)
+    x = pointwise("div", x, pointwise("maximum", size, muon.eps), inplace=True)
     a, b, c = muon.ns_coefficients
     for _ in range(muon.ns_steps):
         gram = matmul(x, transpose(x))
@@ -173,6 +207,12 @@ def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
     x = transpose(x) if tall else x
     # in bf16 already, the update itself was divided in place
     return x if update.dtype == x.dtype else keep(x, update)
+
+
+def _norm_of_each(x: Tensor) -> Tensor:
+    """Return the norm of each matrix of several."""
+    count, *matrix = x.sizes
+    return reshape(norm(reshape(x, (count, numel(matrix))), axis=1), (count, 1, 1))
 
 
 def _addmm(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 import costgraph as cg
 
 from ...graph.arguments import need_choice
+from ...optimizers.muon import has_matrix
 from ..lowering import lower, random_inputs
 from ..lowering.formats import FORMATS
 from .case import Case, Make, Program
@@ -33,7 +34,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "RMSProp": (cg.RMSProp, torch.optim.RMSprop),
     "Adafactor": (cg.Adafactor, torch.optim.Adafactor),
     "Lion": (cg.Lion, None),
-    "Muon": (cg.Muon, None),
+    "Muon": (lambda **options: cg.Muon(takes=has_matrix, **options), None),  # of the head, too: it has one more size
 }
 """The library's optimizer and torch's; None where torch has none, or none for parameters that are no matrices."""
 

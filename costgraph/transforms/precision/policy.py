@@ -214,9 +214,12 @@ def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy
         None keeps every format as declared. A name of `POLICIES`:
 
         - fp32: everything in fp32.
-        - bf16: weights, activations and gradients in bf16, optimizer state in fp32.
+        - bf16: weights, activations and gradients in bf16, optimizer state in fp32. Lightning's bf16-true, torch's
+          optimizers over a model in bf16, is None on a graph in bf16: the state is in bf16, too. The `bf16=True` of
+          transformers' Trainer and of Accelerate is bf16-mixed.
         - bf16-master: the same with a master copy in fp32.
-        - bf16-mixed, fp16-mixed: torch.autocast over weights and gradients in fp32, for fp16 with a scaled loss.
+        - bf16-mixed, fp16-mixed: torch.autocast over weights and gradients in fp32, for fp16 with a scaled loss, as
+          bf16-mixed and 16-mixed of Lightning.
         - megatron-bf16: weights and activations in bf16; gradients, master copy and optimizer state in fp32.
         - fp8: as bf16, linear layers quantized to E4M3 forward and E5M2 for incoming gradients.
 

@@ -96,7 +96,7 @@ def _first(name: str, layers: Layers) -> tuple[tuple[str, Layers], ...]:
     return ((name, layers),)
 
 
-MIXTURES: Mapping[str, Mixture] = MappingProxyType({
+_MIXTURES = {
     **{name.upper(): Mixture(name) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k")},
     "Q2_K": Mixture("q2_k", {"value": _all("q3_k"), "down": _all("q3_k"), "output": _all("q3_k")}, "q4_k", "q5_k"),
     "Q3_K_S": Mixture("q3_k", eight="q5_k"),
@@ -118,5 +118,9 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType({
     "Q5_K_M": Mixture("q5_k", {
         **{role: _first("q6_k", _more) for role in ("value", "down")}, "packed": _all("q6_k"),
     }),
-})  # fmt: skip
+}  # fmt: skip
+
+MIXTURES: Mapping[str, Mixture] = MappingProxyType(
+    _MIXTURES | {name: _MIXTURES[f"{name}_M"] for name in ("Q3_K", "Q4_K", "Q5_K")}  # as llama-quantize reads them
+)
 """Every mixture by the name that files of it have."""

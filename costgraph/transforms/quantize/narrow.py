@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...algebra.symbols import shown
 from ...dtypes import DTYPES, DType
@@ -13,9 +14,23 @@ from .mixtures import MIXTURES, Mixture
 __all__ = ["Narrow", "activations_format", "cache_format", "mixture_of", "need_common", "weights_format"]
 
 
-#: Elements that share a scale, and its format, where the library that coined a name has them: bitsandbytes, whose
-#: `Params4bit` has `blocksize=64` and keeps `absmax` in fp32 (bitsandbytes/functional.py, `quantize_4bit`).
-_COINED = {"nf4": (64, "fp32")}
+class _Coined(NamedTuple):
+    """Defaults of the library that coined the name of a format of weights."""
+
+    group: int
+    """elements that share a scale"""
+    scale: str
+    """format of the scales"""
+    flat: bool
+    """whether groups run over the flattened weight, across the ends of rows"""
+
+
+#: bitsandbytes 0.50 (`Params4bit` of nn/modules.py, `quantize_4bit` of functional.py): blocks of 64 elements of the
+#: flattened weight, each with an `absmax` in fp32. Its fp4 has the values of E2M1 except for the smallest one.
+#: int4: groups of 128 are the default of GPTQ, AWQ, torchao (`Int4WeightOnlyConfig`) and compressed-tensors (W4A16).
+_COINED = {"nf4": _Coined(64, "fp32", True), "fp4": _Coined(64, "fp32", True), "int4": _Coined(128, "fp16", False)}
+#: fp4 names a format of weights alone: no library multiplies or caches values in it without scales in blocks.
+_NO_FP4 = "nvfp4 or mxfp4, whose blocks have scales, or fp4_e2m1 for elements in one block"
 
 
 @dataclass(frozen=True)
@@ -72,13 +87,14 @@ def weights_format(value: object, group: object, scale: object, *, zero: bool) -
         return found if mixture is None else None
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise FormatError(f"quantize: group={shown(group)}, expected a positive integer")
-    if found.name in _COINED:
-        block, coined = _COINED[found.name]
-        group, scale = block if group is None else group, coined if scale is None else scale
+    coined = _COINED.get(value) if isinstance(value, str) else None
+    if coined is not None:
+        group, scale = coined.group if group is None else group, coined.scale if scale is None else scale
     wanted = ("fp32" if group is None else "fp16") if scale is None else scale
     shared = "row" if group is None else f"g{group}"
     try:
-        return find_dtype(f"{found.name}_{shared}_{find_dtype(wanted).name}{'_zero' if zero else ''}")
+        more = ("_zero" if zero else "") + ("_flat" if coined is not None and coined.flat else "")
+        return find_dtype(f"{found.name}_{shared}_{find_dtype(wanted).name}{more}")
     except CostGraphError:
         expected = "a scale in fp32, fp16, bf16 or fp8" + (", and a zero point of integers alone" if zero else "")
         raise FormatError(
@@ -87,8 +103,10 @@ def weights_format(value: object, group: object, scale: object, *, zero: bool) -
 
 
 def mixture_of(value: object) -> Mixture | None:
-    """Return the mixture of that name, None where there is none."""
-    return MIXTURES.get(value) if isinstance(value, str) else None
+    """Return the mixture of that name in any case, None where there is none or it is the name of a number format."""
+    if not isinstance(value, str) or value in DTYPES:
+        return None
+    return MIXTURES.get(value) or MIXTURES.get(value.upper())
 
 
 def activations_format(weights: object, value: object) -> DType | None:
@@ -99,6 +117,8 @@ def activations_format(weights: object, value: object) -> DType | None:
         raise FormatError(f"quantize: activations={shown(value)} without weights=, expected a format for both")
     if mixture_of(weights) is not None:
         raise FormatError(f"quantize: activations={shown(value)} with the mixture {weights!r}, expected weights alone")
+    if "fp4" in (weights, value):
+        raise FormatError(f"quantize: activations={shown(value)} with weights {shown(weights)}, expected {_NO_FP4}")
     found = _narrow("quantize: activations", value)
     return found if found.scale else find_dtype(f"{found.name}_row_fp32")
 
@@ -107,6 +127,8 @@ def cache_format(value: object) -> DType | None:
     """Return the format of caches; integers have a scale for each row, None where they stay."""
     if value is None:
         return None
+    if value == "fp4":
+        raise FormatError(f"quantize: cache='fp4', expected {_NO_FP4}")
     found = _narrow("quantize: cache", value)
     return find_dtype(f"{found.name}_row_fp16") if found.kind == "int" and not found.scale else found
 

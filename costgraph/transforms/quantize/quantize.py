@@ -63,9 +63,9 @@ def quantize(
         Format of the parameters that products with activations alone read: linear layers and products of experts.
         An integer or float of 8 bits or fewer gets scales (see `group`), a block format such as mxfp4 has its own.
         Parameters with one axis, those in a format of their own, and what convolutions read stay. The name of a
-        mixture of GGUF, such as Q4_K_M, gives each matrix of a decoder a format, embeddings and logits among them, by
-        what its name says it is and by its layer, at the sizes that the graph has; a loop becomes one for all layers of
-        the same formats.
+        mixture of GGUF, such as Q4_K_M in either case, gives each matrix of a decoder a format, embeddings and logits
+        among them, by what its name says it is and by its layer, at the sizes that the graph has; a loop becomes one
+        for all layers of the same formats.
     activations : str or DType, optional
         Format that the other operand of those products is quantized to, by an op of its own, with a scale in fp32 for
         each token. By default products run in the format of the activations, weights widened inside the kernel.
@@ -75,9 +75,12 @@ def quantize(
         of convolutions stay. What fuses attention widens inside; for eager attention a kernel writes a wide copy.
     group : int, optional
         Elements along the summed axes that share a scale of the weights; by default all of them, one scale for each
-        output channel. `nf4` has 64, as in bitsandbytes.
+        output channel. The defaults of the libraries that coined the names: 128 for `int4` (GPTQ, AWQ, torchao), and
+        blocks of 64 of the flattened weight for `nf4` and `fp4` (bitsandbytes). `int4_row_fp32` is int4 with one scale
+        for each output channel.
     scale : str, optional
-        Format of the scales of weights: by default fp16 with `group`, fp32 without, and fp32 for `nf4`.
+        Format of the scales of weights: by default fp16 with `group` and for `int4`, fp32 without, and for `nf4` and
+        `fp4`.
     zero : bool
         Whether each scale of the weights has a zero point beside it, in their own format.
     skip : sequence of str, optional

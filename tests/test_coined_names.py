@@ -1,0 +1,300 @@
+"""Names that other libraries coined: each stands for what it stands for there.
+
+There is a table for each kind of name. A test asserts that it has every name of the kind, so that a new name needs a
+row with a source.
+"""
+
+import inspect
+from fractions import Fraction
+from math import ceil
+
+import pytest
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.optimizers.states import STATES
+from costgraph.transforms.losses import LOSSES
+from costgraph.transforms.precision.policy import POLICIES
+from costgraph.transforms.quantize.mixtures import MIXTURES
+from costgraph.transforms.schedules import SCHEDULES
+from costgraph.transforms.shard.parallelize import SYSTEMS
+
+B, D, F = cg.dims("B D F")
+
+
+def linear(rows, row):
+    """A linear layer with weights of rows by row elements."""
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.linear(g.input("x", (2, row)), "b d -> b f", f=rows))
+    return g
+
+
+# -- formats of weights ------------------------------------------------------------------------------------------------
+
+SIDE = 2**12
+CHANNEL = Fraction(32, SIDE)  # a scale in fp32 for each output channel
+
+#: Bits for each of 4096 x 4096 weights, scales included, those of a whole tensor left out; and the source.
+WEIGHTS = {
+    "nf4": (4 + Fraction(32, 64), "bitsandbytes 0.50.2: Params4bit, blocksize=64, absmax in fp32"),
+    "fp4": (4 + Fraction(32, 64), "bitsandbytes 0.50.2: Params4bit, blocksize=64, quant_type='fp4' (its default)"),
+    "nf4_double": (
+        4 + Fraction(8, 64) + Fraction(32, 64 * 256),
+        "bitsandbytes 0.50.2: quantize_4bit(compress_statistics=True), absmax in 8 bits, blocks of 256 of these",
+    ),
+    "int4": (4 + Fraction(16, 128), "transformers 5.24 GPTQConfig and AwqConfig, torchao 0.18: group_size=128"),
+    "int8": (
+        8 + CHANNEL,
+        "bitsandbytes 0.50.2: Int8Params, SCB in fp32 for each row; torchao Int8WeightOnlyConfig: PerRow",
+    ),
+    "fp8": (8 + CHANNEL, "torchao 0.18: Float8WeightOnlyConfig, PerRow, scales in fp32"),
+    "float8_e4m3fn": (8 + CHANNEL, "torch's name of E4M3"),
+    "fp8_e4m3_b128x128_fp32": (8 + Fraction(32, 128**2), "transformers 5.24 FineGrainedFP8Config: (128, 128)"),
+    "mxfp8": (8 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
+    "mxfp8_e5m2": (8 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
+    "mxfp6": (6 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
+    "mxfp6_e3m2": (6 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
+    "mxfp4": (4 + Fraction(8, 32), "OCP Microscaling Formats 1.0, table 1"),
+    "nvfp4": (4 + Fraction(8, 16), "NVIDIA: E2M1, an E4M3 scale for 16 elements, one in fp32 for the tensor"),
+    # ggml-common.h, and GGML_QUANT_SIZES of gguf 0.19: bytes of a block over its elements
+    "q4_0": (Fraction(8 * 18, 32), "ggml-common.h: block_q4_0"),
+    "q4_1": (Fraction(8 * 20, 32), "ggml-common.h: block_q4_1"),
+    "q5_0": (Fraction(8 * 22, 32), "ggml-common.h: block_q5_0"),
+    "q5_1": (Fraction(8 * 24, 32), "ggml-common.h: block_q5_1"),
+    "q8_0": (Fraction(8 * 34, 32), "ggml-common.h: block_q8_0"),
+    "q2_k": (Fraction(8 * 84, 256), "ggml-common.h: block_q2_K"),
+    "q3_k": (Fraction(8 * 110, 256), "ggml-common.h: block_q3_K"),
+    "q4_k": (Fraction(8 * 144, 256), "ggml-common.h: block_q4_K"),
+    "q5_k": (Fraction(8 * 176, 256), "ggml-common.h: block_q5_K"),
+    "q6_k": (Fraction(8 * 210, 256), "ggml-common.h: block_q6_K"),
+}
+#: Names of elements that no library stores weights in by themselves: with one scale for each output channel.
+ELEMENTS = {"fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "uint8", "int6", "uint6", "uint4"}
+
+
+def test_every_format_of_weights_has_a_row():
+    narrow = {name for name, d in cg.dtypes.DTYPES.items() if d.bits <= 8 and d.kind != "bool"} - {"fp8_e8m0"}
+    assert narrow - ELEMENTS <= WEIGHTS.keys()
+    assert not ELEMENTS & WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *sorted(ELEMENTS)])
+def test_bits_of_a_weight(name):
+    bits = WEIGHTS[name][0] if name in WEIGHTS else cg.dtypes.DTYPES[name].bits + CHANNEL
+    stored = cg.param_bytes(cg.quantize(linear(SIDE, SIDE), name))
+    assert 0 <= stored - bits * SIDE**2 / 8 <= 4  # a scale or a mean of the whole tensor
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+@pytest.mark.parametrize(("rows", "row", "block"), [(30, 100, 64), (7, 63, 64), (5, 64, 64), (30, 100, 32)])
+def test_blocks_of_bitsandbytes_run_over_the_flattened_weight(name, rows, row, block):
+    """`quantize_4bit` of bitsandbytes/functional.py: -(n // -blocksize) blocks of n elements, two to a byte."""
+    n = rows * row
+    options = {} if block == 64 else {"group": block}
+    stored = cg.param_bytes(cg.quantize(linear(rows, row), name, **options))
+    assert ceil(stored) == (n + 1) // 2 + 4 * -(n // -block)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weights": "fp4", "activations": "fp8"}, "activations='fp8' with weights 'fp4', expected nvfp4 or mxfp4"),
+        ({"weights": "nvfp4", "activations": "fp4"}, "activations='fp4' with weights 'nvfp4', expected nvfp4 or mxfp4"),
+        ({"cache": "fp4"}, "cache='fp4', expected nvfp4 or mxfp4"),
+    ],
+)
+def test_fp4_is_a_format_of_weights_alone(options, text):
+    with pytest.raises(cg.FormatError, match=f"quantize: {text}"):
+        cg.quantize(linear(8, 8), **options)
+
+
+def test_int4_with_one_scale_for_each_channel_has_a_name_of_its_own():
+    assert cg.param_bytes(cg.quantize(linear(8, 256), "int4_row_fp32")) == 8 * 128 + 8 * 4
+    assert cg.param_bytes(cg.quantize(linear(8, 256), "int4", scale="bf16")) == 8 * 128 + 8 * 2 * 2
+
+
+#: Types of files that `llama-quantize` knows and that are no number format: tools/quantize/quantize.cpp, QUANT_OPTIONS.
+FILES = {
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S",
+    "Q5_K_M", "Q3_K", "Q4_K", "Q5_K",
+}  # fmt: skip
+
+
+def test_mixtures_are_types_of_files():
+    assert set(MIXTURES) == FILES
+    # in upper case as by itself: a lower-case name that is a number format is that of each tensor
+    model = cg.models.load("gpt2")
+    for name, same in (("Q4_K", "Q4_K_M"), ("q4_k_m", "Q4_K_M"), ("Q3_K", "Q3_K_M")):
+        assert cg.param_bytes(cg.quantize(model, name)) == cg.param_bytes(cg.quantize(model, same))
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+#: The class of torch.optim of each, and settings under which its state is looked at.
+OPTIMIZERS = {
+    cg.SGD: ("SGD", [{}, {"momentum": 0.9}]),
+    cg.Adam: ("Adam", [{}, {"amsgrad": True}]),
+    cg.AdamW: ("AdamW", [{}, {"amsgrad": True}]),
+    cg.AdaGrad: ("Adagrad", [{}]),
+    cg.RMSProp: ("RMSprop", [{}, {"centered": True}, {"momentum": 0.9}]),
+    cg.Adafactor: ("Adafactor", [{}]),
+    cg.Muon: ("Muon", [{}]),
+}
+#: Lion has no class in torch: Chen et al. 2023, arXiv 2302.06675, and lion-pytorch.
+LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
+
+
+def test_every_optimizer_has_a_row():
+    found = {c for c in vars(cg.optimizers).values() if inspect.isclass(c) and issubclass(c, cg.optimizers.Optimizer)}
+    assert found == {*OPTIMIZERS, cg.Lion, cg.optimizers.Optimizer}
+    assert {name: getattr(cg.Lion(), name) for name in LION} == LION
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_defaults_are_those_of_torch(optimizer):
+    torch = pytest.importorskip("torch")
+    theirs = inspect.signature(getattr(torch.optim, OPTIMIZERS[optimizer][0])).parameters
+    ours = optimizer()
+    shared = {name for name in theirs if hasattr(ours, name) and theirs[name].default is not inspect.Parameter.empty}
+    assert "lr" in shared
+    skipped = {"adjust_lr_fn"} if optimizer is cg.Muon else set()  # None stands for original
+    assert {n: getattr(ours, n) for n in shared - skipped} == {n: theirs[n].default for n in shared - skipped}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_state_is_that_of_torch(optimizer):
+    torch = pytest.importorskip("torch")
+    name, settings = OPTIMIZERS[optimizer]
+    for options in settings:
+        w = torch.nn.Parameter(torch.ones(24, 40))
+        w.grad = torch.ones_like(w)
+        made = getattr(torch.optim, name)([w], **options)
+        made.step()
+        held = sum(t.nbytes for n, t in made.state[w].items() if torch.is_tensor(t) and n != "step")
+        with cg.Graph("g") as g:
+            x = g.input("x", (2, 24)) @ g.param("w", (24, 40))
+            g.output(cg.reduce(x, "b f -> ", "mean"))
+        assert cg.state_bytes(cg.training_step(g, optimizer=optimizer(**options))).state == held
+
+
+#: Bytes of Adam's state of n = 2**16 elements, tables left out.
+N = 2**16
+BLOCKS = {
+    "bitsandbytes-8bit": (2 * (N + 4 * N // 256), 2 * 4 * 256, "bitsandbytes 0.50.2: Optimizer2State, blocksize 256"),
+    "torchao-8bit": (2 * (N + 4 * N // 256), 2 * 4 * 256, "torchao 0.18: AdamW8bit(block_size=256)"),
+    "torchao-4bit": (2 * (N // 2 + 4 * N // 128), 2 * 4 * 16, "torchao 0.18: AdamW4bit(block_size=128)"),
+    "torchao-fp8": (2 * (N + 4 * N // 256), 0, "torchao 0.18: AdamWFp8(block_size=256)"),
+}
+
+
+def test_states_in_blocks():
+    assert set(BLOCKS) == set(STATES)
+    for name, (states, tables, _) in BLOCKS.items():
+        with cg.Graph("g") as g:
+            x = g.input("x", (2, 256)) @ g.param("w", (256, 256))
+            g.output(cg.reduce(x, "b f -> ", "mean"))
+        step = cg.training_step(g, optimizer=cg.AdamW(implementation="fused", states=name))
+        assert cg.state_bytes(step).state == states + tables
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
+def test_muon_updates_the_matrices_of_hidden_layers(model):
+    """KellerJordan/Muon, torch.optim.Muon and DeepSpeed (`set_optimizer_flags`): neither embeddings nor the head."""
+    g = cg.models.load(model)
+    step = cg.training_step(g, optimizer=cg.Muon(), precision="fp32")
+    outer = {t.name for t in g.params if t.name.split("/")[0] in ("tokens", "positions", "head")}
+    by_adam = {t.name.rpartition(".")[0] for t in step.tensors if t.name.endswith(".exp_avg")}
+    by_muon = {t.name.rpartition(".")[0] for t in step.tensors if t.name.endswith(".momentum_buffer")}
+    assert outer <= by_adam
+    assert not outer & by_muon
+    assert {n for n in by_muon if not n.startswith("layers/")} == set()
+    assert {t.name for t in g.params} == by_adam | by_muon
+
+
+def test_muon_updates_each_expert_by_itself():
+    """`muon_update` of DeepSpeed: the Newton-Schulz iteration of a group of experts is that of each matrix."""
+    E, rows, columns, steps = 3, 4, 7, 5
+    with cg.Graph("g") as g:
+        w = g.param("moe/experts/down", (E, rows, columns))
+        slots = [cg.optimizers.Slot(w, g.input("g", (E, rows, columns)))]
+        cg.Muon(ns_steps=steps).update(slots)
+    assert cg.matmul_flops(g) == E * steps * (4 * rows**2 * columns + 2 * rows**3)
+    testing.check(g)
+
+
+# -- precision and ZeRO ------------------------------------------------------------------------------------------------
+
+#: Bytes of a parameter, its gradient, and what AdamW keeps (a master copy is part of it).
+PRECISIONS = {
+    "fp32": (4, 4, 8, "torch.optim.AdamW over a model in fp32"),
+    "bf16": (2, 2, 8, "own: moments in fp32; torch's AdamW over a bf16 model (bf16-true of Lightning) is None"),
+    "bf16-master": (2, 2, 12, "Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1: K = 12"),
+    "bf16-mixed": (4, 4, 8, "Lightning's MixedPrecision: torch.autocast over a model in fp32"),
+    "fp16-mixed": (4, 4, 8, "Lightning's 16-mixed: torch.autocast over a model in fp32, with a GradScaler"),
+    "megatron-bf16": (2, 4, 12, "Megatron-LM, distributed optimizer: 18 bytes with bf16 weights and fp32 gradients"),
+    "fp8": (2, 2, 8, "own: TransformerEngine's E4M3 and E5M2 (HYBRID) over weights in bf16"),
+}
+
+
+def mlp():
+    with cg.Graph("g") as g:
+        x = g.input("x", (8, 64), dtype="fp32")
+        g.output(cg.linear(cg.relu(cg.linear(x, "b d -> b f", f=128)), "b f -> b e", e=64))
+    g.loss = "mean_squared_error"
+    return g
+
+
+def test_bytes_of_a_parameter():
+    assert set(PRECISIONS) == set(POLICIES)
+    g = mlp()
+    n = cg.param_count(g)
+    for name, (param, grad, state, _) in PRECISIONS.items():
+        held = cg.state_bytes(cg.training_step(g, optimizer=cg.AdamW(), precision=name))
+        scale = 8 if name == "fp16-mixed" else 0  # of the loss
+        assert (held.params, held.gradients) == (param * n, grad * n), name
+        assert 0 <= held.state - state * n <= scale, name
+
+
+@pytest.mark.parametrize(
+    ("stage", "params", "grads", "state"),
+    [(0, 2, 2, 12), (1, 2, 2, 12 / 8), (2, 2, 2 / 8, 12 / 8), (3, 2 / 8, 2 / 8, 12 / 8)],
+)
+def test_stages_of_zero(stage, params, grads, state):
+    """Rajbhandari et al. 2020, arXiv 1910.02054, figure 1: bytes of a parameter on each of 8 ranks."""
+    g = mlp()
+    n = cg.param_count(g)
+    step = cg.training_step(g, optimizer=cg.AdamW(), precision="bf16-master")
+    held = cg.state_bytes(cg.parallelize(step, dp=8, zero=stage))
+    assert (held.params, held.gradients, held.state) == (params * n, grads * n, state * n)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+#: Most micro-batches that rank 0 of 8 holds of a chunk each, of 32, as a formula of p, m and v; and the source.
+HELD = {
+    "gpipe": (lambda p, m, v: m, 1, "Huang et al. 2018, arXiv 1811.06965"),
+    "1f1b": (lambda p, m, v: p, 1, "Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1"),
+    "interleaved": (
+        lambda p, m, v: (v - 1) * p + 2 * (p - 1) + 1, 2,
+        "Megatron-LM: num_warmup_microbatches of forward_backward_pipelining_with_interleaving, and one more",
+    ),
+    "zb-h1": (lambda p, m, v: p, 1, "Qi et al. 2023, arXiv 2401.10241, section 2.2: the memory of 1F1B"),
+    "interleaved-zb": (lambda p, m, v: v * p, 2, "own: zb-h1 with chunks, as torch's InterleavedZeroBubble"),
+    "zbv": (lambda p, m, v: 2 * p, 2, "Qi et al. 2024, arXiv 2405.15362: p micro-batches of both chunks"),
+    "dualpipe": (lambda p, m, v: p + 1, 2, "deepseek-ai/DualPipe, README: PP + 1"),
+    "dualpipev": (lambda p, m, v: 2 * p + 1, 2, "deepseek-ai/DualPipe, README: PP + 1 of half a stage each"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_micro_batches_in_flight(name):
+    """Action lists are held against those of torch in tests/with_torch/test_torch_schedules.py."""
+    formula, chunks, _ = HELD[name]
+    assert cg.plan.in_flight(name, 8, 32, chunks, 0) == formula(8, 32, chunks)
+
+
+def test_the_other_words():
+    """Names whose meaning is held elsewhere: a new one needs a source."""
+    assert SYSTEMS == ("torch", "megatron")
+    # torch.nn.functional, and the loss of CLIP
+    assert set(LOSSES) == {"cross_entropy", "contrastive", "binary_cross_entropy", "mean_squared_error"}
