@@ -41,7 +41,7 @@ def _levels(slot: Slot) -> list[str]:
 
 
 def _is_hidden(slot: Slot) -> bool:
-    """Whether a parameter is a matrix of a hidden layer: no embedding, and not the head."""
+    """Whether a parameter is a hidden-layer matrix, neither an embedding nor the head."""
     if not has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
         return False
     looked_up = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
@@ -58,8 +58,9 @@ def _has_experts(slot: Slot) -> bool:
 class Muon(Optimizer):
     """Muon, op for op as torch.optim.Muon, which is a loop over the parameters.
 
-    It updates the matrices of hidden layers. Embeddings, the head, biases and norms are left to AdamW, as the author of
-    Muon (Jordan 2024, github.com/KellerJordan/Muon), torch's documentation and DeepSpeed's `set_optimizer_flags` ask.
+    Muon updates hidden-layer matrices; AdamW updates embeddings, the head, biases and norms. This is the split of
+    Muon's author (Jordan 2024, github.com/KellerJordan/Muon), torch's documentation, and DeepSpeed's
+    `set_optimizer_flags`.
 
     A parameter of more than two axes, which torch refuses, is a matrix of its first axis by all others; the experts of
     a mixture have a matrix each, as in DeepSpeed's `muon_update`. Products are made with the shorter side outside, so
@@ -101,8 +102,8 @@ class Muon(Optimizer):
     adjust_lr_fn: str = "original"
     """original, or match_rms_adamw: how the sizes of a matrix change its learning rate."""
     takes: Callable[[Slot], bool] = _is_hidden
-    """Which parameters it updates: all of two axes or more except biases, tables in which rows are looked up, and what
-    the names `embed*`, `head` and `lm_head` say. A tied head is a table."""
+    """Selects the parameters that Muon updates: by default those with two axes or more, except biases, lookup tables
+    (tied heads included), and names with a level `head`, `lm_head` or `*embed*`."""
     others: Optimizer | None = None
     """What updates the others: AdamW, with the same implementation."""
 

@@ -15,21 +15,21 @@ __all__ = ["Narrow", "activations_format", "cache_format", "mixture_of", "need_c
 
 
 class _Coined(NamedTuple):
-    """Defaults of the library that coined the name of a format of weights."""
+    """Default group size and scale format in the library that coined a weight format."""
 
     group: int
     """elements that share a scale"""
     scale: str
-    """format of the scales"""
+    """scale format"""
     flat: bool
-    """whether groups run over the flattened weight, across the ends of rows"""
+    """whether groups run over the flattened weight and continue across row ends"""
 
 
-#: bitsandbytes 0.50 (`Params4bit` of nn/modules.py, `quantize_4bit` of functional.py): blocks of 64 elements of the
-#: flattened weight, each with an `absmax` in fp32. Its fp4 has the values of E2M1 except for the smallest one.
-#: int4: groups of 128 are the default of GPTQ, AWQ, torchao (`Int4WeightOnlyConfig`) and compressed-tensors (W4A16).
+#: bitsandbytes 0.50 (`Params4bit` in nn/modules.py, `quantize_4bit` in functional.py) flattens a weight into 64-element
+#: blocks, each with an fp32 `absmax`; its fp4 codebook is E2M1 except for the smallest value. GPTQ, AWQ, torchao
+#: (`Int4WeightOnlyConfig`) and compressed-tensors (W4A16) use a group size of 128 for int4 by default.
 _COINED = {"nf4": _Coined(64, "fp32", True), "fp4": _Coined(64, "fp32", True), "int4": _Coined(128, "fp16", False)}
-#: fp4 names a format of weights alone: no library multiplies or caches values in it without scales in blocks.
+#: Kernels and caches use FP4 only with block scales, so `fp4` names a weight format alone.
 _NO_FP4 = "nvfp4 or mxfp4, whose blocks have scales, or fp4_e2m1 for elements in one block"
 
 
@@ -103,7 +103,7 @@ def weights_format(value: object, group: object, scale: object, *, zero: bool) -
 
 
 def mixture_of(value: object) -> Mixture | None:
-    """Return the mixture of that name in any case, None where there is none or it is the name of a number format."""
+    """Return the mixture with this case-insensitive name, None if there is none; number formats take precedence."""
     if not isinstance(value, str) or value in DTYPES:
         return None
     return MIXTURES.get(value) or MIXTURES.get(value.upper())
