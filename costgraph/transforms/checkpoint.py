@@ -108,8 +108,8 @@ class Checkpoint:
             return
         if self.names:
             raise GraphError(
-                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside of a kernel, expected "
-                f"a scope or op around it"
+                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside of a kernel, "
+                f"expected a scope or op around it"
             )
         raise GraphError(
             f"checkpoint: graph {graph.name!r} has no {'loop' if self.start else 'layers'} to recompute, expected a "
@@ -254,9 +254,7 @@ def every_block(
     >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops
     4*B*D*F*L
     """
-    return Checkpoint(
-        blocks=True, keep=tuple(keep), inside=inside, communication=communication, early_stop=early_stop
-    )
+    return Checkpoint(blocks=True, keep=tuple(keep), inside=inside, communication=communication, early_stop=early_stop)
 
 
 def every(k: object, *, inside: Checkpoint | None = None, early_stop: bool = True) -> Checkpoint:
