@@ -107,7 +107,7 @@ def _quantize(rng: random.Random, layers: int) -> Transform:
 
 
 def _step(rng: random.Random, layers: int) -> Transform:
-    optimizers = (cg.SGD(), cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Lion())
+    optimizers = (cg.SGD(), cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Adam())
     more: list[tuple[str, Any]] = [
         ("optimizer", rng.choice(optimizers)),
         ("precision", rng.choice((None, "bf16", "bf16-mixed", "bf16-master", "megatron-bf16"))),
@@ -125,7 +125,9 @@ def _step(rng: random.Random, layers: int) -> Transform:
 def _policies(layers: int) -> list[cg.Checkpoint]:
     blocks = [cg.every_block(), cg.every_block(early_stop=False), cg.every_block(keep=["matmul"])]
     parts = [cg.selective("attention"), cg.selective("mlp"), cg.selective("attention", "mlp")]
-    return [*blocks, *parts, *(cg.every(k) for k in (2,) if layers % k == 0)]
+    # a loop inside a run has no early stop
+    groups = [cg.every(2, early_stop=False)] if layers % 2 == 0 else []
+    return [*blocks, *parts, *groups]
 
 
 def draw(rng: random.Random) -> Chain:
