@@ -119,9 +119,7 @@ def test_views_outside_of_a_scope_do_not_split_its_region(name):
 
 def test_a_checkpoint_without_early_stop_runs_whole_layers():
     sizes = {"B": 4, "D": 32, "F": 64}
-    stops, whole = (
-        cg.training_step(looped(3), checkpoint=cg.every_block(early_stop=early)) for early in (True, False)
-    )
+    stops, whole = (cg.training_step(looped(3), checkpoint=cg.every_block(early_stop=early)) for early in (True, False))
     forward = cg.costs(looped(3), **sizes).filter(scope="h").total().matmul
     again = [cg.costs(s, **sizes).filter(phase="recompute").total().matmul for s in (stops, whole)]
     assert again == [forward // 2, forward]
@@ -130,7 +128,9 @@ def test_a_checkpoint_without_early_stop_runs_whole_layers():
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [cg.selective("attention"), cg.selective("v_cache"), cg.every_block(keep=["matmul"])])
+@pytest.mark.parametrize(
+    "policy", [cg.selective("attention"), cg.selective("v_cache"), cg.every_block(keep=["matmul"])]
+)
 def test_a_recomputed_kernel_is_read_from_a_file(tmp_path, policy):
     made = step(loaded("gemma-2-2b", 2), policy)
     cg.save(made, tmp_path / "g.json")
@@ -172,7 +172,7 @@ def test_some_layers_are_not_quantized(name):
 def test_a_range_is_of_any_number_of_layers():
     model = cg.models.load("llama-3.2-1b", symbolic=True)
     made = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
-    D, G, K, H, L = cg.dims("D G K H L")  # noqa: N806
+    D, G, K, H, L = cg.dims("D G K H L")
     grown = cg.param_count(made) - cg.param_count(model)
     assert (grown - (8 * (D + H * K) * (L - 4) + 16 * (D + G * K))).expand() == 0
 

@@ -29,6 +29,7 @@ from ..notation.pattern import Pattern
 from ..ops.pointwise import FUNCTIONS, Function
 from ..ops.stated import Backward
 from ..text_file import place_of, read_text, unique, write_file
+from .ranks import ranks_data, read_ranks
 from .reader import MALFORMED, Reader, kept, need, node_id, texts
 
 __all__ = ["load", "save"]
@@ -128,6 +129,9 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             plain.graph["compute"] = graph.compute
         if graph.layers:
             plain.graph["layers"] = sorted(graph.layers)
+        plain.graph |= ranks_data(graph, _encode)
+        if graph.parts:
+            plain.graph["parts"] = [_graph_data(part) for part in graph.parts]
         if graph.gradients:
             plain.graph["gradients"] = [[t.name, g.name] for t, g in graph.gradients.items()]
     plain.add_nodes_from((node_id(n), _node_data(n)) for n in _ordered(graph))
@@ -185,23 +189,34 @@ def load(path: str | os.PathLike[str]) -> Graph:
     """
     place = place_of(path)
     data = _data(path, place)
-    facts = need(place, data, "graph", dict, "top")
-    schema = facts.get("schema")
-    if not isinstance(schema, str) or schema not in _SCHEMAS:
-        raise FormatError(f"{place}: schema {shown(facts.get('schema'))}, expected {_SCHEMA!r}")
     try:
         with opened(levels=()):  # names in a file are complete
-            graph = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema]).graph(data, None, "top")
-            graph.defaults = _defaults(place, facts)
-            graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
-            graph.compute = find_dtype(kept(str, facts["compute"])).name if "compute" in facts else None
-            graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
-            graph.freeze()
+            return _read(place, data)
     except CostGraphError as error:  # the fact from below, with the place in front of it once
         text = str(error)
         raise FormatError(text if text.startswith(place) else f"{place}: {text}") from None
     except MALFORMED as error:
         raise FormatError(f"{place}: malformed ({type(error).__name__}: {error})") from None
+
+
+def _read(place: str, data: Any) -> Graph:
+    """Return the graph that a file, or a part of one, holds."""
+    facts = need(place, data, "graph", dict, "top")
+    schema = facts.get("schema")
+    if not isinstance(schema, str) or schema not in _SCHEMAS:
+        raise FormatError(f"{place}: schema {shown(facts.get('schema'))}, expected {_SCHEMA!r}")
+    reader = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema])
+    graph = reader.graph(data, None, "top")
+    graph.defaults = _defaults(place, facts)
+    graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
+    graph.compute = find_dtype(kept(str, facts["compute"])).name if "compute" in facts else None
+    graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
+    read_ranks(graph, facts, lambda value: reader.decode(value, graph, "top"))
+    parts = need(place, facts, "parts", list, "top") if "parts" in facts else []
+    if any("parts" in need(place, part, "graph", dict, "parts") for part in parts):
+        raise FormatError(f"{place}: parts of parts, expected stages of one pipeline")
+    graph.parts = tuple(_read(place, part) for part in parts)
+    graph.freeze()
     return graph
 
 

@@ -108,8 +108,8 @@ class Checkpoint:
             return
         if self.names:
             raise GraphError(
-                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside of a kernel, expected "
-                f"a scope or op around it"
+                f"selective: {', '.join(map(repr, self.names))} of graph {graph.name!r} is inside of a kernel, "
+                f"expected a scope or op around it"
             )
         raise GraphError(
             f"checkpoint: graph {graph.name!r} has no {'loop' if self.start else 'layers'} to recompute, expected a "

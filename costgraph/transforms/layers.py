@@ -1,8 +1,8 @@
 """Which ops make up one layer of a stack: in a loop, in an unrolled loop, and in numbered scopes of a program.
 
-A layer is one iteration of a loop; where a loop runs through layers of several kinds, each scope that
-`costgraph.nn.layers` has marked in `Graph.layers`. `unroll` adds each iteration to `Graph.layers`, as the scope followed
-by the iteration: `layers.i3`, or `layers/local.i0.i3`. Without a loop, the scopes `h/0`, `h/1`, ... are layers.
+A layer is one iteration of a loop. Where layers of several kinds take turns, it is each scope that
+`costgraph.nn.layers` has marked in `Graph.layers`. `unroll` adds each iteration to `Graph.layers`, as a scope with the
+iteration behind it: `layers.i3`, or `layers/local.i0.i3`. Without a loop, the scopes `h/0`, `h/1`, ... are layers.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..algebra.polynomial import Poly
+from ..errors import UnsupportedError
 from ..graph.call import Call
 from ..graph.changes import carry_facts
 from ..graph.domain import Domain
@@ -17,7 +18,7 @@ from ..graph.scopes import of_same_turn, opened
 from ..graph.tensor import Tensor
 from ..ops.moves import Concat
 
-__all__ = ["Rewriter", "bound", "bound_record", "flat", "members"]
+__all__ = ["Rewriter", "bound", "bound_record", "flat", "members", "of_stages"]
 
 K = TypeVar("K", bound=OpKind)
 
@@ -73,7 +74,7 @@ class Rewriter:
     replays = True
     """Whether a call that a trace saw can be made again where its op is copied: tensors are as they were."""
 
-    turns = True
+    keeps_turns = True
     """Whether ops stay in the iterations of the loops that they were unrolled from."""
 
     def __init__(self, values: Mapping[str, Poly] | None = None) -> None:
@@ -86,7 +87,15 @@ class Rewriter:
         """What each source of the new graph is of the old one, or a part of."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the new graph."""
+        """Return the new graph.
+
+        UnsupportedError if it would lose what the graph of one rank knows of the others.
+        """
+        alone = type(self) is Rewriter or self.lies
+        if old.parts or (old.sharding is not None and not alone):
+            raise UnsupportedError(
+                f"graph {old.name!r} is that of one rank, expected the graph before costgraph.shard or parallelize"
+            )
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         carry_facts(old, new, **self.changed(old))
         with opened(levels=()):  # names are complete already
@@ -132,7 +141,7 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                with of_same_turn(node.name if self.turns else ""):  # ops that are added beside it are of the same
+                with of_same_turn(node.name if self.keeps_turns else ""):  # ops that are added beside it are of the same
                     self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
@@ -179,9 +188,8 @@ class Rewriter:
         made.offset = old.offset.bind(self.values)
         before = self.given_of.get(old)
         now = None if before is None else self.tensors[before]
-        if before is not None and isinstance(now, Tensor):
-            if now.strides != tuple(n.bind(self.values) for n in before.strides):  # a copy, laid out in another way
-                made.strides, made.offset = now.strides, now.offset
+        if before is not None and isinstance(now, Tensor) and now.strides != bound(before.strides, self.values):
+            made.strides, made.offset = now.strides, now.offset  # a copy that is laid out in another way
         made.domain = bound(old.domain, self.values)
         return made
 
@@ -193,3 +201,13 @@ class Rewriter:
         self.fill(old, body, suffix)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
         return body
+
+
+def of_stages(graph: Graph, transform: Callable[[Graph], Graph]) -> Graph:
+    """Transform a graph, or each stage of a pipeline."""
+    if not graph.parts:
+        return transform(graph)
+    stages = tuple(map(transform, graph.parts))
+    whole = Rewriter().run(stages[0], graph.name)
+    whole.sharding, whole.parts = stages[0].sharding, stages
+    return whole

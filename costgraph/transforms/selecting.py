@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly
 from ..algebra.symbols import shown
@@ -91,8 +92,8 @@ class Names:
             return
         key = self.layers.layer_of(op.scope, op.name)
         if key and key not in self._keys:
-            period = self.layers.period_of(op.scope, op.name)
-            name = key.rpartition("/")[0] if period is None else period[0]
+            around = self.layers.period_of(op.scope, op.name)
+            name = key.rpartition("/")[0] if around is None else around[0]
             if name.endswith("_rest") and name.removesuffix("_rest") in self.stacks:
                 name = name.removesuffix("_rest")
             self._keys[key] = name, self._append(name, ONE, None, 1)
@@ -264,11 +265,11 @@ class _Cutter(Rewriter):
             return
         if op.loop.xs or len(op.results) > len(op.loop.starts):
             raise UnsupportedError(
-                f"{op.name!r} reads or writes a slice in each iteration, expected a loop that hands on its carries alone"
+                f"{op.name!r} reads or writes a slice in each iteration, expected a loop that only hands on carries"
             )
         before = {t: self.tensors[t] for t in op.loop.starts}
         ends = [ZERO, *sorted(self.cuts[op], key=self._order), op.loop.count]
-        for n, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        for n, (begin, end) in enumerate(pairwise(ends)):
             part, count = f".cut{n}" if n else "", end - begin
             if count.constant is None:
                 new.root.assume(f"{count} >= 1")

@@ -46,7 +46,8 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     BindingError
         If a count is still a symbol, or the iterations have more than 131,072 ops.
     UnsupportedError
-        If an op outside of loops takes a list with an element for each iteration, as `fold` makes it.
+        If an op outside of loops takes a list with an element for each iteration, as `fold` makes it, or the graph is a
+        stage of a pipeline.
 
     Examples
     --------
@@ -59,6 +60,10 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     (5, 10*B*D**2)
     """
     values = bindings(graph, dims)
+    if graph.parts or graph.waiting is not None:  # what waits is known for groups of iterations
+        raise UnsupportedError(
+            f"unroll of graph {graph.name!r}, a stage of a pipeline, expected the graph before costgraph.parallelize"
+        )
     _need_few(graph, values)
     return _Unroller(values).run(graph)
 

@@ -1,4 +1,4 @@
-"""Every transform carries what is known of a graph: assumptions, default sizes, the loss, and which scopes are layers."""
+"""Every transform carries the facts of a graph: assumptions, default sizes, the loss and the scopes of layers."""
 
 from __future__ import annotations
 
@@ -118,6 +118,6 @@ def test_each_layer_is_recomputed_behind_any_transform(before, micro_batches):
         for g in (plain, made)
     ]
     scopes = [{scope.partition("/lora")[0] for scope in rows.group("scope")} for rows in again]
-    assert any("narrow" in scope for scope in scopes[1]) and any("wide" in scope for scope in scopes[1])
+    assert all(any(kind in scope for scope in scopes[1]) for kind in ("narrow", "wide"))
     if before == "unroll":
         assert again[0].total().matmul == again[1].total().matmul > 0

@@ -25,9 +25,9 @@ Made = Mapping[Tensor, Tensor]
 def again(walk: Walk, run: Sequence[Op]) -> None:
     """Compute a run of ops again from its inputs, and walk back over what that makes.
 
-    As torch's checkpoint without reentrance does, the ops run in their order and, unless the policy says otherwise, stop
-    after the last one that the backward pass reads anything of. What they start from, and what is kept of them, stays until the walk has left the
-    run, read or not.
+    As in torch's checkpoint without reentrance, the ops run in their order and stop after the last one that the
+    backward pass reads anything of, unless the policy has no early stop. Inputs of the run, and results that are kept,
+    stay until the walk has left the run, read or not.
     """
     results = [t for op in run for t in op.results]
     if not any(t in walk.grads or t in walk.parts for t in results):

@@ -29,7 +29,7 @@ __all__ = ["Folder"]
 class Folder(Rewriter):
     """Copies a graph, with loops of so many blocks in place of runs, and what the rest of the graph reads of them."""
 
-    turns = False
+    keeps_turns = False
 
     def __init__(self, match: Match, around: Around, count: Poly) -> None:
         super().__init__()
