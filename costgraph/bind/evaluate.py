@@ -113,8 +113,8 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     for name in dims:
         if name not in asked:
             raise BindingError(
-                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}; a size that "
-                f"a preset has bound is given to the question that derives the formula"
+                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}; a size "
+                f"that a preset has bound is given to the question that derives the formula"
             )
     missing = sorted(names - dims.keys())
     if missing:

@@ -141,7 +141,7 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                with of_same_turn(node.name if self.keeps_turns else ""):  # ops that are added beside it are of the same
+                with of_same_turn(node.name if self.keeps_turns else ""):  # ops added beside it are too
                     self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)

@@ -68,7 +68,7 @@ def merged(y: torch.Tensor) -> torch.Tensor:
 
 
 class GPTBlock(nn.Module):
-    """A layer of GPT-2; `policy` "selective" computes the parts of its attention again, one by one."""
+    """A layer of GPT-2; `policy` "selective" recomputes its attention."""
 
     def __init__(self, D: int, H: int, F: int, policy: str = "") -> None:
         super().__init__()
@@ -79,17 +79,8 @@ class GPTBlock(nn.Module):
 
     def attention(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return what is added to x."""
-        call = again if self.policy == "selective" else direct
-        q, k, v = (t.unflatten(2, (self.H, -1)).transpose(1, 2) for t in call(self.normed, x).chunk(3, 2))
-        return call(self.merged, call(attend, q, k, v, mask))  # type: ignore[no-any-return]  # of any function
-
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys and values side by side."""
-        return self.kqv(self.norm1(x))  # type: ignore[no-any-return]  # torch's modules return Any
-
-    def merged(self, y: torch.Tensor) -> torch.Tensor:
-        """Return what heads (B, H, S, K) come to."""
-        return self.proj(merged(y))  # type: ignore[no-any-return]  # as above
+        q, k, v = (t.unflatten(2, (self.H, -1)).transpose(1, 2) for t in self.kqv(self.norm1(x)).chunk(3, 2))
+        return self.proj(merged(attend(q, k, v, mask)))  # type: ignore[no-any-return]  # torch's modules return Any
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Return what is added to x."""
@@ -98,7 +89,8 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return (B, S, D) for (B, S, D)."""
-        x = x + self.attention(x, mask)
+        call = again if self.policy == "selective" else direct
+        x = x + call(self.attention, x, mask)
         return x + self.mlp(x)
 
 
