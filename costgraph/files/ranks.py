@@ -1,4 +1,4 @@
-"""What a graph of one rank knows of the others, in a file: the placement of its tensors, and its pipeline."""
+"""Placements and pipeline schedules of per-rank graphs in files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..graph.placement import Mesh, Placement, Sharding, Waiting
 
 __all__ = ["RANKS", "ranks_data", "read_ranks"]
 
-#: Keys of a file that hold it.
+#: Keys in a file.
 RANKS = ("sharding", "waiting")
 
 Encode = Callable[[Any], Any]
 
 
 def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
-    """Return the placement and the pipeline of a graph of one rank, as a file holds them."""
+    """Encode the placements and the pipeline schedule of a per-rank graph."""
     out: dict[str, Any] = {}
     if graph.sharding is not None:
         own = graph.sharding
@@ -41,7 +41,7 @@ def _placement_data(at: Placement, encode: Encode) -> list[Any]:
 
 
 def read_ranks(graph: Graph, facts: Mapping[str, Any], decode: Encode) -> None:
-    """Set the placement and the pipeline that a file has for a graph; TypeError or another error if they are none."""
+    """Decode placements and a pipeline schedule into a graph; TypeError or similar if they are malformed."""
     if "sharding" in facts:
         own = facts["sharding"]
         axes, joint = map(decode, own["mesh"])

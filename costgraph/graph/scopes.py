@@ -32,7 +32,7 @@ class Place:
     phase: str = "forward"
     """Phase of ops: forward, recompute, backward or optimizer."""
     turn: str = ""
-    """Part of a split loop, or iteration of an unrolled one, such as `.i3`: names of what is made now end with it."""
+    """Suffix for new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
 
 
 #: Part of a loop that was split, and iterations of unrolled loops: what a name ends with, before the number that makes
@@ -90,7 +90,7 @@ def turn_of(name: str) -> str:
 
 
 def base_of(name: str) -> str:
-    """Return a name without the part of a loop, and the iterations, that it ends with: the same for all of them."""
+    """Return a name without its loop suffix."""
     return _SUFFIX.sub("", name) if "." in name else name
 
 
@@ -100,13 +100,13 @@ def _suffix(name: str) -> str:
 
 
 def in_turn(name: str) -> str:
-    """Return the name of an op or parameter made now, with the part and iteration of the loop that is copied."""
+    """Return a name for a new op or parameter, with the loop suffix that is open."""
     turn = here().turn
     return name + turn if turn and not _suffix(name) else name
 
 
 def of_same_turn(name: str) -> AbstractContextManager[None]:
-    """Let names of what is made now end with the part and iteration of a loop that a name ends with."""
+    """Give new ops and parameters the loop suffix that a name ends with."""
     turn = _suffix(name)
     return opened(turn=turn) if turn else nullcontext()
 

@@ -136,7 +136,7 @@ class Checkpoint:
         return [] if self.start else _neighbours(ops, self._group_of(layers))
 
     def _group_of(self, layers: Layers) -> Callable[[Op], object]:
-        """Return what says which group of layers an op without a loop belongs to."""
+        """Return a key function: the group of k layers for each op outside a loop."""
         k = 1 if self.interval is None else self.interval.constant
 
         def group(op: Op) -> object:

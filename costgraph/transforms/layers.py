@@ -66,7 +66,7 @@ class Layers:
         return self.layer_of(op.scope, op.name)
 
     def layer_of(self, scope: str, name: str) -> str:
-        """Return the innermost layer of what has a scope and a name."""
+        """Return the innermost layer for a scope and a name."""
         turns = [*accumulate(_split(turn_of(name)))]
         for own in _prefixes(scope):
             for turn in reversed(turns):
@@ -81,7 +81,7 @@ class Layers:
         return self.period_of(op.scope, op.name)
 
     def period_of(self, scope: str, name: str) -> tuple[str, int] | None:
-        """Return the outermost loop or stack of what has a scope and a name, and the iteration."""
+        """Return the outermost loop or stack, and the iteration, for a scope and a name."""
         turns = _split(turn_of(name))
         for own in reversed([*_prefixes(scope)]):
             if turns and f"{own}{turns[0]}" in self.marked:

@@ -82,14 +82,14 @@ class Rewriter:
         self.tensors: dict[Tensor, Any] = {}
         """What stands for each tensor of the old graph."""
         self.given_of: dict[Tensor, Tensor] = {}
-        """What each input of the kernels that are copied stands for, in the old graph."""
+        """Operand, in the old graph, for each input of a kernel that is copied."""
         self.origins: dict[Tensor, Tensor] = {}
         """What each source of the new graph is of the old one, or a part of."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph.
 
-        UnsupportedError if it would lose what the graph of one rank knows of the others.
+        UnsupportedError if the copy would lose the placements of a per-rank graph.
         """
         alone = type(self) is Rewriter or self.lies
         if old.parts or (old.sharding is not None and not alone):
@@ -141,7 +141,7 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                with of_same_turn(node.name if self.keeps_turns else ""):  # ops added beside it are too
+                with of_same_turn(node.name if self.keeps_turns else ""):  # added ops share its iteration
                     self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
