@@ -363,7 +363,8 @@ class Recorder(TorchDispatchMode):
         except UnsupportedError:
             if not self.symbols:
                 raise
-            return Counts(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
+            name = call.name.strip("_").replace(".", "_")
+            return Counts(**{kind: poly(symbol(f"{kind}_flops_{name}")) for kind in Counts().by_kind()})
 
 
 def _call(

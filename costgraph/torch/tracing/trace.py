@@ -85,8 +85,10 @@ def trace(
         Names of arguments that are kept between steps of inference: tensors, or what holds tensors, as a cache of
         transformers does, whose axes the names in `dims` are then. `decode` makes a step of such a trace.
     unknown : str
-        What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
-        depends on data is a symbol as well then.
+        What an op without a rule is: an `error`, or a `symbol`, the positive numbers `matmul_flops_NAME`,
+        `pointwise_flops_NAME` and `transcendental_flops_NAME` of FLOPs, which every total of FLOPs includes (bind 1
+        where it has none). Its operands and results are moved once, without a workspace. A size that depends on data
+        is a symbol as well then.
     fixed : str
         What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
         assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
