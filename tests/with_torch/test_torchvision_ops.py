@@ -9,7 +9,8 @@ from costgraph.torch import trace
 
 #: Schemas of torchvision 0.2x, and the shape of each result.
 SIZES = "SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w"
-CONV = f"Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, {SIZES}, SymInt groups, SymInt offset_groups"
+TENSORS = "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias"
+CONV = f"{TENSORS}, {SIZES}, SymInt groups, SymInt offset_groups"
 BINS = "Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"
 MAP = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
 

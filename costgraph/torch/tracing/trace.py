@@ -30,6 +30,8 @@ from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
 from .guards import assumptions
+from .lazy import initialized
+from .quantized import unpack_linears
 from .recorder import Recorder
 from .run import Factory, Run, plain_errors
 from .scopes import Scopes
@@ -139,6 +141,7 @@ def trace(
     if optimizer is not None and not train:
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
+    module = initialized(module, inputs, dict(keywords or {}))
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
     return _traced(module, given, optimizer, target, graph, train=train, unknown=unknown, fixed=fixed)
@@ -244,6 +247,7 @@ def _watched(
         data.unseen(),
     ):
         fakes = given.fakes({n: shapes.named(n, size) for n, size in sizes.items()}, data, host=target is not None)
+        unpack_linears(module)
         if narrow:
             own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
             fakes = narrowed(own, fakes)

@@ -1,7 +1,7 @@
 """Ops of torchvision, by the names and schemas under which it registers them (`torchvision/csrc/ops`).
 
-Boxes and offsets are data. Counts that would follow from the extents of boxes are upper bounds: each box covers the whole
-feature map, and non-maximum suppression compares each pair.
+Boxes and offsets are data. Counts that would follow from the extents of boxes are upper bounds: each box covers the
+whole feature map, and non-maximum suppression compares each pair.
 """
 
 from __future__ import annotations
