@@ -31,8 +31,8 @@ def initialized(module: nn.Module, inputs: Sequence[object], keywords: Mapping[s
             made(*map(_on_meta, inputs), **{k: _on_meta(v) for k, v in keywords.items()})
     except Exception as error:
         raise UnsupportedError(
-            f"trace: parameter {min(lazy)!r} of {type(module).__name__} is lazy, and a run on the meta device that would "
-            f"give it a shape fails ({type(error).__name__}: {shown(str(error), 120)}); call the module once on a "
+            f"trace: parameter {min(lazy)!r} of {type(module).__name__} is lazy, and a run on the meta device, to "
+            f"give it a shape, fails ({type(error).__name__}: {shown(str(error), 120)}); call the module once on a "
             f"batch before the trace"
         ) from error
     return made

@@ -193,7 +193,9 @@ class Recorder(TorchDispatchMode):
                 return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
-        if func.namespace == "prims" and hasattr(func, "impl_aten"):  # a formula of forward mode, or of torch's own refs
+        if func.namespace == "prims" and hasattr(
+            func, "impl_aten"
+        ):  # of formulas of forward mode
             with self:
                 return func.impl_aten(*args, **kwargs)
         if func.namespace in _SILENT:
