@@ -112,6 +112,8 @@ class Facts:
     """what a step of training has beside; None for other graphs"""
     sent: tuple[Sent, ...] = ()
     """by axis and kind of collective, of the graph of one rank"""
+    origin: str = ""
+    """where its kernels come from: `declared, fused kernels`, `traced, eager`, or `traced, fused kernels`"""
 
     @property
     def fits(self) -> bool | None:

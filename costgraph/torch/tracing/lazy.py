@@ -25,7 +25,10 @@ def initialized(module: nn.Module, inputs: Sequence[object], keywords: Mapping[s
     if not lazy:
         return module
     try:
-        copies = {id(t): type(t)(t.requires_grad, "meta", t.dtype) for t in lazy.values()}  # buffers refuse `deepcopy`
+        kinds: dict[int, Any] = {id(t): type(t) for t in lazy.values()}
+        copies = {
+            id(t): kinds[id(t)](t.requires_grad, "meta", t.dtype) for t in lazy.values()
+        }  # buffers refuse `deepcopy`
         made = copy.deepcopy(module, copies).to("meta")
         with torch.no_grad():
             made(*map(_on_meta, inputs), **{k: _on_meta(v) for k, v in keywords.items()})

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["unpack_linears"]
 
-_LIBRARY = torch.library.Library("costgraph", "DEF")
+_LIBRARY: Any = torch.library.Library("costgraph", "DEF")  # type: ignore[no-untyped-call]  # torch has no types for it
 _LIBRARY.define("linear_dynamic(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 
 

@@ -193,9 +193,7 @@ class Recorder(TorchDispatchMode):
                 return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
-        if func.namespace == "prims" and hasattr(
-            func, "impl_aten"
-        ):  # of formulas of forward mode
+        if func.namespace == "prims" and hasattr(func, "impl_aten"):  # of formulas of forward mode
             with self:
                 return func.impl_aten(*args, **kwargs)
         if func.namespace in _SILENT:
@@ -369,7 +367,8 @@ class Recorder(TorchDispatchMode):
             if not self.symbols:
                 raise
             name = call.name.strip("_").replace(".", "_")
-            return Counts(**{kind: poly(symbol(f"{kind}_flops_{name}")) for kind in Counts().by_kind()})
+            matmul, pointwise, other = (poly(symbol(f"{kind}_flops_{name}")) for kind in Counts().by_kind())
+            return Counts(matmul=matmul, pointwise=pointwise, transcendental=other)
 
 
 def _call(
