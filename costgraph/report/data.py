@@ -114,6 +114,8 @@ class Facts:
     """number of parameters that no op reads, by scope"""
     sent: tuple[Sent, ...] = ()
     """by axis and kind of collective, of the graph of one rank"""
+    origin: str = ""
+    """where its kernels come from: `declared, fused kernels`, `traced, eager`, or `traced, fused kernels`"""
 
     @property
     def fits(self) -> bool | None:

@@ -34,7 +34,8 @@ def _heading(r: Facts) -> Iterator[RenderableType]:
     yield f"[bold]{clean(r.graph)}{device}[/bold]"
     given = [f"{k}={v}" for k, v in r.sizes.items() if k in r.given]
     default = [f"{k}={v}" for k, v in r.sizes.items() if k not in r.given]
-    rows = [("sizes", " ".join(given))] if given else []
+    rows = [("model", r.origin)] if r.origin else []
+    rows += [("sizes", " ".join(given))] if given else []
     rows += [("preset", " ".join(default))] if default else []
     rows += [("unbound", " ".join(r.unbound))] if r.unbound else []
     yield grid(rows)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...algebra.symbols import is_name, shown
-from ...errors import GraphError, ShapeError
+from ...errors import GraphError, ShapeError, UnsupportedError
 from .data import Data
 from .state import swap
 
@@ -103,10 +103,12 @@ class Given:
 
 def _positional(module: nn.Module, count: int) -> list[str]:
     """Return the names of the first parameters of a module's forward."""
-    names: list[str] = []
-    for p in inspect.signature(module.forward).parameters.values():
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
+    schema = getattr(module.forward, "schema", None)  # of a TorchScript module, which has no signature
+    if schema is not None:
+        names = [a.name for a in schema.arguments[1:]]
+    else:
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
 
 
@@ -120,6 +122,12 @@ def _checked(label: str, value: object, axes: Axes) -> tuple[str | None, ...]:
         if any(isinstance(v, torch.Tensor) for v in nested):
             raise GraphError(f"trace: {label} holds tensors, expected each tensor as an argument of its own")
         return ()
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "nested tensor" if value.is_nested else f"tensor of layout {str(value.layout).removeprefix('torch.')}"
+        raise UnsupportedError(
+            f"trace: {label} is a {kind}, whose elements are data, expected a dense tensor; "
+            f"{'pad it, or pack its rows' if value.is_nested else 'call `.to_dense()`'} first"
+        )
     names = (None,) * value.ndim if axes is None else tuple(axes)
     if isinstance(axes, str) or len(names) != value.ndim:
         raise ShapeError(

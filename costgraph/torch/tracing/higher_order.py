@@ -34,8 +34,18 @@ def _while(
     return tuple(carried)
 
 
+def _scan(step: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], beside: Sequence[Any] = ()) -> Any:
+    """Carry values from row to row, and stack what each row makes."""
+    carried, count, made = list(init), len(init), list[Sequence[Any]]()
+    for rows in zip(*(x.unbind(0) for x in xs), strict=True):
+        out = step(*carried, *rows, *beside)
+        carried = list(out[:count])
+        made.append(out[count:])
+    return (*carried, *(torch.stack(tensors) for tensors in zip(*made, strict=True)))
+
+
 #: Those whose own kernels refuse to be looked at.
-_KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while}
+_KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while, "scan": _scan}
 
 
 def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

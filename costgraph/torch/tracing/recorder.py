@@ -193,6 +193,9 @@ class Recorder(TorchDispatchMode):
                 return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
+        if func.namespace == "prims" and hasattr(func, "impl_aten"):  # of formulas of forward mode
+            with self:
+                return func.impl_aten(*args, **kwargs)
         if func.namespace in _SILENT:
             return func(*args, **kwargs)
         answer = self.data.answer(func, args)
@@ -363,7 +366,9 @@ class Recorder(TorchDispatchMode):
         except UnsupportedError:
             if not self.symbols:
                 raise
-            return Counts(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
+            name = call.name.strip("_").replace(".", "_")
+            matmul, pointwise, other = (poly(symbol(f"{kind}_flops_{name}")) for kind in Counts().by_kind())
+            return Counts(matmul=matmul, pointwise=pointwise, transcendental=other)
 
 
 def _call(

@@ -222,5 +222,13 @@ def _cause(error: Exception) -> str:
             "runs in torch on sizes that are numbers alone, expected no dimensions there; name none (None) for the "
             "axes of what it is given"
         )
+    said = f"{type(error).__name__} {error}".lower()
+    if any(word in said for word in ("nestedint", "nestedtensor", "nested tensor", "nested_tensor")):
+        return (
+            "makes a nested tensor, the lengths of whose rows are data, expected dense tensors; pad the rows to one "
+            "length, or pack them along one axis"
+        )
+    if "sparsetensor" in said or "sparse_" in said or "sparse csr" in said or "sparsecsr" in said:
+        return "takes a sparse tensor, the places of whose elements are data, expected a dense one; call `.to_dense()`"
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {shown(first, 300)}; expected a program that runs on tensors without data"

@@ -7,14 +7,16 @@ import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ...errors import UnsupportedError
 from ...graph.graph import Graph
 
 __all__ = ["borrowed", "forgetting", "swap"]
@@ -37,6 +39,7 @@ class _Reached:
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, object] = {}
         self._next = list(roots)
@@ -50,6 +53,15 @@ class _Reached:
         """Let everything be what it was."""
         for undo in self._undo:
             undo()
+
+    def replace(self, others: Mapping[int, torch.Tensor]) -> None:
+        """Put other tensors, by the ids of those that they are for, into all containers until they are restored."""
+        for held in self._held if others else ():
+            pairs = list(held.items() if isinstance(held, dict) else enumerate(held))
+            for key, value in pairs if isinstance(held, dict | list) else ():
+                if id(value) in others:
+                    held[key] = others[id(value)]
+        self.tensors = [others.get(id(t), t) for t in self.tensors]
 
     def _inside(self, value: object) -> Iterable[object]:
         """Return what a value holds, and remember how to bring it back."""
@@ -77,6 +89,7 @@ class _Reached:
     def _kept(self, held: Any) -> Iterable[object]:
         """Return the elements of a container that is brought back to them; keys may be tensors as well."""
         before = list(held.items()) if isinstance(held, dict) else list(held)
+        self._held.append(held)
 
         def undo() -> None:
             now = held.items() if isinstance(held, dict) else held
@@ -149,6 +162,8 @@ def borrowed(
     bases: dict[int, torch.Tensor] = {}
     torch.clear_autocast_cache()  # whose weak references would forbid to lend tensors
     try:
+        with _disable_current_modes():
+            reached.replace({id(t): _again(t) for t in reached.tensors if _is_watched(t)})
         made = [
             (t, _fake(t, bases, host)) for t in sorted(reached.tensors, key=lambda t: not isinstance(t, nn.Parameter))
         ]
@@ -171,6 +186,33 @@ def borrowed(
         for t, fake in swapped:
             swap(t, fake)
         reached.restore()
+
+
+def _is_watched(t: torch.Tensor) -> bool:
+    """Whether something else refers to a tensor in C++, as a profile does: such a tensor cannot be swapped."""
+    other = torch.empty(0)
+    try:
+        torch._C._swap_tensor_impl(t, other)
+    except RuntimeError:
+        return True
+    torch._C._swap_tensor_impl(t, other)
+    return False
+
+
+def _again(t: torch.Tensor) -> torch.Tensor:
+    """Return another tensor with the data and the attributes of one that cannot be swapped."""
+    if t._backward_hooks or (t.is_leaf and t.requires_grad and t._post_accumulate_grad_hooks) or t.grad_fn is not None:
+        raise UnsupportedError(
+            f"trace: a tensor of shape {tuple(t.shape)} has hooks, or is computed, and a profiler or another library "
+            f"refers to it, expected one that can be lent to the run; delete the profile before the trace"
+        )
+    other = t.detach()
+    made = (
+        nn.Parameter(other, t.requires_grad) if isinstance(t, nn.Parameter) else other.requires_grad_(t.requires_grad)
+    )
+    made.__dict__.update(t.__dict__)
+    made.grad = t.grad
+    return made
 
 
 def swap(t: torch.Tensor, other: torch.Tensor) -> None:

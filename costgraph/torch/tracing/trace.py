@@ -30,6 +30,8 @@ from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
 from .guards import assumptions
+from .lazy import initialized
+from .quantized import unpack_linears
 from .recorder import Recorder
 from .run import Factory, Run, plain_errors
 from .scopes import Scopes
@@ -85,8 +87,10 @@ def trace(
         Names of arguments that are kept between steps of inference: tensors, or what holds tensors, as a cache of
         transformers does, whose axes the names in `dims` are then. `decode` makes a step of such a trace.
     unknown : str
-        What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
-        depends on data is a symbol as well then.
+        What an op without a rule is: an `error`, or a `symbol`, the positive numbers `matmul_flops_NAME`,
+        `pointwise_flops_NAME` and `transcendental_flops_NAME` of FLOPs, which every total of FLOPs includes (bind 1
+        where it has none). Its operands and results are moved once, without a workspace. A size that depends on data
+        is a symbol as well then.
     fixed : str
         What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
         assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
@@ -137,6 +141,7 @@ def trace(
     if optimizer is not None and not train:
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
+    module = initialized(module, inputs, dict(keywords or {}))
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
     return _traced(module, given, optimizer, target, graph, train=train, unknown=unknown, fixed=fixed)
@@ -242,6 +247,7 @@ def _watched(
         data.unseen(),
     ):
         fakes = given.fakes({n: shapes.named(n, size) for n, size in sizes.items()}, data, host=target is not None)
+        unpack_linears(module)
         if narrow:
             own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
             fakes = narrowed(own, fakes)

@@ -14,6 +14,7 @@ from . import (  # noqa: F401  # they fill the table
     recurrent,
     reductions,
     resampling,
+    vision,
 )
 from .counts import counts_of
 from .table import RULES, Rule, rule

@@ -186,3 +186,30 @@ def inner_attention(call: Call) -> Counts:
 def inner_attention_backward(call: Call) -> Counts:
     """Count as above."""
     return _backward(call, _positions_first(call))
+
+
+@rule("torch_attn._varlen_attn")
+def packed_attention(call: Call) -> Counts:
+    """Count the products of sequences that lie one behind another, each as long as the longest one is stated to be.
+
+    Their lengths are data: the numbers of queries and of the longest keys say them where all are equal, and are an
+    upper bound elsewhere.
+    """
+    return _forward(call, _packed(call))
+
+
+@rule("torch_attn._varlen_attn_backward")
+def packed_attention_backward(call: Call) -> Counts:
+    """Count as above."""
+    return _backward(call, _packed(call))
+
+
+def _packed(call: Call) -> _Sizes:
+    q, v = call["query"], call["value"]
+    window = [n for n in call.get("window_size") or () if n != ONE * -1]
+    if window not in ([], [0]) or any(isinstance(call.get(name), Spec) for name in ("seqused_k", "block_table")):
+        raise unsupported(call, "a window, or keys of a paged cache", "sequences that see all keys, or a causal mask")
+    rows, longest = poly(call["max_q"]), poly(call["max_k"])
+    causal = bool(call.get("is_causal")) or window == [0]
+    pairs = Domain(causal=True).points(rows, longest) if causal else rows * longest
+    return _Sizes(q.sizes[1] * q.sizes[0] / rows, rows, longest, q.sizes[-1], v.sizes[-1], pairs)

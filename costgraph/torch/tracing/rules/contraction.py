@@ -112,3 +112,18 @@ def trilinear(call: Call) -> Counts:
         points = product(sizes[a] for a in reached)
         parts.append(_multiplied(points) if sums else each(points, "mul"))
     return together(*parts)
+
+
+@rule("costgraph.linear_dynamic")
+def linear_dynamic(call: Call) -> Counts:
+    """Count the product, and around it the range of the operand, its quantization, and that of the result undone.
+
+    The kernel adds up in a buffer of int32 (`ao/quantized/cpu/qlinear_dynamic.cpp`); one of fp16 has no such steps.
+    """
+    x, weight, made = call["input"], call["weight"], call.out
+    biased = each(made.numel, "add") if call.get("bias") is not None else Counts()
+    product_ = Counts(matmul=2 * x.numel * weight.sizes[0])
+    if weight.dtype.kind == "float":
+        return together(product_, biased)
+    steps = Counts(pointwise=x.numel * (2 + 4) + made.numel * 2, workspace=4 * made.numel)
+    return together(product_, steps, biased)
