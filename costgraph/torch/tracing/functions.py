@@ -104,7 +104,7 @@ def _resampled(
 ) -> torch.Tensor | None:
     """Resample as `interpolate` does; None where it has to do that itself."""
     axes = input.ndim - 2
-    if mode not in _RESAMPLING or recompute_scale_factor or antialias or (size is None) == (scale_factor is None):
+    if mode not in _RESAMPLING or antialias or (size is None) == (scale_factor is None):
         return None
     given = size if scale_factor is None else scale_factor
     each = list(given) if isinstance(given, tuple | list) else [given] * axes
@@ -112,7 +112,8 @@ def _resampled(
         return None
     name, flagged = _RESAMPLING[mode]
     flags = [bool(align_corners)] if flagged else []
-    factors = [None] * axes if scale_factor is None else [float(f) for f in each]
+    stated = scale_factor is not None and not recompute_scale_factor
+    factors = [float(f) for f in each] if stated else [None] * axes
     sizes = each if scale_factor is None else [_scaled(n, f) for n, f in zip(input.shape[2:], each, strict=True)]
     made: torch.Tensor = getattr(torch.ops.aten, name.format(axes)).default(input, sizes, *flags, *factors)
     return made
@@ -120,6 +121,8 @@ def _resampled(
 
 def _scaled(size: Any, factor: float) -> Any:
     """Return a size times a factor, rounded down as torch does it."""
+    if isinstance(factor, torch.SymFloat):
+        return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
     if round(factor) == factor:
         return size * round(factor)
     part = round(1 / factor) if factor else 0

@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from .checks import answer
 from .nodes import remembering
 
-__all__ = ["HERE", "REMAINDERS", "TORCH", "Shapes", "caller", "hints", "is_program", "place"]
+__all__ = ["HERE", "REMAINDERS", "TORCH", "Shapes", "alternatives", "caller", "hints", "is_program", "place"]
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -31,6 +31,12 @@ _ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__, str(Path(HE
 
 
 REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
+
+#: Ops whose result is a truth value.
+_TRUTHS = {
+    "all", "any", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite",
+    "logical_and", "logical_or", "logical_not",
+}  # fmt: skip
 
 #: Other sizes than the one that was given, times and more: neighbours of it, and multiples.
 _OTHERS = ((1, -1), (1, 1), (1, 2), (2, 0), (3, 0), (12, 0))
@@ -68,6 +74,8 @@ class Shapes(ShapeEnv):
         """Symbols for numbers of whole blocks, and what they are of sizes."""
         self._lacking: dict[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]] = {}
         """The blocks of each of them, and what they lack of one that is filled up to them."""
+        self.read: dict[sympy.Symbol, str] = {}
+        """Numbers that the program reads from tensors, and the op that made the tensor."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -187,9 +195,12 @@ class Shapes(ShapeEnv):
         """Return how a check of values goes on; a choice between two ways is refused."""
         found = answer(question)
         if found is None:
+            made = dict.fromkeys(self.read[free] for free in question.free_symbols if free in self.read)
+            given = ", ".join(f"{name!r}: {True if name in _TRUTHS else 0.5}" for name in made)
+            remedy = f"pass choose={{{given}}} to say what it reads, " if made else ""
             raise UnsupportedError(
                 f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way "
-                f"for all data; choose with torch.where, or by a number that is given"
+                f"for all data; {remedy}choose with torch.where, or by a number that is given"
             ) from None
         return sympy.true if found else sympy.false
 
@@ -280,14 +291,25 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def hints(given: Mapping[str, int]) -> dict[str, int]:
+def hints(given: Mapping[str, int], step: Callable[[int], int] | None = None) -> dict[str, int]:
     """Return a size for each name, no two alike and none of them 0 or 1, as given where that can be.
 
-    A program that compares two sizes, or looks for 1, would else be seen to go the way of a special case.
+    A program that compares two sizes, or looks for 1, would else be seen to go the way of a special case. A size that
+    an earlier name has becomes the next prime, or grows by steps that keep some of its divisors.
     """
     out: dict[str, int] = {}
     for name, size in given.items():
-        while size < 2 or size in out.values():
-            size = int(sympy.nextprime(max(size, 1)))
-        out[name] = size
+        grown = size
+        while grown < 2 or grown in out.values():
+            grown = int(sympy.nextprime(max(grown, 1))) if step is None or size < 2 else grown + step(size)
+        out[name] = grown
     return out
+
+
+def alternatives(given: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return the sizes to run a program at, best first: general ones, then ones that divisors of those given divide.
+
+    The latter are for programs that take only multiples, of a patch or of a window.
+    """
+    found = [hints(given, step) for step in (None, lambda n: n & -n, lambda n: n)]
+    return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]

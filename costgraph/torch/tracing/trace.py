@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 
@@ -18,7 +19,7 @@ from torch.export import ExportedProgram
 from ...algebra.polynomial import poly
 from ...algebra.symbols import shown
 from ...dtypes import DType
-from ...errors import BindingError, CostGraphError, GraphError
+from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from ...hardware.arch import DEFAULT, Arch, arch_of
@@ -30,10 +31,11 @@ from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
 from .guards import assumptions
+from .integers import open_integers
 from .recorder import Recorder
 from .run import Factory, Run, plain_errors
 from .scopes import Scopes
-from .shapes import Shapes, hints
+from .shapes import Shapes, alternatives
 from .sizes import Translator
 from .state import borrowed, forgetting
 from .values import Values, format_of
@@ -42,6 +44,15 @@ __all__ = ["trace"]
 
 #: How often a size is given another hint: loops of several counts may each ask for one.
 _RESIZED = 6
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a trace that say how questions of the program are answered."""
+
+    unknown: str
+    fixed: str
+    choose: Mapping[str, float]
 
 
 def trace(
@@ -55,6 +66,7 @@ def trace(
     cached: Sequence[str] = (),
     unknown: str = "error",
     fixed: str = "error",
+    choose: Mapping[str, float] | None = None,
     name: str = "",
     device: str = "cpu",
     arch: str | None = None,
@@ -91,6 +103,11 @@ def trace(
         What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
         assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
         of the graph, where its turns are alike; of a step of training (`train=True`) it is an error.
+    choose : mapping, optional
+        Numbers and truth values that the program reads from tensors, by the op that made the tensor: with
+        `{"rand": 0.5}`, `torch.rand(1).item()` is 0.5, which decides whether a layer is dropped; with
+        `{"all": True}`, `if mask.all()` takes its first branch; `{"equal": False}` answers `torch.equal`. A tensor is
+        equal to itself without being asked (as if it held no NaN), and tensors of different shapes are not equal.
     name : str
         Name of the graph, by default the class of the module.
     device : str
@@ -127,6 +144,11 @@ def trace(
     need_choice("trace: unknown", unknown, ("error", "symbol"))
     need_choice("trace: fixed", fixed, ("error", "given"))
     need_choice("trace: device", device, ("cpu", "cuda"))
+    for op, taken in (choose or {}).items():
+        if not isinstance(op, str) or not isinstance(taken, int | float):
+            raise GraphError(
+                f"trace: choose {shown(op)}: {shown(taken)}, expected names of ops with a number or a truth value each"
+            )
     if arch is not None and device == "cpu":
         raise GraphError(f"trace: arch {shown(arch)} of a CPU, expected device='cuda' with it")
     target = arch_of(DEFAULT if arch is None else arch, "trace") if device == "cuda" else None
@@ -139,7 +161,8 @@ def trace(
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
-    return _traced(module, given, optimizer, target, graph, train=train, unknown=unknown, fixed=fixed)
+    options = Options(unknown, fixed, dict(choose or {}))
+    return _traced(module, given, optimizer, target, graph, options, train=train)
 
 
 def _traced(
@@ -148,20 +171,29 @@ def _traced(
     optimizer: Factory | None,
     target: Arch | None,
     graph: Callable[[], Graph],
+    options: Options,
     *,
     train: bool,
-    unknown: str,
-    fixed: str,
 ) -> Graph:
     """Run a module as often as it takes: what needs no remainder, formats and loops are known by a second run."""
-    watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
-    sizes, exact = hints(given.sizes()), frozenset[sympy.Expr]()
-    shapes, run = _resized(watched, sizes)
+    watched = partial(_watched, module, given, optimizer, target, options, train=train)
+    exact = frozenset[sympy.Expr]()
+    integers = False
+    try:
+        sizes, shapes, run = _first(watched, given.sizes())
+    except UnsupportedError as error:
+        integers = True
+        watched = partial(watched, integers=True)
+        try:
+            with redirect_stdout(StringIO()):
+                sizes, shapes, run = _first(watched, given.sizes())
+        except CostGraphError:
+            raise error from error.__cause__
     if shapes.exact:  # which is known from the start on now
         exact = frozenset(shapes.exact)
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
-    narrow = partial(_watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact)
+    narrow = partial(_watched, module, given, None, target, options, narrow=True, exact=exact, integers=integers)
     _settle(run, narrow, sizes)
     known = assumptions(shapes, run.recorder.values.translator)
     if not run.recorder.turns.loops:
@@ -187,6 +219,38 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
             run.formats.settle(narrow(sizes)[1].formats)
 
 
+def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int]) -> tuple[dict[str, int], Shapes, Run]:
+    """Run at the first sizes that the program takes and at which it goes the way that it goes at those given."""
+    found: list[tuple[dict[str, int], Shapes, Run]] = []
+    failed: UnsupportedError | None = None
+    for sizes in alternatives(given):
+        try:
+            with redirect_stdout(StringIO()) if found or failed else nullcontext():
+                shapes, run = _resized(watched, sizes)
+        except UnsupportedError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, CostGraphError):
+                raise  # the trace refuses it, whatever the sizes are
+            failed = failed or error
+            continue
+        found.append((sizes, shapes, run))
+        if _holds_at(given, shapes, run):
+            return found[-1]
+    if not found and failed is not None:
+        raise failed
+    return found[0]
+
+
+def _holds_at(given: Mapping[str, int], shapes: Shapes, run: Run) -> bool:
+    """Return whether the assumptions of a run hold at these sizes."""
+    known = {n: poly(size) for n, size in given.items()}
+    try:
+        for text in assumptions(shapes, run.recorder.values.translator):
+            parse_relation(text).check(known)
+    except CostGraphError:
+        return False
+    return True
+
+
 def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
     """Run at sizes at which loops over them have a few turns; sizes are changed to those."""
     given, raised = dict(sizes), set[str]()
@@ -198,11 +262,7 @@ def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) 
                 raised.add(error.name)
             sizes[error.name] = error.size
             continue
-        known = {n: poly(size) for n, size in given.items()}
-        try:
-            for text in assumptions(shapes, run.recorder.values.translator):
-                parse_relation(text).check(known)
-        except BindingError:  # it goes another way there
+        if not _holds_at(given, shapes, run):  # it goes another way there
             break
         return shapes, run
     sizes.update(given)
@@ -214,26 +274,29 @@ def _watched(
     given: Given,
     optimizer: Factory | None,
     target: Arch | None,
+    options: Options,
     sizes: Mapping[str, int],
     *,
-    unknown: str,
-    fixed: str,
     train: bool = False,
     narrow: bool = False,
     exact: Collection[sympy.Expr] = (),
     raised: Collection[str] | None = None,
+    integers: bool = False,
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
-    shapes = Shapes(given.sizes(), exact, fixed=fixed == "given")
-    translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=unknown == "symbol")
-    data, device = Data(shapes), "cpu" if target is None else "cuda"
+    shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
+    translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=options.unknown == "symbol")
+    data, device = Data(shapes, options.choose), "cpu" if target is None else "cuda"
     turns = Loops(shapes, raised)
-    recorder = Recorder(Values(translator), Scopes(module), data, turns, symbols=unknown == "symbol", device=device)
+    recorder = Recorder(
+        Values(translator), Scopes(module), data, turns, symbols=options.unknown == "symbol", device=device
+    )
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
         recorder.kernels, recorder.stand_ins = KERNELS, {**recorder.stand_ins, **CUDA_STATISTICS}
         place = partial(on_cuda, Here(target, recorder.choices))
     run = Run(module, recorder, optimizer, place)
+    numbers = open_integers(module) if integers else nullcontext()
     with (
         FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),
         plain_errors(),
@@ -246,7 +309,7 @@ def _watched(
             own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
             fakes = narrowed(own, fakes)
         run.declare(fakes, given.kept(fakes))
-        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
+        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"), numbers:
             run(*given.arguments(fakes), train=train)
     return shapes, run
 
