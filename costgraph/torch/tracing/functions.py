@@ -13,7 +13,7 @@ from torch import overrides
 from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from .counted import Loops, Parts
+from .counted import Loops, Parts, Range
 from .layers import RECURRENT, gru_cell, lstm_cell
 from .products import cumprod, in_place
 from .spectra import einsum, istft, stft
@@ -221,12 +221,24 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
     return True
 
 
+def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor | None:
+    """Return the numbers of a range that has as many as a size."""
+    if not isinstance(data, Range) or options.get("requires_grad"):
+        return None
+    made: torch.Tensor = torch.arange(data.count, dtype=torch.int64, device=device)
+    made = made if data.step == 1 else made.mul_(data.step)
+    made = made if isinstance(data.start, int) and not data.start else made.add_(data.start)
+    return made if dtype is None else made.to(dtype)
+
+
 #: By function of torch: what is called for it, which gives None where the function itself has to run.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
     linear: in_place,
     torch.Tensor.__getitem__: _chosen,
     torch.Tensor.__setitem__: _written,
+    torch.tensor: _numbers,
+    torch.as_tensor: _numbers,
     torch.linspace: _evenly,
     torch.hann_window: _hann_window,
     torch.stft: stft,

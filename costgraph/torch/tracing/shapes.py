@@ -66,6 +66,8 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
+        self.merged: dict[sympy.Expr, sympy.Expr] = {}
+        """Whole parts of quotients, and what the program needs them to be in terms of others."""
         self.turn: tuple[tuple[str, int], ...] = ()
         """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
         self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
@@ -149,7 +151,9 @@ class Shapes(ShapeEnv):
                 self.var_to_range.update(ranges)
                 self._update_version_counter()
             elif not number:
-                self.exact |= _without_remainder(known if self._answers[key] else sympy.Not(known))
+                holds = known if self._answers[key] else sympy.Not(known)
+                self.exact |= _without_remainder(holds)
+                self.merged |= _merged(holds)
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and (self.turn or _asked_by_program()):
             known = self.plain(orig_expr)
@@ -242,7 +246,8 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
         return set()
     for product, other in (known.args, known.args[::-1]):
         if not other and isinstance(product, REMAINDERS):
-            return {functions.FloorDiv(*product.args)}
+            quotient = functions.FloorDiv(*product.args)
+            return {quotient} if isinstance(quotient, functions.FloorDiv) else set()
         factors = [f.as_base_exp() for f in sympy.Mul.make_args(product)]
         parts = {f for f, n in factors if isinstance(f, functions.FloorDiv) and n.is_positive}
         if not parts or not all(f in parts or f.is_positive for f, _ in factors):
@@ -251,6 +256,20 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
         if quotients == other or ((quotients - other).is_polynomial() and not sympy.expand(quotients - other)):
             return parts
     return set()
+
+
+def _merged(known: sympy.Basic) -> dict[sympy.Expr, sympy.Expr]:
+    """Return a whole part that an equation states in terms of others, as where a skip connection meets what is resized."""
+    if not isinstance(known, sympy.Eq):
+        return {}
+    ahead = sympy.expand(known.lhs - known.rhs)
+    for term in sorted(sympy.Add.make_args(ahead), key=str):
+        factor, part = term.as_coeff_Mul()
+        rest = ahead - term
+        if isinstance(part, functions.FloorDiv) and abs(factor) == 1 and not rest.has(part):
+            if rest.atoms(functions.FloorDiv) and not any(part.has(other) for other in rest.atoms(functions.FloorDiv)):
+                return {part: -rest / factor}
+    return {}
 
 
 def _asked_by_program(depth: int = 2) -> bool:

@@ -26,7 +26,8 @@ class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
     `names` are those of the dimensions that torch's symbols stand for, `wholes` what its others are made of, `exact`
-    whole parts of quotients that have no remainder, which are known to be assumed. `symbols` says whether a size that
+    whole parts of quotients that have no remainder, which are known to be assumed, as are those of `merged`, which
+    sizes have in terms of others. `symbols` says whether a size that
     depends on data is a dimension of torch's name for it, such as `u0`; it is an error else.
     """
 
@@ -36,9 +37,10 @@ class Translator:
         exact: Collection[sympy.Expr] = (),
         *,
         wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
+        merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
         symbols: bool = False,
     ) -> None:
-        self.names, self.wholes = names, wholes
+        self.names, self.wholes, self.merged = names, wholes, dict(merged)
         self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
@@ -49,8 +51,14 @@ class Translator:
         key = n if isinstance(n, int) else n.node.expr
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
+            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(self._settled(key))
         return found
+
+    def _settled(self, expr: sympy.Expr) -> sympy.Expr:
+        """Return a size in terms of whole parts that are not known to be made of others."""
+        for _ in self.merged:
+            expr = expr.xreplace(self.merged)
+        return expr
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return the shape and the strides of a tensor."""
