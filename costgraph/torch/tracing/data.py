@@ -40,6 +40,28 @@ _NAME = "_costgraph_value"  # of the attribute of a tensor without data
 _ELSEWHERE = (2, 3, 5, 8, 13, 64, 257, 1 << 10, 1 << 13, 1 << 17)
 
 
+def _elements(args: Any) -> Any:
+    return args[0].numel()
+
+
+def _masked(args: Any) -> Any:
+    """Return the elements of the mask that chooses positions."""
+    return next((t.numel() for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)), None)
+
+
+#: Ops that find sizes in data: the word for the size, and its upper bound.
+_SIZED: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    aten.nonzero.default: ("mask", _elements),
+    aten.index.Tensor: ("mask", _masked),
+    aten.masked_select.default: ("mask", _elements),
+    aten._unique2.default: ("unique", _elements),
+    aten.unique_dim.default: ("unique", lambda args: args[0].shape[args[1]]),
+    aten.unique_consecutive.default: ("unique", _elements),
+    aten.bincount.default: ("bincount", lambda args: None),
+    aten.repeat_interleave.Tensor: ("repeated", lambda args: None),
+}
+
+
 class _UnknownError(Exception):
     """Data are not known, or would be too many."""
 
@@ -110,11 +132,15 @@ class Data:
         made = tensors[0].__dict__[_MAKER] if follows and tensors else name
         for t in _flat(out):
             t.__dict__[_MAKER] = made
+            if op in _SIZED:
+                name, whole = _SIZED[op]
+                self.shapes.choosing(name, t.shape, whole(args))
 
     def read(self, t: torch.Tensor, number: Any) -> None:
         """Note which op made the tensor that a number, which is not known, was read from."""
         for free in number.node.expr.free_symbols if isinstance(number, _NUMBERS) else ():
             self.shapes.read.setdefault(free, self.maker(t))
+        self.shapes.choosing(self.maker(t), [number])
 
     def maker(self, t: torch.Tensor) -> str:
         """Return the name of the op that made a tensor, or `item` if no op did."""

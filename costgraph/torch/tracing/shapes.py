@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -78,6 +78,10 @@ class Shapes(ShapeEnv):
         """The blocks of each of them, and what they lack of one that is filled up to them."""
         self.read: dict[sympy.Symbol, str] = {}
         """Numbers that the program reads from tensors, and the op that made the tensor."""
+        self.chosen: dict[sympy.Symbol, str] = {}
+        """Names of sizes that data choose, by the op that made a tensor of them."""
+        self.most: dict[sympy.Symbol, sympy.Expr] = {}
+        """What such a size is at most."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -195,9 +199,32 @@ class Shapes(ShapeEnv):
                 )
             self._set_replacement(free, sympy.Integer(number), "given")
 
+    def choosing(self, op: str, sizes: Iterable[Any], most: Any = None) -> None:
+        """Name the sizes that an op has found in data, which are `most` at most."""
+        for size in sizes:
+            if not isinstance(size, torch.SymInt):
+                continue
+            expr = size.node.expr
+            if expr.is_Symbol and expr not in self.backed_var_to_val and expr not in self.chosen:
+                taken = {*self.chosen.values(), *self.given}
+                numbers = (f"{op}_{k}" for k in range(1, len(taken) + 2))
+                self.chosen[expr] = next(name for name in numbers if name not in taken)
+                if most is not None:
+                    self.most[expr] = most.node.expr if isinstance(most, torch.SymInt) else sympy.Integer(most)
+
+    def _general(self, question: sympy.Basic) -> bool | None:
+        """Return what holds of sizes that data choose if they are larger than 1, as all sizes of a graph."""
+        if not question.free_symbols & self.chosen.keys():
+            return None
+        general = {s: sympy.Dummy(integer=True, positive=True) + 1 for s in question.free_symbols & self.chosen.keys()}
+        found = question.xreplace(general)
+        found = found if found in (sympy.true, sympy.false) else sympy.simplify(found)
+        return bool(found) if found in (sympy.true, sympy.false) else None
+
     def _passed(self, question: sympy.Basic) -> sympy.Basic:
         """Return how a check of values goes on; a choice between two ways is refused."""
-        found = answer(question)
+        found = self._general(question)
+        found = answer(question) if found is None else found
         if found is None:
             made = dict.fromkeys(self.read[free] for free in question.free_symbols if free in self.read)
             given = ", ".join(f"{name!r}: {True if name in _TRUTHS else 0.5}" for name in made)

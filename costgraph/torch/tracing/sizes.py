@@ -28,7 +28,7 @@ class Translator:
     `names` are those of the dimensions that torch's symbols stand for, `wholes` what its others are made of, `exact`
     whole parts of quotients that have no remainder, which are known to be assumed, as are those of `merged`, which
     sizes have in terms of others. `symbols` says whether a size that
-    depends on data is a dimension of torch's name for it, such as `u0`; it is an error else.
+    depends on data is a dimension, of its name in `chosen`; it is an error else.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class Translator:
         wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
         merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
         symbols: bool = False,
+        chosen: Mapping[sympy.Symbol, str] = MappingProxyType({}),
     ) -> None:
+        self.chosen = chosen
         self.names, self.wholes, self.merged = names, wholes, dict(merged)
         self.exact = exact
         self.symbols = symbols
@@ -79,10 +81,11 @@ class Translator:
             return self.formula(self.wholes[expr])
         if expr.is_Symbol:
             if expr not in self.names and self.symbols:
-                self.names[expr] = expr.name
+                self.names[expr] = self.chosen.get(expr, expr.name)
             if expr not in self.names:
                 raise UnsupportedError(
-                    f"size {expr}: it depends on the values of tensors, expected one that follows from the sizes"
+                    f"size {self.chosen.get(expr, expr)}: it depends on the values of tensors, expected one that follows "
+                    f"from the sizes; trace with data_sizes='symbol' to name it"
                 )
             return poly(symbol(self.names[expr]))
         if expr in self.exact:

@@ -53,6 +53,7 @@ class Options:
 
     unknown: str
     fixed: str
+    data_sizes: str
     choose: Mapping[str, float]
 
 
@@ -67,6 +68,7 @@ def trace(
     cached: Sequence[str] = (),
     unknown: str = "error",
     fixed: str = "error",
+    data_sizes: str = "symbol",
     choose: Mapping[str, float] | None = None,
     name: str = "",
     device: str = "cpu",
@@ -98,12 +100,15 @@ def trace(
         Names of arguments that are kept between steps of inference: tensors, or what holds tensors, as a cache of
         transformers does, whose axes the names in `dims` are then. `decode` makes a step of such a trace.
     unknown : str
-        What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
-        depends on data is a symbol as well then.
+        What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs.
     fixed : str
         What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
         assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
         of the graph, where its turns are alike; of a step of training (`train=True`) it is an error.
+    data_sizes : str
+        A size that data choose is a `symbol` named after its origin, with its upper bound among the assumptions:
+        `mask_1 <= N` elements that a mask selects or `nonzero` finds, `unique_1`, `bincount_1`, or `max_1` for a size
+        read from `lengths.max()`; or an `error`.
     choose : mapping, optional
         Numbers and truth values that the program reads from tensors, by the op that made the tensor: with
         `{"rand": 0.5}`, `torch.rand(1).item()` is 0.5, which decides whether a layer is dropped; with
@@ -144,6 +149,7 @@ def trace(
     """
     need_choice("trace: unknown", unknown, ("error", "symbol"))
     need_choice("trace: fixed", fixed, ("error", "given"))
+    need_choice("trace: data_sizes", data_sizes, ("symbol", "error"))
     need_choice("trace: device", device, ("cpu", "cuda"))
     for op, taken in (choose or {}).items():
         if not isinstance(op, str) or not isinstance(taken, int | float):
@@ -162,7 +168,7 @@ def trace(
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
-    options = Options(unknown, fixed, dict(choose or {}))
+    options = Options(unknown, fixed, data_sizes, dict(choose or {}))
     return _traced(module, given, optimizer, target, graph, options, train=train)
 
 
@@ -288,7 +294,10 @@ def _watched(
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
-    translator = Translator(shapes.names, exact, wholes=shapes.wholes, merged=merged, symbols=options.unknown == "symbol")
+    named = options.data_sizes == "symbol"
+    translator = Translator(
+        shapes.names, exact, wholes=shapes.wholes, merged=merged, symbols=named, chosen=shapes.chosen
+    )
     data, device = Data(shapes, options.choose), "cpu" if target is None else "cuda"
     turns = Loops(shapes, raised)
     recorder = Recorder(
