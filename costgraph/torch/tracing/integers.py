@@ -68,9 +68,15 @@ class _Shadow:
         return repr(self._plain)
 
 
+def _item(value: Any) -> Any:
+    """Return the number that a tensor holds, and other values as they are."""
+    return value.item() if is_a(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def _whole(*args: Any, **kwargs: Any) -> Any:
     """Return `int(...)`, of a size that size."""
     if len(args) == 1 and not kwargs:
+        args = (_item(args[0]),)
         if is_a(args[0], torch.SymInt):
             return args[0]
         if is_a(args[0], torch.SymFloat):
@@ -80,6 +86,7 @@ def _whole(*args: Any, **kwargs: Any) -> Any:
 
 def _real(*args: Any) -> Any:
     """Return `float(...)`, of a size a symbol."""
+    args = tuple(map(_item, args))
     if len(args) == 1 and is_a(args[0], torch.SymInt | torch.SymFloat):
         return torch.sym_float(args[0])  # type: ignore[no-untyped-call]  # torch has no types for it
     return float(*args)

@@ -226,8 +226,8 @@ class Shapes(ShapeEnv):
         found = self._general(question)
         found = answer(question) if found is None else found
         if found is None:
-            made = dict.fromkeys(self.read[free] for free in question.free_symbols if free in self.read)
-            given = ", ".join(f"{name!r}: {True if name in _TRUTHS else 0.5}" for name in made)
+            made = {self.read[s]: 1 if s.is_integer else 0.5 for s in question.free_symbols if s in self.read}
+            given = ", ".join(f"{name!r}: {True if name in _TRUTHS else number}" for name, number in made.items())
             remedy = f"pass choose={{{given}}} to say what it reads, " if made else ""
             raise UnsupportedError(
                 f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way "
