@@ -205,3 +205,28 @@ def test_results_that_stand_in_have_the_shapes_of_real_ones(op, arguments):
     real = {aten._grouped_mm.default: (11, 7), aten.baddbmm.default: (11, 3, 7), aten.constant_pad_nd.default: (14, 8)}
     at = Translator(shapes.names)
     assert tuple(at.size(n).bind({"B": poly(11)}).constant for n in made.shape) == real[op]
+
+
+class Patches(torch.nn.Module):
+    """Patches of an image whose sides are multiples: of other images it fails, or goes another way."""
+
+    def __init__(self, size: int, *, pads: bool) -> None:
+        super().__init__()
+        self.size, self.pads = size, pads
+        self.conv = torch.nn.Conv2d(1, 2, size, stride=size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.shape[-2] % self.size == 0 and x.shape[-1] % self.size == 0
+        assert whole or self.pads
+        return self.conv(x if whole else torch.nn.functional.pad(x, (0, self.size, 0, self.size)))
+
+
+@given(st.sampled_from([2, 3, 4, 7, 8, 12, 16]), st.integers(1, 4), st.integers(1, 4), st.booleans())
+@settings(max_examples=15)
+def test_a_square_image_is_traced_with_two_names_where_the_program_takes_multiples(
+    size: int, times: int, other: int, pads: bool
+):
+    side = size * times
+    g = trace(Patches(size, pads=pads), torch.zeros(2, 1, side, side), dims=[("B", None, "H", "W")])
+    expected = 2 * 3 * 2 * size * size * (times + 1) * other
+    assert cg.matmul_flops(g, B=3, H=size * (times + 1), W=size * other) == expected

@@ -17,7 +17,7 @@ from ...errors import CostGraphError, UnsupportedError
 from ...transforms.folding.runs import FEWEST
 from .shapes import Shapes, caller
 
-__all__ = ["Counted", "Loops", "Parts", "ResizeError"]
+__all__ = ["Counted", "Loops", "Parts", "Range", "ResizeError"]
 
 #: Attribute of tensors that a turn has made: the loops around, and the turn of each.
 _TURN = "_costgraph_turn"
@@ -213,11 +213,11 @@ class Loops:
             def __instancecheck__(cls, value: object) -> bool:
                 return isinstance(value, _numbers) or type.__instancecheck__(cls, value)
 
-        class Range(metaclass=Kind):
+        class Numbers(metaclass=Kind):
             def __new__(cls, *args: Any) -> Any:
                 return loops.range(*args) if any(isinstance(a, torch.SymInt) for a in args) else _numbers(*args)
 
-        with patch.object(builtins, "range", Range):
+        with patch.object(builtins, "range", Numbers):
             self.on = True
             try:
                 yield
@@ -241,7 +241,7 @@ class Loops:
             if by != 1 and self.is_open(length):
                 length = length // by if length % by == 0 else (length + by - 1) // by
             if self.is_open(length):
-                return _Range(self, start, step, length)
+                return Range(self, start, step, length)
         for n in args:
             expr = self.shapes.plain(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
             if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
@@ -249,7 +249,7 @@ class Loops:
         return _numbers(*args)
 
 
-class _Range:
+class Range:
     """Numbers at equal distances, of which there are as many as a size."""
 
     def __init__(self, loops: Loops, start: Any, step: int, count: torch.SymInt) -> None:
@@ -261,7 +261,7 @@ class _Range:
 
     def __reversed__(self) -> Iterator[Any]:
         last = self.start + (self.count - 1) * self.step
-        return iter(_Range(self.loops, last, -self.step, self.count))
+        return iter(Range(self.loops, last, -self.step, self.count))
 
     def __len__(self) -> int:
         return int(self.count)

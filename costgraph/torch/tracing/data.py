@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -29,10 +30,36 @@ _ASKING = (aten._local_scalar_dense.default, aten.equal.default)
 _FILLED: dict[Any, int | float] = {
     aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
 }  # fmt: skip
+#: Ops whose result holds the values of their operand, in another format or place.
+_FOLLOWING = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
+_MAKER = "_costgraph_maker"  # of the attribute of a tensor with the op that made it
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST = 1 << 24  # elements of what is worked out
 _NAME = "_costgraph_value"  # of the attribute of a tensor without data
 #: Where an answer is looked at again: it may depend on a size, as that of `positions.max() > 2048` does.
 _ELSEWHERE = (2, 3, 5, 8, 13, 64, 257, 1 << 10, 1 << 13, 1 << 17)
+
+
+def _elements(args: Any) -> Any:
+    return args[0].numel()
+
+
+def _masked(args: Any) -> Any:
+    """Return the elements of the mask that chooses positions."""
+    return next((t.numel() for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)), None)
+
+
+#: Ops that find sizes in data: the word for the size, and its upper bound.
+_SIZED: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    aten.nonzero.default: ("mask", _elements),
+    aten.index.Tensor: ("mask", _masked),
+    aten.masked_select.default: ("mask", _elements),
+    aten._unique2.default: ("unique", _elements),
+    aten.unique_dim.default: ("unique", lambda args: args[0].shape[args[1]]),
+    aten.unique_consecutive.default: ("unique", _elements),
+    aten.bincount.default: ("bincount", lambda args: None),
+    aten.repeat_interleave.Tensor: ("repeated", lambda args: None),
+}
 
 
 class _UnknownError(Exception):
@@ -59,8 +86,8 @@ class _Value:
 class Data:
     """What is known of the data of tensors of a run."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: Shapes, choose: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.shapes, self.choose = shapes, choose
         self.held: Callable[[torch.Tensor], torch.Tensor | None] = lambda t: None
         """The tensor that has the data of one of the program's, which is lent to the run."""
 
@@ -93,6 +120,40 @@ class Data:
         """Return the number or the flag that a program asks for; None where it is not known."""
         if op not in _ASKING:
             return None
+        found = self._known(op, args)
+        name = "equal" if op is aten.equal.default else self.maker(args[0])
+        return self.choose.get(name) if found is None else found
+
+    def made(self, op: Any, args: Any, out: Any) -> None:
+        """Note which op made a tensor; views and casts of one have the same maker."""
+        tensors = [t for t in _flat(args) if _MAKER in t.__dict__]
+        follows = op.is_view or op in _FOLLOWING
+        name = op._schema.name.removeprefix("aten::").strip("_")
+        made = tensors[0].__dict__[_MAKER] if follows and tensors else name
+        for t in _flat(out):
+            t.__dict__[_MAKER] = made
+            if op in _SIZED:
+                name, whole = _SIZED[op]
+                self.shapes.choosing(name, t.shape, whole(args))
+
+    def read(self, t: torch.Tensor, number: Any) -> None:
+        """Note which op made the tensor that a number, which is not known, was read from."""
+        for free in number.node.expr.free_symbols if isinstance(number, _NUMBERS) else ():
+            self.shapes.read.setdefault(free, self.maker(t))
+        self.shapes.choosing(self.maker(t), [number])
+
+    def maker(self, t: torch.Tensor) -> str:
+        """Return the name of the op that made a tensor, or `item` if no op did."""
+        return str(t.__dict__.get(_MAKER, "item"))
+
+    def _known(self, op: Any, args: Any) -> Any:
+        """Return what an op that asks for data answers, whatever a user says; None where it is not known."""
+        if op is aten.equal.default:
+            a, b = args
+            if a is b or (_same_place(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()):
+                return True
+            if a.shape != b.shape:
+                return False
         values = [self._of(t) for t in _flat(args)]
         if None in values:
             return None
@@ -167,6 +228,11 @@ class Data:
             yield
         finally:
             torch._subclasses.FakeTensor = before  # type: ignore[misc]
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(same and a.storage_offset() == b.storage_offset())
 
 
 def _has_data(t: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import overrides
 from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from .counted import Loops, Parts
+from .counted import Loops, Parts, Range
 from .layers import RECURRENT, gru_cell, lstm_cell
 from .products import cumprod, in_place
 from .spectra import einsum, istft, stft
@@ -104,7 +104,7 @@ def _resampled(
 ) -> torch.Tensor | None:
     """Resample as `interpolate` does; None where it has to do that itself."""
     axes = input.ndim - 2
-    if mode not in _RESAMPLING or recompute_scale_factor or antialias or (size is None) == (scale_factor is None):
+    if mode not in _RESAMPLING or antialias or (size is None) == (scale_factor is None):
         return None
     given = size if scale_factor is None else scale_factor
     each = list(given) if isinstance(given, tuple | list) else [given] * axes
@@ -112,7 +112,8 @@ def _resampled(
         return None
     name, flagged = _RESAMPLING[mode]
     flags = [bool(align_corners)] if flagged else []
-    factors = [None] * axes if scale_factor is None else [float(f) for f in each]
+    stated = scale_factor is not None and not recompute_scale_factor
+    factors = [float(f) for f in each] if stated else [None] * axes
     sizes = each if scale_factor is None else [_scaled(n, f) for n, f in zip(input.shape[2:], each, strict=True)]
     made: torch.Tensor = getattr(torch.ops.aten, name.format(axes)).default(input, sizes, *flags, *factors)
     return made
@@ -120,6 +121,8 @@ def _resampled(
 
 def _scaled(size: Any, factor: float) -> Any:
     """Return a size times a factor, rounded down as torch does it."""
+    if isinstance(factor, torch.SymFloat):
+        return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
     if round(factor) == factor:
         return size * round(factor)
     part = round(1 / factor) if factor else 0
@@ -218,12 +221,24 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
     return True
 
 
+def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor | None:
+    """Return the numbers of a range that has as many as a size."""
+    if not isinstance(data, Range) or options.get("requires_grad"):
+        return None
+    made: torch.Tensor = torch.arange(data.count, dtype=torch.int64, device=device)
+    made = made if data.step == 1 else made.mul_(data.step)
+    made = made if isinstance(data.start, int) and not data.start else made.add_(data.start)
+    return made if dtype is None else made.to(dtype)
+
+
 #: By function of torch: what is called for it, which gives None where the function itself has to run.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
     linear: in_place,
     torch.Tensor.__getitem__: _chosen,
     torch.Tensor.__setitem__: _written,
+    torch.tensor: _numbers,
+    torch.as_tensor: _numbers,
     torch.linspace: _evenly,
     torch.hann_window: _hann_window,
     torch.stft: stft,

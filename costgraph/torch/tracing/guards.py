@@ -33,6 +33,8 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     found = [f"{translator.formula(size)} == {translator.formula(expr)}" for size, expr in shapes.equal]
     left = (remainder(expr, translator) for expr in sorted(translator.exact, key=str))
     found += [f"{n} == 0" for n in left if n]
+    named = [(s, most) for s, most in shapes.most.items() if s in translator.names]
+    found += [f"{translator.names[s]} <= {translator.formula(most)}" for s, most in named]
     by_torch = {guard.expr: "" for guard in shapes.guards}
     late = {asked: line for asked, (line, turns) in shapes.late.items() if _always(turns)}
     for asked, place in (by_torch | late | shapes.asked).items():

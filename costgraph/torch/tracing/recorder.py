@@ -201,6 +201,11 @@ class Recorder(TorchDispatchMode):
         answer = self.data.answer(func, args)
         if answer is not None:
             return answer
+        if func is aten.equal.default:
+            raise UnsupportedError(
+                f"{caller()}: asks whether two tensors are equal, which have no data; say which branch to trace: "
+                f"choose={{'equal': True}} or choose={{'equal': False}}"
+            )
         parts = COMPOSITES.get(func) or (func.decompose if is_composed(func) and func not in self.kernels else None)
         if parts is not None:
             with self:  # without autograd, and inside of an op, nothing has taken it apart yet
@@ -227,6 +232,9 @@ class Recorder(TorchDispatchMode):
             keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
             out = self.stand_ins.get(func, func)(*args, **kwargs)
             self.data.note(func, args, kwargs, out)
+            self.data.made(func, args, out)
+            if func is aten._local_scalar_dense.default:
+                self.data.read(args[0], out)
             detaches = func is aten.detach.default and self.stopped is not None and not torch.is_grad_enabled()
             if self.stopped or detaches:
                 for t in _leaves(out):

@@ -28,6 +28,7 @@ from .higher_order import uncompiled
 from .recorder import Recorder
 from .scopes import path_of
 from .shapes import is_program, place
+from .state import attributes, elements, is_a
 
 __all__ = ["Factory", "Run", "plain_errors"]
 
@@ -172,19 +173,19 @@ class Run:
             raise counts.refused(str(error)) from error
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module returned, whatever holds them."""
-    if isinstance(value, torch.Tensor):
+    if id(value) in seen:
+        return
+    if is_a(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from _tensors(v)
-    elif isinstance(value, tuple | list):
-        for v in value:
-            yield from _tensors(v)
-    elif hasattr(value, "__dict__"):
-        for v in vars(value).values():
-            yield from _tensors(v)
+        return
+    if is_a(value, dict | list | tuple):
+        inside = [v for _, v in elements(value)] if is_a(value, dict) else elements(value)
+    else:
+        inside = list(value.values() if is_a(value, Mapping) else (attributes(value) or {}).values())
+    for v in inside:
+        yield from _tensors(v, (*seen, id(value)))
 
 
 @contextmanager

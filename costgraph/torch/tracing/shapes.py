@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from .checks import answer
 from .nodes import remembering
 
-__all__ = ["HERE", "REMAINDERS", "TORCH", "Shapes", "caller", "hints", "is_program", "place"]
+__all__ = ["HERE", "REMAINDERS", "TORCH", "Shapes", "alternatives", "caller", "hints", "is_program", "place"]
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -31,6 +31,12 @@ _ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__, str(Path(HE
 
 
 REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
+
+#: Ops whose result is a truth value.
+_TRUTHS = {
+    "all", "any", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite",
+    "logical_and", "logical_or", "logical_not",
+}  # fmt: skip
 
 #: Other sizes than the one that was given, times and more: neighbours of it, and multiples.
 _OTHERS = ((1, -1), (1, 1), (1, 2), (2, 0), (3, 0), (12, 0))
@@ -60,6 +66,8 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
+        self.merged: dict[sympy.Expr, sympy.Expr] = {}
+        """Whole parts of quotients, and what the program needs them to be in terms of others."""
         self.turn: tuple[tuple[str, int], ...] = ()
         """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
         self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
@@ -68,6 +76,12 @@ class Shapes(ShapeEnv):
         """Symbols for numbers of whole blocks, and what they are of sizes."""
         self._lacking: dict[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]] = {}
         """The blocks of each of them, and what they lack of one that is filled up to them."""
+        self.read: dict[sympy.Symbol, str] = {}
+        """Numbers that the program reads from tensors, and the op that made the tensor."""
+        self.chosen: dict[sympy.Symbol, str] = {}
+        """Names of sizes that data choose, by the op that made a tensor of them."""
+        self.most: dict[sympy.Symbol, sympy.Expr] = {}
+        """What such a size is at most."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -141,7 +155,9 @@ class Shapes(ShapeEnv):
                 self.var_to_range.update(ranges)
                 self._update_version_counter()
             elif not number:
-                self.exact |= _without_remainder(known if self._answers[key] else sympy.Not(known))
+                holds = known if self._answers[key] else sympy.Not(known)
+                self.exact |= _without_remainder(holds)
+                self.merged |= _merged(holds)
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and (self.turn or _asked_by_program()):
             known = self.plain(orig_expr)
@@ -183,13 +199,39 @@ class Shapes(ShapeEnv):
                 )
             self._set_replacement(free, sympy.Integer(number), "given")
 
+    def choosing(self, op: str, sizes: Iterable[Any], most: Any = None) -> None:
+        """Name the sizes that an op has found in data, which are `most` at most."""
+        for size in sizes:
+            if not isinstance(size, torch.SymInt):
+                continue
+            expr = size.node.expr
+            if expr.is_Symbol and expr not in self.backed_var_to_val and expr not in self.chosen:
+                taken = {*self.chosen.values(), *self.given}
+                numbers = (f"{op}_{k}" for k in range(1, len(taken) + 2))
+                self.chosen[expr] = next(name for name in numbers if name not in taken)
+                if most is not None:
+                    self.most[expr] = most.node.expr if isinstance(most, torch.SymInt) else sympy.Integer(most)
+
+    def _general(self, question: sympy.Basic) -> bool | None:
+        """Return what holds of sizes that data choose if they are larger than 1, as all sizes of a graph."""
+        if not question.free_symbols & self.chosen.keys():
+            return None
+        general = {s: sympy.Dummy(integer=True, positive=True) + 1 for s in question.free_symbols & self.chosen.keys()}
+        found = question.xreplace(general)
+        found = found if found in (sympy.true, sympy.false) else sympy.simplify(found)
+        return bool(found) if found in (sympy.true, sympy.false) else None
+
     def _passed(self, question: sympy.Basic) -> sympy.Basic:
         """Return how a check of values goes on; a choice between two ways is refused."""
-        found = answer(question)
+        found = self._general(question)
+        found = answer(question) if found is None else found
         if found is None:
+            made = {self.read[s]: 1 if s.is_integer else 0.5 for s in question.free_symbols if s in self.read}
+            given = ", ".join(f"{name!r}: {True if name in _TRUTHS else number}" for name, number in made.items())
+            remedy = f"pass choose={{{given}}} to say what it reads, " if made else ""
             raise UnsupportedError(
                 f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way "
-                f"for all data; choose with torch.where, or by a number that is given"
+                f"for all data; {remedy}choose with torch.where, or by a number that is given"
             ) from None
         return sympy.true if found else sympy.false
 
@@ -231,7 +273,8 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
         return set()
     for product, other in (known.args, known.args[::-1]):
         if not other and isinstance(product, REMAINDERS):
-            return {functions.FloorDiv(*product.args)}
+            quotient = functions.FloorDiv(*product.args)
+            return {quotient} if isinstance(quotient, functions.FloorDiv) else set()
         factors = [f.as_base_exp() for f in sympy.Mul.make_args(product)]
         parts = {f for f, n in factors if isinstance(f, functions.FloorDiv) and n.is_positive}
         if not parts or not all(f in parts or f.is_positive for f, _ in factors):
@@ -240,6 +283,20 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
         if quotients == other or ((quotients - other).is_polynomial() and not sympy.expand(quotients - other)):
             return parts
     return set()
+
+
+def _merged(known: sympy.Basic) -> dict[sympy.Expr, sympy.Expr]:
+    """Return a whole part that an equation states in terms of others, as where a skip connection meets what is resized."""
+    if not isinstance(known, sympy.Eq):
+        return {}
+    ahead = sympy.expand(known.lhs - known.rhs)
+    for term in sorted(sympy.Add.make_args(ahead), key=str):
+        factor, part = term.as_coeff_Mul()
+        rest = ahead - term
+        if isinstance(part, functions.FloorDiv) and abs(factor) == 1 and not rest.has(part):
+            if rest.atoms(functions.FloorDiv) and not any(part.has(other) for other in rest.atoms(functions.FloorDiv)):
+                return {part: -rest / factor}
+    return {}
 
 
 def _asked_by_program(depth: int = 2) -> bool:
@@ -280,14 +337,25 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def hints(given: Mapping[str, int]) -> dict[str, int]:
+def hints(given: Mapping[str, int], step: Callable[[int], int] | None = None) -> dict[str, int]:
     """Return a size for each name, no two alike and none of them 0 or 1, as given where that can be.
 
-    A program that compares two sizes, or looks for 1, would else be seen to go the way of a special case.
+    A program that compares two sizes, or looks for 1, would else be seen to go the way of a special case. A size that
+    an earlier name has becomes the next prime, or grows by steps that keep some of its divisors.
     """
     out: dict[str, int] = {}
     for name, size in given.items():
-        while size < 2 or size in out.values():
-            size = int(sympy.nextprime(max(size, 1)))
-        out[name] = size
+        grown = size
+        while grown < 2 or grown in out.values():
+            grown = int(sympy.nextprime(max(grown, 1))) if step is None or size < 2 else grown + step(size)
+        out[name] = grown
     return out
+
+
+def alternatives(given: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return the sizes to run a program at, best first: general ones, then ones that divisors of those given divide.
+
+    The latter are for programs that take only multiples, of a patch or of a window.
+    """
+    found = [hints(given, step) for step in (None, lambda n: n & -n, lambda n: n)]
+    return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]

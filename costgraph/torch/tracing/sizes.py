@@ -26,8 +26,9 @@ class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
     `names` are those of the dimensions that torch's symbols stand for, `wholes` what its others are made of, `exact`
-    whole parts of quotients that have no remainder, which are known to be assumed. `symbols` says whether a size that
-    depends on data is a dimension of torch's name for it, such as `u0`; it is an error else.
+    whole parts of quotients that have no remainder, which are known to be assumed, as are those of `merged`, which
+    sizes have in terms of others. `symbols` says whether a size that
+    depends on data is a dimension, of its name in `chosen`; it is an error else.
     """
 
     def __init__(
@@ -36,9 +37,12 @@ class Translator:
         exact: Collection[sympy.Expr] = (),
         *,
         wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
+        merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
         symbols: bool = False,
+        chosen: Mapping[sympy.Symbol, str] = MappingProxyType({}),
     ) -> None:
-        self.names, self.wholes = names, wholes
+        self.chosen = chosen
+        self.names, self.wholes, self.merged = names, wholes, dict(merged)
         self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
@@ -49,8 +53,14 @@ class Translator:
         key = n if isinstance(n, int) else n.node.expr
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
+            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(self._settled(key))
         return found
+
+    def _settled(self, expr: sympy.Expr) -> sympy.Expr:
+        """Return a size in terms of whole parts that are not known to be made of others."""
+        for _ in self.merged:
+            expr = expr.xreplace(self.merged)
+        return expr
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return the shape and the strides of a tensor."""
@@ -71,10 +81,11 @@ class Translator:
             return self.formula(self.wholes[expr])
         if expr.is_Symbol:
             if expr not in self.names and self.symbols:
-                self.names[expr] = expr.name
+                self.names[expr] = self.chosen.get(expr, expr.name)
             if expr not in self.names:
                 raise UnsupportedError(
-                    f"size {expr}: it depends on the values of tensors, expected one that follows from the sizes"
+                    f"size {self.chosen.get(expr, expr)}: it depends on the values of tensors, expected one that follows "
+                    f"from the sizes; trace with data_sizes='symbol' to name it"
                 )
             return poly(symbol(self.names[expr]))
         if expr in self.exact:

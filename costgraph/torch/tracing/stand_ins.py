@@ -126,6 +126,8 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.upsample_bicubic2d.default: _resampled,
     aten.upsample_trilinear3d.default: _resampled,
     aten.upsample_linear1d_backward.default: _resampled_back,
+    aten.upsample_nearest1d_backward.default: _resampled_back,
+    aten._upsample_nearest_exact1d_backward.default: _resampled_back,
     aten.upsample_bilinear2d_backward.default: _resampled_back,
     aten.upsample_bicubic2d_backward.default: _resampled_back,
     aten.upsample_trilinear3d_backward.default: _resampled_back,

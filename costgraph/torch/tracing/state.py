@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,19 +19,45 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
 
-__all__ = ["borrowed", "forgetting", "swap"]
+__all__ = ["attributes", "borrowed", "elements", "forgetting", "is_a", "is_theirs", "swap"]
 
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, list, set, deque)
+_BASES: tuple[Any, ...] = (OrderedDict, *_CONTAINERS, tuple, frozenset)
 _CACHE: Any = functools._lru_cache_wrapper  # what pretends to be of another class is not asked
 _NOT_THEIRS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
 _OPAQUE = (type, types.ModuleType, types.FunctionType, nn.Module, Graph)
 _DEEPEST = 8  # containers within containers of what a cache holds
 
 
-def _is_theirs(module: str | None) -> bool:
+def is_theirs(module: str | None) -> bool:
     """Whether a module is the program's, neither torch's nor Python's own."""
-    return (module or "").partition(".")[0] not in _NOT_THEIRS
+    return (module if isinstance(module, str) else "").partition(".")[0] not in _NOT_THEIRS
+
+
+def is_a(value: object, kinds: Any) -> bool:
+    """Return whether the type of a value is one of these; unlike `isinstance`, this runs no code of the value."""
+    return issubclass(type(value), kinds)
+
+
+def _base(held: object) -> Any:
+    """Return the builtin container that a class is derived from, whose methods a program has not overridden."""
+    return next(base for base in _BASES if is_a(held, base))
+
+
+def elements(held: object) -> list[Any]:
+    """Return the elements of a container, or the items of a dict, whatever its class says that it holds."""
+    base = _base(held)
+    return list(base.items(held) if issubclass(base, dict) else base.__iter__(held))
+
+
+def attributes(value: object) -> Any:
+    """Return the attributes of an object; None if it has none, or raises when asked for them."""
+    try:
+        held = vars(value)
+    except Exception:  # a property or `__getattr__` of the program may raise anything
+        return None
+    return held if is_a(held, dict) else None
 
 
 class _Reached:
@@ -45,7 +71,7 @@ class _Reached:
         self._next = list(roots)
         while self._next:
             value = self._next.pop()
-            if not isinstance(value, _ATOMS) and id(value) not in self._seen:
+            if not is_a(value, _ATOMS) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._next += self._inside(value)
 
@@ -57,59 +83,63 @@ class _Reached:
     def replace(self, others: Mapping[int, torch.Tensor]) -> None:
         """Put other tensors, by the ids of those that they are for, into all containers until they are restored."""
         for held in self._held if others else ():
-            pairs = list(held.items() if isinstance(held, dict) else enumerate(held))
-            for key, value in pairs if isinstance(held, dict | list) else ():
+            pairs = elements(held) if is_a(held, dict) else list(enumerate(elements(held)))
+            for key, value in pairs if is_a(held, (dict, list)) else ():
                 if id(value) in others:
                     held[key] = others[id(value)]
         self.tensors = [others.get(id(t), t) for t in self.tensors]
 
     def _inside(self, value: object) -> Iterable[object]:
         """Return what a value holds, and remember how to bring it back."""
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-            hooks = [value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
-            return [*hooks, value.grad if value.is_leaf else None]
-        if isinstance(value, _CONTAINERS):
+        if is_a(value, torch.Tensor):
+            tensor: Any = value
+            self.tensors.append(tensor)
+            hooks = [tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)]
+            return [*hooks, tensor.grad if tensor.is_leaf else None]
+        if is_a(value, _CONTAINERS):
             return self._kept(value)
-        if isinstance(value, tuple | frozenset):
-            return value
-        if isinstance(value, types.MethodType):
-            return (value.__self__, value.__func__)
-        if isinstance(value, types.FunctionType):
-            return [c.cell_contents for c in value.__closure__ or () if _filled(c)]
-        if isinstance(value, functools.partial):
-            return (value.func, value.args, value.keywords)
-        if isinstance(value, type | types.ModuleType) or not hasattr(value, "__dict__"):
+        if is_a(value, (tuple, frozenset)):
+            return elements(value)
+        if is_a(value, types.MethodType):
+            return (value.__self__, value.__func__)  # type: ignore[attr-defined]
+        if is_a(value, types.FunctionType):
+            function: Any = value
+            return [c.cell_contents for c in function.__closure__ or () if _filled(c)]
+        if is_a(value, functools.partial):
+            return (value.func, value.args, value.keywords)  # type: ignore[attr-defined]
+        held = None if is_a(value, (type, types.ModuleType)) else attributes(value)
+        if held is None:
             return ()
-        if isinstance(value, nn.Module):
-            return [vars(value), *self._files(type(value))]
-        theirs = _is_theirs(type(value).__module__) or isinstance(value, torch.optim.Optimizer | types.SimpleNamespace)
-        return [vars(value)] if theirs else ()
+        if is_a(value, nn.Module):
+            return [held, *self._files(type(value))]
+        theirs = is_theirs(type(value).__module__) or is_a(value, (torch.optim.Optimizer, types.SimpleNamespace))
+        return [held] if theirs else ()
 
     def _kept(self, held: Any) -> Iterable[object]:
         """Return the elements of a container that is brought back to them; keys may be tensors as well."""
-        before = list(held.items()) if isinstance(held, dict) else list(held)
+        before = elements(held)
         self._held.append(held)
 
         def undo() -> None:
-            now = held.items() if isinstance(held, dict) else held
+            now = elements(held)
             if len(now) != len(before) or any(not _is(a, b) for a, b in zip(now, before, strict=True)):
-                held.clear()
-                (held.update if isinstance(held, dict | set) else held.extend)(before)
+                base = _base(held)
+                base.clear(held)
+                (base.update if issubclass(base, dict | set) else base.extend)(held, before)
 
         self._undo.append(undo)
-        return [v for pair in before for v in pair] if isinstance(held, dict) else before
+        return [v for pair in before for v in pair] if is_a(held, dict) else before
 
     def _files(self, kind: type) -> Iterator[object]:
         """Yield what the classes of a module, and the files in which they stand, hold: caches of all instances."""
         for cls in kind.__mro__:
-            if cls is not object and _is_theirs(cls.__module__) and id(cls) not in self._seen:
+            if cls is not object and is_theirs(cls.__module__) and id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
                 for place in (cls, sys.modules.get(cls.__module__)):
                     if place is not None and (place is cls or id(place) not in self._seen):
                         self._seen[id(place)] = place
                         self._undo.append(_renaming(place))
-                        yield from (v for v in vars(place).values() if isinstance(v, (*_CONTAINERS, torch.Tensor)))
+                        yield from (v for v in vars(place).values() if is_a(v, (*_CONTAINERS, torch.Tensor)))
 
 
 def _renaming(place: type | types.ModuleType) -> Callable[[], None]:
@@ -137,7 +167,7 @@ def _filled(cell: types.CellType) -> bool:
 
 def _is(a: object, b: object) -> bool:
     """Whether an element, or a name with its value, is the one that was there."""
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
+    if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
 
@@ -271,17 +301,17 @@ def forgetting(left: Callable[[], bool]) -> Iterator[None]:
         if asked or left():
             clean: set[int] = set()
             for cached in (*gc.get_objects(), *_in_modules()):  # of which the former lacks what `gc.freeze` has met
-                if type(cached) is _CACHE and _is_theirs(cached.__module__) and _of_a_run(cached, clean):
+                if type(cached) is _CACHE and is_theirs(cached.__module__) and _of_a_run(cached, clean):
                     cached.cache_clear()
 
 
 def _in_modules() -> Iterator[object]:
     """Yield what stands in the program's files, and in classes there."""
     for name, module in list(sys.modules.items()):
-        if _is_theirs(name) and isinstance(module, types.ModuleType):
+        if is_theirs(name) and isinstance(module, types.ModuleType):
             for value in list(vars(module).values()):
                 yield value
-                if isinstance(value, type):
+                if is_a(value, type):
                     yield from vars(value).values()
 
 
@@ -292,14 +322,9 @@ def _of_a_run(cached: object, clean: set[int]) -> bool:
         inside = [v for value in level for v in gc.get_referents(value)]
         level = []
         for value in inside:
-            if isinstance(value, FakeTensor | torch.SymInt):
+            if is_a(value, (FakeTensor, torch.SymInt)):
                 return True
-            if (
-                gc.is_tracked(value)
-                and not isinstance(value, _OPAQUE)
-                and id(value) not in seen
-                and id(value) not in clean
-            ):
+            if gc.is_tracked(value) and not is_a(value, _OPAQUE) and id(value) not in seen and id(value) not in clean:
                 seen.add(id(value))
                 level.append(value)
     clean |= seen.difference(map(id, level))  # what lies deepest was not looked into

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from types import MappingProxyType
 
 import sympy
 import torch
@@ -18,7 +20,7 @@ from torch.export import ExportedProgram
 from ...algebra.polynomial import poly
 from ...algebra.symbols import shown
 from ...dtypes import DType
-from ...errors import BindingError, CostGraphError, GraphError
+from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from ...hardware.arch import DEFAULT, Arch, arch_of
@@ -30,12 +32,13 @@ from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
 from .guards import assumptions
+from .integers import open_integers
 from .lazy import initialized
 from .quantized import unpack_linears
 from .recorder import Recorder
 from .run import Factory, Run, plain_errors
 from .scopes import Scopes
-from .shapes import Shapes, hints
+from .shapes import Shapes, alternatives
 from .sizes import Translator
 from .state import borrowed, forgetting
 from .values import Values, format_of
@@ -44,6 +47,16 @@ __all__ = ["trace"]
 
 #: How often a size is given another hint: loops of several counts may each ask for one.
 _RESIZED = 6
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a trace that say how questions of the program are answered."""
+
+    unknown: str
+    fixed: str
+    data_sizes: str
+    choose: Mapping[str, float]
 
 
 def trace(
@@ -57,6 +70,8 @@ def trace(
     cached: Sequence[str] = (),
     unknown: str = "error",
     fixed: str = "error",
+    data_sizes: str = "symbol",
+    choose: Mapping[str, float] | None = None,
     name: str = "",
     device: str = "cpu",
     arch: str | None = None,
@@ -89,12 +104,20 @@ def trace(
     unknown : str
         What an op without a rule is: an `error`, or a `symbol`, the positive numbers `matmul_flops_NAME`,
         `pointwise_flops_NAME` and `transcendental_flops_NAME` of FLOPs, which every total of FLOPs includes (bind 1
-        where it has none). Its operands and results are moved once, without a workspace. A size that depends on data
-        is a symbol as well then.
+        where it has none). Its operands and results are moved once, without a workspace.
     fixed : str
         What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
         assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
         of the graph, where its turns are alike; of a step of training (`train=True`) it is an error.
+    data_sizes : str
+        A size that data choose is a `symbol` named after its origin, with its upper bound among the assumptions:
+        `mask_1 <= N` elements that a mask selects or `nonzero` finds, `unique_1`, `bincount_1`, or `max_1` for a size
+        read from `lengths.max()`; or an `error`.
+    choose : mapping, optional
+        Numbers and truth values that the program reads from tensors, by the op that made the tensor: with
+        `{"rand": 0.5}`, `torch.rand(1).item()` is 0.5, which decides whether a layer is dropped; with
+        `{"all": True}`, `if mask.all()` takes its first branch; `{"equal": False}` answers `torch.equal`. A tensor is
+        equal to itself without being asked (as if it held no NaN), and tensors of different shapes are not equal.
     name : str
         Name of the graph, by default the class of the module.
     device : str
@@ -130,7 +153,13 @@ def trace(
     """
     need_choice("trace: unknown", unknown, ("error", "symbol"))
     need_choice("trace: fixed", fixed, ("error", "given"))
+    need_choice("trace: data_sizes", data_sizes, ("symbol", "error"))
     need_choice("trace: device", device, ("cpu", "cuda"))
+    for op, taken in (choose or {}).items():
+        if not isinstance(op, str) or not isinstance(taken, int | float):
+            raise GraphError(
+                f"trace: choose {shown(op)}: {shown(taken)}, expected names of ops with a number or a truth value each"
+            )
     if arch is not None and device == "cpu":
         raise GraphError(f"trace: arch {shown(arch)} of a CPU, expected device='cuda' with it")
     target = arch_of(DEFAULT if arch is None else arch, "trace") if device == "cuda" else None
@@ -144,7 +173,8 @@ def trace(
     module = initialized(module, inputs, dict(keywords or {}))
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
-    return _traced(module, given, optimizer, target, graph, train=train, unknown=unknown, fixed=fixed)
+    options = Options(unknown, fixed, data_sizes, dict(choose or {}))
+    return _traced(module, given, optimizer, target, graph, options, train=train)
 
 
 def _traced(
@@ -153,20 +183,30 @@ def _traced(
     optimizer: Factory | None,
     target: Arch | None,
     graph: Callable[[], Graph],
+    options: Options,
     *,
     train: bool,
-    unknown: str,
-    fixed: str,
 ) -> Graph:
     """Run a module as often as it takes: what needs no remainder, formats and loops are known by a second run."""
-    watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
-    sizes, exact = hints(given.sizes()), frozenset[sympy.Expr]()
-    shapes, run = _resized(watched, sizes)
-    if shapes.exact:  # which is known from the start on now
+    watched = partial(_watched, module, given, optimizer, target, options, train=train)
+    exact = frozenset[sympy.Expr]()
+    integers = False
+    try:
+        sizes, shapes, run = _first(watched, given.sizes())
+    except UnsupportedError as error:
+        integers = True
+        watched = partial(watched, integers=True)
+        try:
+            with redirect_stdout(StringIO()):
+                sizes, shapes, run = _first(watched, given.sizes())
+        except CostGraphError:
+            raise error from error.__cause__
+    if shapes.exact or shapes.merged:  # which is known from the start on now
         exact = frozenset(shapes.exact)
+        watched = partial(watched, merged=dict(shapes.merged))
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
-    narrow = partial(_watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact)
+    narrow = partial(_watched, module, given, None, target, options, narrow=True, exact=exact, integers=integers)
     _settle(run, narrow, sizes)
     known = assumptions(shapes, run.recorder.values.translator)
     if not run.recorder.turns.loops:
@@ -192,6 +232,38 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
             run.formats.settle(narrow(sizes)[1].formats)
 
 
+def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int]) -> tuple[dict[str, int], Shapes, Run]:
+    """Run at the first sizes that the program takes and at which it goes the way that it goes at those given."""
+    found: list[tuple[dict[str, int], Shapes, Run]] = []
+    failed: UnsupportedError | None = None
+    for sizes in alternatives(given):
+        try:
+            with redirect_stdout(StringIO()) if found or failed else nullcontext():
+                shapes, run = _resized(watched, sizes)
+        except UnsupportedError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, CostGraphError):
+                raise  # the trace refuses it, whatever the sizes are
+            failed = failed or error
+            continue
+        found.append((sizes, shapes, run))
+        if _holds_at(given, shapes, run):
+            return found[-1]
+    if not found and failed is not None:
+        raise failed
+    return found[0]
+
+
+def _holds_at(given: Mapping[str, int], shapes: Shapes, run: Run) -> bool:
+    """Return whether the assumptions of a run hold at these sizes."""
+    known = {n: poly(size) for n, size in given.items()}
+    try:
+        for text in assumptions(shapes, run.recorder.values.translator):
+            parse_relation(text).check(known)
+    except CostGraphError:
+        return False
+    return True
+
+
 def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
     """Run at sizes at which loops over them have a few turns; sizes are changed to those."""
     given, raised = dict(sizes), set[str]()
@@ -203,11 +275,7 @@ def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) 
                 raised.add(error.name)
             sizes[error.name] = error.size
             continue
-        known = {n: poly(size) for n, size in given.items()}
-        try:
-            for text in assumptions(shapes, run.recorder.values.translator):
-                parse_relation(text).check(known)
-        except BindingError:  # it goes another way there
+        if not _holds_at(given, shapes, run):  # it goes another way there
             break
         return shapes, run
     sizes.update(given)
@@ -219,26 +287,33 @@ def _watched(
     given: Given,
     optimizer: Factory | None,
     target: Arch | None,
+    options: Options,
     sizes: Mapping[str, int],
     *,
-    unknown: str,
-    fixed: str,
     train: bool = False,
     narrow: bool = False,
     exact: Collection[sympy.Expr] = (),
     raised: Collection[str] | None = None,
+    integers: bool = False,
+    merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
-    shapes = Shapes(given.sizes(), exact, fixed=fixed == "given")
-    translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=unknown == "symbol")
-    data, device = Data(shapes), "cpu" if target is None else "cuda"
+    shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
+    named = options.data_sizes == "symbol"
+    translator = Translator(
+        shapes.names, exact, wholes=shapes.wholes, merged=merged, symbols=named, chosen=shapes.chosen
+    )
+    data, device = Data(shapes, options.choose), "cpu" if target is None else "cuda"
     turns = Loops(shapes, raised)
-    recorder = Recorder(Values(translator), Scopes(module), data, turns, symbols=unknown == "symbol", device=device)
+    recorder = Recorder(
+        Values(translator), Scopes(module), data, turns, symbols=options.unknown == "symbol", device=device
+    )
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
         recorder.kernels, recorder.stand_ins = KERNELS, {**recorder.stand_ins, **CUDA_STATISTICS}
         place = partial(on_cuda, Here(target, recorder.choices))
     run = Run(module, recorder, optimizer, place)
+    numbers = open_integers(module) if integers else nullcontext()
     with (
         FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),
         plain_errors(),
@@ -252,7 +327,7 @@ def _watched(
             own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
             fakes = narrowed(own, fakes)
         run.declare(fakes, given.kept(fakes))
-        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
+        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"), numbers:
             run(*given.arguments(fakes), train=train)
     return shapes, run
 

@@ -25,11 +25,6 @@ from .workspaces import workspace_of
 
 __all__ = ["counts_of", "is_derived"]
 
-#: The shape of their result is in the data of their operands: no formula of sizes says what they cost.
-DATA_DEPENDENT = frozenset({
-    "_unique", "_unique2", "bincount", "masked_select", "nonzero", "unique_consecutive", "unique_dim",
-})  # fmt: skip
-
 
 def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | None = None) -> Counts:
     """Return what a call costs.
@@ -65,11 +60,6 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
             raise
         why = f"no declared kinds say what it does, {why}; and no rule says what it costs"
     if counts is None:
-        if call.name in DATA_DEPENDENT:
-            raise UnsupportedError(
-                f"{shown}: the shape of its result depends on the data, expected an op whose shapes follow from sizes; "
-                f"write it with a mask, or with a size that is given"
-            )
         if torch.Tag.pointwise not in tags or not call.results:
             raise UnsupportedError(
                 f"{shown}: {why}, expected one of {len(RULES)} ops that have one; register a rule "

@@ -21,6 +21,10 @@ _EACH: dict[str, tuple[str | Function, ...]] = {
     "aminmax": (REDUCE, REDUCE),
     "nansum": ("eq", "where", REDUCE),
     "count_nonzero": ("eq", REDUCE),
+    "nonzero": ("eq", REDUCE),  # how many they are is known before their positions are written
+    **dict.fromkeys(
+        ("_unique", "_unique2", "bincount", "masked_select", "unique_consecutive", "unique_dim"), (REDUCE,)
+    ),
     "histc": ("sub", "mul", "floor", REDUCE),  # which bin, and one more in it
     "logcumsumexp": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),  # logaddexp with what came before
     # a pass over the data: how many more a sort makes is up to the algorithm and the data

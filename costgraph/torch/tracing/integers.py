@@ -1,0 +1,149 @@
+"""Python's own functions of integers, for sizes: `int(n)`, `len(x)` and others leave a named size what it is.
+
+CPython lets `int`, `len` and `float` return plain numbers alone, so the names are shadowed in the program's files for
+the time of a run. There a size looks like the `int` that it is in an eager run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from .counted import Parts, Range
+from .state import is_a, is_theirs
+
+__all__ = ["open_integers"]
+
+_type = type
+#: Files of torch that compute sizes with Python's functions.
+_OF_TORCH = ("torch.nn.functional",)
+
+
+class _Shadow:
+    """A builtin type in the program's eyes: it is called with sizes, and is the type itself for everything else."""
+
+    def __init__(self, plain: type, call: Callable[..., Any], symbols: type | None) -> None:
+        self.__dict__.update({"_plain": plain, "_call": call, "_symbols": symbols, "__name__": plain.__name__})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self._plain) or (self._symbols is not None and is_a(value, self._symbols))
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self._plain)
+
+    def __mro_entries__(self, bases: Any) -> tuple[type]:
+        return (self._plain,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __or__(self, other: Any) -> Any:
+        return self._plain | (other._plain if is_a(other, _Shadow) else other)
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._plain
+
+    def __getitem__(self, item: Any) -> Any:
+        return self._plain[item]  # type: ignore[index]  # raises as the type does
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._plain
+
+    def __hash__(self) -> int:
+        return hash(self._plain)
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
+
+
+def _item(value: Any) -> Any:
+    """Return the number that a tensor holds, and other values as they are."""
+    return value.item() if is_a(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _whole(*args: Any, **kwargs: Any) -> Any:
+    """Return `int(...)`, of a size that size."""
+    if len(args) == 1 and not kwargs:
+        args = (_item(args[0]),)
+        if is_a(args[0], torch.SymInt):
+            return args[0]
+        if is_a(args[0], torch.SymFloat):
+            return math.trunc(args[0])
+    return int(*args, **kwargs)
+
+
+def _real(*args: Any) -> Any:
+    """Return `float(...)`, of a size a symbol."""
+    args = tuple(map(_item, args))
+    if len(args) == 1 and is_a(args[0], torch.SymInt | torch.SymFloat):
+        return torch.sym_float(args[0])  # type: ignore[no-untyped-call]  # torch has no types for it
+    return float(*args)
+
+
+def _length(value: Any) -> Any:
+    """Return `len(...)`, of a tensor its first size."""
+    if is_a(value, torch.Tensor) and type(value).__len__ is torch.Tensor.__len__ and value.ndim:
+        return value.shape[0]
+    return value.count if is_a(value, (Parts, Range)) else len(value)
+
+
+_INT = _Shadow(int, _whole, torch.SymInt)
+_FLOAT = _Shadow(float, _real, torch.SymFloat)
+
+
+def _kind(*args: Any, **kwargs: Any) -> Any:
+    """Return `type(...)`, so that `type(n) is int` holds where `int` is shadowed."""
+    made = _type(*args, **kwargs)
+    if len(args) == 1:
+        return _INT if made in (int, torch.SymInt) else _FLOAT if made in (float, torch.SymFloat) else made
+    return made
+
+
+_SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type": _Shadow(_type, _kind, None)}
+
+
+def _files(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the globals of the program's files."""
+    found = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
+    for kind in {cls for part in module.modules() for cls in _type(part).__mro__}:  # a file that is no module
+        found += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
+    seen = set[int]()
+    for names in found:
+        name = names.get("__name__")
+        if id(names) not in seen and (is_theirs(name) or name in _OF_TORCH):
+            seen.add(id(names))
+            yield names
+
+
+def _divided(a: Any, b: Any) -> tuple[Any, Any]:
+    return a // b, a % b
+
+
+def _written(size: torch.SymInt, how: str) -> str:
+    """Return a size as text: as a number where a program asks for a format of numbers."""
+    return format(int(size.node.hint), how) if how else str(size)
+
+
+@contextmanager
+def open_integers(module: nn.Module) -> Iterator[None]:
+    """Let Python's functions of integers take sizes, in the files of a program."""
+    methods = {"__divmod__": _divided, "__rdivmod__": lambda a, b: _divided(b, a), "__format__": _written}
+    with ExitStack() as replaced:
+        for name, method in methods.items():
+            replaced.enter_context(patch.object(torch.SymInt, name, method, create=True))
+        for names in _files(module):
+            ours = {k: v for k, v in _SHADOWS.items() if names.get(k, getattr(builtins, k)) is getattr(builtins, k)}
+            replaced.enter_context(patch.dict(names, ours))
+        yield
