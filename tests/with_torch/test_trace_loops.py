@@ -1,6 +1,7 @@
 """Loops over a size that stays open: one trace, held against runs of the program at other sizes."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from traced import real_peak
 import costgraph as cg
 from costgraph import testing
 from costgraph.torch import lower, trace
+from costgraph.torch.tracing.recorder import Recorder
 
 B = 3
 
@@ -334,6 +336,29 @@ def test_recurrent_layers_that_torch_runs_step_by_step_have_an_open_length(make)
         with torch.no_grad():
             peak = real_peak(lambda x=x: layer(x), x, *layer.parameters())
         assert cg.peak_memory(g, B=B, S=S) == peak
+
+
+def events(make, S):
+    """Return how many ops torch dispatches in a trace: its time without the noise of a clock."""
+    count, usual = 0, Recorder._dispatched
+
+    def counting(*args):
+        nonlocal count
+        count += 1
+        return usual(*args)
+
+    with patch.object(Recorder, "_dispatched", counting):
+        trace(make().eval(), torch.zeros(B, S, 5), dims=[("B", "S", None)])
+    return count
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.LSTM(5, 7, batch_first=True),
+    *(pytest.param(make, marks=pytest.mark.long) for make in (
+        Recurrent, lambda: nn.GRU(5, 7, batch_first=True), lambda: nn.RNN(5, 7, batch_first=True))),
+])  # fmt: skip
+def test_a_trace_takes_no_longer_for_a_longer_example(make):
+    assert events(make, 250) < 1.5 * events(make, 16)
 
 
 def rows(layer, x):

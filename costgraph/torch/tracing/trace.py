@@ -229,7 +229,7 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
     if run.formats.asked:
         # a program that does not run in another format says nothing of it, and what it prints has been said
         with suppress(CostGraphError), redirect_stdout(StringIO()):
-            run.formats.settle(narrow(sizes)[1].formats)
+            run.formats.settle(_resized(narrow, dict(sizes))[1].formats)
 
 
 def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int]) -> tuple[dict[str, int], Shapes, Run]:
