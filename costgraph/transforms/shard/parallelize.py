@@ -21,6 +21,7 @@ from ..offload import offload as on_host
 from ..rewrite import Rewriter
 from ..stages import in_stages, together
 from .buckets import Buckets
+from .fully import FullyShard
 from .heads import Heads, heads
 from .names import axes_of, placed_by_name
 from .shard import Placements, shard
@@ -80,7 +81,7 @@ def parallelize(
         send their rows to one another.
     zero : int
         What is split over `dp` and `cp` as well: 1 optimizer states, 2 gradients too, 3 parameters too, which are
-        gathered where an op reads them. Of what is not of experts, states and gradients are split over `ep` as well.
+        gathered where an op reads them. Parameters that are not of experts are sharded over `ep` as well.
     sequence : bool
         Whether what layers hand on is split along the sequence, over `tp`.
     context : str
@@ -145,8 +146,8 @@ def parallelize(
     -----
     Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
     defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
-    parameters, so that ZeRO splits these over both, as torchtitan does. Parameters that are not of experts are whole
-    along `ep`: those that ZeRO-3 splits are gathered along the others alone, where torchtitan splits them over all.
+    parameters, so that ZeRO splits these over both, as torchtitan does. ZeRO shards
+    parameters that are not of experts over `ep` as well, as torchtitan does; experts stay on the ranks of `ep`.
 
     Megatron-LM (megatron/core at d98e8a6) reduces in `start_grad_sync` of distributed/param_and_grad_buffer.py, by
     buckets of many parameters, here by one collective each, of the same bytes, and gradients of norms in
@@ -210,11 +211,18 @@ def _of_rank(
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
     return shard(
         graph, mesh, {**places, **(placements or {})},
-        gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
+        gather=_fully(graph, mesh) if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
         hold=[axis for axis, _ in tensor.axes] if hold else (),
         reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
     )  # fmt: skip
+
+
+def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
+    """Return how ZeRO-3 gathers parameters: over all data-parallel ranks, but experts stay on the ranks of `ep`."""
+    experts = _experts(graph, {}) if mesh["ep"] != ONE else ()
+    sources = {t.name for g in graph.bodies() for t in g.tensors if t.role == "param"}
+    return FullyShard(("dp", "ep", "cp"), resident={name: ("ep",) for name, _ in experts if name in sources})
 
 
 def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
@@ -263,7 +271,7 @@ def _by_stage(
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
         name: _with(
-            ("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
+            ("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
         )
         for name, t in named.items()
         if t.ndim > t.storage.pieces

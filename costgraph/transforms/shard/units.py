@@ -72,14 +72,14 @@ class Units(Reducing):
             return frame
         if old.parent is None:
             params = [t for t in old.tensors if t.role == "param" and t.producer is None]
-            found = [t for t in params if self._split(self.stated.places.get(t))]
-            for t in found:  # an op may read the root's before the last of them is declared
+            for t in params:  # an op may read the root's before the last of them is declared
                 self.tensors[t] = self.source(t, new, "")
+            found = [t for t in params if self._along(self.tensors[t])]
             members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
         else:
             loop = old.owner.loop if old.owner is not None else None
             formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
-            found = [f for f in formals if self.tensors[f] in self.params and self._split(self.at[self.tensors[f]])]
+            found = [f for f in formals if self._along(self.tensors[f])]
             if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop.body)):
                 return frame
             frame.layer = not is_pass(loop.body) and any(self.tensors.get(f) in self.params for f in loop.slices)
@@ -111,8 +111,9 @@ class Units(Reducing):
                         f"param_dtype={wanted!r} and nothing else"
                     )
 
-    def _split(self, at: Placement | None) -> bool:
-        return at is not None and bool(at.axes & self.stated.gathered)
+    def _along(self, shard: Tensor) -> frozenset[str]:
+        """Return the axes along which a parameter of a rank is gathered."""
+        return self.params.get(shard, frozenset()) & self.at[shard].axes
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class Units(Reducing):
         found: dict[object, _Group] = {}
         for t in unit.members:
             shard = self._part(t, phase)
-            axes = tuple(a for a in self.mesh if a in self.stated.gathered and a in self.at[shard].axes)
+            axes = tuple(a for a in self.mesh if a in self._along(shard))
             found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
         return list(found.values())
 
@@ -236,7 +237,7 @@ class Units(Reducing):
         """Return what a rank has of what is put together where a loop reads it, None where that is nothing."""
         made = self.tensors.get(t)
         made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
-        return made if made is not None and self._split(self.at[made]) else None
+        return made if made is not None and self._along(made) else None
 
     def _buffers(self, unit: Unit, phase: str, new: Graph) -> list[Tensor]:
         """Put members together in buffers, a row for each rank."""
@@ -276,14 +277,15 @@ class Units(Reducing):
             at, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
             made = from_rows(new, row, at, shard.sizes, axes, self.mesh, name, phase, whole=True)
             self.at[made] = at.without(axes, self.mesh)
-            self.params.add(made)
+            self.params[made] = self.params[shard]
             out[t] = made
         return out
 
     def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
         """Return a copy of the part of a parameter that a rank has between the passes."""
         at = self.at[self.frame.shards[t]]
-        part = self.moved_to(made, at.without(self.stated.gathered - axes, self.mesh), new, phase)
+        gone = self._along(self.frame.shards[t]) - axes
+        part = self.moved_to(made, at.without(gone, self.mesh), new, phase)
         return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
 
     def _shut(self, unit: Unit, phase: str, new: Graph) -> None:
