@@ -222,7 +222,21 @@ def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
     """Return how ZeRO-3 gathers parameters: over all data-parallel ranks, but experts stay on the ranks of `ep`."""
     experts = _experts(graph, {}) if mesh["ep"] != ONE else ()
     sources = {t.name for g in graph.bodies() for t in g.tensors if t.role == "param"}
-    return FullyShard(("dp", "ep", "cp"), resident={name: ("ep",) for name, _ in experts if name in sources})
+    return FullyShard(("dp", "ep", "cp"), units=_numbered(graph), resident={name: ("ep",) for name, _ in experts if name in sources})
+
+
+def _numbered(graph: Graph) -> list[str]:
+    """Return patterns of the layers of an unrolled graph: numbered scopes of several modules that are alike."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for t in graph.tensors:
+        levels = t.name.split("/") if t.role == "param" and t.producer is None else []
+        at = next((i for i, level in enumerate(levels) if level.isdigit()), None)
+        if at is not None:
+            layers = found.setdefault("/".join([*levels[:at], "[0-9]*"]), {})
+            layers.setdefault(levels[at], set()).add("/".join(levels[at + 1 :]))
+    alike = {pattern: [*map(sorted, layers.values())] for pattern, layers in found.items()}
+    nested = {pattern for pattern, names in alike.items() if any("/" in name for own in names for name in own)}
+    return [p for p, names in alike.items() if p in nested and any(names.count(own) > 1 for own in names)]
 
 
 def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
