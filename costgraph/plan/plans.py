@@ -99,6 +99,8 @@ class Search(Table):
     """what a step goes over, and its throughput is of: tokens or samples"""
     family: Family | None = field(default=None, compare=False)
     """what was searched, for further questions"""
+    policies: str = ""
+    """whose policies all plans follow, in words"""
 
     @property
     def best(self) -> Plan | None:
@@ -144,6 +146,8 @@ class Search(Table):
 
     def _facts(self) -> Iterable[Fact]:
         yield Fact("fit", f"{len(self.rows):,} of {self.tried:,} plans")
+        if self.policies:
+            yield Fact("policies", self.policies)
         yield from (Fact("note", text) for text in self.notes[:3])
 
 
