@@ -146,9 +146,7 @@ class Search(Table):
 
     def _facts(self) -> Iterable[Fact]:
         yield Fact("fit", f"{len(self.rows):,} of {self.tried:,} plans")
-        if self.policies:
-            yield Fact("policies", self.policies)
-        yield from (Fact("note", text) for text in self.notes[:3])
+        yield from (Fact("note", text) for text in (*self.notes[:3], self.policies) if text)
 
 
 def _joined(value: object) -> str:

@@ -199,7 +199,9 @@ def search(
     if overlap == "streams" and device.cluster is not None and device.cluster.torus:
         raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     torus = device.cluster is not None and device.cluster.torus
-    policies = Policies(overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each)
+    policies = Policies(
+        overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each
+    )
     family = Family(model, named, device, fallback, policies, system, hold, options, precisions, others)
     amount, unit = family.goes_over(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
@@ -216,9 +218,7 @@ def search(
     rows = ordered(_plan(fit, amount) for fit in work.fitting)
     left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
     notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
-    return Search(
-        model.name, device, count, limit, explained(rows), work.tried, notes, unit, family, family.told()
-    )
+    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, unit, family, family.told())
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

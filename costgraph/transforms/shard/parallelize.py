@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import Annotated
 
@@ -23,6 +25,7 @@ from ..stages import in_stages, together
 from .buckets import Buckets
 from .fully import FullyShard
 from .heads import Heads, heads
+from .inferred import inferred, replicated, with_states
 from .names import axes_of, placed_by_name
 from .shard import Placements, shard
 
@@ -75,7 +78,9 @@ def parallelize(
         positions of caches. A pass that goes on from earlier positions, as `decode`, has the new ones on all ranks.
     tp : sympy.Expr or int
         Ranks that have a part of each layer: heads and the inner width, by the names of parameters of `costgraph.nn`
-        and, in a trace, of the models of transformers.
+        and of transformers, else inferred from the graph: a weight is split along the axis that its product makes where
+        elementwise ops or attention heads take it to products that sum it. `sharding.replicated` of the result lists
+        the weights of products that every rank has whole.
     ep : sympy.Expr or int
         Ranks that have a part of the experts each: of `dp * ep` parts of the batch, each `ep` ranks beside each other
         send their rows to one another.
@@ -125,7 +130,7 @@ def parallelize(
         What lies on the host: optimizer, parameters, activations, as in `costgraph.offload`. Gradients that are reduced
         go there as they are.
     strict : bool
-        As in `shard`.
+        As in `shard`; an error as well where `tp` leaves weights of products whole.
 
     Returns
     -------
@@ -209,20 +214,32 @@ def _of_rank(
 ) -> Graph:
     """Return the graph of one rank of a graph, with placements by the names of its layers."""
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
-    return shard(
+    left = replicated(graph, {**places, **(placements or {})}) if mesh["tp"] != ONE else []
+    left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in placements or ())]
+    if strict and left:
+        raise UnsupportedError(
+            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected placements= "
+            f"for these, or strict=False"
+        )
+    made = shard(
         graph, mesh, {**places, **(placements or {})},
         gather=_fully(graph, mesh) if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
         hold=[axis for axis, _ in tensor.axes] if hold else (),
         reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
     )  # fmt: skip
+    if made.sharding is not None:
+        made.sharding = replace(made.sharding, replicated=tuple(left))
+    return made
 
 
 def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
     """Return how ZeRO-3 gathers parameters: over all data-parallel ranks, but experts stay on the ranks of `ep`."""
     experts = _experts(graph, {}) if mesh["ep"] != ONE else ()
     sources = {t.name for g in graph.bodies() for t in g.tensors if t.role == "param"}
-    return FullyShard(("dp", "ep", "cp"), units=_numbered(graph), resident={name: ("ep",) for name, _ in experts if name in sources})
+    return FullyShard(
+        ("dp", "ep", "cp"), units=_numbered(graph), resident={name: ("ep",) for name, _ in experts if name in sources}
+    )
 
 
 def _numbered(graph: Graph) -> list[str]:
@@ -255,7 +272,11 @@ def _places(
 ) -> tuple[Heads, Mesh, dict[str, str], dict[str, str]]:
     """Return axes of tensor parallelism, the mesh, where tensors of a graph lie by name, and where gradients do."""
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
-    tensor = heads(graph, dict(placed_by_name(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
+    placed = {}
+    if degrees["tp"] != ONE:
+        placed = dict(placed_by_name(graph))
+        placed |= with_states(graph, dict(inferred(graph, placed, degrees["tp"])))
+    tensor = heads(graph, placed, degrees.pop("tp"))
     mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
     _need_some("tp", mesh, split, graph)
     experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
@@ -284,9 +305,7 @@ def _by_stage(
     """Return where a stage of ZeRO has sources, and gradients; `reduced`: in the first one, their own part of these."""
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
-        name: _with(
-            ("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
-        )
+        name: _with(("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh)
         for name, t in named.items()
         if t.ndim > t.storage.pieces
     }
@@ -299,8 +318,8 @@ def _by_stage(
 def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) -> None:
     if mesh[axis] != ONE and not found:
         raise GraphError(
-            f"parallelize: no parameter of graph {graph.name!r} has a name that {axis} splits, expected layers of "
-            f"costgraph.nn or of transformers, or placements for shard"
+            f"parallelize: {axis} splits no parameter of graph {graph.name!r}, expected layers of costgraph.nn or of "
+            f"transformers, pairs of products, or placements for shard"
         )
 
 
