@@ -21,7 +21,9 @@ from costgraph.plan.structures import Family
 
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
-MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **SIZES}
+#: Every micro-batch reduces gradients and nothing overlaps: what a graph of one rank takes by itself.
+PLAIN = {"overlap": "none", "reduce_each": True}
+MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **SIZES, **PLAIN}
 FEW = {**MANY, "zero": (1, 3), "checkpoint": "every-block"}
 
 
@@ -112,7 +114,7 @@ def test_what_is_given_other_than_tokens_is_searched_by_samples():
         g.output(cg.linear(cg.reduce(x, "b d h w -> b d", "mean"), "b d -> b v", v=V, name="head"))
         g.loss = "cross_entropy"
     sizes = {"C": 3, "R": 17, "D": 26, "V": 13}
-    made = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes)
+    made = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes, **PLAIN)
     assert made.unit == "samples"
     assert "  samples/s  " in str(made)
     assert {(p.dp, p.accumulate) for p in made.rows} == {(2, 1), (2, 19)}
@@ -222,7 +224,7 @@ def test_where_there_is_no_plan_notes_say_why(given, why):
 
 @pytest.mark.parametrize(("overlap", "limits"), [("ideal", {}), ("streams", {"tp": (1, 2), "accumulate": (1, 3, 39)})])
 def test_collectives_beside_the_rest_take_no_longer(model, few, overlap, limits):
-    beside = cg.plan.search(model, **{**FEW, **limits}, overlap=overlap)
+    beside = cg.plan.search(model, **{**FEW, **limits, "overlap": overlap})
     assert beside.best.seconds <= few.best.seconds
     for plan in beside.rows[:: 7 if overlap == "ideal" else 3]:
         assert plan.seconds == pytest.approx(alone(model, plan, overlap)[1], rel=1e-9)
@@ -248,7 +250,7 @@ def test_another_axis_is_split_where_ranks_do_not_divide_the_longest_one():
 
 def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model):
     limits = {**FEW, "precision": "bf16-mixed", "zero": (0, 1, 2, 3), "tp": (1, 2)}
-    once = cg.plan.search(model, **limits, reduce_each=False)
+    once = cg.plan.search(model, **{**limits, "reduce_each": False})
     assert {p.zero for p in once.rows if p.accumulate > 1} == {0, 1, 2, 3}
     for plan in once.rows[::3]:
         peak, taken = alone(model, plan, precision="bf16-mixed", reduce_each=False)
@@ -259,7 +261,8 @@ def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model
 def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
     limits = {**MANY, "precision": "megatron-bf16", "zero": 1, "tp": 1, "sequence": False, "checkpoint": "none"}
     at_once, found = (
-        cg.plan.search(model, **limits, reduce_each=False, defer_accumulation=wait).rows for wait in (False, True)
+        cg.plan.search(model, **{**limits, "reduce_each": False}, defer_accumulation=wait).rows
+        for wait in (False, True)
     )
     for plan in found[::2]:
         step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, defer_accumulation=True)
@@ -456,7 +459,16 @@ def test_what_cannot_be_derived_elsewhere_is_the_same_error(model):
 def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
     mixture = cg.models.load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
-    asked = {"devices": 8, "hardware": "h100-sxm", "B": 16, "precision": "bf16", "pp": 1, "zero": 1, "tp": (1, 2)}
+    asked = {
+        "devices": 8,
+        "hardware": "h100-sxm",
+        "B": 16,
+        "precision": "bf16",
+        "pp": 1,
+        "zero": 1,
+        "tp": (1, 2),
+        **PLAIN,
+    }
     found = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
     assert {(p.cp, p.ep) for p in found.rows} == {(degrees["cp"], degrees["ep"])}
     assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in found.rows)
@@ -482,7 +494,16 @@ def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch
 @pytest.mark.long
 def test_crossovers_are_where_real_searches_change_their_best_plan():
     zoo = cg.models.load("llama-3-8b")
-    few = {"devices": 16, "hardware": "h100-sxm", "B": 16, "L": 3, "zero": (0, 3), "sequence": True, "memory": 1e12}
+    few = {
+        "devices": 16,
+        "hardware": "h100-sxm",
+        "B": 16,
+        "L": 3,
+        "zero": (0, 3),
+        "sequence": True,
+        "memory": 1e12,
+        **PLAIN,
+    }
     few |= {"checkpoint": "none", "accumulate": 1, "tp": (1, 4), "pp": 1, "precision": "bf16"}
     found = cg.plan.search(zoo, S=1024, **few)
     rows = cg.plan.crossovers(found, "S", (8, 1 << 17), multiple_of=8).rows
@@ -522,7 +543,17 @@ def test_what_no_size_can_be_is_an_error(few, given, says):
 def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
     mixture = cg.models.load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
-    asked = {"devices": 2, "hardware": "h100-sxm", "B": 8, "pp": 1, "tp": 1, "zero": 0, "checkpoint": "none", **sizes}
+    asked = {
+        "devices": 2,
+        "hardware": "h100-sxm",
+        "B": 8,
+        "pp": 1,
+        "tp": 1,
+        "zero": 0,
+        "checkpoint": "none",
+        **sizes,
+        "overlap": "none",
+    }
     asked |= {"dp": 1, "cp": 1, "ep": 1, "micro_batch": 1, axis: 2}
     plan = cg.plan.search(mixture, **asked, reduce_each=False).best
     rank = cg.parallelize(cg.training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_each=False)

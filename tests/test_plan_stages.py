@@ -7,7 +7,8 @@ import costgraph as cg
 
 B, S, D, F, V, L = cg.dims("B S D F V L")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
-FEW = {"devices": 52, "hardware": "h100-sxm", "precision": "bf16", "B": 52, "checkpoint": "none", **SIZES}
+PLAIN = {"overlap": "none", "reduce_each": True}
+FEW = {"devices": 52, "hardware": "h100-sxm", "precision": "bf16", "B": 52, "checkpoint": "none", **SIZES, **PLAIN}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_stages_take_what_their_graphs_take_alone(model, depth):
 @pytest.mark.parametrize("zero", in_part([1, 0, 2, 3], 0, 4))
 def test_gradients_of_stages_that_are_reduced_once_take_what_their_graphs_take_alone(model, zero):
     few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
-    found = cg.plan.search(model, **few, reduce_each=False)
+    found = cg.plan.search(model, **{**few, "reduce_each": False})
     assert {p.dp for p in found.rows} == {2, 26}
     for plan in found.rows[:: len(found.rows) // 3]:
         same(model, plan, 7, reduce_each=False)
@@ -134,10 +135,11 @@ def test_plans_of_megatron_take_what_its_graphs_take_alone(model, pp):
         "micro_batch": 2,
         "precision": "megatron-bf16",
     }
-    found = cg.plan.search(model, **few, system="megatron")
+    found = cg.plan.search(model, **{**few, "reduce_each": None}, system="megatron")
     assert {p.zero for p in found.rows} == {0, 1}
     for plan in found.rows:
-        step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate)
+        fused = cg.AdamW(implementation="fused")
+        step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, optimizer=fused)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "system": "megatron"}
         rank = cg.parallelize(step, **split, pp=pp, micro_batches=plan.accumulate if pp > 1 else 1)
         sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": 12}

@@ -94,7 +94,7 @@ def _json(found: Search) -> str:
 @command("search")
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: ranks.Network = None,
-    precision: _Precision = None, memory: _Memory = None, overlap: ranks.Overlap = "none",
+    precision: _Precision = None, memory: _Memory = None, overlap: ranks.Overlap | None = None,
     system: ranks.System = "torch", reduce_each: ranks.ReduceEach = None, hold: ranks.Hold = None,
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,

@@ -227,6 +227,8 @@ class Sharding:
     """Where outputs lie."""
     gradients: Mapping[str, Placement]
     """Where gradients lie, by name of what they are of."""
+    replicated: tuple[str, ...] = field(default=(), kw_only=True)
+    """Weights of products that tensor parallelism leaves whole on every rank."""
     resharded: tuple[str, ...] = ()
     """What was put together although nobody asked for it, in words."""
     own: tuple[str, ...] = ()

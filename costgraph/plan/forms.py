@@ -22,7 +22,7 @@ from ..analysis.streams import finished
 from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
 from ..bind.sweep import plan
-from ..errors import BindingError
+from ..errors import BindingError, UnsupportedError
 from ..graph.loop import loops
 from ..graph.op import Op
 from ..graph.placement import Waiting
@@ -58,6 +58,8 @@ class Kind:
     rings: Rings | None = None
     """of what is sent in a torus"""
     overlap: str = "none"
+    lenient: bool = False
+    """whether all collectives are charged where streams would play too many ops"""
     times: list[list[Spent]] = field(default_factory=list)
     programs: Programs = field(default_factory=dict)
 
@@ -71,10 +73,10 @@ class Kind:
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
         self.least: list[Poly] = []
 
-    def beside(self, overlap: str, rings: Rings | None) -> Kind:
+    def beside(self, overlap: str, rings: Rings | None, *, lenient: bool = False) -> Kind:
         """Return the same where collectives overlap with all else as it says, with what one search notes of rings."""
         out = copy(self)
-        out.overlap, out.rings = overlap, rings
+        out.overlap, out.rings, out.lenient = overlap, rings, lenient
         out.least = [memory_time(self.asked)] if overlap == "ideal" else []
         if overlap == "streams":
             rest = [w for w in self.asked.works if not between(w)]
@@ -135,7 +137,12 @@ class Kind:
         for i, found in enumerate(same.T):
             at = np.flatnonzero(there & (place.reshape(-1) == i))
             known = dict(zip((loop.op for loop in every), found.astype(int).tolist(), strict=True))
-            out[at] = finished(graph, {op: t[at] for op, t in ops.items()}, known)
+            try:
+                out[at] = finished(graph, {op: t[at] for op, t in ops.items()}, known)
+            except UnsupportedError:
+                if not self.lenient:
+                    raise
+                out[at] = np.sum([np.broadcast_to(t, shape)[at] for t in ops.values()], axis=0)
         return out
 
     def around(self, ops: Sequence[Op], value: Values, shape: tuple[int, ...]) -> list[Array]:

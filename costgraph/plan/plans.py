@@ -99,6 +99,8 @@ class Search(Table):
     """what a step goes over, and its throughput is of: tokens or samples"""
     family: Family | None = field(default=None, compare=False)
     """what was searched, for further questions"""
+    policies: str = ""
+    """whose policies all plans follow, in words"""
 
     @property
     def best(self) -> Plan | None:
@@ -144,7 +146,7 @@ class Search(Table):
 
     def _facts(self) -> Iterable[Fact]:
         yield Fact("fit", f"{len(self.rows):,} of {self.tried:,} plans")
-        yield from (Fact("note", text) for text in self.notes[:3])
+        yield from (Fact("note", text) for text in (*self.notes[:3], self.policies) if text)
 
 
 def _joined(value: object) -> str:

@@ -21,7 +21,7 @@ from ..hardware.links import joined
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import READ
-from ..optimizers import Optimizer
+from ..optimizers import AdamW, Optimizer
 from ..transforms.checkpoint import read_checkpoint
 from ..transforms.offload import OFFLOADED, need_offloaded
 from ..transforms.precision.policy import find_policy
@@ -31,7 +31,7 @@ from .dividing import batch_of
 from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained, ordered
 from .sizing import Bytes, memory_limit
-from .structures import CHOICES, Fallback, Family, Structure
+from .structures import CHOICES, Fallback, Family, Policies, Structure
 
 __all__ = ["search"]
 
@@ -45,7 +45,7 @@ _MOST_VALUES = 10_000
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     loss: object = None, precision: Limit = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
-    overlap: str = "none", system: System = "torch", reduce_each: bool | None = None, hold: bool | None = None,
+    overlap: str | None = None, system: System = "torch", reduce_each: bool | None = None, hold: bool | None = None,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
     checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
@@ -73,16 +73,21 @@ def search(
     precision : str, mapping or Policy, or iterable of these, optional
         As in `training_step`; several are tried.
     optimizer : Optimizer, optional
-        As in `training_step`.
+        As in `training_step`; by default AdamW, fused with `system="megatron"`, as Megatron runs it.
     memory : int or float, optional
         Bytes that a plan may take on a device, by default its usable memory (`Hardware.capacity`).
-    overlap : str
-        none, ideal or streams: of collectives with all else, as in `roofline`.
+    overlap : str, optional
+        none, ideal or streams: of collectives with all else, as in `roofline`. The default follows `system`: streams
+        with torch, whose DistributedDataParallel and `fully_shard` reduce gradients beside the backward pass, none with
+        megatron, which overlaps if asked (`--overlap-grad-reduce`), and in a torus. Plans of more ops than `streams`
+        plays one by one are charged all collectives.
     system : str
         torch or megatron: whose policies, as `system` of `parallelize`; Megatron has stages 0 and 1 of ZeRO.
     reduce_each : bool, optional
         Whether gradients of each micro-batch are reduced, or are added up and reduced once, as `reduce_each` of
-        `parallelize`, which has the default as well.
+        `parallelize`. By default they are reduced behind the last micro-batch, as with `no_sync` of torch's
+        DistributedDataParallel, torch's pipelines and Megatron; ZeRO-2 and ZeRO-3 without a pipeline reduce each, as
+        `fully_shard` does, and keep no whole gradients.
     hold : bool, optional
         Whether the backward pass has what a split sequence has gathered, as `hold` of `parallelize`, which has the
         default as well.
@@ -170,10 +175,15 @@ def search(
     """
     place = "search"
     need_graph(place, model)
-    need_choice(f"{place}: overlap", overlap, OVERLAPS)
+    if overlap is not None:
+        need_choice(f"{place}: overlap", overlap, OVERLAPS)
     need_choice(f"{place}: system", system, SYSTEMS)
-    reduce_each, hold = (system == "torch" if given is None else given for given in (reduce_each, hold))
-    need_flag(place, reduce_each=reduce_each, hold=hold, defer_accumulation=defer_accumulation)
+    hold = system == "torch" if hold is None else hold
+    need_flag(place, hold=hold, defer_accumulation=defer_accumulation)
+    if reduce_each is not None:
+        need_flag(place, reduce_each=reduce_each)
+    if optimizer is None and system == "megatron":
+        optimizer = AdamW(implementation="fused")
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
@@ -188,7 +198,11 @@ def search(
     others = {name: n for name, n in dims.items() if name != named}
     if overlap == "streams" and device.cluster is not None and device.cluster.torus:
         raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
-    family = Family(model, named, device, fallback, overlap, system, reduce_each, hold, options, precisions, others)
+    torus = device.cluster is not None and device.cluster.torus
+    policies = Policies(
+        overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each
+    )
+    family = Family(model, named, device, fallback, policies, system, hold, options, precisions, others)
     amount, unit = family.goes_over(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
@@ -204,7 +218,7 @@ def search(
     rows = ordered(_plan(fit, amount) for fit in work.fitting)
     left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
     notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
-    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, unit, family)
+    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, unit, family, family.told())
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ..graph.graph import Graph
 from ..graph.sizes import bindings, known_names, size_of
 from ..graph.sizes import stages as stages_of
 from ..hardware.specs import Hardware
+from ..optimizers import AdamW
 from ..transforms.checkpoint import read_checkpoint
 from ..transforms.schedules import SCHEDULES
 from ..transforms.shard.parallelize import parallelize
@@ -34,7 +35,7 @@ from ..transforms.training import training_step
 from .forms import Cut, Forms, Kind
 from .rings import Rings
 
-__all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure"]
+__all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Policies", "Structure"]
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: What structures differ in beside degrees.
@@ -102,6 +103,18 @@ class Derived:
     """of structures with different graphs, what their ranks take"""
 
 
+@dataclass(frozen=True)
+class Policies:
+    """How collectives of all plans of a search are run."""
+
+    overlap: str
+    """none, ideal or streams"""
+    lenient: bool = False
+    """whether plans of too many ops for streams are charged all collectives, where nobody asked for streams"""
+    reduce_each: bool | None = None
+    """whether each micro-batch reduces gradients; by default as a structure does"""
+
+
 @dataclass
 class Family:
     """Steps of training of one model on one device, and the formulas of its structures."""
@@ -111,11 +124,9 @@ class Family:
     """name of the dimension of the batch"""
     hardware: Hardware
     fallback: Fallback
-    overlap: str
+    policies: Policies
     system: str
     """torch or megatron, as `parallelize` has it"""
-    reduce_each: bool
-    """whether each micro-batch reduces gradients, as `parallelize` has it"""
     hold: bool
     """whether the backward pass has what a split sequence has gathered"""
     options: Mapping[str, Any]
@@ -136,7 +147,7 @@ class Family:
         """What is derived already, by an earlier search as well; a function that makes the loss may make another."""
         if callable(self.options["loss"]):
             return Derived()
-        asked = self.batch, self.hardware, self.fallback, self.system, self.reduce_each, self.hold
+        asked = self.batch, self.hardware, self.fallback, self.system, self.policies.reduce_each, self.hold
         stated = self.model.defaults, self.options, self.precisions, self.dims
         key = (*self.model.outputs,), deepcopy((asked, stated))
         kept: tuple[object, Derived] = self.model.cache.get("search", (None, Derived()))
@@ -246,9 +257,25 @@ class Family:
             if SCHEDULES[structure.schedule].chunks is None:
                 degrees["virtual"] = symbol(self.names["virtual"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
-        options |= {"system": self.system, "reduce_each": self.reduce_each, "hold": self.hold}
+        options |= {"system": self.system, "reduce_each": self.reduces_each(structure), "hold": self.hold}
         with self.at_ranks(graph, structure):
             return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
+
+    def reduces_each(self, structure: Structure) -> bool:
+        """Whether each micro-batch reduces gradients: by default if ranks keep no whole ones, and not in a pipeline."""
+        asked = self.policies.reduce_each
+        return structure.zero >= 2 and structure.pp == 1 if asked is None else asked
+
+    def told(self) -> str:
+        """Return the policies that all plans follow, in words."""
+        each = {
+            None: "reduced behind the last micro-batch, without a pipeline by ZeRO-2 and ZeRO-3 in each",
+            True: "reduced in each micro-batch", False: "reduced behind the last micro-batch",
+        }  # fmt: skip
+        optimizer = self.options.get("optimizer") or AdamW()
+        made = f"{type(optimizer).__name__} ({getattr(optimizer, 'implementation', '')})".replace(" ()", "")
+        gradients = each[self.policies.reduce_each]
+        return f"{self.system}: gradients {gradients}; overlap {self.policies.overlap}; {made}"
 
     @contextmanager
     def at_ranks(self, graph: Graph, structure: Structure) -> Iterator[None]:
@@ -276,7 +303,7 @@ class Family:
         if like not in kinds:
             rank = self.split(self.step(structure), like)
             kinds[like] = [self.formed(graph, like) for graph in stages_of(rank)]
-        own = [kind.beside(self.overlap, self.rings) for kind in kinds[like]]
+        own = [kind.beside(self.policies.overlap, self.rings, lenient=self.policies.lenient) for kind in kinds[like]]
         if structure.pp == 1:
             return Forms({"all": own[0]}, self.names)
         return Forms(dict(self.waiting(structure, own)), self.names, self.layers)

@@ -53,18 +53,26 @@ class Buffers(Kept):
         out = []
         for flat in flats:
             waiting, self.frame.flats = self.frame.flats, []
-            if self.frame.layer:
+            if self.frame.layer and not (self.frame.split and self.frame.carried):
                 waiting = [self.hand_over("flat", Absent(sizes=flat.sizes, dtype=flat.dtype), new)]
             out.append(added(new, Keep(), [flat, *waiting], f"{flat.name}.kept", phase) if waiting else flat)
-            if self.frame.layer:
+            if self.frame.layer and not self.frame.split:
                 self.frame.carried[-1].next = out[-1]
-        self.frame.flats = [] if self.frame.layer else [*out]
+        self.frame.flats = [] if self.frame.layer and not self.frame.split else [*out]
         return out
+
+    def hand_on_last(self, body: Graph, phase: str) -> None:
+        """Hand the buffers of the last unit of an iteration to the next one, where they are as large as the first."""
+        left = {"flat": self.frame.flats, "input": self.frame.inputs}
+        for c in (c for c in self.frame.carried if c.next is None):
+            alike = [t for t in left[c.what] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
+            kind = Absent(sizes=c.start.sizes, dtype=c.start.dtype)
+            c.next = alike[0] if alike else added(body, kind, [], f"{c.start.name}.none", phase)
 
     def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
         """Return the first row of a buffer of gradients, which is made when that of the unit before is given back."""
         waiting, self.frame.inputs = self.frame.inputs, []
-        if self.frame.layer:
+        if self.frame.layer and not (self.frame.split and any(c.what == "input" for c in self.frame.carried)):
             sizes = (*row.sizes[:-1], size)
             waiting = [self.hand_over("input", Absent(sizes=sizes, dtype=dtype), new)]
         return added(new, Keep(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row

@@ -131,7 +131,7 @@ class Cutting(Routed):
         t = inside[old] if old in inside else self.value(old, new)
         at = self.at[t]
         if t in self.params and op.phase != "optimizer":
-            at = at.without(self.stated.gathered & at.axes, self.mesh)
+            at = at.without(self.params[t] & at.axes, self.mesh)
         shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
         assert isinstance(op.kind, Kernel)
         # ops inside know what integers of one rank are: where its rows end is a part of a sum, and no sum is asked for

@@ -88,7 +88,7 @@ class Routed(Units):
         found = None if at is None else self.tensors[op.operands[at]]
         if not isinstance(found, Tensor):
             return None
-        gathered = self.stated.gathered if found in self.params and op.phase != "optimizer" else frozenset()
+        gathered = self.params.get(found, frozenset()) if op.phase != "optimizer" else frozenset()
         return self.at[found].without(gathered & self.at[found].axes, self.mesh)
 
     def sent(self, t: Tensor, axis: str, routing: Routing, new: Graph, phase: str) -> Tensor:

@@ -68,6 +68,8 @@ class Frame:
     """The loop, None of the graph itself."""
     layer: bool = False
     """Whether it is that of a loop over layers, which is one unit from its beginning to its end."""
+    split: bool = False
+    """Whether an iteration has several layers, each of which is a unit."""
     units: list[Unit] = field(default_factory=list)
     of: dict[Storage, Unit] = field(default_factory=dict)
     """The unit of the storage of an old tensor: views of a member are of its unit as well."""
@@ -122,6 +124,16 @@ class Frame:
                 self.end = op
             if root is not None and found in root.first and (found == "backward" or touched):
                 root.last[found] = op
+
+    def ordered(self, phase: str, old: Graph) -> list[Unit]:
+        """Return the units that a pass reads, in its order."""
+        found = [u for u in self.units if phase in u.first]
+        return sorted(found, key=lambda u: old.ops.index(u.first[phase]))
+
+    def unit_at(self, op: Op) -> str:
+        """Return the unit whose layer has the scope of an op; gradients of other ops are reduced behind all layers."""
+        scope = f"{op.scope}/"
+        return next((u.key for u in self.units if scope.startswith(f"{u.key}/")), "layer")
 
     def _narrows(self, op: Op, made: Tensor, dtype: str | None) -> bool:
         """Whether an op casts a member for a pass and nobody else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -50,6 +50,11 @@ class FullyShard:
         Format that gradients are reduced in, cast as they are copied to their buffer and back in one piece; by default
         the one that they are computed in.
 
+    resident : mapping of str to str, optional
+        Axes of `axes` along which some parameters stay sharded, by a pattern of their names: with
+        `{"*/experts/*": "ep"}` a rank keeps its experts and receives tokens, while other parameters are sharded over
+        `ep` and gathered.
+
     Raises
     ------
     FormatError, GraphError
@@ -74,6 +79,7 @@ class FullyShard:
     by_unit: bool = True
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    resident: Mapping[str, str | Iterable[str]] | Iterable[tuple[str, Iterable[str]]] = ()
 
     def __post_init__(self) -> None:
         for name in ("axes", "units", "reshard_after_forward"):
@@ -87,6 +93,11 @@ class FullyShard:
         need_flag("FullyShard", reshard_root=self.reshard_root, prefetch=self.prefetch, by_unit=self.by_unit)
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, self._format(name, getattr(self, name)))
+        pairs = self.resident.items() if isinstance(self.resident, Mapping) else self.resident
+        object.__setattr__(self, "resident", tuple((pattern, _names(along)) for pattern, along in pairs))
+        odd = sorted({a for _, along in self.resident for a in _names(along)} - {*self.axes})
+        if odd:
+            raise GraphError(f"FullyShard: resident along {shown(odd[0])}, expected axes of {shown(self.axes)}")
         odd = sorted({*_names(self.reshard_after_forward)} - {*self.axes})
         if odd:
             raise GraphError(f"FullyShard: reshard_after_forward={shown(odd[0])}, expected axes of {shown(self.axes)}")

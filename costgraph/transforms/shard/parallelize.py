@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import Annotated
 
@@ -21,7 +23,9 @@ from ..offload import offload as on_host
 from ..rewrite import Rewriter
 from ..stages import in_stages, together
 from .buckets import Buckets
+from .fully import FullyShard
 from .heads import Heads, heads
+from .inferred import inferred, replicated, with_states
 from .names import axes_of, placed_by_name
 from .shard import Placements, shard
 
@@ -74,13 +78,15 @@ def parallelize(
         positions of caches. A pass that goes on from earlier positions, as `decode`, has the new ones on all ranks.
     tp : sympy.Expr or int
         Ranks that have a part of each layer: heads and the inner width, by the names of parameters of `costgraph.nn`
-        and, in a trace, of the models of transformers.
+        and of transformers, else inferred from the graph: a weight is split along the axis that its product makes where
+        elementwise ops or attention heads take it to products that sum it. `sharding.replicated` of the result lists
+        the weights of products that every rank has whole.
     ep : sympy.Expr or int
         Ranks that have a part of the experts each: of `dp * ep` parts of the batch, each `ep` ranks beside each other
         send their rows to one another.
     zero : int
         What is split over `dp` and `cp` as well: 1 optimizer states, 2 gradients too, 3 parameters too, which are
-        gathered where an op reads them. Of what is not of experts, states and gradients are split over `ep` as well.
+        gathered where an op reads them. Parameters that are not of experts are sharded over `ep` as well.
     sequence : bool
         Whether what layers hand on is split along the sequence, over `tp`.
     context : str
@@ -124,7 +130,7 @@ def parallelize(
         What lies on the host: optimizer, parameters, activations, as in `costgraph.offload`. Gradients that are reduced
         go there as they are.
     strict : bool
-        As in `shard`.
+        As in `shard`; an error as well where `tp` leaves weights of products whole.
 
     Returns
     -------
@@ -145,8 +151,8 @@ def parallelize(
     -----
     Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
     defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
-    parameters, so that ZeRO splits these over both, as torchtitan does. Parameters that are not of experts are whole
-    along `ep`: those that ZeRO-3 splits are gathered along the others alone, where torchtitan splits them over all.
+    parameters, so that ZeRO splits these over both, as torchtitan does. ZeRO shards
+    parameters that are not of experts over `ep` as well, as torchtitan does; experts stay on the ranks of `ep`.
 
     Megatron-LM (megatron/core at d98e8a6) reduces in `start_grad_sync` of distributed/param_and_grad_buffer.py, by
     buckets of many parameters, here by one collective each, of the same bytes, and gradients of norms in
@@ -208,13 +214,46 @@ def _of_rank(
 ) -> Graph:
     """Return the graph of one rank of a graph, with placements by the names of its layers."""
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
-    return shard(
+    left = replicated(graph, {**places, **(placements or {})}) if mesh["tp"] != ONE else []
+    left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in placements or ())]
+    if strict and left:
+        raise UnsupportedError(
+            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected placements= "
+            f"for these, or strict=False"
+        )
+    made = shard(
         graph, mesh, {**places, **(placements or {})},
-        gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
+        gather=_fully(graph, mesh) if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
         hold=[axis for axis, _ in tensor.axes] if hold else (),
         reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
     )  # fmt: skip
+    if made.sharding is not None:
+        made.sharding = replace(made.sharding, replicated=tuple(left))
+    return made
+
+
+def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
+    """Return how ZeRO-3 gathers parameters: over all data-parallel ranks, but experts stay on the ranks of `ep`."""
+    experts = _experts(graph, {}) if mesh["ep"] != ONE else ()
+    sources = {t.name for g in graph.bodies() for t in g.tensors if t.role == "param"}
+    return FullyShard(
+        ("dp", "ep", "cp"), units=_numbered(graph), resident={name: ("ep",) for name, _ in experts if name in sources}
+    )
+
+
+def _numbered(graph: Graph) -> list[str]:
+    """Return patterns of the layers of an unrolled graph: numbered scopes of several modules that are alike."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for t in graph.tensors:
+        levels = t.name.split("/") if t.role == "param" and t.producer is None else []
+        at = next((i for i, level in enumerate(levels) if level.isdigit()), None)
+        if at is not None:
+            layers = found.setdefault("/".join([*levels[:at], "[0-9]*"]), {})
+            layers.setdefault(levels[at], set()).add("/".join(levels[at + 1 :]))
+    alike = {pattern: [*map(sorted, layers.values())] for pattern, layers in found.items()}
+    nested = {pattern for pattern, names in alike.items() if any("/" in name for own in names for name in own)}
+    return [p for p, names in alike.items() if p in nested and any(names.count(own) > 1 for own in names)]
 
 
 def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
@@ -233,7 +272,11 @@ def _places(
 ) -> tuple[Heads, Mesh, dict[str, str], dict[str, str]]:
     """Return axes of tensor parallelism, the mesh, where tensors of a graph lie by name, and where gradients do."""
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
-    tensor = heads(graph, dict(placed_by_name(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
+    placed = {}
+    if degrees["tp"] != ONE:
+        placed = dict(placed_by_name(graph))
+        placed |= with_states(graph, dict(inferred(graph, placed, degrees["tp"])))
+    tensor = heads(graph, placed, degrees.pop("tp"))
     mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
     _need_some("tp", mesh, split, graph)
     experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
@@ -262,9 +305,7 @@ def _by_stage(
     """Return where a stage of ZeRO has sources, and gradients; `reduced`: in the first one, their own part of these."""
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
-        name: _with(
-            ("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
-        )
+        name: _with(("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh)
         for name, t in named.items()
         if t.ndim > t.storage.pieces
     }
@@ -277,8 +318,8 @@ def _by_stage(
 def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) -> None:
     if mesh[axis] != ONE and not found:
         raise GraphError(
-            f"parallelize: no parameter of graph {graph.name!r} has a name that {axis} splits, expected layers of "
-            f"costgraph.nn or of transformers, or placements for shard"
+            f"parallelize: {axis} splits no parameter of graph {graph.name!r}, expected layers of costgraph.nn or of "
+            f"transformers, pairs of products, or placements for shard"
         )
 
 

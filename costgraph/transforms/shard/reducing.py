@@ -64,8 +64,20 @@ class Reducing(Buffers):
         axes = self.reducible(made, self.wanted[t])
         if self.policy is None or not self.policy.by_unit or self.piece is not None or not axes:
             return False
-        self.frame.late[t] = "layer" if self.frame.layer else self.frame.owners.get(t, "")
+        self.frame.late[t] = self._unit(t)
         return True
+
+    def _unit(self, t: Tensor) -> str:
+        """Return the unit that an old tensor is a gradient of."""
+        frame = self.frame
+        if frame.split:
+            op = t.producer
+            while (
+                op is not None and adds(op) and frame.unit_at(op) == "layer"
+            ):  # what is added has the scope of a layer
+                op = op.operands[1].producer
+            return "layer" if op is None else frame.unit_at(op)
+        return "layer" if frame.layer else frame.owners.get(t, "")
 
     def narrow(self, op: Op) -> bool:
         """Let a gradient be reduced as it is computed, and cast behind that; False where it is none."""
@@ -100,7 +112,7 @@ class Reducing(Buffers):
             self.tensors[t] = self.moved_to(self.tensors[t], middle, new, t.producer.phase)
             groups.setdefault((axes, pending, t.dtype, self.tensors[t].dtype), []).append(t)
         inputs = [self._at_once(members, new) for members in groups.values()]
-        if self.policy is not None and self.policy.prefetch and not self.frame.layer:
+        if self.policy is not None and self.policy.prefetch and (self.frame.split or not self.frame.layer):
             self.frame.inputs += inputs
         waiting = list(dict.fromkeys(self.frame.waiting.values()))
         for op in waiting:
@@ -122,11 +134,12 @@ class Reducing(Buffers):
         phase = grads[0].producer.phase
         rows = [in_rows(new, self.tensors[t], at, axes, self.mesh, phase) for t, at in zip(grads, wanted, strict=True)]
         parts, dtype = [row.sizes[-1] for row in rows], find_dtype(self.policy.reduce_dtype or first.dtype)
-        name = f"{new.name if self.frame.layer else self.frame.owners.get(grads[0]) or 'root'}.reduce_scatter"
+        unit = new.name if self.frame.layer and not self.frame.split else self._unit(grads[0]) or "root"
+        name = f"{unit}.reduce_scatter"
         if self.policy.prefetch:
             rows[0] = self.before_input(rows[0], total(parts), dtype, new, phase)
         flat = brought = joined(new, rows, dtype, f"{name}.copy_in", phase)
-        if self.policy.prefetch and self.frame.layer:
+        if self.policy.prefetch and self.frame.layer and not self.frame.split:
             self.frame.carried[-1].next = flat
         for i, a in enumerate(axes):
             kind = Collective(collective="reduce_scatter", ranks=self.mesh[a], axis=a, dim=i, operation=how[a])

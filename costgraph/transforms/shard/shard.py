@@ -197,12 +197,17 @@ def shard(
         graph = apart.run(graph)
         places, asked = apart.said(places), apart.said(asked)
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
+    resident = _resident(graph, policy)
     stated = Stated(
         mesh=used,
         places=places,
         gradients={g: asked.get(t, places.get(t, whole[t])) for t, g in graph.gradients.items()},
-        staying={g: places.get(t, whole[t]).axes - gathered for t, g in graph.gradients.items()},
+        staying={
+            g: places.get(t, whole[t]).axes - gathered | places.get(t, whole[t]).axes & resident.get(t, frozenset())
+            for t, g in graph.gradients.items()
+        },
         gathered=gathered,
+        resident=resident,
         policy=policy if gathered else None,
         exchanged=exchanged,
         held=held,
@@ -212,6 +217,21 @@ def shard(
     made = _placed(graph, stated, strict=strict)
     made = in_rings(made, around) if around else made
     return made if buckets is None or not reduced else in_buckets(made, buckets, reduced)
+
+
+def _resident(graph: Graph, policy: FullyShard) -> dict[Tensor, frozenset[str]]:
+    """Return the parameters that stay sharded along some of the axes that a policy gathers, and these axes."""
+    params = [t for g in graph.bodies() for t in g.tensors if t.role == "param" and t.producer is None]
+    out: dict[Tensor, frozenset[str]] = {}
+    for pattern, axes in policy.resident:
+        found = [t for t in params if t.name == pattern or fnmatchcase(t.name, pattern)]
+        if not found:
+            raise GraphError(
+                f"FullyShard: resident {shown(pattern)} is no parameter of graph {graph.name!r}, expected a name or a "
+                f"pattern"
+            )
+        out |= {t: out.get(t, frozenset()) | frozenset(axes) for t in found}
+    return out
 
 
 def _need_parts(policy: FullyShard, graph: Graph) -> None:

@@ -137,7 +137,7 @@ class Sharder(Cutting):
         self.note_scattered(op, operands, made.results[0])
         scaled = not any(t.ndim for t in operands[1:]) and op.phase != "optimizer"  # as where weights are quantized
         if isinstance(op.kind, _SAME) and operands[0] in self.params and (len(operands) == 1 or scaled):
-            self.params.update(made.results)
+            self.params |= dict.fromkeys(made.results, self.params[operands[0]])
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
 
@@ -153,7 +153,7 @@ class Sharder(Cutting):
             # an update is made of each rank's own part
             read = param and op.phase != "optimizer" and not self.apart
             stated = found in self.fixed or t in self.stated.places
-            gathered = self.stated.gathered if read else ()
+            gathered = self.params[found] if read else ()
             out.append(
                 Given(self.at[found], gathered, stays=param, name=t.name, stated=stated, repeated=repeated(found))
             )

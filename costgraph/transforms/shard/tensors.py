@@ -55,6 +55,8 @@ class Stated:
     """Axes of the mesh that split what a gradient is of, while an op reads it."""
     gathered: frozenset[str]
     """Axes of the mesh along which parameters are put together where an op reads them."""
+    resident: Mapping[Tensor, frozenset[str]] = field(default_factory=dict)
+    """Parameters of the old graph that stay split along some of these axes, and the axes."""
     stacks: Mapping[Tensor, Placement] = field(default_factory=dict)
     """Of stacks of the old graph before their slices are written: as these lie."""
     policy: FullyShard | None = None
@@ -95,8 +97,8 @@ class Placed(Rewriter):
         """Stacks of the old graph whose slices lie elsewhere than was said, and where."""
         self.names: dict[Tensor, str] = {}
         """New tensors that say less of what they are than these: what they are outside of a body, and gradients."""
-        self.params: set[Tensor] = set()
-        """New tensors that are parameters, or stand for them."""
+        self.params: dict[Tensor, frozenset[str]] = {}
+        """New tensors that are parameters or stand for them, and the axes along which they are gathered."""
         self.fixed: set[Tensor] = set()
         """New tensors that are inputs whose placement is stated, or stand for them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
@@ -174,7 +176,7 @@ class Placed(Rewriter):
         new.add_node(tensor)
         self.at[tensor] = place
         if old.role == "param":
-            self.params.add(tensor)
+            self.params[tensor] = self.stated.gathered - self.stated.resident.get(old, frozenset())
         elif old in self.stated.places:
             self.fixed.add(tensor)
         return tensor
@@ -236,7 +238,7 @@ class Placed(Rewriter):
         if have.pending == want.pending or t not in self.rows.own:  # a count over all ranks is the same on each
             self.rows.stands_for(made, t)
         if param:
-            self.params.add(made)
+            self.params[made] = self.params[t]
         self.copies[key] = made
         return made
 
@@ -286,9 +288,10 @@ class Placed(Rewriter):
     def stands_for(self, made: Tensor, t: Tensor) -> None:
         """Note that a new tensor is another one elsewhere in the graph."""
         self.at[made] = self.at[t]
-        for known in (self.params, self.fixed):
-            if t in known:
-                known.add(made)
+        if t in self.params:
+            self.params[made] = self.params[t]
+        if t in self.fixed:
+            self.fixed.add(made)
         self.rows.stands_for(made, t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str, *others: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Units(Reducing):
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy ops, and open and shut units between them."""
         around, self.frame = self.frame, self._frame(old, new)
-        if self.frame.layer:
+        if self.frame.layer and not self.frame.split:
             for unit in self.frame.units:
                 self._open(unit, self._phase(old), old, new)
         super().fill(old, new, suffix)
@@ -59,6 +59,8 @@ class Units(Reducing):
             self._shut(unit, self._phase(old), new)
         for key in dict.fromkeys(self.frame.late.values()):
             self.reduce([t for t, k in self.frame.late.items() if k == key], new)
+        if self.frame.split:
+            self.hand_on_last(new, self._phase(old))
         if old.parent is None:  # gradients are of what a rank has
             self.tensors |= {t: self.frame.shards[t] for unit in self.frame.units for t in unit.members}
 
@@ -72,24 +74,35 @@ class Units(Reducing):
             return frame
         if old.parent is None:
             params = [t for t in old.tensors if t.role == "param" and t.producer is None]
-            found = [t for t in params if self._split(self.stated.places.get(t))]
-            for t in found:  # an op may read the root's before the last of them is declared
+            for t in params:  # an op may read the root's before the last of them is declared
                 self.tensors[t] = self.source(t, new, "")
+            found = [t for t in params if self._along(self.tensors[t])]
             members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
         else:
             loop = old.owner.loop if old.owner is not None else None
             formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
-            found = [f for f in formals if self.tensors[f] in self.params and self._split(self.at[self.tensors[f]])]
+            found = [f for f in formals if self._along(self.tensors[f])]
             if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop.body)):
                 return frame
             frame.layer = not is_pass(loop.body) and any(self.tensors.get(f) in self.params for f in loop.slices)
             names = {f: self.names[self.tensors[f]] for f in found if not self.tensors[f].storage.pieces}
             members = {f: "layer" if frame.layer else unit_of(name, self.policy.units) for f, name in names.items()}
+            if frame.layer:
+                members |= self._apart(names, old)
+                frame.split = len({*members.values()}) > 1
         frame.note(old, members, self.policy.param_dtype)
         frame.shards = {t: self.tensors[t] for unit in frame.units for t in unit.members}
         self._need_casts(frame)
         frame.owners = self._owners(old, members)
         return frame
+
+    @staticmethod
+    def _apart(names: Mapping[Tensor, str], old: Graph) -> dict[Tensor, str]:
+        """Return the layers of parameters where an iteration has several, as where layers of two kinds alternate."""
+        scopes = sorted(old.root.layers)
+        found = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
+        found = {t: scope for t, scope in found.items() if scope}
+        return found if len({*found.values()}) > 1 else {}
 
     @staticmethod
     def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
@@ -111,8 +124,9 @@ class Units(Reducing):
                         f"param_dtype={wanted!r} and nothing else"
                     )
 
-    def _split(self, at: Placement | None) -> bool:
-        return at is not None and bool(at.axes & self.stated.gathered)
+    def _along(self, shard: Tensor) -> frozenset[str]:
+        """Return the axes along which a parameter of a rank is gathered."""
+        return self.params.get(shard, frozenset()) & self.at[shard].axes
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -121,13 +135,13 @@ class Units(Reducing):
         frame = self.frame
         while any(t in frame.late or t in frame.waiting for t in op.operands):
             self.reduce([*frame.late], new)
-        if frame.layer:
+        if frame.layer and not frame.split:
             self._show(op, new)
             return
         for unit, phase in list(frame.beginning(op)):
             self._open(unit, phase, op.graph, new)
         self._show(op, new)
-        if op.loop is not None:
+        if op.loop is not None and not frame.layer:
             self.release(new, op.phase)
 
     def _show(self, op: Op, new: Graph) -> None:
@@ -163,10 +177,10 @@ class Units(Reducing):
             if t.storage in frame.of and t in self.tensors and t not in frame.casts:
                 found = frame.open.get(frame.of[t.storage].key) if window(op) else None
                 (frame.shards if found is None else found)[t] = self.tensors[t]
-        if not frame.layer:
+        if frame.split or not frame.layer:
             for unit, phase in list(frame.ending(op)):
                 self._shut(unit, phase, new)
-            if frame.end is op:
+            if frame.end is op and not frame.layer:
                 self.hold(frame.flats, new, "forward")
                 frame.flats = []
 
@@ -185,7 +199,7 @@ class Units(Reducing):
         found: dict[object, _Group] = {}
         for t in unit.members:
             shard = self._part(t, phase)
-            axes = tuple(a for a in self.mesh if a in self.stated.gathered and a in self.at[shard].axes)
+            axes = tuple(a for a in self.mesh if a in self._along(shard))
             found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
         return list(found.values())
 
@@ -193,19 +207,28 @@ class Units(Reducing):
         frame, policy = self.frame, self.policy
         assert policy is not None
         if unit.key not in frame.open:
-            self._put_together(unit, phase, new)
-        if policy.prefetch and phase == "backward" and not frame.layer:
+            self._put_together(unit, phase, old, new)
+        if policy.prefetch and phase == "backward" and frame.split:
+            order = frame.ordered(phase, old)
+            ahead = order[order.index(unit) + 1 :][:1]
+            if not ahead:  # the first layer of the next iteration is put together in a buffer of its own
+                for c in (c for c in frame.carried if c.what == "flat"):
+                    kind = Empty(sizes=c.start.sizes, dtype=c.start.dtype)
+                    c.next = added(new, kind, [], f"{c.start.name}.next", phase)
+            elif ahead[0].key not in {*frame.open, *frame.ahead}:
+                frame.ahead[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
+        elif policy.prefetch and phase == "backward" and not frame.layer:
             ahead = frame.following(unit, old)
             if isinstance(ahead, Op):
                 self._before_layers(ahead, new)
             elif ahead is not None and ahead.key not in {*frame.open, *frame.ahead}:
-                frame.ahead[ahead.key] = self._buffers(ahead, phase, new)
+                frame.ahead[ahead.key] = self._buffers(ahead, phase, old, new)
 
-    def _put_together(self, unit: Unit, phase: str, new: Graph) -> None:
+    def _put_together(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
         """Put a unit together, from buffers that may be there already."""
         frame, policy = self.frame, self.policy
         assert policy is not None
-        flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, new)
+        flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, old, new)
         if policy.prefetch and phase == "forward":
             flats = self.after_last(flats, new, phase)
         made: dict[Tensor, Tensor] = {}
@@ -223,9 +246,10 @@ class Units(Reducing):
         if is_pass(loop.body) or not slices & outer.keys():
             return
         frame = Frame(around=op, layer=True, shards=outer)
-        frame.note(loop.body, dict.fromkeys(outer, "layer"), policy.param_dtype)
+        layers = self._apart({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
+        frame.note(loop.body, {**dict.fromkeys(outer, "layer"), **layers}, policy.param_dtype)
         around, self.frame = self.frame, frame
-        for unit in frame.units:
+        for unit in frame.ordered("backward", loop.body)[:1]:
             for axes, members in self._groups(unit, "backward"):
                 whole = total(numel(outer[t].sizes[t in slices :]) for t in members)
                 kind = Empty(sizes=(*(self.mesh[a] for a in axes), whole), dtype=self._format(members[0]))
@@ -236,22 +260,27 @@ class Units(Reducing):
         """Return what a rank has of what is put together where a loop reads it, None where that is nothing."""
         made = self.tensors.get(t)
         made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
-        return made if made is not None and self._split(self.at[made]) else None
+        return made if made is not None and self._along(made) else None
 
-    def _buffers(self, unit: Unit, phase: str, new: Graph) -> list[Tensor]:
+    def _buffers(self, unit: Unit, phase: str, old: Graph, new: Graph) -> list[Tensor]:
         """Put members together in buffers, a row for each rank."""
-        return [self._gathered(unit.key, axes, members, new, phase) for axes, members in self._groups(unit, phase)]
+        frame, policy = self.frame, self.policy
+        # the buffer of the next layer is there while one is worked on: an iteration is handed that of its first layer
+        over = frame.layer and policy is not None and policy.prefetch and phase == "backward"
+        over = over and (not frame.split or frame.ordered(phase, old)[0] is unit)
+        groups = self._groups(unit, phase)
+        return [self._gathered(unit.key, axes, members, new, phase, over=over) for axes, members in groups]
 
-    def _gathered(self, key: str, axes: Sequence[str], members: Sequence[Tensor], new: Graph, phase: str) -> Tensor:
+    def _gathered(
+        self, key: str, axes: Sequence[str], members: Sequence[Tensor], new: Graph, phase: str, *, over: bool
+    ) -> Tensor:
+        frame = self.frame
         shards = [self._part(t, phase) for t in members]
-        name = f"{new.name if self.frame.layer else key or 'root'}.all_gather"
+        name = f"{new.name if frame.layer and not frame.split else key or 'root'}.all_gather"
         sizes, dtype = (*(self.mesh[a] for a in axes), total(t.numel for t in shards)), self._format(members[0])
-        assert self.policy is not None
         if dtype != self.frame.shards[members[0]].dtype:
             rows = [in_rows(new, t, self.at[t], (), self.mesh, phase) for t in shards]
             shards = [joined(new, rows, dtype, f"{name}.cast", phase)]
-        over = self.frame.layer and self.policy.prefetch and phase == "backward"
-        # the buffer of the next layer is there while one is worked on: one buffer, through all iterations
         kind = Empty(sizes=sizes, dtype=dtype)
         buffer = self.hand_over("flat", kind, new) if over else added(new, kind, [], f"{name}.buffer", phase)
         flat = buffer
@@ -261,8 +290,8 @@ class Units(Reducing):
         for i, axis in reversed([*enumerate(axes)]):
             kind_of = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=i, inplace=True)
             flat = added(new, kind_of, [flat], name, phase)
-        if over:
-            self.frame.carried[-1].next = flat
+        if over and not frame.split:
+            frame.carried[-1].next = flat
         return flat
 
     def _copied_out(
@@ -276,14 +305,15 @@ class Units(Reducing):
             at, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
             made = from_rows(new, row, at, shard.sizes, axes, self.mesh, name, phase, whole=True)
             self.at[made] = at.without(axes, self.mesh)
-            self.params.add(made)
+            self.params[made] = self.params[shard]
             out[t] = made
         return out
 
     def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
         """Return a copy of the part of a parameter that a rank has between the passes."""
         at = self.at[self.frame.shards[t]]
-        part = self.moved_to(made, at.without(self.stated.gathered - axes, self.mesh), new, phase)
+        gone = self._along(self.frame.shards[t]) - axes
+        part = self.moved_to(made, at.without(gone, self.mesh), new, phase)
         return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
 
     def _shut(self, unit: Unit, phase: str, new: Graph) -> None:
