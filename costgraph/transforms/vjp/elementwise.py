@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 
-from ...algebra.polynomial import Poly, poly
+from ...algebra.polynomial import Poly, poly, total
 from ...errors import UnsupportedError
 from ...graph.graph import apply, current_graph
 from ...graph.tensor import Tensor
@@ -65,6 +65,19 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
             found[place] = given.gradient(expression)
     made = map(found.get, places)  # summed once all of them are there
     return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(made, op.operands, strict=True)]
+
+
+def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
+    """Multiply real numbers by complex ones, which casts the real ones first; None for operands of one kind."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    kinds = {t.dtype.kind for t in tensors}
+    if function not in ("mul", "div") or kinds != {"float", "complex"} or current_graph().fused:
+        return None
+    wide = next(t.dtype for t in tensors if t.dtype.kind == "complex")
+    workspace = total(t.numel * wide.bytes for t in tensors if t.dtype != wide)
+    with kernel(function, workspace=workspace, backward="ops") as body:
+        made = pointwise(function, *values)
+    return body.export(made)
 
 
 class _Given:
@@ -146,7 +159,7 @@ class _Given:
             return first
         if not any(isinstance(v, Tensor) for v in values):
             return _NUMBERS[plain](*values)
-        self.made.append(pointwise(plain, *values, inplace=name != plain))
+        self.made.append(_cast_first(plain, values) or pointwise(plain, *values, inplace=name != plain))
         return self.made[-1]
 
     def called(self, expression: Any) -> Any:
