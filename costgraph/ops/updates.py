@@ -23,11 +23,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _scaled(*grads: tuple[object, ...]) -> tuple[object, ...]:
-    """Gradients of a sum whose second term has a number before it, which has none."""
-    return ("g", None, *(("mul", grad, "b") for grad in grads))
-
-
 def _quotient(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Gradients of both parts of a quotient by a number: torch's formula of `addcdiv` multiplies by 1 as well."""
     return ("mul", "g", ("div", number, b)), ("mul", ("neg", "g"), ("div", ("mul", a, number), ("mul", b, b)))
@@ -48,7 +43,7 @@ ADD_SCALED_PRODUCT = Function(
     4,
     3,
     formula="a + t * b * c",
-    grad=_scaled(("mul", "g", "d"), ("mul", "g", "c")),
+    grad=("g", None, ("mul", "g", ("mul", "d", "b")), ("mul", "g", ("mul", "c", "b"))),
     order=(0, 1, 2, 3),
 )
 ADD_SCALED_QUOTIENT = Function(

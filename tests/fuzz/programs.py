@@ -99,8 +99,10 @@ STEPS = (
     "x = torch.einsum('bij,bkj->bik', x, y).softmax(-1) @ y",
     "x = self.mlp(x)",
     "x = self.embed((x[..., 0] > 0).long())",
-    "q, k = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, y)); "
-    "x = functional.scaled_dot_product_attention(q, k, q).transpose(1, 2).flatten(-2)",
+    (
+        "q, k = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, y)); "
+        "x = functional.scaled_dot_product_attention(q, k, q).transpose(1, 2).flatten(-2)"
+    ),
     "x = functional.scaled_dot_product_attention(x[:, None], x[:, None], y[:, None], is_causal=True)[:, 0]",
     "x = functional.glu(self.wide(x))",
     "x = functional.avg_pool1d(x.mT, 3, 1, 1).mT",
