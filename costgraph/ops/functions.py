@@ -33,7 +33,12 @@ class Function:
     grad: tuple[Any, ...] | None = None
     """Gradient of each operand, None where it is zero: "g" is the gradient of the result, "y" the result, "a" to "d"
     are the operands, numbers stand for themselves, and `("mul", "g", "b")` applies a function of the table, with
-    an underscore behind its name in place. None for a function whose gradient is not stated."""
+    an underscore behind its name in place. Equal parts of one gradient are computed once, as a variable of torch's
+    formula, `("one", expression)` is one kernel, temporaries of `("call", expression)` die at its end, and
+    `("again", "a")` is the function itself. None for a function whose gradient is not stated."""
+    order: tuple[int, ...] = ()
+    """Operands in the order of their gradients, which torch computes by the names of its arguments; () from the last
+    to the first."""
 
 
 def _is_function(value: object) -> bool:
@@ -46,6 +51,8 @@ def _is_function(value: object) -> bool:
         and is_count(value.transcendentals)
         and value.result in ("same", "float", "bool")
         and (value.grad is None or all_of(lambda v: v is None or _is_gradient(v))(value.grad))
+        and all_of(is_count)(value.order)
+        and (not value.order or sorted(value.order) == list(range(value.arity)))
     )
 
 
@@ -97,7 +104,7 @@ def _arithmetic() -> list[Function]:  # a table, which may be longer than other 
           grad=(("causal_mask_backward", "g"),)),
         f("fma", 3, 2, formula="a * b + c", grad=(("mul", "g", "b"), ("mul", "g", "a"), "g")),
         f("lerp", 3, 3, formula="a + t * (b - a)",
-          grad=(("mul", "g", ("sub", 1, "c")), ("mul", "g", "c"), ("mul", "g", ("sub", "b", "a")))),
+          grad=(("mul", "g", ("sub", 1, "c")), ("mul", "g", "c"), ("mul", "g", ("sub", "b", "a"))), order=(1, 0, 2)),
         f("masked_scale", 3, 2, formula="x * mask * scale",
           grad=(("masked_scale", "g", "b", "c"), None, ("masked_scale", "g", "b", "a"))),
         f("neg", 1, 1, formula="-x", grad=(("neg", "g"),)),

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise, permutations
 from math import prod
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import sympy
 
-from ..algebra.polynomial import ONE, Poly, poly
-from ..dtypes import DTYPES
+from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..dtypes import DTYPES, DType
 from ..errors import UnsupportedError
 from ..graph.facts import Flag, Limit, all_of, is_count, is_size, need, one_of, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result, itself
 from ..graph.placement import Split
+from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from . import rules, splits
 from .layout import index
 from .registry import register
 
-__all__ = ["SCALES", "Fourier", "ViewAs", "real_part", "transform_flops", "view_as"]
+__all__ = ["SCALES", "Fourier", "ViewAs", "joined", "real_part", "transform_flops", "view_as"]
 
 #: How a transform is scaled: not at all, by the root of its number of points, or by that number.
 SCALES = ("none", "root", "points")
@@ -131,6 +133,31 @@ class Fourier(OpKind):
     def placed(self, op: Op) -> Split:
         """Split the other axes."""
         return _around(op, op.operands[0].ndim, self.axes)
+
+
+class Laid(Protocol):
+    """Sizes, strides and format: a tensor, or the specification of one."""
+
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def strides(self) -> Sizes: ...
+    @property
+    def dtype(self) -> DType: ...
+
+
+def joined(operand: Laid, axes: Sequence[int]) -> Poly:
+    """Return the bytes of the copy that a transform makes of its operand.
+
+    The axes that are not transformed have to be one, in the order in memory. An expanded operand is copied as well.
+    """
+    copy = prod(operand.sizes, start=ONE) * operand.dtype.bytes
+    if any(n != ONE and not step for n, step in zip(operand.sizes, operand.strides, strict=True)):
+        return copy
+    outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
+    steps, sizes = operand.strides, operand.sizes
+    whole = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(outer))
+    return ZERO if whole else copy
 
 
 def view_as(x: Tensor, what: str, *, name: str = "") -> Tensor:

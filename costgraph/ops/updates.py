@@ -23,23 +23,37 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _scaled(*grads: tuple[object, ...]) -> tuple[object, ...]:
-    """Gradients of a sum whose second term has a number before it, which has none."""
-    return ("g", None, *(("mul", grad, "b") for grad in grads))
-
-
-def _quotient(a: str, b: str) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Gradients of both parts of a quotient."""
-    return ("div", "g", b), ("mul", ("neg", "g"), ("div", a, ("mul", b, b)))
+def _quotient(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Gradients of both parts of a quotient by a number: torch's formula of `addcdiv` multiplies by 1 as well."""
+    return ("mul", "g", ("div", number, b)), ("mul", ("neg", "g"), ("div", ("mul", a, number), ("mul", b, b)))
 
 
 ADD_SCALED = Function("add_scaled", 3, 2, formula="a + t * b", grad=("g", None, ("mul", "g", "b")))
-ADD_PRODUCT = Function("add_product", 3, 2, formula="a + b * c", grad=("g", ("mul", "g", "c"), ("mul", "g", "b")))
-ADD_QUOTIENT = Function("add_quotient", 3, 2, formula="a + b / c", grad=("g", *_quotient("b", "c")))
-ADD_SCALED_PRODUCT = Function(
-    "add_scaled_product", 4, 3, formula="a + t * b * c", grad=_scaled(("mul", "g", "d"), ("mul", "g", "c"))
+ADD_PRODUCT = Function(
+    "add_product",
+    3,
+    2,
+    formula="a + b * c",
+    grad=("g", ("mul", "g", "c"), ("mul", "g", "b")),
+    order=(0, 1, 2),
 )
-ADD_SCALED_QUOTIENT = Function("add_scaled_quotient", 4, 3, formula="a + t * b / c", grad=_scaled(*_quotient("c", "d")))
+ADD_QUOTIENT = Function("add_quotient", 3, 2, formula="a + b / c", grad=("g", *_quotient("b", "c")), order=(0, 1, 2))
+ADD_SCALED_PRODUCT = Function(
+    "add_scaled_product",
+    4,
+    3,
+    formula="a + t * b * c",
+    grad=("g", None, ("mul", "g", ("mul", "d", "b")), ("mul", "g", ("mul", "c", "b"))),
+    order=(0, 1, 2, 3),
+)
+ADD_SCALED_QUOTIENT = Function(
+    "add_scaled_quotient",
+    4,
+    3,
+    formula="a + t * b / c",
+    grad=("g", None, *_quotient("c", "d", "b")),
+    order=(0, 1, 2, 3),
+)
 NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no number, else 0")
 
 

@@ -89,8 +89,10 @@ def istft(
         half = x.narrow(2, 0, n_fft // 2 + 1) if onesided is False else x
         frames = aten._fft_c2r.default(half, [2], scale, n_fft)
     count, whole = x.shape[1], n_fft + hop * (x.shape[1] - 1)
-    made = _added(frames * weights.view(1, 1, n_fft), whole, hop)
-    envelope = _added(weights.pow(2).expand(1, count, n_fft), whole, hop)
+    windowed = frames * weights.view(1, 1, n_fft)  # a variable of torch's function, which lives to its end
+    made = _added(windowed, whole, hop)
+    squares = weights.pow(2).expand(1, count, n_fft)
+    envelope = _added(squares, whole, hop)
     start = n_fft // 2 if center else 0
     end = start + length if length is not None else whole - start
     # what is asked for beyond the last frame is silence

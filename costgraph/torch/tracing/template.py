@@ -226,6 +226,8 @@ def _settled(
     body.outputs = list(results)
     # torch has a kernel for the gradients of one that contracts nothing, and products of their own for the others
     contracts = any(isinstance(op.kind, Einsum | Fourier) for op in ops)
+    # of a modulus it makes the sign first
+    contracts = contracts or (len(ops) == 1 and ops[0].operands[0].dtype.kind == "complex")
     kind = Kernel(
         body=body,
         changed=tuple(sorted(changed)),

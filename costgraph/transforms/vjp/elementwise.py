@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log, nan
 from typing import Any
 
 import sympy
 
-from ...algebra.polynomial import Poly, poly
+from ...algebra.polynomial import Poly, poly, total
 from ...errors import UnsupportedError
-from ...graph.graph import apply
+from ...graph.graph import apply, current_graph
 from ...graph.tensor import Tensor
+from ...ops.blocks import kernel
 from ...ops.functions import FUNCTIONS, names_in
 from ...ops.keep import keep
 from ...ops.pointwise import Pointwise, pointwise
@@ -25,6 +27,7 @@ __all__: list[str] = []  # its rules are found in RULES
 #: What functions of numbers alone give, without an op.
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "sub": lambda a, b: a - b,
+    "div": lambda a, b: a / b,
     "mul": lambda a, b: a * b,
     "copy": lambda a: a,
     "eq": lambda a, b: a == b,
@@ -50,12 +53,31 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     if any("y" in names_in(function.grad[place]) for place in places):
         also_saved(pull, op.results[0])  # whichever gradient is wanted
     given = _Given(pull, restricted(g, op.results[0]), places)
-    found: list[Any] = []
-    for place, wanted in reversed([*zip(places, pull.needs, strict=True)]):  # the last operand's first, as in torch
+    found: dict[int, Any] = {}
+    needs = dict(zip(places, pull.needs, strict=True))
+    for place, tensor in zip(places, op.operands, strict=True):
+        read = (g for p, g in enumerate(function.grad) if g is not None and needs.get(p))
+        if any("abcd"[place] in names_in(expression) for expression in read):
+            also_saved(pull, tensor)  # also where a number decides that it is not read
+    for place in function.order or reversed(places):
         expression = function.grad[place]
-        found.append(given.gradient(expression) if wanted and expression is not None else None)
-    pairs = zip(reversed(found), op.operands, strict=True)  # summed once all of them are there
-    return [sum_to(g, operand) if isinstance(g, Tensor) else None for g, operand in pairs]
+        if needs.get(place) and expression is not None:
+            found[place] = given.gradient(expression)
+    made = map(found.get, places)  # summed once all of them are there
+    return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(made, op.operands, strict=True)]
+
+
+def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
+    """Multiply real numbers by complex ones, which casts the real ones first; None for operands of one kind."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    kinds = {t.dtype.kind for t in tensors}
+    if function not in ("mul", "div") or kinds != {"float", "complex"} or current_graph().fused:
+        return None
+    wide = next(t.dtype for t in tensors if t.dtype.kind == "complex")
+    workspace = total(t.numel * wide.bytes for t in tensors if t.dtype != wide)
+    with kernel(function, workspace=workspace, backward="ops") as body:
+        made = pointwise(function, *values)
+    return body.export(made)
 
 
 class _Given:
@@ -68,10 +90,12 @@ class _Given:
         self.conjugates: dict[Tensor, Tensor] = {}
         self.made: list[Tensor] = []
         """What an expression has made so far."""
+        self.parts: dict[Any, Any] = {}
+        """Values of the parts of an expression, which a C++ variable holds."""
 
-    def gradient(self, expression: Any) -> Any:
+    def gradient(self, expression: Any, parts: dict[Any, Any] | None = None) -> Any:
         """Return what an expression makes; all that it makes on the way lives to its end, as in C++."""
-        self.made = []
+        self.made, self.parts = [], parts or {}
         found = self.value(expression)
         if not isinstance(found, Tensor) or found.producer is None or found.graph.fused:
             return found
@@ -81,7 +105,9 @@ class _Given:
     def value(self, expression: Any) -> Any:
         """Return the tensor or number that an expression makes, its ops one by one."""
         if isinstance(expression, tuple):
-            return self.applied(*expression)
+            if expression not in self.parts:
+                self.parts[expression] = self.applied(*expression)
+            return self.parts[expression]
         if not isinstance(expression, str):
             return expression
         if expression == "g":
@@ -112,6 +138,16 @@ class _Given:
         plain = name.removesuffix("_")
         if plain == "causal_mask_backward":
             return apply(Pointwise(function=FUNCTIONS[plain], masked=self.pull.kind.masked), [self.g], plain)[0]
+        if plain == "one":
+            return self.in_one_kernel(arguments[0])
+        if plain == "call":
+            return self.called(arguments[0])
+        if plain == "again":
+            op = self.pull.op
+            kind = replace(self.pull.kind, inplace=False)
+            self.made += apply(kind, [self.factor(t) for t in op.operands], plain)
+            self.made[-1].producer.call = op.call  # type: ignore[union-attr]  # it was made by an op just now
+            return self.made[-1]
         first = self.value(arguments[0])
         if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
             left = arguments[1 if first else -1] if plain == "where" else arguments[1] if first else False
@@ -123,7 +159,25 @@ class _Given:
             return first
         if not any(isinstance(v, Tensor) for v in values):
             return _NUMBERS[plain](*values)
-        self.made.append(pointwise(plain, *values, inplace=name != plain))
+        self.made.append(_cast_first(plain, values) or pointwise(plain, *values, inplace=name != plain))
+        return self.made[-1]
+
+    def called(self, expression: Any) -> Any:
+        """Return what an expression makes; what it makes on the way dies then, as in a C++ function of its own."""
+        outer, before = self.made, {*self.parts}
+        found = self.gradient(expression, {**self.parts})
+        self.made = [*outer, found] if isinstance(found, Tensor) else outer
+        self.parts = {k: v for k, v in self.parts.items() if k in before}
+        return found
+
+    def in_one_kernel(self, expression: Any) -> Any:
+        """Return what an expression makes, in one kernel: what its ops pass to each other takes no memory."""
+        if current_graph().fused:
+            return self.value(expression)
+        with kernel(f"{self.pull.op.name.rpartition('/')[2]}_slope".replace(".", "_")) as body:
+            made, self.parts = self.value(expression), {}
+        self.made = [t for t in self.made if t.graph is not body]
+        self.made.append(body.export(made))
         return self.made[-1]
 
 

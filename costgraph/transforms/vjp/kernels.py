@@ -98,6 +98,36 @@ def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
 
 
+def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Share the gradient among the elements that are as large: torch's `scale_grad_by_count` on a CPU.
+
+    A CPU casts the mask before it is added up and before it is multiplied, and the count before the division.
+    """
+    x, y, g = _rows_beside(pull)
+    ties = pointwise("eq", y, x)
+    names = [f"n{i}" for i in range(x.ndim)]
+    kept = " ".join("1" if n == ONE else name for n, name in zip(y.sizes, names, strict=True))
+
+    def counted(ties: Tensor) -> Tensor:
+        return reduce(ties, f"{' '.join(names)} -> {kept}", "sum")
+
+    many = _with_copies("sum", counted, ties, bytes_=8 * ties.numel)
+    share = _with_copies("div", lambda g, n: pointwise("div", g, n), g, many, bytes_=many.numel * g.dtype.bytes)
+    product = _with_copies(
+        "mul", lambda s, t: pointwise("mul", s, t, dtype=x.dtype), share, ties, bytes_=ties.numel * x.dtype.bytes
+    )
+    return (product if current_graph().fused else keep(product, many, share),)
+
+
+def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, bytes_: Poly) -> Tensor:
+    """Run a function that casts operands into copies first."""
+    if current_graph().fused:
+        return function(*operands)
+    with kernel(name, workspace=bytes_) as body:
+        made = function(*operands)
+    return body.export(made)
+
+
 def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Return g * exp(x - y), the share of each element; the difference lives until that is done, as in C++."""
     x, y, g = _rows_beside(pull)
@@ -271,6 +301,7 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "norm": norm,
     "cumulative_sum": cumulative_sum,
     "cumulative_product": cumulative_product,
+    "extremum": extremum,
     "order": order,
     "flip": flip,
     "variance": variance,

@@ -7,14 +7,12 @@ steps are exact, where the book states their leading term; pivoting and iteratio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise, permutations
 from math import prod
 
 from ....algebra.extremum import smaller
 from ....algebra.polynomial import ONE, ZERO, Poly
-from ....ops.spectra import transform_flops
+from ....ops.spectra import joined, transform_flops
 from ..call import Call, Counts, Spec
 from .amounts import each, is_number, together
 from .reductions import norm_of
@@ -149,24 +147,11 @@ def pseudoinverse(call: Call) -> Counts:
 # -- Fourier transforms ------------------------------------------------------------------------------------------
 
 
-def _joined(operand: Spec, axes: Sequence[int]) -> Poly:
-    """Return the bytes of a copy: the axes that are not transformed have to be one, in the order in memory.
-
-    Of what is expanded there is one too.
-    """
-    if any(n != ONE and not step for n, step in zip(operand.sizes, operand.strides, strict=True)):
-        return operand.numel * operand.dtype.bytes
-    outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
-    steps, sizes = operand.strides, operand.sizes
-    whole = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(outer))
-    return ZERO if whole else operand.bytes
-
-
 @rule("_fft_c2c", "_fft_r2c")
 def transformed(call: Call) -> Counts:
     """Count 5*n*ceil(log2(n)) for each complex transform; of real numbers half, as half of the spectrum is known."""
     factor = 1 if call.name == "_fft_c2c" else Fraction(1, 2)
-    return _along(call, call["self"], factor, _joined(call["self"], _axes(call)))
+    return _along(call, call["self"], factor, joined(call["self"], _axes(call)))
 
 
 @rule("_fft_c2r")
@@ -174,7 +159,7 @@ def to_real(call: Call) -> Counts:
     """Count half of it too; the axes but the last one are transformed before, into a tensor of their own."""
     operand: Spec = call["self"]
     *before, last = _axes(call)
-    extra = operand.bytes + _joined(operand, before) if before else _joined(operand, [last])
+    extra = operand.bytes + joined(operand, before) if before else joined(operand, [last])
     return _along(call, call.out, Fraction(1, 2), extra)
 
 

@@ -42,10 +42,11 @@ _G: Any = "g"
 _UNDER_ROOT: Any = ("rsqrt", ("add", ("mul", ("neg", "a"), "a"), 1))
 _BOTH_SQUARED: Any = ("reciprocal", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
 _PI_A: Any = ("mul", "a", pi)
+_PI_SQUARED: Any = ("call", ("mul", ("mul", "a", "a"), pi))
 _OF_SINC: Any = (
     "masked_fill",
-    ("mul", _G, ("div", ("sub", ("mul", _PI_A, ("cos", _PI_A)), ("sin", _PI_A)), ("mul", ("mul", "a", "a"), pi))),
-    ("eq", ("mul", ("mul", "a", "a"), pi), 0),
+    ("call", ("mul", _G, ("div", ("sub", ("mul", _PI_A, ("cos", _PI_A)), ("sin", _PI_A)), _PI_SQUARED))),
+    ("eq", _PI_SQUARED, 0),
 )
 #: Gradients of functions that the library's table has not, as torch's autograd works them out.
 _GRADIENTS: dict[str, tuple[Any, ...]] = {
@@ -54,19 +55,19 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
     "asinh": (("mul", _G, ("rsqrt", ("add", ("square", "a"), 1))),),
     "atanh": (("div", ("mul", _G, 1), ("sub", 1, ("square", "a"))),),
     "copysign": (("mul", _G, ("masked_fill_", ("div", "y", "a"), ("eq", "a", 0))), None),
-    "cosh": (("mul", _G, ("mul", 0.5, ("sub", ("exp", "a"), ("exp", ("neg", "a"))))),),
-    "erfinv": (("mul", ("mul", pi**0.5 / 2, ("exp", ("square", "y"))), _G),),
+    "cosh": (("mul", _G, ("one", ("mul", 0.5, ("sub", ("exp", "a"), ("exp", ("neg", "a")))))),),
+    "erfinv": (("mul", ("mul", pi**0.5 / 2, ("exp", ("square", ("again", "a")))), _G),),
     "frac": (_G,),
     "hypot": (("mul", _G, ("div", "a", "y")), ("mul", _G, ("div", "b", "y"))),
     "logaddexp": (
         ("div", _G, ("add", ("exp", ("sub", "b", "a")), 1)), ("div", _G, ("add", ("exp", ("sub", "a", "b")), 1)),
     ),
-    "nan_to_num": (("mul", _G, ("mul", ("eq", "a", "a"), ("ne", ("abs", "a"), float("inf")))),),
+    "nan_to_num": (("mul", _G, ("call", ("mul", ("ne", ("abs", "a"), float("inf")), ("eq", "a", "a")))),),
     "sinc": (_OF_SINC,),
-    "sinh": (("mul", _G, ("sqrt", ("add", ("square", "y"), 1))),),
+    "sinh": (("mul", _G, ("one", ("mul", 0.5, ("add", ("exp", "a"), ("exp", ("neg", "a")))))),),
     "special_entr": (("mul", _G, ("neg", ("add", ("log", "a"), 1))),),
     "xlogy": (
-        ("masked_fill", ("mul", _G, ("log", "b")), ("logical_and_", ("eq", "a", 0), ("less_equal", "b", 0))),
+        ("masked_fill", ("one", ("mul", _G, ("log", "b"))), ("logical_and", ("less_equal", "b", 0), ("eq", "a", 0))),
         ("div", ("mul", _G, "a"), "b"),
     ),
     "asin": (("mul", _G, _UNDER_ROOT),),
@@ -76,9 +77,10 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
     "exp2": (("mul", ("mul", _G, "y"), log(2)),),
     "log10": (("div", _G, ("mul", "a", log(10))),),
     "log2": (("div", _G, ("mul", "a", log(2))),),
-    "logit": (("div", _G, ("mul", "a", ("sub", 1, "a"))),),
+    "logit": (("one", ("div", _G, ("mul", "a", ("sub", 1, "a")))),),
     "prelu_kernel": (
-        ("where", ("less", 0, "a"), _G, ("mul", "b", _G)), ("where", ("less", 0, "a"), 0, ("mul", "a", _G)),
+        ("one", ("where", ("less", 0, "a"), _G, ("mul", "b", _G))),
+        ("one", ("where", ("less", 0, "a"), 0, ("mul", "a", _G))),
     ),
     "remainder": (_G,),
     "fmod": (_G,),
@@ -89,7 +91,7 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
 
 def _beyond(bound: float, where: Any = "a") -> tuple[Any]:
     """Return the gradient of what has none up to a bound."""
-    return (("where", ("less_equal", where, bound), 0, _G),)
+    return (("one", ("where", ("less_equal", where, bound), 0, _G)),)
 
 
 def _of_elu(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any]:
@@ -97,7 +99,7 @@ def _of_elu(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any
         return x if number == 1 else ("mul", x, number)
 
     below = ("mul", _G, ("mul", alpha * scale * input_scale, ("exp", times("a", input_scale))))
-    return (("where", ("less", 0, "a"), times(_G, scale), below),)
+    return (("one", ("where", ("less", 0, "a"), times(_G, scale), below)),)
 
 
 #: Gradients of functions with numbers of a call.
@@ -106,15 +108,18 @@ _SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
     "elu": lambda call: _of_elu(call["alpha"], call["scale"], call["input_scale"]),
     "hardshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
     "hardtanh": lambda call: (
-        ("where", ("logical_and", ("less", call["min_val"], "a"), ("less", "a", call["max_val"])), _G, 0),
+        ("one", ("where", ("logical_and", ("less", call["min_val"], "a"), ("less", "a", call["max_val"])), _G, 0)),
     ),
-    "leaky_relu": lambda call: (("where", ("less", 0, "a"), _G, ("mul", call["negative_slope"], _G)),),
+    "leaky_relu": lambda call: (("one", ("where", ("less", 0, "a"), _G, ("mul", call["negative_slope"], _G))),),
     "softplus": lambda call: (
         (
-            "where",
-            ("less", call["threshold"], ("mul", "a", call["beta"])),
-            _G,
-            ("mul", _G, ("sigmoid", ("mul", "a", call["beta"]))),
+            "one",
+            (
+                "where",
+                ("less", call["threshold"], ("mul", "a", call["beta"])),
+                _G,
+                ("mul", _G, ("sigmoid", ("mul", "a", call["beta"]))),
+            ),
         ),
     ),
     "softshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
@@ -268,6 +273,7 @@ def power(call: Call) -> Tensor | None:
     less: Any = "a"  # to one power less, in the steps that it is
     for step in power_steps(number - 1):
         less = (step, less, number - 1) if step == "pow" else (step, less)
+    less = ("one", less) if len(power_steps(number - 1)) > 1 else less
     slope = (("mul", _G, ("mul", number, less)),)
     if steps == ("pow",):
         return _applied(call, replace(FUNCTIONS["pow"], grad=(*slope, None)), [call["self"], number])

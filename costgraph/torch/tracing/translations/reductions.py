@@ -47,7 +47,10 @@ def reduced(call: Call) -> Tensor | None:
     if call.name in ("sum", "mean", "prod") and call.out.dtype != x.dtype:
         wide = cast(x, call.out.dtype)
     pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim") and call.out.sizes))
-    return reduce(wide, pattern, _OPERATIONS[call.name])
+    operation = _OPERATIONS[call.name]
+    if call.device == "cpu" and call.name in ("amax", "amin"):  # a kernel of it casts masks on the way back
+        return one_kernel(operation, lambda x: reduce(x, pattern, operation), x, backward="extremum")
+    return reduce(wide, pattern, operation)
 
 
 @translation("linalg_vector_norm", "norm")

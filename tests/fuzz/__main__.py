@@ -1,0 +1,71 @@
+"""Draw programs, chains of transforms and ranks, and count wrong numbers: `python -m tests.fuzz --minutes 10`."""
+
+import argparse
+import importlib
+import random
+import sys
+import time
+import traceback
+import warnings
+
+WHAT = ("programs", "chains", "ranks")
+
+
+def checks(names):
+    """Return `check(rng)` of each module that there is."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.import_module(f"{__package__}.{name}").check
+        except ModuleNotFoundError as error:
+            if error.name != f"{__package__}.{name}":
+                raise
+    return found
+
+
+def one(check, seed):
+    """Return what a check of one seed finds; an exception that it does not expect is a wrong answer."""
+    try:
+        return check(random.Random(seed))
+    except Exception:
+        return 1, 0, [traceback.format_exc(limit=-3)]
+
+
+def main(arguments=None):
+    """Return 1 if more answers of a thousand are wrong than the limit."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to draw")
+    parser.add_argument("--count", type=int, help="programs of each kind, in place of a time")
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw; the next one adds 1")
+    parser.add_argument("--what", choices=WHAT, action="append", help="by default everything that there is")
+    parser.add_argument("--limit", type=float, default=2.0, help="wrong draws of a thousand that are allowed")
+    parser.add_argument("--quiet", action="store_true", help="print counts alone")
+    given = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    found = checks(given.what or WHAT)
+    draws, seed, end = dict.fromkeys(found, 0), given.seed, time.monotonic() + 60 * given.minutes
+    answers, refusals, failed = dict(draws), dict(draws), dict(draws)
+    while found and (seed - given.seed < given.count if given.count else time.monotonic() < end):
+        for name, check in found.items():
+            tried, refused, wrong = one(check, seed)
+            draws[name] += tried > 0
+            answers[name] += tried
+            refusals[name] += refused
+            failed[name] += bool(wrong)
+            if wrong and not given.quiet:
+                again = f"python -m {__package__} --what {name} --seed {seed} --count 1"
+                print(f"-- {again}", *wrong, sep="\n", flush=True)
+        seed += 1
+    worst = 0.0
+    for name, count in draws.items():
+        rate = 1000 * failed[name] / max(count, 1)
+        worst = max(worst, rate)
+        print(
+            f"{name}: {count} drawn, {answers[name]} questions, {refusals[name]} refused, "
+            f"{failed[name]} wrong ({rate:.1f} per thousand)"
+        )
+    return int(worst > given.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

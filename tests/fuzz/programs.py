@@ -1,0 +1,303 @@
+"""Random torch programs: traced with open sizes, and held against torch at others."""
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import costgraph as cg
+from costgraph.torch import trace
+
+#: Statements that keep the shape (batch, length, width) of `x`; K is the width.
+STEPS = (
+    # elementwise
+    "x = x.sin()",
+    "x = x.exp() * 0.1",
+    "x = functional.gelu(x)",
+    "x = functional.silu(x)",
+    "x = x.tanh() * y",
+    "x = torch.relu(x)",
+    "x = functional.softplus(x)",
+    "x = x.sigmoid() + 1",
+    "x = x / (1 + y * y)",
+    "x = x ** 2",
+    "x = torch.where(x > 0, x, y)",
+    "x = torch.maximum(x, y)",
+    "x = x.clamp(-1, 1)",
+    "x = x.masked_fill(x > 1, 0.0)",
+    "x = torch.addcmul(x, y, y)",
+    "x = torch.addcdiv(x, y, y.abs() + 1)",
+    "x = torch.lerp(x, y, 0.3)",
+    "x = functional.elu(x)",
+    "x = functional.leaky_relu(x, 0.2)",
+    "x = functional.hardswish(x)",
+    "x = functional.mish(x)",
+    "x = x.abs().sqrt()",
+    "x = torch.atan2(x, y)",
+    "x = (x * x + 1).log()",
+    # views and slices
+    "x = x.mT.contiguous().mT",
+    "x = x.flip(1)",
+    "x = x.roll(1, 1)",
+    "x = torch.cat([x[:, 1:], x[:, :1]], 1)",
+    "x = torch.cat(x.chunk(2, -1)[::-1], -1)",
+    "x = x[:, :, : K // 2].repeat(1, 1, 2)",
+    "x = x[:, :1] + y",
+    "x = x.unflatten(-1, (2, -1)).transpose(1, 2).transpose(1, 2).flatten(-2)",
+    "x = x.permute(2, 0, 1).permute(1, 2, 0)",
+    "x = torch.stack([x, y]).sum(0)",
+    "x = x[..., None].expand(-1, -1, -1, 2).sum(-1)",
+    "y = x[:, -1:] * y",
+    "x = functional.pad(x[:, 1:], (0, 0, 1, 0))",
+    "x = x.tril()",
+    "x = x.unbind(1)[0][:, None] * y",
+    # in-place writes
+    "x = x * 1; x[:, 0] = 2.0",
+    "x = x * 1; x[..., :2].mul_(y[..., :2])",
+    "x = (x + 1).mul_(2)",
+    "x = (x * 2).relu_()",
+    "x = x.clone(); x[:, 1:].add_(y[:, 1:])",
+    "x = x + 1; x.masked_fill_(y > 0, 0.0)",
+    # gathers and orders
+    "x = x.gather(1, x.argmax(1, keepdim=True).expand_as(x))",
+    "x = x[:, torch.tensor([0, 1])].mean(1, keepdim=True) + y",
+    "x = x.index_select(-1, torch.arange(K).flip(0))",
+    "x = x.sort(-1).values",
+    "x = x.topk(2, -1).values.sum(-1, keepdim=True) * y",
+    "x = x.cumsum(1)",
+    "x = x.index_add(1, torch.tensor([0, 1]), y[:, :2])",
+    # reductions and norms
+    "x = x - x.mean(-1, keepdim=True)",
+    "x = x / (x.std(-1, keepdim=True) + 1)",
+    "x = x.softmax(-1)",
+    "x = x.log_softmax(1)",
+    "x = x - x.amax(-1, keepdim=True)",
+    "x = x * x.norm(dim=-1, keepdim=True)",
+    "x = functional.layer_norm(x, (K,))",
+    "x = functional.rms_norm(x, (K,))",
+    "x = x - x.logsumexp(1, keepdim=True)",
+    "x = functional.normalize(x, dim=-1)",
+    "x = x.sum(1, keepdim=True) + y",
+    "x = self.norm(x)",
+    "x = x.amin(1, keepdim=True) + y",
+    "x = x.max(1, keepdim=True).values + y",
+    # casts and autocast
+    "x = x.bfloat16().sin().float()",
+    "x = x.double().mean(-1, keepdim=True).float() * y",
+    "with torch.autocast('cpu', torch.bfloat16): x = self.a(x).float()",
+    # products
+    "x = self.a(x)",
+    "x = functional.linear(x, self.a.weight.T)",
+    "x = (x @ x.mT).softmax(-1) @ x",
+    "x = self.b(x.mT).mT",
+    "x = torch.einsum('bij,bkj->bik', x, y).softmax(-1) @ y",
+    "x = self.mlp(x)",
+    "x = self.embed((x[..., 0] > 0).long())",
+    (
+        "q, k = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, y)); "
+        "x = functional.scaled_dot_product_attention(q, k, q).transpose(1, 2).flatten(-2)"
+    ),
+    "x = functional.scaled_dot_product_attention(x[:, None], x[:, None], y[:, None], is_causal=True)[:, 0]",
+    "x = functional.glu(self.wide(x))",
+    "x = functional.avg_pool1d(x.mT, 3, 1, 1).mT",
+    "x = functional.max_pool1d(x.mT, 3, 1, 1).mT",
+    # loops, detached parts and checkpoints
+    "for _ in range(3): x = self.a(x).tanh()",
+    "x = x + x.detach().cos()",
+    "x = checkpoint(self.mlp, x, use_reentrant=False)",
+    "y = x.detach() * 2",
+    "x = x + y",
+    "y = x",
+    "x = functional.dropout(x, 0.1)",
+    "with torch.no_grad(): y = y.sin()",
+)
+LOSSES = (
+    "x.mean()",
+    "x.sum()",
+    "(x * x).mean()",
+    "functional.mse_loss(x, y.detach())",
+    "x.float().logsumexp((0, 1, 2))",
+    "functional.smooth_l1_loss(x, y.detach())",
+    "functional.cross_entropy(x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long))",
+)
+
+
+class Program(nn.Module):
+    """Statements drawn one after another, over a few layers."""
+
+    def __init__(self, width, lines, loss):
+        super().__init__()
+        self.a, self.b, self.wide = (
+            nn.Linear(width, width),
+            nn.Conv1d(width, width, 3, padding=1),
+            nn.Linear(width, 2 * width),
+        )
+        self.norm, self.embed = nn.LayerNorm(width), nn.Embedding(5, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+        body = [f"K = {width}", "x = self.a(x)", "y = x", *lines, f"return {loss}"]
+        self.text = "def forward(self, x):\n" + "".join(f"    {line}\n" for line in body)
+        scope = {"torch": torch, "functional": functional, "checkpoint": checkpoint}
+        exec(compile(self.text, "<program>", "exec"), scope)
+        self.run = scope["forward"]
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that live storages have at once."""
+
+    def __init__(self, *held):
+        super().__init__()
+        self.found, self.live, self.peak = {}, 0, 0
+        self.add(held)
+
+    def add(self, tensors):
+        for t in tree_leaves(tensors):
+            storage = t.untyped_storage() if isinstance(t, torch.Tensor) else None
+            if storage is None or storage._cdata in self.found:
+                continue
+            key, amount = storage._cdata, storage.nbytes()
+            self.found[key] = weakref.ref(storage, lambda _, key=key, amount=amount: self.gone(key, amount))
+            self.live += amount
+            self.peak = max(self.peak, self.live)
+
+    def gone(self, key, amount):
+        self.found.pop(key, None)
+        self.live -= amount
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.add(made)
+        return made
+
+
+def tracked(run, held):
+    """Bytes of the live storages at the peak of a run, without what kernels take inside."""
+    gc.collect()
+    with Live(*held) as live:
+        run()
+    return live.peak
+
+
+aten = torch.ops.aten
+
+
+def formula(op):
+    """Return torch's formula of the FLOPs of another op, as it stands in its table."""
+
+    def counted(*args, **kwargs):
+        return flop_registry[op](*args, **kwargs)
+
+    counted._get_raw = True
+    return counted
+
+
+#: torch's counter has no rule for the kernel of attention on a CPU.
+COUNTED = {
+    aten._scaled_dot_product_flash_attention_for_cpu: formula(aten._scaled_dot_product_flash_attention),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: formula(
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def profiled(run, held):
+    """Bytes at the peak of a second run: what is held, and what the allocator hands out above that."""
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    live = most = 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most + sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+
+def drawn(rng):
+    """Return a module, and the text of its forward pass."""
+    width = rng.choice((8, 16, 24))
+    lines = rng.sample(STEPS, rng.randint(2, 7))
+    torch.manual_seed(0)
+    return Program(width, lines, rng.choice(LOSSES)), width
+
+
+def check(rng):
+    """Draw a program and compare it.
+
+    Returns
+    -------
+    tried, refused : int
+        Answers that were asked for, and those that were refused in words.
+    wrong : list of str
+        Numbers that differ, with the text of the program.
+    """
+    net, width = drawn(rng)
+    batch, length = rng.choice((2, 3, 5)), rng.choice((16, 29, 64))
+    other = torch.zeros(7, 11, width)
+    x = torch.randn(batch, length, width)
+    dims = [("B", "S", None)]
+    sizes = {"B": batch, "S": length}
+
+    def forward():
+        with torch.no_grad():
+            net(x)
+
+    def step():
+        net(x).backward()
+        net.zero_grad()
+
+    try:
+        forward()
+    except Exception:  # two lines that do not fit: no program
+        return 0, 0, []
+    try:
+        step()
+        trains = True
+    except RuntimeError:  # something was written over that a gradient reads, or there is none
+        net.zero_grad()
+        trains = False
+    held = [*net.parameters(), x]
+    wrong, refused, tried = [], 0, 0
+    # a forward pass is not computed again: its checkpoints are those of `backward(..., recompute=)`
+    derived = trains and "checkpoint" not in net.text
+    library = any(part in net.text for part in ("self.b(", "autocast"))  # kernels whose workspaces oneDNN chooses
+    asked = [("forward", lambda: trace(net, other, dims=dims), forward)]
+    if trains:
+        asked.append(("traced step", lambda: trace(net, other, dims=dims, train=True), step))
+    if derived:
+        asked.append(("derived step", lambda: cg.backward(trace(net, other, dims=dims)), step))
+    seen = {}
+    for what, build, run in asked:
+        tried += 1
+        try:
+            graph = build()
+            flops, peak = int(cg.matmul_flops(graph, count="full", **sizes)), int(cg.peak_memory(graph, **sizes))
+        except cg.CostGraphError:
+            refused += 1
+            continue
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}\n{net.text}")
+            continue
+        if run not in seen:
+            with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
+                run()
+            most = profiled(run, held)
+            seen[run] = counter.get_total_flops(), tracked(run, held) if library else most, most
+        expected, least, most = seen[run]
+        if flops != expected:
+            wrong.append(f"{what}: {flops} FLOPs, torch counts {expected} at {sizes}\n{net.text}")
+        real = min(max(peak, least), most)
+        if abs(peak - real) > max(4096, 0.01 * real):
+            wrong.append(f"{what}: peak {peak}, the allocator {real} ({peak / real - 1:+.1%}) at {sizes}\n{net.text}")
+    return tried, refused, wrong
