@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import costgraph as cg
@@ -26,7 +26,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "ceil": lambda n: math.ceil(n / 4) + 1,
     "floor": lambda n: math.floor(n / 3) + 2,
     "int of a quotient": lambda n: int(n / 2) + 1,
-    "int of ceil": lambda n: int(math.ceil(n / 4)) * 4,
+    "int of ceil": lambda n: int(math.ceil(n / 4)) * 4,  # noqa: RUF046  # as programs do
     "divmod": lambda n: sum(divmod(n, 5)) + 1,
     "round": lambda n: round(n * 2),
     "text": lambda n: {f"{n}": n}[f"{n}"],
@@ -88,8 +88,8 @@ class Hop(nn.Module):
         self.conv = nn.Conv1d(1, 8, 16, stride=4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        frames = int(math.ceil(x.shape[-1] / 4))
-        return self.conv(F.pad(x, (6, 6 + frames * 4 - x.shape[-1])))
+        frames = int(math.ceil(x.shape[-1] / 4))  # noqa: RUF046  # as programs do
+        return self.conv(functional.pad(x, (6, 6 + frames * 4 - x.shape[-1])))
 
 
 class Resized(nn.Module):
@@ -100,7 +100,7 @@ class Resized(nn.Module):
         self.conv = nn.Conv2d(4, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = F.interpolate(x, scale_factor=64 / x.shape[-1], mode="bilinear", recompute_scale_factor=True)
+        wide = functional.interpolate(x, scale_factor=64 / x.shape[-1], mode="bilinear", recompute_scale_factor=True)
         return self.conv(wide) + self.conv(x).mean()
 
 
@@ -131,5 +131,5 @@ def test_an_integer_that_decides_control_flow_is_an_assumption():
 
 def test_names_of_python_are_themselves_after_a_trace():
     trace(Converted([CONVERSIONS["int"]]), torch.zeros(3, 4, 4), dims=[("B", "S", None)])
-    assert not {"int", "float", "len", "type"} & (globals().keys() | vars(F).keys())
+    assert not {"int", "float", "len", "type"} & (globals().keys() | vars(functional).keys())
     assert not hasattr(torch.SymInt, "__divmod__")
