@@ -29,7 +29,7 @@ CHOICES = {
     "mask": lambda x, label: x[label == 1],
     "where": lambda x, label: x[torch.where(label == 1)[0]],
     "nonzero": lambda x, label: x[(label == 1).nonzero().squeeze(-1)],
-    "nonzero, skipped where empty": lambda x, label: r[label == 1] if (r := x).numel() and (label == 1).nonzero().shape[0] > 0 else x,
+    "nonzero, skipped where empty": lambda x, label: x[label == 1] if (label == 1).nonzero().shape[0] > 0 else x,
     "masked_select": lambda x, label: torch.masked_select(label, label == 1)[:, None] * x[:1],
     "columns": lambda x, label: torch.stack([label, label])[:, label == 1].T.to(x.dtype).repeat(1, 4),
     "unique": lambda x, label: x[torch.unique(label)],

@@ -122,7 +122,7 @@ def _resampled(
 def _scaled(size: Any, factor: float) -> Any:
     """Return a size times a factor, rounded down as torch does it."""
     if isinstance(factor, torch.SymFloat):
-        return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return math.floor(size * factor)
     if round(factor) == factor:
         return size * round(factor)
     part = round(1 / factor) if factor else 0
@@ -225,7 +225,7 @@ def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None,
     """Return the numbers of a range that has as many as a size."""
     if not isinstance(data, Range) or options.get("requires_grad"):
         return None
-    made: torch.Tensor = torch.arange(data.count, dtype=torch.int64, device=device)
+    made = _count(data.count, torch.int64, device)
     made = made if data.step == 1 else made.mul_(data.step)
     made = made if isinstance(data.start, int) and not data.start else made.add_(data.start)
     return made if dtype is None else made.to(dtype)

@@ -56,7 +56,7 @@ class _Shadow:
         return other | self._plain
 
     def __getitem__(self, item: Any) -> Any:
-        return self._plain[item]  # type: ignore[index]  # raises as the type does
+        return self._plain[item]
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self._plain
@@ -144,6 +144,16 @@ def open_integers(module: nn.Module) -> Iterator[None]:
         for name, method in methods.items():
             replaced.enter_context(patch.object(torch.SymInt, name, method, create=True))
         for names in _files(module):
-            ours = {k: v for k, v in _SHADOWS.items() if names.get(k, getattr(builtins, k)) is getattr(builtins, k)}
-            replaced.enter_context(patch.dict(names, ours))
+            for name, shadow in _SHADOWS.items():
+                plain = getattr(builtins, name)
+                if names.get(name, plain) is plain:
+                    replaced.callback(_restore, names, name, names.get(name))
+                    names[name] = shadow
         yield
+
+
+def _restore(names: dict[str, Any], name: str, before: Any) -> None:
+    if before is None:
+        names.pop(name, None)
+    else:
+        names[name] = before

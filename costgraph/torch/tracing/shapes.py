@@ -286,16 +286,17 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
 
 
 def _merged(known: sympy.Basic) -> dict[sympy.Expr, sympy.Expr]:
-    """Return a whole part that an equation states in terms of others, as where a skip connection meets what is resized."""
+    """Return a whole part that an equation states in terms of others, as at a skip connection of a U-Net."""
     if not isinstance(known, sympy.Eq):
         return {}
     ahead = sympy.expand(known.lhs - known.rhs)
     for term in sorted(sympy.Add.make_args(ahead), key=str):
         factor, part = term.as_coeff_Mul()
         rest = ahead - term
-        if isinstance(part, functions.FloorDiv) and abs(factor) == 1 and not rest.has(part):
-            if rest.atoms(functions.FloorDiv) and not any(part.has(other) for other in rest.atoms(functions.FloorDiv)):
-                return {part: -rest / factor}
+        others = rest.atoms(functions.FloorDiv)
+        alone = isinstance(part, functions.FloorDiv) and abs(factor) == 1 and not rest.has(part)
+        if alone and others and not any(map(part.has, others)):
+            return {part: -rest / factor}
     return {}
 
 

@@ -84,8 +84,8 @@ class Translator:
                 self.names[expr] = self.chosen.get(expr, expr.name)
             if expr not in self.names:
                 raise UnsupportedError(
-                    f"size {self.chosen.get(expr, expr)}: it depends on the values of tensors, expected one that follows "
-                    f"from the sizes; trace with data_sizes='symbol' to name it"
+                    f"size {self.chosen.get(expr, expr)}: it depends on the values of tensors, expected one that "
+                    f"follows from the sizes; trace with data_sizes='symbol' to name it"
                 )
             return poly(symbol(self.names[expr]))
         if expr in self.exact:
