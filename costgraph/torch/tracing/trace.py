@@ -201,9 +201,10 @@ def _traced(
                 sizes, shapes, run = _first(watched, given.sizes())
         except CostGraphError:
             raise error from error.__cause__
-    if shapes.exact or shapes.merged:  # which is known from the start on now
+    merged = dict(shapes.merged) if train else {}  # declared kinds of a forward pass derive the shapes that they have
+    if shapes.exact or merged:  # which is known from the start on now
         exact = frozenset(shapes.exact)
-        watched = partial(watched, merged=dict(shapes.merged))
+        watched = partial(watched, merged=merged)
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
     narrow = partial(_watched, module, given, None, target, options, narrow=True, exact=exact, integers=integers)
