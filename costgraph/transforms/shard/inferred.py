@@ -1,4 +1,4 @@
-"""Column and row parallelism inferred from a graph: pairs of products with no more than elementwise ops or heads between.
+"""Column and row parallelism, inferred from pairs of products with elementwise ops or attention heads between them.
 
 A weight is split along the axis that its product makes where everything between it and the next products keeps that
 axis, and these products sum it: column parallelism of the first, row parallelism of the others.

@@ -218,8 +218,8 @@ def _of_rank(
     left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in placements or ())]
     if strict and left:
         raise UnsupportedError(
-            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected placements= "
-            f"for these, or strict=False"
+            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected "
+            f"placements= for these, or strict=False"
         )
     made = shard(
         graph, mesh, {**places, **(placements or {})},
