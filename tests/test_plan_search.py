@@ -379,7 +379,8 @@ def test_a_size_that_is_left_out_is_named(model):
 
 def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
     cg.save(model, tmp_path / "lm.json")
-    words = "--devices 26 --hardware h100-sxm --precision bf16 --tp 1,2 --zero 0,3 --checkpoint none"
+    words = "--devices 26 --hardware h100-sxm --precision bf16 --tp 1,2 --zero 0,3 --checkpoint none --overlap none"
+    words += " --reduce-each"
     sizes = [f"{name}={n}" for name, n in {"B": 78, **SIZES}.items()]
     expected = cg.plan.search(model, **MANY, tp=(1, 2), zero=(0, 3), checkpoint="none")
     for form, read in (("--json", json.loads), ("--csv", lambda text: list(csv.DictReader(text.splitlines())))):

@@ -1,4 +1,4 @@
-"""Column and row parallelism inferred from a graph: pairs of products with no more than elementwise ops or heads between.
+"""Column and row parallelism, inferred from pairs of products with elementwise ops or attention heads between them.
 
 A weight is split along the axis that its product makes where everything between it and the next products keeps that
 axis, and these products sum it: column parallelism of the first, row parallelism of the others.
@@ -19,11 +19,19 @@ from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ...ops.keep import Keep
 from ...ops.moves import Slice
+from .names import is_known
 
 __all__ = ["inferred", "replicated", "with_states"]
 
 #: Weights that tensor parallelism keeps whole in any system: routers, and projections to a latent that is normalized.
-_WHOLE = ("*router/weight", "*mlp/gate/weight", "*_a/weight", "*q_a_proj/weight", "*kv_a_proj_with_mqa/weight")
+_WHOLE = (
+    "*router/weight",
+    "*router/gate/weight",
+    "*mlp/gate/weight",
+    "*_a/weight",
+    "*q_a_proj/weight",
+    "*kv_a_proj_with_mqa/weight",
+)
 
 #: A tensor, and one of its axes.
 _Axis = tuple[Tensor, int]
@@ -52,7 +60,7 @@ def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tup
     flat, taken = _Flat(graph), {*placed}
     for weight, (op, i) in _products(flat).items():
         rule = op.kind.placed(op)
-        if weight.name in taken or rule is None:
+        if weight.name in taken or is_known(weight.name) or rule is None:
             continue
         labels = rule.operands[i] or ()
         kept = {n for result in rule.results for dim in result for n in dim}
@@ -197,7 +205,9 @@ class _Group:
         for t, labels in tensors:
             for i, dim in enumerate(labels or ()):
                 if name in dim:
-                    if next(n for n in dim if rule.extents[n] != ONE) != name or not self.divides(rule.extents[name]):
+                    if next((n for n in dim if rule.extents[n] != ONE), None) != name or not self.divides(
+                        rule.extents[name]
+                    ):
                         return False
                     if not self.add(t, i):
                         return False

@@ -9,7 +9,7 @@ from ...graph.graph import Graph
 from ...graph.tensor import Tensor
 from ...ops.moves import Rearrange
 
-__all__ = ["SUMMED", "TENSOR", "axes_of", "placed_by_name"]
+__all__ = ["SUMMED", "TENSOR", "axes_of", "is_known", "placed_by_name"]
 
 #: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
 #: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
@@ -109,6 +109,12 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
             continue
         if len(axes_of(TENSOR[found])) == t.ndim - t.storage.pieces:
             yield t.name, _as_stored(t, TENSOR[found])
+
+
+def is_known(name: str) -> bool:
+    """Whether the name of a parameter is that of a known layer: one that stays whole does so for a reason."""
+    ends = (*TENSOR, *_BESIDE)
+    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in ends)
 
 
 def _as_stored(t: Tensor, text: str) -> str:

@@ -26,7 +26,7 @@ from .buckets import Buckets
 from .fully import FullyShard
 from .heads import Heads, heads
 from .inferred import inferred, replicated, with_states
-from .names import axes_of, placed_by_name
+from .names import axes_of, is_known, placed_by_name
 from .shard import Placements, shard
 
 __all__ = ["CONTEXTS", "SYSTEMS", "System", "parallelize"]
@@ -216,10 +216,11 @@ def _of_rank(
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
     left = replicated(graph, {**places, **(placements or {})}) if mesh["tp"] != ONE else []
     left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in placements or ())]
+    left = [name for name in left if not is_known(name)]
     if strict and left:
         raise UnsupportedError(
-            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected placements= "
-            f"for these, or strict=False"
+            f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected "
+            f"placements= for these, or strict=False"
         )
     made = shard(
         graph, mesh, {**places, **(placements or {})},

@@ -10,7 +10,6 @@ from ...errors import FormatError
 from ...graph.graph import Graph
 from ...graph.loop import is_pass
 from ...graph.op import Op
-from ...graph.placement import Placement
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...ops.collectives import Collective, Part

@@ -1,0 +1,72 @@
+"""Invariants of random chains of `parallelize`: degrees of one, sums over ranks, stages of ZeRO, sizes bound early."""
+
+from __future__ import annotations
+
+import random
+
+import costgraph as cg
+
+B, S, D, F, L = cg.dims("B S D F L")
+SIZES = {"B": 8, "S": 8, "D": 32, "F": 64, "L": 4}
+
+
+def model(kinds: int, *, gated: bool, fused: bool) -> cg.Graph:
+    """Declare layers with names that nobody knows: attention with one product for q, k and v, and an MLP."""
+    with cg.Graph("drawn", dtype="bf16") as g:
+        x = g.input("x", (B, S, D))
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            h = cg.rms_norm(x)
+            if fused:
+                mixed = cg.linear(h, "b s d -> b s f", f=2 * F, name="one")
+                left, right = cg.ops.split(mixed, (F, F), -1)
+                h = cg.silu(left) * right
+            else:
+                h = cg.silu(cg.linear(h, "b s d -> b s f", f=F, name="one"))
+                h = h * cg.linear(x, "b s d -> b s f", f=F, name="other") if gated else h
+            return x + cg.linear(h, "b s f -> b s d", d=D, name="two")
+
+        names = [f"kind{i}" for i in range(kinds)]
+        x = cg.nn.layers(L, dict.fromkeys(names, block), x, names)
+        g.output(cg.reduce(x, "b s d ->", "mean"))
+    return g
+
+
+def numbers(g: cg.Graph, **sizes: int) -> tuple[object, ...]:
+    return cg.flops(g, **sizes), cg.bytes_moved(g, **sizes), cg.peak_memory(g, **sizes)
+
+
+def check(rng: random.Random) -> None:
+    """Draw one configuration, and assert all that holds of every configuration."""
+    gated, fused = rng.random() < 0.5, rng.random() < 0.5
+    kinds = rng.choice((1, 2))
+    accumulate, checkpoint = rng.choice((1, 2)), rng.choice((None, cg.every_block()))
+    optimizer = rng.choice((cg.SGD(), cg.AdamW(implementation="fused")))
+    step = cg.training_step(
+        model(kinds, gated=gated, fused=fused), optimizer=optimizer, checkpoint=checkpoint, accumulate=accumulate
+    )
+    dp, tp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
+    assert numbers(cg.parallelize(step, dp=1, tp=1, zero=rng.randrange(4)), **SIZES) == numbers(step, **SIZES)
+    whole = cg.state_bytes(step, **SIZES)
+    ranks = [cg.parallelize(step, dp=dp, tp=tp, zero=stage) for stage in range(4)]
+    held = [cg.state_bytes(rank, **SIZES) for rank in ranks]
+    for less, more in zip(held[1:], held, strict=False):
+        for name in ("params", "gradients", "state"):
+            assert getattr(less, name) <= getattr(more, name), (name, held)
+    # all ranks of stage 3 together hold everything once; norms are whole along tp
+    assert held[3].params * dp * tp >= whole.params, (held, whole)
+    assert held[3].params * dp == held[0].params, (held, whole)
+    counters = 4 * 32 * dp  # every rank counts steps of each parameter
+    assert 0 <= held[3].state * dp - held[0].state <= counters, (held, whole)
+    rank = ranks[0]
+    assert cg.matmul_flops(rank, **SIZES) * dp * tp == cg.matmul_flops(step, **SIZES)
+    degrees = {"dp": cg.dims("DP"), "tp": cg.dims("TP")}
+    early = cg.parallelize(step, dp=dp, tp=tp, zero=3) if dp > 1 and tp > 1 else None
+    if early is not None:
+        late = cg.parallelize(step, **degrees, zero=3)
+        assert numbers(late, **SIZES, DP=dp, TP=tp) == numbers(early, **SIZES)
+    gathers = [m for m in cg.communication(ranks[3], **SIZES) if m.collective == "all_gather" and m.axis == "dp"]
+    layers = [m for m in gathers if "layers" in str(m.op) and m.phase == "forward"]
+    if dp > 1 and (kinds == 1 or step.layers):
+        expected = SIZES["L"] * accumulate * len({m.bytes for m in layers})
+        assert sum(m.times for m in layers) == expected, (layers, expected)

@@ -1,0 +1,49 @@
+"""Ranks of drawn models and degrees: the invariants of `ranks.check` under fixed seeds, and what they cannot draw."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import costgraph as cg
+from tests.fuzz.ranks import SIZES, check, model
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_keep_what_holds_of_all_degrees(seed):
+    check(random.Random(seed))
+
+
+def test_layers_of_two_kinds_that_are_alike_are_gathered_as_layers_of_one():
+    found = []
+    for kinds in (1, 2):
+        step = cg.training_step(model(kinds, gated=False, fused=False), optimizer=cg.SGD())
+        rank = cg.parallelize(step, dp=4, zero=3)
+        counts = {}
+        for m in cg.communication(rank, **SIZES):
+            counts[m.collective, m.phase] = counts.get((m.collective, m.phase), 0) + m.times
+        found.append(counts)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 4}, {"dp": 2, "ep": 4}])
+def test_zero_shards_dense_parameters_over_expert_ranks(degrees):
+    step = cg.training_step(cg.models.load("qwen3-30b-a3b"), optimizer=cg.AdamW(implementation="fused"))
+    held = [cg.state_bytes(cg.parallelize(step, zero=stage, **degrees)) for stage in (0, 1, 3)]
+    assert held[2].state <= held[1].state < held[0].state
+    assert held[2].params < held[0].params
+
+
+def test_strict_refuses_weights_that_tensor_parallelism_leaves_whole():
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("odd") as g:
+        x = g.input("x", (B, D))
+        h = cg.relu(cg.linear(x, "b d -> b f", f=F, name="one"))
+        h = cg.rms_norm(cg.linear(h, "b f -> b d", d=D, name="two"))
+        g.output(cg.reduce(cg.rms_norm(cg.linear(h, "b d -> b f", f=F, name="alone")), "b f ->", "mean"))
+    rank = cg.parallelize(g, tp=2)
+    assert rank.sharding.replicated == ("alone/weight",)
+    assert cg.matmul_flops(rank) == 4 * B * D * F  # half of the pair, and all of the third
+    with pytest.raises(cg.UnsupportedError, match="tp leaves 1 weights whole on every rank, such as 'alone/weight'"):
+        cg.parallelize(g, tp=2, strict=True)
