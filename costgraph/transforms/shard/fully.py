@@ -94,8 +94,9 @@ class FullyShard:
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, self._format(name, getattr(self, name)))
         pairs = self.resident.items() if isinstance(self.resident, Mapping) else self.resident
-        object.__setattr__(self, "resident", tuple((pattern, _names(along)) for pattern, along in pairs))
-        odd = sorted({a for _, along in self.resident for a in _names(along)} - {*self.axes})
+        resident = tuple((pattern, _names(along)) for pattern, along in pairs)
+        object.__setattr__(self, "resident", resident)
+        odd = sorted({a for _, along in resident for a in along} - {*self.axes})
         if odd:
             raise GraphError(f"FullyShard: resident along {shown(odd[0])}, expected axes of {shown(self.axes)}")
         odd = sorted({*_names(self.reshard_after_forward)} - {*self.axes})

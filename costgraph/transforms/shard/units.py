@@ -217,11 +217,11 @@ class Units(Reducing):
             elif ahead[0].key not in {*frame.open, *frame.ahead}:
                 frame.ahead[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
         elif policy.prefetch and phase == "backward" and not frame.layer:
-            ahead = frame.following(unit, old)
-            if isinstance(ahead, Op):
-                self._before_layers(ahead, new)
-            elif ahead is not None and ahead.key not in {*frame.open, *frame.ahead}:
-                frame.ahead[ahead.key] = self._buffers(ahead, phase, old, new)
+            following = frame.following(unit, old)
+            if isinstance(following, Op):
+                self._before_layers(following, new)
+            elif following is not None and following.key not in {*frame.open, *frame.ahead}:
+                frame.ahead[following.key] = self._buffers(following, phase, old, new)
 
     def _put_together(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
         """Put a unit together, from buffers that may be there already."""
