@@ -347,10 +347,11 @@ def _function(data: Any) -> Function:
     """Return a function of the table by its name, or a record of one's own with all that it says."""
     if not isinstance(data, dict):
         return FUNCTIONS[kept(str, data)]
+    data = {"order": [], **data}  # which older files do not have
     names = [f.name for f in fields(Function)]
     if sorted(data) != sorted(names):
         raise TypeError(f"function {shown(sorted(data))}, expected {', '.join(names)}")
-    return Function(**{**data, "grad": _tuples(data["grad"])})
+    return Function(**{**data, "grad": _tuples(data["grad"]), "order": _tuples(data["order"])})
 
 
 def _tuples(value: Any) -> Any:

@@ -8,6 +8,8 @@ import time
 import traceback
 import warnings
 
+import costgraph as cg
+
 WHAT = ("programs", "chains", "ranks")
 
 
@@ -26,7 +28,9 @@ def checks(names):
 def one(check, seed):
     """Return what a check of one seed finds; an exception that it does not expect is a wrong answer."""
     try:
-        return check(random.Random(seed))
+        return check(random.Random(seed)) or (1, 0, [])  # a check that asserts returns nothing
+    except cg.CostGraphError:
+        return 1, 1, []
     except Exception:
         return 1, 0, [traceback.format_exc(limit=-3)]
 

@@ -278,3 +278,10 @@ def wrong(chain: Chain, invariants: tuple[Callable[[Chain], Iterator[str]], ...]
     except cg.CostGraphError:
         return None
     return [f"{invariant.__name__}: {text}" for invariant in invariants for text in invariant(chain)]
+
+
+def check(rng: random.Random) -> tuple[int, int, list[str]]:
+    """Return how many chains were drawn, how many of them the library refuses, and what the others break."""
+    chain = draw(rng)
+    found = wrong(chain)
+    return 1, int(found is None), [str(chain), *found] if found else []
