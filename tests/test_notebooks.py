@@ -96,7 +96,7 @@ def test_batches_that_fit_are_found_by_trying():
     step = cg.decode(cg.models.load("llama-3-8b"))
     for line in shown("sweep", 'B <= {int(found.B.where(fits).max())}")').splitlines():
         name, _, _, batch = line.split()
-        room = cg.load_hardware(name).memory.value
+        room = cg.load_hardware(name).capacity().value
         tried = [2**n for n in range(11) if cg.peak_memory(step, B=2**n, S=8192) <= room]
         assert int(batch) == max(tried)
 

@@ -327,7 +327,7 @@ def test_a_graph_without_tokens_has_samples():
 def test_the_table_is_short_and_a_frame_has_all(found):
     text = str(found)
     assert len(text.split("\n")) <= 40
-    assert f"fit  {len(found.rows)} of {found.tried} plans" in text
+    assert re.search(rf"fit +{len(found.rows)} of {found.tried} plans", text)
     assert "<table>" in found._repr_html_()
     frame = found.to_pandas()
     assert len(frame) == len(found.rows)

@@ -22,7 +22,7 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import READ
 from ..optimizers import AdamW, Optimizer
-from ..transforms.checkpoint import read_checkpoint
+from ..transforms.checkpoint import every_block, read_checkpoint
 from ..transforms.offload import OFFLOADED, need_offloaded
 from ..transforms.precision.policy import find_policy
 from ..transforms.schedules import SCHEDULES, asked
@@ -208,7 +208,7 @@ def search(
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
     choices = _Choices(
         _chosen(f"{place}: zero", zero, (0, 1, 2, 3) if system == "torch" else (0, 1)), zero is not None,
-        _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint),
+        _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint, model),
         _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual", virtual),
         _offloads(f"{place}: offload", offload),
     )  # fmt: skip
@@ -270,9 +270,10 @@ def _offloads(place: str, given: object) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _policies(place: str, given: object) -> list[str]:
-    """Return policies of checkpointing by name."""
-    found = ["none", "every-block"] if given is None else _several(place, given)
+def _policies(place: str, given: object, model: Graph) -> list[str]:
+    """Return policies of checkpointing by name; by default those that recompute something of the model."""
+    usual = ["none", "every-block"] if every_block().recomputes(model) else ["none"]
+    found = usual if given is None else _several(place, given)
     for value in found:
         if not isinstance(value, str):
             raise BindingError(f"{place}: {shown(value)}, expected a text such as 'every-block'")
