@@ -38,13 +38,13 @@ _Axis = tuple[Tensor, int]
 
 
 def replicated(graph: Graph, split: Collection[str]) -> list[str]:
-    """Return the matrices of products of the forward pass that every rank has whole, but for those that always are."""
+    """Return the weight matrices that stay replicated, without routers and the like, which always do."""
     names = (t.name for t in _products(_Flat(graph)) if t.name not in split)
     return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in _WHOLE)]
 
 
 def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:
-    """Return the matrices that products of the forward pass read, with the product and which operand they are."""
+    """Return the weight matrices, each with its product and its position among the operands."""
     found: dict[Tensor, tuple[Op, int]] = {}
     for op in flat.ops:
         for i, t in enumerate(op.operands):
@@ -56,7 +56,7 @@ def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:
 
 
 def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tuple[str, str]]:
-    """Yield placements of weights and biases that are not placed by name, pair by pair of products."""
+    """Yield placements of weights and biases without a known name, one pair of products after another."""
     flat, taken = _Flat(graph), {*placed}
     for weight, (op, i) in _products(flat).items():
         rule = op.kind.placed(op)
@@ -72,17 +72,17 @@ def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tup
 
 
 class _Flat:
-    """Ops of the forward pass with those inside of kernels, and the tensors that stand for one another."""
+    """The ops of the forward pass, kernels opened, and the tensors that are aliases of each other."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops: list[Op] = []
         self.same: dict[Tensor, Tensor] = {}
-        """What stands for a tensor of a body outside of it, or for a result inside."""
+        """The outer tensor of a formal, or the inner tensor of a result."""
         self.users: dict[Tensor, list[Op]] = {}
         self.params: set[Tensor] = set()
-        """What loops are given of parameters."""
+        """Parameters that loops read."""
         self.ends: set[Tensor] = set()
-        """Tensors that a graph or a loop hands on, or is given."""
+        """Inputs, outputs and carries of graphs and loops."""
         for g in graph.bodies():
             if not g.fused:
                 loop = None if g.owner is None else g.owner.loop
@@ -133,13 +133,13 @@ class _Flat:
 
 
 class _Group:
-    """Axes that have to be split together."""
+    """Axes that must be sharded together."""
 
     def __init__(self, flat: _Flat, ranks: Poly) -> None:
         self.flat, self.ranks = flat, ranks
         self.axes: set[_Axis] = set()
         self.blocks: dict[Tensor, Poly] = {}
-        """Tensors that slices of equal size are taken of, and how many."""
+        """Tensors that are cut into slices of equal size, and the number of slices."""
         self.summed = False
         """Whether a product sums the axis."""
         self.left: list[Tensor] = []
@@ -148,7 +148,7 @@ class _Group:
         return {t.name for t, _ in self.axes if t.role == "param" and t.producer is None}
 
     def spread(self, op: Op, rule: Split, name: str) -> bool:
-        """Split a name of an op, and all that follows from it; False where something cannot be split."""
+        """Shard a named axis of an op and every axis tied to it; False where one cannot be sharded."""
         if not self.split(op, rule, name):
             return False
         done: set[tuple[Op, int, _Axis]] = set()
@@ -171,7 +171,7 @@ class _Group:
         return True
 
     def through(self, op: Op, t: Tensor, dim: int) -> bool:
-        """Split what an op has along an axis of one of its tensors."""
+        """Shard an op along an axis of one of its tensors."""
         kind, rule = op.kind, op.kind.placed(op)
         if isinstance(kind, Slice) and kind.axis == dim:
             whole, part = op.operands[0].sizes[dim], op.results[0].sizes[dim]
@@ -192,7 +192,7 @@ class _Group:
         return len(names) == 1 and self.split(op, rule, str(names.pop()))
 
     def split(self, op: Op, rule: Split, name: str) -> bool:
-        """Split a name of an op: in all tensors that have it, as the outermost part of an axis."""
+        """Shard a named axis of an op in all its tensors, as the outermost factor."""
         if name in rule.whole or any(name in dim for dim in (rule.fixed or ())):
             return False
         tensors = [*zip(op.operands, rule.operands, strict=False), *zip(op.results, rule.results, strict=False)]
@@ -228,7 +228,7 @@ class _Group:
         return True
 
     def placements(self) -> Iterator[tuple[str, str]]:
-        """Yield where parameters lie, those of which several equal slices are taken with as many blocks."""
+        """Yield placements; a parameter that is cut into equal slices is sharded block by block."""
         blocks = {t.sizes[d]: n for t, n in self.blocks.items() for o, d in self.axes if o is t}
         params = [a for a in self.axes if a[0].role == "param" and a[0].producer is None]
         for t, dim in sorted(params, key=lambda a: a[0].name):
@@ -241,7 +241,7 @@ class _Group:
 
 
 def with_states(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield placements of parameters, and of what a step keeps of them in their shape."""
+    """Yield placements of parameters and of gradients and state with their shape."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     sizes = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.name in split}
     for t in sources:

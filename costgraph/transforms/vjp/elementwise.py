@@ -91,7 +91,7 @@ class _Given:
         self.made: list[Tensor] = []
         """What an expression has made so far."""
         self.parts: dict[Any, Any] = {}
-        """Values of the parts of an expression, which a C++ variable holds."""
+        """Values of subexpressions that a C++ variable holds."""
 
     def gradient(self, expression: Any, parts: dict[Any, Any] | None = None) -> Any:
         """Return what an expression makes; all that it makes on the way lives to its end, as in C++."""
@@ -163,7 +163,7 @@ class _Given:
         return self.made[-1]
 
     def called(self, expression: Any) -> Any:
-        """Return what an expression makes; what it makes on the way dies then, as in a C++ function of its own."""
+        """Evaluate an expression; its temporaries are freed at its end, as in a C++ function."""
         outer, before = self.made, {*self.parts}
         found = self.gradient(expression, {**self.parts})
         self.made = [*outer, found] if isinstance(found, Tensor) else outer
@@ -171,7 +171,7 @@ class _Given:
         return found
 
     def in_one_kernel(self, expression: Any) -> Any:
-        """Return what an expression makes, in one kernel: what its ops pass to each other takes no memory."""
+        """Evaluate an expression in one kernel, whose temporaries take no memory."""
         if current_graph().fused:
             return self.value(expression)
         with kernel(f"{self.pull.op.name.rpartition('/')[2]}_slope".replace(".", "_")) as body:

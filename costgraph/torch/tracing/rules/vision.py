@@ -23,7 +23,7 @@ _PARALLEL = 32
 
 
 def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
-    """Return the sampled elements of a deformable convolution, and those among them of one batch of columns."""
+    """Return the number of sampled elements of a deformable convolution, in all and in one batch of columns."""
     operand, weight = call["input"], call["weight"]
     images, places = operand.sizes[0], product(result.sizes[2:])
     of_one = operand.sizes[1] * product(weight.sizes[2:]) * places
@@ -34,7 +34,7 @@ def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
 
 @rule("torchvision.deform_conv2d")
 def deform_conv2d(call: Call) -> Counts:
-    """Count the product as of any convolution, and a bilinear sample of each element of its columns.
+    """Count the convolution, and one bilinear sample for each column element.
 
     The kernel takes memory for columns of up to 32 images, whose number divides the batch; an open batch is one of
     them. Its buffer of results is copied once.
@@ -52,7 +52,7 @@ def deform_conv2d(call: Call) -> Counts:
 
 @rule("torchvision._deform_conv2d_backward")
 def deform_conv2d_backward(call: Call) -> Counts:
-    """Count two products, and for each element of the columns two samples and what it adds to four neighbours.
+    """Count two products, and for each column element two samples and four additions to neighbours.
 
     Columns are computed from the gradient for operand, offset and mask, and sampled again for the weight.
     """
@@ -73,7 +73,7 @@ def deform_conv2d_backward(call: Call) -> Counts:
 
 
 def _samples(call: Call, height: Poly, width: Poly) -> Poly:
-    """Return the samples of each bin: as stated, else as many as a bin of the whole map has elements."""
+    """Return the samples per bin: `sampling_ratio`, else the elements of a bin that covers the whole map."""
     ratio: int = call["sampling_ratio"]
     if ratio > 0:
         return size(ratio * ratio)
@@ -81,18 +81,18 @@ def _samples(call: Call, height: Poly, width: Poly) -> Poly:
 
 
 def _cells(call: Call, height: Poly, width: Poly) -> Poly:
-    """Return the elements of the map in a bin of a box that covers it."""
+    """Return the map elements per bin, for a box that covers the map."""
     return height * width / (size(call["pooled_height"]) * size(call["pooled_width"]))
 
 
 def _forward(call: Call, samples: Poly) -> Counts:
-    """Count weights once for each place and all channels of a box, four products and sums of each sample, a mean."""
+    """Count bilinear weights once per sample position, four multiply-adds per sample, and a mean."""
     bins = call["rois"].sizes[0] * size(call["pooled_height"]) * size(call["pooled_width"])
     return Counts(pointwise=bins * samples * (4 + 8) + call.out.numel * (samples * 8 + 1))
 
 
 def _backward(call: Call, samples: Poly) -> Counts:
-    """Count weights at each sample of each channel, and a share of the gradient that joins each of four neighbours."""
+    """Count bilinear weights per sample and channel, and four multiply-adds into the gradient."""
     return Counts(pointwise=call["grad"].numel * samples * (4 + 8 + 4 * 3))
 
 
@@ -110,7 +110,7 @@ def roi_align_backward(call: Call) -> Counts:
 
 @rule("torchvision.roi_pool", "torchvision.ps_roi_pool")
 def roi_pool(call: Call) -> Counts:
-    """Count a comparison, or an addition, for each element of boxes that cover the map."""
+    """Count one comparison or addition per element, for boxes that cover the map."""
     return Counts(pointwise=call.out.numel * _cells(call, *call["input"].sizes[2:]))
 
 
@@ -122,7 +122,7 @@ def roi_pool_backward(call: Call) -> Counts:
 
 @rule("torchvision._ps_roi_pool_backward")
 def ps_roi_pool_backward(call: Call) -> Counts:
-    """Count a share of the gradient that joins each element of a bin of boxes that cover the map."""
+    """Count one multiply-add per bin element, for boxes that cover the map."""
     cells = _cells(call, size(call["height"]), size(call["width"]))
     return Counts(pointwise=call["grad"].numel * (cells + 1))
 
