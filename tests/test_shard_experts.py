@@ -226,7 +226,7 @@ def test_a_split_sequence_of_a_mixture_leaves_the_same_numbers(name):
 
 
 def test_a_model_without_experts_is_refused():
-    text = "parallelize: no parameter of graph 'gpt2' has a name that ep splits, expected layers of costgraph.nn or of"
+    text = "parallelize: ep splits no parameter of graph 'gpt2', expected layers of costgraph.nn or of transformers"
     with pytest.raises(cg.GraphError, match=text):
         cg.parallelize(models.load("gpt2"), ep=2)
 
