@@ -302,7 +302,7 @@ def _loops(graph: Graph) -> list[Loop]:
 def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
     """Yield policies that fit a graph."""
     loops = _loops(lesson.graph)
-    ops = [op.name for op in lesson.graph.walk()]
+    ops = [op.name for op in lesson.graph.walk() if not op.graph.fused]  # a kernel is recomputed whole
     if loops:
         yield every_block()
         single = [op for op in lesson.graph.walk() if len(op.results) == 1]
