@@ -11,7 +11,7 @@ from limits import TooSlowError, limited
 TESTS = Path(__file__).parent
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
 #: Tools that are run by hand, for as long as they are told to.
-TOOLS = {"laws/hunt.py", "mutation/run.py", "mutation/reached.py", "with_torch/zoo_page.py"}
+TOOLS = {"fuzz/__main__.py", "laws/hunt.py", "mutation/run.py", "mutation/reached.py", "with_torch/zoo_page.py"}
 
 
 def clocks(tree):

@@ -237,10 +237,15 @@ def test_what_torch_calls_pointwise_counts_one_for_each_element():
 
 
 def test_every_rule_is_of_an_op_that_torch_has():
+    import torch.nn.attention.varlen  # noqa: F401  # which registers ops of its own
+
     schemas = torch._C._jit_get_all_schemas()
     known = {s.name.removeprefix("aten::").removesuffix("_") for s in schemas if s.name.startswith("aten::")}
     known |= {f"{s.name.removeprefix('aten::').removesuffix('_')}.{s.overload_name}" for s in schemas}
-    assert sorted(set(RULES) - known) == []
+    known |= {s.name.replace("::", ".") for s in schemas}
+    # torchvision has a test of its schemas, and this package registers its own op when it is first needed
+    elsewhere = {name for name in RULES if name.startswith(("torchvision.", "costgraph."))}
+    assert sorted(set(RULES) - known - elsewhere) == []
 
 
 def test_rules_can_be_added_once():
