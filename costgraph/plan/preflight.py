@@ -222,7 +222,7 @@ def preflight(
     >>> print(found["training time"])
     training time: 22.05 days
     >>> print(found["state memory"])
-    state memory: 96.36 GB (89.75 GiB), all devices have 5.12 TB (4.657 TiB): ok
+    state memory: 96.36 GB (89.75 GiB), all devices have 5.441 TB (4.949 TiB): ok
     >>> found.ok, [row.name for row in found.rows if row.verdict == "needs sharding"]
     (True, ['peak memory of a step'])
     """

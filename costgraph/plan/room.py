@@ -40,9 +40,9 @@ def largest_params(memory: object, bytes_per_param: Formula, *, devices: Formula
     >>> import costgraph as cg
     >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16")
     >>> cg.plan.largest_params("h100-sxm", 16, devices=8)
-    40000000000
+    42508746752
     >>> cg.plan.largest_params("h100-sxm", cg.bytes_per_param(step), devices=8)
-    53333333333
+    56678329002
     >>> cg.plan.largest_params(cg.dims("M"), 16)
     floor(M/16)
     """

@@ -171,7 +171,7 @@ def search(
     ...     checkpoint="none",
     ... )
     >>> found.best.dp, found.best.tp, found.best.zero, found.best.sequence
-    (32, 2, 3, True)
+    (64, 1, 1, False)
     """
     place = "search"
     need_graph(place, model)

@@ -193,9 +193,9 @@ def throughput(
     >>> import costgraph as cg
     >>> step = cg.decode(cg.models.load("llama-3-8b"))
     >>> print(cg.plan.throughput(step, "h100-sxm", "B", [1, 64], S=8192))
-     B      step  at least  tokens/s  at most  peak memory                bound by
-     1  4.805 ms  4.801 ms       208      208     17.13 GB  fits          memory
-    64  25.26 ms     25 ms     2,533    2,560      84.8 GB  does not fit  memory
+     B      step  at least  tokens/s  at most  peak memory        bound by
+     1  4.805 ms  4.801 ms       208      208     17.13 GB  fits  memory
+    64  25.26 ms     25 ms     2,533    2,560      84.8 GB  fits  memory
     """
     place = "throughput"
     need_graph(place, graph)

@@ -95,7 +95,7 @@ def largest(
     >>> step = cg.training_step(cg.models.load("gpt2"), precision="bf16", checkpoint=cg.every_block())
     >>> L = cg.largest(step, "L", hardware="h100-sxm", B=8, S=1024)  # the deepest model
     >>> L, cg.param_count(step, L=L)
-    (699, 4993807872)
+    (744, 5312762112)
     """
     need_open(graph, symbol, dims, "largest")
     limit = memory_limit("largest", hardware, memory)
