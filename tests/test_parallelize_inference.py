@@ -20,11 +20,13 @@ FEW = ("deepseek-v2-lite", "falcon-7b", "gemma-2-27b", "mamba-1.4b", "t5-11b")
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=LONG) for n in (*SIZES, *OTHERS)])
-def test_what_is_kept_is_split_with_the_batch_and_the_heads(name):
+def test_what_is_kept_is_split_with_the_batch_and_the_heads(name, tmp_path):
     whole = cg.decode(models.load(name, symbolic=True))
     recurrent = name.startswith(RECURRENT)  # whose products tp leaves whole, which `strict` refuses
     rank = cg.parallelize(whole, dp=DP, tp=TP, strict=not recurrent)
     assert bool(rank.sharding.replicated) == recurrent
+    cg.save(rank, tmp_path / "rank.json")
+    assert cg.load(tmp_path / "rank.json").sharding == rank.sharding
     share = sympy.cancel(cg.cache_bytes(rank) / cg.cache_bytes(whole))
     assert share == (1 / DP if name.startswith(WHOLE) else 1 / (DP * TP))
     assert sympy.cancel(cg.matmul_flops(rank) * DP / cg.matmul_flops(whole)).subs(TP, 1) == 1

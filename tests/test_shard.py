@@ -475,6 +475,7 @@ def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
     loaded = cg.load(tmp_path / "rank.json")
     assert cg.communication(loaded).rows == cg.communication(sharded).rows
     assert cg.peak_memory(loaded) == cg.peak_memory(sharded)
+    assert loaded.sharding == sharded.sharding
     with pytest.raises(cg.GraphError, match="is that of one rank already"):
         cg.shard(loaded, cg.mesh(dp=N), DATA)
 

@@ -27,6 +27,7 @@ def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
         out["sharding"] = {
             "mesh": [encode(own.mesh.axes), encode(own.mesh.joint)],
             "outputs": [_placement_data(at, encode) for at in own.outputs],
+            "replicated": list(own.replicated),
             "resharded": list(own.resharded),
             "own": list(own.own),
             **{key: {name: _placement_data(at, encode) for name, at in at_.items()} for key, at_ in placed.items()},
@@ -63,6 +64,7 @@ def read_ranks(graph: Graph, facts: Mapping[str, Any], decode: Encode) -> None:
             {name: placement(data, names[name]) for name, data in own["gradients"].items()},
             tuple(map(_text, own["resharded"])),
             tuple(map(_text, own["own"])),
+            replicated=tuple(map(_text, own["replicated"])),
         )
     if "waiting" in facts:
         graph.waiting = Waiting(**{name: decode(value) for name, value in facts["waiting"].items()})
