@@ -1,5 +1,7 @@
 """FLOPs, utilization and memory of training steps, against counts by hand, brute force and torch's counter."""
 
+import copy
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -330,6 +332,8 @@ def test_a_utilization_is_of_the_peak_of_the_precision_policy(policy, wanted):
             row.dtype for row in cg.costs(step, B=1, S=64) if row.kind == "matmul" and row.direction == "compute"
         }
         assert found.others.keys() == formats - {wanted}
+        for made in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+            assert (made, made.dtype, made.rate, made.others) == (found, found.dtype, found.rate, found.others)
         assert cg.mfu(step, 1, "h100-sxm", dtype="fp32", B=1, S=64).dtype == "fp32"
     run = cg.plan.run(step, "h100-sxm", 1e9, B=1, S=64)
     assert (run.dtype, run.others) == (found.dtype, found.others)

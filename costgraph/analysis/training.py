@@ -226,6 +226,10 @@ class Utilization(float):
         out.dtype, out.rate, out.others = dtype, rate, others
         return out
 
+    def __getnewargs__(self) -> tuple[float, str, float, Mapping[str, Formula]]:  # type: ignore[override]
+        """Return what `copy` and `pickle` make the number from."""
+        return float(self), self.dtype, self.rate, self.others
+
 
 def matmul_formats(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     """Return the executed matmul FLOPs of a graph by the number format that they are done in."""
