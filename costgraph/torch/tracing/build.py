@@ -267,7 +267,7 @@ class Builder:
         places = tuple(place for _, _, place, _ in outputs)
         op.call = Seen(call.target, call.arguments, call.keywords, places, *_chosen(call))
         for (handle, of, *_), t in zip(outputs, op.results, strict=True):
-            # a part, of which others are read; or all of it, whose gradient still goes to the tensor as it was
+            # other parts are read later; or the gradient of the whole tensor still goes to its value before the write
             if of is not None and call.moves and (call.unseen or t.numel != t.storage.elements):
                 self._overwritten(self._named(handle).storage, t, call.unseen)
         self._stand(outputs, op.results, call.unseen)

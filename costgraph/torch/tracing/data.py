@@ -30,9 +30,9 @@ _ASKING = (aten._local_scalar_dense.default, aten.equal.default)
 _FILLED: dict[Any, int | float] = {
     aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
 }  # fmt: skip
-#: Ops whose result holds the values of their operand, in another format or place.
+#: Ops whose result has the same values as their operand, in another format or place.
 _FOLLOWING = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
-_MAKER = "_costgraph_maker"  # of the attribute of a tensor with the op that made it
+_MAKER = "_costgraph_maker"  # attribute of a tensor with the name of its producer
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST = 1 << 24  # elements of what is worked out
 _NAME = "_costgraph_value"  # of the attribute of a tensor without data
@@ -125,29 +125,29 @@ class Data:
         return self.choose.get(name) if found is None else found
 
     def made(self, op: Any, args: Any, out: Any) -> None:
-        """Note which op made a tensor; views and casts of one have the same maker."""
+        """Note the producer of a tensor; views and casts keep that of their operand."""
         tensors = [t for t in _flat(args) if _MAKER in t.__dict__]
         follows = op.is_view or op in _FOLLOWING
         name = op._schema.name.removeprefix("aten::").strip("_")
         made = tensors[0].__dict__[_MAKER] if follows and tensors else name
+        word, most = _SIZED.get(op, ("", None))
         for t in _flat(out):
             t.__dict__[_MAKER] = made
-            if op in _SIZED:
-                name, whole = _SIZED[op]
-                self.shapes.choosing(name, t.shape, whole(args))
+            if most is not None:
+                self.shapes.choosing(word, t.shape, most(args))
 
     def read(self, t: torch.Tensor, number: Any) -> None:
-        """Note which op made the tensor that a number, which is not known, was read from."""
+        """Note the producer of the tensor from which an unknown number was read."""
         for free in number.node.expr.free_symbols if isinstance(number, _NUMBERS) else ():
             self.shapes.read.setdefault(free, self.maker(t))
         self.shapes.choosing(self.maker(t), [number])
 
     def maker(self, t: torch.Tensor) -> str:
-        """Return the name of the op that made a tensor, or `item` if no op did."""
+        """Return the name of the op that produced a tensor, or `item` without one."""
         return str(t.__dict__.get(_MAKER, "item"))
 
     def _known(self, op: Any, args: Any) -> Any:
-        """Return what an op that asks for data answers, whatever a user says; None where it is not known."""
+        """Return the answer of an op that reads data, before `choose`; None if it is unknown."""
         if op is aten.equal.default:
             a, b = args
             if a is b or (_same_place(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()):

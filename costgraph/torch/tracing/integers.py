@@ -1,7 +1,7 @@
-"""Python's own functions of integers, for sizes: `int(n)`, `len(x)` and others leave a named size what it is.
+"""Python's integer functions on sizes: `int(n)`, `float(n)` and `len(x)` keep a named size symbolic.
 
-CPython lets `int`, `len` and `float` return plain numbers alone, so the names are shadowed in the program's files for
-the time of a run. There a size looks like the `int` that it is in an eager run.
+CPython lets `int`, `len` and `float` return plain numbers only, so these names are shadowed in the program's files
+during a run. There a size looks like an `int`, as in an eager run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_TORCH = ("torch.nn.functional",)
 
 
 class _Shadow:
-    """A builtin type in the program's eyes: it is called with sizes, and is the type itself for everything else."""
+    """Stands in for a builtin type: calls accept sizes, and everything else goes to the type itself."""
 
     def __init__(self, plain: type, call: Callable[..., Any], symbols: type | None) -> None:
         self.__dict__.update({"_plain": plain, "_call": call, "_symbols": symbols, "__name__": plain.__name__})
@@ -69,12 +69,12 @@ class _Shadow:
 
 
 def _item(value: Any) -> Any:
-    """Return the number that a tensor holds, and other values as they are."""
+    """Return the number in a tensor with one element, and other values unchanged."""
     return value.item() if is_a(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _whole(*args: Any, **kwargs: Any) -> Any:
-    """Return `int(...)`, of a size that size."""
+    """Return `int(...)`; a size is returned unchanged."""
     if len(args) == 1 and not kwargs:
         args = (_item(args[0]),)
         if is_a(args[0], torch.SymInt):
@@ -85,7 +85,7 @@ def _whole(*args: Any, **kwargs: Any) -> Any:
 
 
 def _real(*args: Any) -> Any:
-    """Return `float(...)`, of a size a symbol."""
+    """Return `float(...)`; a size stays symbolic."""
     args = tuple(map(_item, args))
     if len(args) == 1 and is_a(args[0], torch.SymInt | torch.SymFloat):
         return torch.sym_float(args[0])  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -93,7 +93,7 @@ def _real(*args: Any) -> Any:
 
 
 def _length(value: Any) -> Any:
-    """Return `len(...)`, of a tensor its first size."""
+    """Return `len(...)`; for a tensor, its first size."""
     if is_a(value, torch.Tensor) and type(value).__len__ is torch.Tensor.__len__ and value.ndim:
         return value.shape[0]
     return value.count if is_a(value, (Parts, Range)) else len(value)
@@ -104,7 +104,7 @@ _FLOAT = _Shadow(float, _real, torch.SymFloat)
 
 
 def _kind(*args: Any, **kwargs: Any) -> Any:
-    """Return `type(...)`, so that `type(n) is int` holds where `int` is shadowed."""
+    """Return `type(...)`, such that `type(n) is int` holds where `int` is shadowed."""
     made = _type(*args, **kwargs)
     if len(args) == 1:
         return _INT if made in (int, torch.SymInt) else _FLOAT if made in (float, torch.SymFloat) else made
@@ -132,13 +132,13 @@ def _divided(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _written(size: torch.SymInt, how: str) -> str:
-    """Return a size as text: as a number where a program asks for a format of numbers."""
+    """Return a size as text. With a format specification it is a number."""
     return format(int(size.node.hint), how) if how else str(size)
 
 
 @contextmanager
 def open_integers(module: nn.Module) -> Iterator[None]:
-    """Let Python's functions of integers take sizes, in the files of a program."""
+    """Let Python's integer functions accept sizes in a program's files."""
     methods = {"__divmod__": _divided, "__rdivmod__": lambda a, b: _divided(b, a), "__format__": _written}
     with ExitStack() as replaced:
         for name, method in methods.items():

@@ -9,8 +9,7 @@ import torch
 
 __all__ = ["BARRIER", "NONE", "Barrier", "is_unseen"]
 
-#: Attribute with the function that states a gradient, "" where none passes: a weak reference would be in the way of
-#: `swap_tensors`.
+#: Attribute of a tensor with its `Barrier`: weak references to tensors would break `swap_tensors`.
 BARRIER = "_costgraph_barrier"
 
 

@@ -67,7 +67,7 @@ class Shapes(ShapeEnv):
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
         self.merged: dict[sympy.Expr, sympy.Expr] = {}
-        """Whole parts of quotients, and what the program needs them to be in terms of others."""
+        """Floor divisions, and the formulas of others that the program needs them to equal."""
         self.turn: tuple[tuple[str, int], ...] = ()
         """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
         self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
@@ -77,11 +77,11 @@ class Shapes(ShapeEnv):
         self._lacking: dict[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]] = {}
         """The blocks of each of them, and what they lack of one that is filled up to them."""
         self.read: dict[sympy.Symbol, str] = {}
-        """Numbers that the program reads from tensors, and the op that made the tensor."""
+        """Numbers that the program reads from tensors, and the producer of each tensor."""
         self.chosen: dict[sympy.Symbol, str] = {}
-        """Names of sizes that data choose, by the op that made a tensor of them."""
+        """Names of data-dependent sizes, after the op that found them."""
         self.most: dict[sympy.Symbol, sympy.Expr] = {}
-        """What such a size is at most."""
+        """Upper bounds of data-dependent sizes."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -200,7 +200,7 @@ class Shapes(ShapeEnv):
             self._set_replacement(free, sympy.Integer(number), "given")
 
     def choosing(self, op: str, sizes: Iterable[Any], most: Any = None) -> None:
-        """Name the sizes that an op has found in data, which are `most` at most."""
+        """Name the data-dependent sizes of an op; `most` is their upper bound."""
         for size in sizes:
             if not isinstance(size, torch.SymInt):
                 continue
@@ -213,7 +213,7 @@ class Shapes(ShapeEnv):
                     self.most[expr] = most.node.expr if isinstance(most, torch.SymInt) else sympy.Integer(most)
 
     def _general(self, question: sympy.Basic) -> bool | None:
-        """Return what holds of sizes that data choose if they are larger than 1, as all sizes of a graph."""
+        """Answer a question about data-dependent sizes if the answer is the same for all sizes above 1."""
         if not question.free_symbols & self.chosen.keys():
             return None
         general = {s: sympy.Dummy(integer=True, positive=True) + 1 for s in question.free_symbols & self.chosen.keys()}
@@ -286,7 +286,7 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
 
 
 def _merged(known: sympy.Basic) -> dict[sympy.Expr, sympy.Expr]:
-    """Return a whole part that an equation states in terms of others, as at a skip connection of a U-Net."""
+    """Solve an equation for a floor division, in terms of others, as at a skip connection of a U-Net."""
     if not isinstance(known, sympy.Eq):
         return {}
     ahead = sympy.expand(known.lhs - known.rhs)
@@ -354,9 +354,9 @@ def hints(given: Mapping[str, int], step: Callable[[int], int] | None = None) ->
 
 
 def alternatives(given: Mapping[str, int]) -> list[dict[str, int]]:
-    """Return the sizes to run a program at, best first: general ones, then ones that divisors of those given divide.
+    """Return sizes to run a program at, best first: general sizes, then sizes with divisors of the given ones.
 
-    The latter are for programs that take only multiples, of a patch or of a window.
+    The latter are for programs that accept only multiples, such as those of a patch or a window.
     """
     found = [hints(given, step) for step in (None, lambda n: n & -n, lambda n: n)]
     return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]

@@ -25,10 +25,9 @@ __all__ = ["Translator", "holds", "remainder"]
 class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
-    `names` are those of the dimensions that torch's symbols stand for, `wholes` what its others are made of, `exact`
-    whole parts of quotients that have no remainder, which are known to be assumed, as are those of `merged`, which
-    sizes have in terms of others. `symbols` says whether a size that
-    depends on data is a dimension, of its name in `chosen`; it is an error else.
+    `names` has the dimensions for torch's symbols, and `wholes` the formulas of its other symbols. `exact` are floor
+    divisions without a remainder, `merged` maps floor divisions to formulas of others; both are assumptions already.
+    With `symbols`, a size that depends on data is a dimension named in `chosen`; otherwise it is an error.
     """
 
     def __init__(

@@ -36,17 +36,17 @@ def is_theirs(module: str | None) -> bool:
 
 
 def is_a(value: object, kinds: Any) -> bool:
-    """Return whether the type of a value is one of these; unlike `isinstance`, this runs no code of the value."""
+    """Return whether a value has one of these types; unlike `isinstance`, this runs no code of the value."""
     return issubclass(type(value), kinds)
 
 
 def _base(held: object) -> Any:
-    """Return the builtin container that a class is derived from, whose methods a program has not overridden."""
+    """Return the builtin base class of a container: a program may have overridden the methods of the class itself."""
     return next(base for base in _BASES if is_a(held, base))
 
 
 def elements(held: object) -> list[Any]:
-    """Return the elements of a container, or the items of a dict, whatever its class says that it holds."""
+    """Return the elements of a container, or the items of a dict, by the methods of its builtin base class."""
     base = _base(held)
     return list(base.items(held) if issubclass(base, dict) else base.__iter__(held))
 
@@ -81,7 +81,7 @@ class _Reached:
             undo()
 
     def replace(self, others: Mapping[int, torch.Tensor]) -> None:
-        """Put other tensors, by the ids of those that they are for, into all containers until they are restored."""
+        """Replace tensors in all containers until these are restored; `others` maps ids to replacements."""
         for held in self._held if others else ():
             pairs = elements(held) if is_a(held, dict) else list(enumerate(elements(held)))
             for key, value in pairs if is_a(held, (dict, list)) else ():
@@ -219,7 +219,7 @@ def borrowed(
 
 
 def _is_watched(t: torch.Tensor) -> bool:
-    """Whether something else refers to a tensor in C++, as a profile does: such a tensor cannot be swapped."""
+    """Whether C++ code holds a reference to a tensor, as a profile does: such a tensor cannot be swapped."""
     other = torch.empty(0)
     try:
         torch._C._swap_tensor_impl(t, other)
@@ -230,7 +230,7 @@ def _is_watched(t: torch.Tensor) -> bool:
 
 
 def _again(t: torch.Tensor) -> torch.Tensor:
-    """Return another tensor with the data and the attributes of one that cannot be swapped."""
+    """Return a new tensor with the data and the attributes of one that cannot be swapped."""
     if t._backward_hooks or (t.is_leaf and t.requires_grad and t._post_accumulate_grad_hooks) or t.grad_fn is not None:
         raise UnsupportedError(
             f"trace: a tensor of shape {tuple(t.shape)} has hooks, or is computed, and a profiler or another library "

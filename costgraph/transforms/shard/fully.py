@@ -49,7 +49,6 @@ class FullyShard:
     reduce_dtype : str, optional
         Format that gradients are reduced in, cast as they are copied to their buffer and back in one piece; by default
         the one that they are computed in.
-
     resident : mapping of str to str, optional
         Axes of `axes` along which some parameters stay sharded, by a pattern of their names: with
         `{"*/experts/*": "ep"}` a rank keeps its experts and receives tokens, while other parameters are sharded over

@@ -233,10 +233,8 @@ class _Group:
         params = [a for a in self.axes if a[0].role == "param" and a[0].producer is None]
         for t, dim in sorted(params, key=lambda a: a[0].name):
             words = [f"a{i}" for i in range(t.ndim - t.storage.pieces)]
-            count = blocks.get(t.sizes[dim + t.storage.pieces])
-            words[dim] = (
-                f"(a{dim} tp)" if count is None or count == ONE else f"({count} a{dim} tp)"
-            )  # of a slice of a stack
+            count = blocks.get(t.sizes[dim + t.storage.pieces])  # axes of a slice of a stack
+            words[dim] = f"(a{dim} tp)" if count is None or count == ONE else f"({count} a{dim} tp)"
             yield t.name, " ".join(words)
 
 

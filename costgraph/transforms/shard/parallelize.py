@@ -151,8 +151,8 @@ def parallelize(
     -----
     Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
     defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
-    parameters, so that ZeRO splits these over both, as torchtitan does. ZeRO shards
-    parameters that are not of experts over `ep` as well, as torchtitan does; experts stay on the ranks of `ep`.
+    parameters, so that ZeRO splits these over both, as torchtitan does. ZeRO shards parameters that are not of experts
+    over `ep` as well, as torchtitan does; experts stay on the ranks of `ep`.
 
     Megatron-LM (megatron/core at d98e8a6) reduces in `start_grad_sync` of distributed/param_and_grad_buffer.py, by
     buckets of many parameters, here by one collective each, of the same bytes, and gradients of norms in

@@ -72,9 +72,8 @@ class Reducing(Buffers):
         frame = self.frame
         if frame.split:
             op = t.producer
-            while (
-                op is not None and adds(op) and frame.unit_at(op) == "layer"
-            ):  # what is added has the scope of a layer
+            # a sum is in no layer, its terms are
+            while op is not None and adds(op) and frame.unit_at(op) == "layer":
                 op = op.operands[1].producer
             return "layer" if op is None else frame.unit_at(op)
         return "layer" if frame.layer else frame.owners.get(t, "")

@@ -264,7 +264,7 @@ class Units(Reducing):
     def _buffers(self, unit: Unit, phase: str, old: Graph, new: Graph) -> list[Tensor]:
         """Put members together in buffers, a row for each rank."""
         frame, policy = self.frame, self.policy
-        # the buffer of the next layer is there while one is worked on: an iteration is handed that of its first layer
+        # prefetch: the buffer of the next layer exists while one is computed, so an iteration receives the first one
         over = frame.layer and policy is not None and policy.prefetch and phase == "backward"
         over = over and (not frame.split or frame.ordered(phase, old)[0] is unit)
         groups = self._groups(unit, phase)

@@ -18,7 +18,7 @@ __all__: list[str] = []  # its rules are found in RULES
 
 
 def _elements(call: Call, large: Spec, small: Spec) -> Poly:
-    """Return the elements of all windows; those of `ceil_mode` end where the padding does."""
+    """Return the elements of all windows. With `ceil_mode`, the last windows end with the padding."""
     rank = _rank(call)
     window, stride, padding, dilation = (_of_each_axis(call, name, rank) for name in _FACTS)
     if not call.get("ceil_mode"):
@@ -32,13 +32,13 @@ _FACTS = ("kernel_size", *_DEFAULTS)
 
 
 def _of_each_axis(call: Call, name: str, rank: int) -> list[Poly]:
-    """Return a fact of the windows for each axis; an empty list of strides stands for the window."""
+    """Return an argument of the windows per axis. An empty list of strides means the window."""
     given: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
     return [size(n) for n in (given if len(given) != 1 else [*given] * rank)]
 
 
 def _along(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
-    """Return the elements of the windows along one axis, of which the last one alone can end beyond the padding."""
+    """Return the elements of the windows along one axis. Only the last window can end beyond the padding."""
     left = n + 2 * padding - (windows - 1) * stride
     return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((left / dilation).expr)))
 
