@@ -7,6 +7,7 @@ from ..bind.evaluate import Formula, bound_answer
 from ..graph.arguments import need_flag
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
+from ..graph.scopes import scopes_of
 from ..graph.sizes import bindings
 from ..graph.tensor import Tensor
 from ..ops.grouped import Dispatch, Grouped
@@ -92,17 +93,11 @@ def unused_params(graph: Graph, /, **dims: int) -> dict[str, Formula]:
                 if next(iter(g.successors(t)), None) is None:
                     unused.setdefault(t.name, []).append(t.storage.elements * times)
                 else:
-                    used |= set(_scopes(t.name))
+                    used |= set(scopes_of(t.name))
     values, found = bindings(graph, dims), dict[str, list[Poly]]()
     for name, parts in unused.items():
-        found.setdefault(next(s for s in _scopes(name) if s not in used or s == name), []).extend(parts)
+        found.setdefault(next(s for s in scopes_of(name) if s not in used or s == name), []).extend(parts)
     return {scope: bound_answer(total(parts), values) for scope, parts in found.items()}
-
-
-def _scopes(name: str) -> list[str]:
-    """Return the scopes around a name and the name, outermost first."""
-    parts = name.split("/")
-    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formula:

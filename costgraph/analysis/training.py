@@ -22,8 +22,8 @@ from ..hardware.specs import Hardware, load_hardware
 from .costs import costs, executions, matmul_flops
 
 __all__ = [
-    "given", "goes_over", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "rate_of", "step_tokens",
-    "tokens_poly",
+    "given", "goes_over", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "other_formats", "rate_of",
+    "step_tokens", "tokens_poly",
 ]  # fmt: skip
 
 Fallback = str | Mapping[str, str] | None
@@ -231,8 +231,13 @@ class Utilization(float):
         return float(self), self.dtype, self.rate, self.others
 
 
-def matmul_formats(graph: Graph, /, **dims: int) -> dict[str, Formula]:
-    """Return the executed matmul FLOPs of a graph by the number format that they are done in."""
+def other_formats(graph: Graph, dtype: str, /, **dims: int) -> dict[str, Formula]:
+    """Return the executed matmul FLOPs that run in other number formats than one, by format."""
+    return {name: amount for name, amount in _matmul_formats(graph, **dims).items() if name != dtype}
+
+
+def _matmul_formats(graph: Graph, **dims: int) -> dict[str, Formula]:
+    """Return the executed matmul FLOPs of a graph by number format."""
     table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
     return {name: part.total().matmul for name, part in table.items()}
 
@@ -243,11 +248,11 @@ def main_format(graph: Graph, /, **dims: int) -> str:
     That is the format in which its precision policy runs products, or, without a policy, the one of most matmul FLOPs.
     BindingError if that depends on an open size, GraphError if there is no matmul.
     """
-    amounts = matmul_formats(graph, **dims)
+    amounts = _matmul_formats(graph, **dims)
     if not amounts:
         raise GraphError(f"graph {graph.name!r} has no matmul, expected one: it decides which peak rate counts")
-    if graph.root.compute is not None:
-        return graph.root.compute
+    if graph.root.matmul_dtype is not None:
+        return graph.root.matmul_dtype
     if len(amounts) == 1:
         return next(iter(amounts))
     if any(isinstance(v, sympy.Expr) for v in amounts.values()):
@@ -369,5 +374,4 @@ def _utilization(
     found = answer(work / (given(f"{place}: seconds", seconds) * given(f"{place}: devices", devices) * rate))
     if graph is None or dtype is None or not of_device or isinstance(found, sympy.Expr):
         return found
-    others = {name: n for name, n in matmul_formats(graph, **dims).items() if name != dtype}
-    return Utilization(found, dtype, float(rate), others)
+    return Utilization(found, dtype, float(rate), other_formats(graph, dtype, **dims))

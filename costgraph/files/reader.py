@@ -41,7 +41,7 @@ _PHASES = ("forward", "recompute", "backward", "optimizer")
 # What stands in a file: of a graph, of what is said about one, the outermost one's beside it, and of nodes.
 _GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
 _FACTS = {"name", "dtype", "outputs", "formals"}
-_ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "compute", "layers", "parts", *RANKS}
+_ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "matmul_dtype", "layers", "parts", *RANKS}
 _OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase", "call"}
 _TENSOR = {"id", "type", "role", "shape", "dtype"}
 _BY_ROLE = {

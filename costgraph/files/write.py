@@ -125,8 +125,8 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "defaults": dict(graph.defaults),
             "loss": graph.loss,
         }
-        if graph.compute is not None:
-            plain.graph["compute"] = graph.compute
+        if graph.matmul_dtype is not None:
+            plain.graph["matmul_dtype"] = graph.matmul_dtype
         if graph.layers:
             plain.graph["layers"] = sorted(graph.layers)
         plain.graph |= ranks_data(graph, _encode)
@@ -209,7 +209,7 @@ def _read(place: str, data: Any) -> Graph:
     graph = reader.graph(data, None, "top")
     graph.defaults = _defaults(place, facts)
     graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
-    graph.compute = find_dtype(kept(str, facts["compute"])).name if "compute" in facts else None
+    graph.matmul_dtype = find_dtype(kept(str, facts["matmul_dtype"])).name if "matmul_dtype" in facts else None
     graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
     read_ranks(graph, facts, lambda value: reader.decode(value, graph, "top"))
     parts = need(place, facts, "parts", list, "top") if "parts" in facts else []

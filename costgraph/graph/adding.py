@@ -16,7 +16,7 @@ from ..errors import CostGraphError, GraphError, UnsupportedError
 from .arguments import need_name, sizes_of
 from .changes import modify
 from .op import Op, OpKind, Result
-from .scopes import current_graph, here, in_turn
+from .scopes import current_graph, here, with_suffix
 from .strides import is_integral, united
 from .tensor import Storage, Tensor
 
@@ -68,7 +68,7 @@ def source(
     modify(graph, f"{role} {shorten(str(name))}")
     if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
         raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
-    full = in_turn("/".join((*here().levels, name))) if role != "input" else name
+    full = with_suffix("/".join((*here().levels, name))) if role != "input" else name
     if full in graph.root._taken:
         raise GraphError(f"{role} {full!r}: the name is taken in graph {graph.root.name!r}, expected a new one")
     format_ = graph.root.dtype if dtype is None else find_dtype(dtype)
@@ -128,7 +128,7 @@ def add_op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, ph
 
 def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None) -> Op:
     adopted = tuple(graph.adopt(t) for t in operands)
-    full = unique(graph, in_turn("/".join((*here().levels, name))))
+    full = unique(graph, with_suffix("/".join((*here().levels, name))))
     try:
         need_one_memory(kind, adopted)
         results = kind.results_of(adopted)
@@ -171,7 +171,7 @@ def _need_complex(op: Op) -> None:
 
 
 def _share_scales(op: Op) -> None:
-    """Let inputs of a body have as many scales for each element as what they stand for, however it is viewed."""
+    """Give inputs of a body the same number of scales per element as the operands that they stand for."""
     assert op.body is not None
     pairs = [(f, t) for f, t in zip(op.body.formals, op.operands, strict=False) if f.dtype == t.dtype]
     scaled = [(f, t) for f, t in pairs if t.dtype.block is not None]

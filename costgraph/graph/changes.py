@@ -147,7 +147,7 @@ class Stated(Carried[T]):
 
 
 #: Facts of a whole graph that name none of its tensors: a transform copies them, it never derives them again.
-FACTS = ("relations", "defaults", "loss", "layers", "compute", "waiting")
+FACTS = ("relations", "defaults", "loss", "layers", "matmul_dtype", "waiting")
 
 
 def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:

@@ -93,7 +93,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     parts = Carried[tuple["Graph", ...]]()
     waiting = Carried[Waiting | None]()
     """Of a stage of a pipeline, the micro-batches that wait for their backward pass."""
-    compute = Stated[str | None]()
+    matmul_dtype = Stated[str | None]()
     """Name of the format in which the precision policy of the graph runs products; None for what was declared."""
     layers = Carried[frozenset[str]]()
     """Scopes that are one layer each, of stacks whose loops run through a period of several."""
@@ -128,7 +128,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts: dict[str, Any] = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}}
-        facts |= {"gradients": {}, "handed": {}, "layers": frozenset(), "loss": None, "compute": None}
+        facts |= {"gradients": {}, "handed": {}, "layers": frozenset(), "loss": None, "matmul_dtype": None}
         facts |= {"sharding": None, "parts": (), "waiting": None}
         self.graph.facts = facts | self.graph.facts
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..algebra.symbols import is_level, shorten
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from .graph import Graph
 
 __all__ = [
-    "Place", "base_of", "building", "close", "current_graph", "enter", "here", "in_turn", "module", "of_same_turn",
-    "opened", "phase", "scope", "turn_of",
+    "Place", "base_name", "building", "close", "current_graph", "enter", "here", "iterations_of", "module", "opened",
+    "phase", "same_suffix", "scope", "scopes_of", "with_suffix",
 ]  # fmt: skip
 
 
@@ -31,12 +32,12 @@ class Place:
     """Levels of the scope that is open."""
     phase: str = "forward"
     """Phase of ops: forward, recompute, backward or optimizer."""
-    turn: str = ""
+    suffix: str = ""
     """Suffix for new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
 
 
-#: Part of a loop that was split, and iterations of unrolled loops: what a name ends with, before the number that makes
-#: it unique.
+#: Loop suffix of a name, such as `.cut1.i0.i3`: the part of a split loop and the iterations of unrolled loops. The
+#: number that makes a name unique comes after it.
 _SUFFIX = re.compile(r"(?:\.(?:i|cut|part)\d+)+(?=_\d+$|$)")
 
 #: What was opened and is not closed, the innermost last. Generators may close an outer one first.
@@ -84,12 +85,12 @@ def opened(**facts: Any) -> Iterator[None]:
         close(place)
 
 
-def turn_of(name: str) -> str:
-    """Return the iterations of unrolled loops that a name ends with, such as `.i0.i3`, outermost first."""
-    return "".join(re.findall(r"\.i\d+", _suffix(name)))
+def iterations_of(name: str) -> list[str]:
+    """Return the suffixes of a name that are iterations of unrolled loops, such as `.i0` and `.i3`, outermost first."""
+    return re.findall(r"\.i\d+", _suffix(name))
 
 
-def base_of(name: str) -> str:
+def base_name(name: str) -> str:
     """Return a name without its loop suffix."""
     return _SUFFIX.sub("", name) if "." in name else name
 
@@ -99,16 +100,21 @@ def _suffix(name: str) -> str:
     return "" if found is None else found.group()
 
 
-def in_turn(name: str) -> str:
+def with_suffix(name: str) -> str:
     """Return a name for a new op or parameter, with the loop suffix that is open."""
-    turn = here().turn
-    return name + turn if turn and not _suffix(name) else name
+    suffix = here().suffix
+    return name + suffix if suffix and not _suffix(name) else name
 
 
-def of_same_turn(name: str) -> AbstractContextManager[None]:
+def same_suffix(name: str) -> AbstractContextManager[None]:
     """Give new ops and parameters the loop suffix that a name ends with."""
-    turn = _suffix(name)
-    return opened(turn=turn) if turn else nullcontext()
+    suffix = _suffix(name)
+    return opened(suffix=suffix) if suffix else nullcontext()
+
+
+def scopes_of(name: str) -> list[str]:
+    """Return the scopes around a name and the name itself, outermost first."""
+    return [*accumulate(name.split("/"), "{}/{}".format)]
 
 
 def phase(name: str) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from ..algebra.extremum import as_expr
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..analysis.duration import seconds
-from ..analysis.training import Fallback, given, main_format, matmul_formats, model_flops, rate_of, tokens_poly
+from ..analysis.training import Fallback, given, main_format, model_flops, other_formats, rate_of, tokens_poly
 from ..analysis.training_memory import is_step
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError
@@ -149,7 +149,7 @@ def run(
         tokens_per_second=answer(whole / taken),
         mfu=answer(done / (taken * rate)),
         dtype=dtype,
-        others={name: n for name, n in matmul_formats(step, **sizes).items() if name != dtype},
+        others=other_formats(step, dtype, **sizes),
         steps=answer(steps),
         days=answer(steps * taken / (24 * _HOUR)),
         device_hours=answer(hours),

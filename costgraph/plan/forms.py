@@ -58,7 +58,7 @@ class Kind:
     rings: Rings | None = None
     """of what is sent in a torus"""
     overlap: str = "none"
-    lenient: bool = False
+    charge_all: bool = False
     """whether all collectives are charged where streams would play too many ops"""
     times: list[list[Spent]] = field(default_factory=list)
     programs: Programs = field(default_factory=dict)
@@ -73,10 +73,10 @@ class Kind:
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
         self.least: list[Poly] = []
 
-    def beside(self, overlap: str, rings: Rings | None, *, lenient: bool = False) -> Kind:
+    def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> Kind:
         """Return the same where collectives overlap with all else as it says, with what one search notes of rings."""
         out = copy(self)
-        out.overlap, out.rings, out.lenient = overlap, rings, lenient
+        out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
         out.least = [memory_time(self.asked)] if overlap == "ideal" else []
         if overlap == "streams":
             rest = [w for w in self.asked.works if not between(w)]
@@ -140,7 +140,7 @@ class Kind:
             try:
                 out[at] = finished(graph, {op: t[at] for op, t in ops.items()}, known)
             except UnsupportedError:
-                if not self.lenient:
+                if not self.charge_all:
                     raise
                 out[at] = np.sum([np.broadcast_to(t, shape)[at] for t in ops.values()], axis=0)
         return out

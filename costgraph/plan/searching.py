@@ -218,7 +218,9 @@ def search(
     rows = ordered(_plan(fit, amount) for fit in work.fitting)
     left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
     notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
-    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, unit, family, family.told())
+    return Search(
+        model.name, device, count, limit, explained(rows), work.tried, notes, unit, family, family.policy_text()
+    )
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Policies:
 
     overlap: str
     """none, ideal or streams"""
-    lenient: bool = False
+    charge_all: bool = False
     """whether plans of too many ops for streams are charged all collectives, where nobody asked for streams"""
     reduce_each: bool | None = None
     """whether each micro-batch reduces gradients; by default as a structure does"""
@@ -266,15 +266,14 @@ class Family:
         asked = self.policies.reduce_each
         return structure.zero >= 2 and structure.pp == 1 if asked is None else asked
 
-    def told(self) -> str:
-        """Return the policies that all plans follow, in words."""
-        each = {
-            None: "reduced behind the last micro-batch, without a pipeline by ZeRO-2 and ZeRO-3 in each",
-            True: "reduced in each micro-batch", False: "reduced behind the last micro-batch",
-        }  # fmt: skip
+    def policy_text(self) -> str:
+        """Return the policies of all plans of a search, in words."""
+        asked = self.policies.reduce_each
+        gradients = f"reduced {'in each' if asked else 'behind the last'} micro-batch"
+        if asked is None and self.system == "torch":  # Megatron has neither of them
+            gradients += ", without a pipeline by ZeRO-2 and ZeRO-3 in each"
         optimizer = self.options.get("optimizer") or AdamW()
         made = f"{type(optimizer).__name__} ({getattr(optimizer, 'implementation', '')})".replace(" ()", "")
-        gradients = each[self.policies.reduce_each]
         return f"{self.system}: gradients {gradients}; overlap {self.policies.overlap}; {made}"
 
     @contextmanager
@@ -303,7 +302,9 @@ class Family:
         if like not in kinds:
             rank = self.split(self.step(structure), like)
             kinds[like] = [self.formed(graph, like) for graph in stages_of(rank)]
-        own = [kind.beside(self.policies.overlap, self.rings, lenient=self.policies.lenient) for kind in kinds[like]]
+        own = [
+            kind.beside(self.policies.overlap, self.rings, charge_all=self.policies.charge_all) for kind in kinds[like]
+        ]
         if structure.pp == 1:
             return Forms({"all": own[0]}, self.names)
         return Forms(dict(self.waiting(structure, own)), self.names, self.layers)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..algebra.extremum import as_expr
-from ..algebra.polynomial import ONE, Poly, total
+from ..algebra.polynomial import Poly, total
 from ..analysis.costs import costs
+from ..analysis.traffic import repeated_bodies
 from ..bind.evaluate import Formula, answer
 from ..errors import CostGraphError
 from ..graph.graph import Graph
+from ..graph.scopes import scopes_of
 from ..graph.showing import SHOWN
 from ..graph.sizes import bindings
 from ..graph.strides import numel
@@ -60,7 +62,7 @@ def summary(graph: Graph) -> str:
 
 def _lines(graph: Graph) -> Iterator[str]:
     values = bindings(graph, {})
-    bodies = list(_bodies(graph))
+    bodies = [(g, times) for g, times in repeated_bodies(graph) if not g.fused]
     ops = [op for g, _ in bodies for op in g.ops if op.loop is None]
     level = _level({op.scope for op in ops})
     shapes: dict[str, str] = {}
@@ -93,14 +95,6 @@ def _lines(graph: Graph) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Poly]]:
-    """Yield a graph and the bodies of its loops, with the number of times that each runs."""
-    yield graph, times
-    for op in graph.ops:
-        if op.loop is not None:
-            yield from _bodies(op.loop.body, times * op.loop.count)
-
-
 def _text(value: Formula) -> str:
     return f"{value:,}" if isinstance(value, int) else formula_text(value)
 
@@ -118,11 +112,9 @@ def _cut(scope: str, level: int) -> str:
 
 def _scope_of(name: str, scopes: Iterable[str]) -> str:
     """Return the row of a parameter: the innermost scope around it, or one inside that scope."""
-    around = name.rpartition("/")[0]
-    while around:
+    for around in reversed(scopes_of(name)[:-1]):
         if found := [scope for scope in scopes if f"{scope}/".startswith(f"{around}/")]:
             return around if around in found else found[0]
-        around = around.rpartition("/")[0]
     return ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..analysis.roofline import Roofline
-from ..analysis.training import hardware_flops, main_format, matmul_formats, model_flops
+from ..analysis.training import hardware_flops, main_format, model_flops, other_formats
 from ..analysis.training_memory import activation_memory, bytes_per_param, is_step, saved_state_bytes, state_bytes
 from ..bind.evaluate import Formula
 from ..graph.graph import Graph
@@ -62,8 +62,6 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
     dtype = main_format(graph, **dims)
     # a rate that the roofline found, of a fallback as well
     rate = times.rates.get(f"matmul {dtype}") or float(times.hardware.nearest_rate(dtype)[0])
-    formats = matmul_formats(graph, **dims)
-    whole = sum(formats.values())
 
     def used(name: str, seconds: float) -> float:
         return float(figures[name].value) / (seconds * rate)
@@ -71,7 +69,7 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
     return Training(
         figures,
         dtype,
-        {name: float(n / whole) for name, n in formats.items() if name != dtype},
+        {name: float(n / figures["hardware-flops"].value) for name, n in other_formats(graph, dtype, **dims).items()},
         mfu=used("model-flops", times.estimate),
         hfu=used("hardware-flops", times.estimate),
         most_mfu=used("model-flops", times.lower_bound),

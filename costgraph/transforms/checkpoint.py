@@ -13,7 +13,7 @@ from ..errors import FormatError, GraphError
 from ..graph.arguments import need_flag, positive
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..graph.scopes import base_of
+from ..graph.scopes import base_name
 from ..notation.door import READ, guarded
 from ..ops.cached import Cache
 from ..ops.contraction import Einsum
@@ -96,7 +96,7 @@ class Checkpoint:
         stacks: dict[str, set[int]] = {}
         for stack, number in filter(None, map(layers.period, graph.ops)):
             stacks.setdefault(stack, set()).add(number)
-        looped = {base_of(op.name) for op in graph.ops if op.loop is not None}
+        looped = {base_name(op.name) for op in graph.ops if op.loop is not None}
         for stack, numbers in stacks.items():
             k = self.interval.constant
             if stack not in looped and (not isinstance(k, int) or len(numbers) % k):

@@ -8,7 +8,7 @@ from ..errors import GraphError
 from ..graph.graph import Graph
 from ..graph.tensor import Tensor
 from .rewrite import Rewriter
-from .selecting import Names, in_layers, patterns_of
+from .selecting import Names, patterns_of, split_at_layers
 
 __all__ = ["with_frozen"]
 
@@ -24,9 +24,9 @@ def with_frozen(graph: Graph, freeze: object, trainable: object) -> Graph:
     if freeze is not None and trainable is not None:
         raise GraphError("training_step: freeze beside trainable, expected one of the two")
     what, given = ("freeze", freeze) if trainable is None else ("trainable", trainable)
-    graph = in_layers(f"training_step: {what}", graph, given)
+    graph = split_at_layers(f"training_step: {what}", graph, given)
     names = Names(graph)
-    patterns = patterns_of(f"training_step: {what}", given, names, [t for t in graph.params if t.role == "param"])
+    patterns = patterns_of(f"training_step: {what}", given, names, graph.params)
     return _Freezer(names, patterns, named=trainable is None).run(graph)
 
 

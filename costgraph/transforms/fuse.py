@@ -16,7 +16,7 @@ from ..ops.blocks import Kernel
 from ..ops.pointwise import Pointwise
 from .fusion.groups import base_of, grouped
 from .fusion.spaces import casts_alone, is_view
-from .rewrite import Rewriter, of_stages
+from .rewrite import Rewriter, map_stages
 
 __all__ = ["fuse"]
 
@@ -72,7 +72,7 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     """
     need_flag("fuse", epilogues=epilogues)
     if graph.parts:
-        return of_stages(graph, lambda stage: fuse(stage, scope, epilogues=epilogues))
+        return map_stages(graph, lambda stage: fuse(stage, scope, epilogues=epilogues))
     if scope is not None:
         if epilogues:
             raise GraphError(f"fuse scope {scope!r}: epilogues=True, expected one of them: a scope has all inside")

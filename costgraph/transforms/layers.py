@@ -7,24 +7,24 @@ iteration behind it: `layers.i3`, or `layers/local.i0.i3`. Without a loop, the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..graph.scopes import base_of, turn_of
+from ..graph.scopes import base_name, iterations_of, scopes_of
 
 __all__ = ["Layers", "layers_of"]
 
 
-def layers_of(loop: Op, turn: str) -> set[str]:
+def layers_of(loop: Op, suffix: str) -> set[str]:
     """Return the entries of `Graph.layers` for one iteration of a loop that is unrolled.
 
     Parameters
     ----------
     loop : Op
         The loop.
-    turn : str
+    suffix : str
         The iteration, with those of the loops around it, such as `.i0.i3`.
 
     Returns
@@ -35,17 +35,11 @@ def layers_of(loop: Op, turn: str) -> set[str]:
     if loop.phase != "forward" or loop.body is None:
         return set()
     marked = loop.graph.root.layers
-    scope = base_of(loop.name)
-    around = {level for level in _prefixes(scope) if level in marked}
-    own = {found for op in loop.body.ops for found in _prefixes(op.scope) if found in marked and found not in around}
-    outermost = turn.count(".i") == 1
-    return {f"{each}{turn}" for each in (own | {scope} if outermost else own)}
-
-
-def _prefixes(scope: str) -> Iterator[str]:
-    """Yield a scope and those around it, the innermost first."""
-    levels = scope.split("/")
-    yield from ("/".join(levels[:n]) for n in range(len(levels), 0, -1))
+    scope = base_name(loop.name)
+    around = {level for level in scopes_of(scope) if level in marked}
+    own = {found for op in loop.body.ops for found in scopes_of(op.scope) if found in marked and found not in around}
+    outermost = suffix.count(".i") == 1
+    return {f"{each}{suffix}" for each in (own | {scope} if outermost else own)}
 
 
 class Layers:
@@ -67,12 +61,12 @@ class Layers:
 
     def layer_of(self, scope: str, name: str) -> str:
         """Return the innermost layer for a scope and a name."""
-        turns = [*accumulate(_split(turn_of(name)))]
-        for own in _prefixes(scope):
-            for turn in reversed(turns):
-                if f"{own}{turn}" in self.marked:
-                    return f"{own}{turn}"
-            if own in self.marked and not turns:
+        suffixes = [*accumulate(iterations_of(name))]
+        for own in reversed(scopes_of(scope)):
+            for suffix in reversed(suffixes):
+                if f"{own}{suffix}" in self.marked:
+                    return f"{own}{suffix}"
+            if own in self.marked and not suffixes:
                 return own
         return self.numbered(scope)
 
@@ -82,10 +76,10 @@ class Layers:
 
     def period_of(self, scope: str, name: str) -> tuple[str, int] | None:
         """Return the outermost loop or stack, and the iteration, for a scope and a name."""
-        turns = _split(turn_of(name))
-        for own in reversed([*_prefixes(scope)]):
-            if turns and f"{own}{turns[0]}" in self.marked:
-                return own, int(turns[0][2:])
+        iterations = iterations_of(name)
+        for own in scopes_of(scope):
+            if iterations and f"{own}{iterations[0]}" in self.marked:
+                return own, int(iterations[0][2:])
         stack, _, number = self.numbered(scope).rpartition("/")
         return (stack, int(number)) if number else None
 
@@ -98,10 +92,6 @@ class Layers:
         return ""
 
 
-def _split(turn: str) -> list[str]:
-    return [f".i{number}" for number in turn.split(".i")[1:]]
-
-
 def _stacks(graph: Graph) -> set[str]:
     """Return the scopes whose numbered children are layers.
 
@@ -110,7 +100,7 @@ def _stacks(graph: Graph) -> set[str]:
     whatever numbered parts it has.
     """
     owner = graph.owner
-    inside = None if owner is None or owner.loop is None else base_of(owner.name)
+    inside = None if owner is None or owner.loop is None else base_name(owner.name)
     children: dict[str, dict[str, list[object]]] = {}
     for op in graph.ops:
         if op.phase != "forward":

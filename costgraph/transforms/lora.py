@@ -23,7 +23,7 @@ from ..ops.foreign import need_declared
 from ..ops.pointwise import Pointwise, cast, pointwise
 from .quantize.uses import Sources, is_in, uses_of
 from .rewrite import Rewriter
-from .selecting import Names, in_layers, patterns_of
+from .selecting import Names, patterns_of, split_at_layers
 
 __all__ = ["lora"]
 
@@ -90,7 +90,7 @@ def lora(
     need_graph("lora", graph)
     need_declared("lora", graph, "trace the module with its adapters", floats=True)
     size = positive("lora: rank", rank)
-    graph = in_layers("lora", graph, on, trainable)
+    graph = split_at_layers("lora", graph, on, trainable)
     names, layers = Names(graph), _layers(graph)
     patterns = patterns_of("lora: trainable", trainable, names, graph.params) if trainable else []
     kept = {t for t in graph.params if names.answers(t, patterns)}

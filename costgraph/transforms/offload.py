@@ -20,7 +20,7 @@ from ..ops.hops import Send
 from ..ops.keep import Keep
 from ..ops.stacks import Empty
 from ..ops.stated import Transfer
-from .rewrite import Rewriter, bound_record, of_stages
+from .rewrite import Rewriter, bound_record, map_stages
 
 __all__ = ["OFFLOADED", "need_offloaded", "offload"]
 
@@ -87,7 +87,7 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
     chosen = need_offloaded("offload", what)
     if any(t.storage.host for g in graph.bodies() for t in g.tensors):
         raise UnsupportedError(f"offload of graph {graph.name!r}, of which something lies on the host already")
-    return of_stages(graph, lambda stage: _Offloader(chosen, link).run(stage))
+    return map_stages(graph, lambda stage: _Offloader(chosen, link).run(stage))
 
 
 def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:

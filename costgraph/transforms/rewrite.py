@@ -14,11 +14,11 @@ from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Bodied, Op, OpKind
 from ..graph.placement import Placement, Sharding
-from ..graph.scopes import of_same_turn, opened
+from ..graph.scopes import opened, same_suffix
 from ..graph.tensor import Tensor
 from ..ops.moves import Concat
 
-__all__ = ["Rewriter", "bound", "bound_record", "flat", "members", "of_stages"]
+__all__ = ["Rewriter", "bound", "bound_record", "flat", "members", "map_stages"]
 
 K = TypeVar("K", bound=OpKind)
 
@@ -74,7 +74,7 @@ class Rewriter:
     replays = True
     """Whether a call that a trace saw can be made again where its op is copied: tensors are as they were."""
 
-    keeps_turns = True
+    keeps_suffixes = True
     """Whether ops stay in the iterations of the loops that they were unrolled from."""
 
     def __init__(self, values: Mapping[str, Poly] | None = None) -> None:
@@ -141,7 +141,7 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                with of_same_turn(node.name if self.keeps_turns else ""):  # added ops share its iteration
+                with same_suffix(node.name if self.keeps_suffixes else ""):  # added ops share its iteration
                     self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
@@ -203,7 +203,7 @@ class Rewriter:
         return body
 
 
-def of_stages(graph: Graph, transform: Callable[[Graph], Graph]) -> Graph:
+def map_stages(graph: Graph, transform: Callable[[Graph], Graph]) -> Graph:
     """Transform a graph, or each stage of a pipeline."""
     if not graph.parts:
         return transform(graph)

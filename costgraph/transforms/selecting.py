@@ -17,19 +17,19 @@ from ..algebra.symbols import shown
 from ..errors import GraphError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..graph.scopes import base_of
+from ..graph.scopes import base_name, scopes_of
 from ..graph.tensor import Tensor
 from .layers import Layers
 from .rewrite import Rewriter
 
-__all__ = ["Names", "in_layers", "patterns_of"]
+__all__ = ["Names", "patterns_of", "split_at_layers"]
 
-#: Behind the name of a stack, one layer or several: `[16:]`, `[-1]`, or `/31`.
+#: One layer or several, after the name of a stack: `[16:]`, `[-1]`, or `/31`.
 _PLACE = re.compile(r"\[(-?\d+)?(:)?(-?\d+)?\]|/(\d+)(?=/|$)")
 
 
 @dataclass(frozen=True)
-class _Some:
+class _LayerRange:
     """A pattern that names some layers of a stack."""
 
     text: str
@@ -66,7 +66,7 @@ class _Segment:
 
 
 class Names:
-    """What the parameters of a graph answer to.
+    """Names of parameters, with the layers that patterns can select.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Names:
 
     def _add(self, op: Op) -> None:
         if op.loop is not None:
-            name, period = base_of(op.name), _layers_in(op.loop.body)
+            name, period = base_name(op.name), _layers_in(op.loop.body)
             self._loops[op] = name
             self._append(name, op.loop.count * period, op, period)
             return
@@ -105,7 +105,7 @@ class Names:
         return segments[-1]
 
     def place(self, t: Tensor) -> tuple[str, _Segment] | None:
-        """Return the stack and the layers that a parameter belongs to."""
+        """Return the stack and the layers that have a parameter."""
         owner, graph = None, t.graph
         while graph.parent is not None:
             owner, graph = graph.owner, graph.parent
@@ -114,8 +114,8 @@ class Names:
             return stack, next(s for s in self.stacks[stack] if s.loop is owner)
         return self._keys.get(self.layers.layer_of(t.name.rpartition("/")[0], t.name))
 
-    def some(self, pattern: str) -> _Some | None:
-        """Return a pattern of some layers as such, None where it is of names alone."""
+    def layer_range(self, pattern: str) -> _LayerRange | None:
+        """Return the layers that a pattern selects, None where it has names alone."""
         for found in _PLACE.finditer(pattern):
             first, colon, last, number = found.groups()
             stack, rest = pattern[: found.start()], pattern[found.end() :]
@@ -126,32 +126,33 @@ class Names:
                 continue
             begin = None if single is None else int(single)
             end = (None if last is None else int(last)) if colon else None if begin in (-1, None) else begin + 1
-            return _Some(pattern, stack, begin, end, rest.removeprefix("/"))
+            return _LayerRange(pattern, stack, begin, end, rest.removeprefix("/"))
         return None
 
-    def ranges(self, some: _Some) -> Iterator[tuple[str, Poly, Poly]]:
+    def ranges(self, layers: _LayerRange) -> Iterator[tuple[str, Poly, Poly]]:
         """Yield the stacks that a pattern names, and of each the first layer and the end."""
         for stack, segments in self.stacks.items():
-            if fnmatchcase(stack, some.stack):
-                yield stack, *some.bounds(segments[-1].last, self.defaults)
+            if fnmatchcase(stack, layers.stack):
+                yield stack, *layers.bounds(segments[-1].last, self.defaults)
 
     def answers(self, t: Tensor, patterns: Sequence[str]) -> bool:
-        """Whether a parameter, or a scope that it is in, has a name of one of some patterns."""
-        own = {t.name, base_of(t.name)}
+        """Whether one of some patterns matches a parameter, or a scope around it."""
+        own = {t.name, base_name(t.name)}
         for pattern in patterns:
             if any(_matches(name, pattern) for name in own):
                 return True
-            some, at = self.some(pattern), self.place(t)
-            if some is None or at is None:
+            layers, at = self.layer_range(pattern), self.place(t)
+            if layers is None or at is None:
                 continue
-            for stack, first, last in self.ranges(some):
-                inside = stack == at[0] and self._covers(stack, first, last, at[1])
-                if inside and (not some.rest or any(_matches(n, some.rest) for n in _within(own, stack, at[1].first))):
+            for stack, first, last in self.ranges(layers):
+                if stack != at[0] or not self._covers(stack, first, last, at[1]):
+                    continue
+                if not layers.rest or any(_matches(n, layers.rest) for n in _within(own, stack, at[1].first)):
                     return True
         return False
 
     def _covers(self, stack: str, first: Poly, last: Poly, segment: _Segment) -> bool:
-        """Whether layers are among those from a first one to an end, both of which a split has made ends of loops."""
+        """Whether a segment lies within a range. The range begins and ends with segments: loops are split there."""
         segments = self.stacks[stack]
         begin = next((i for i, s in enumerate(segments) if s.first == first), len(segments))
         end = next((i for i, s in enumerate(segments) if s.last == last), -1)
@@ -159,7 +160,7 @@ class Names:
 
 
 def _within(names: set[str], stack: str, number: Poly) -> Iterator[str]:
-    """Yield names as they are seen from a layer."""
+    """Yield names relative to a layer."""
     for name in names:
         rest = name.removeprefix(f"{stack}/") if name.startswith(f"{stack}/") else name.partition("/")[2]
         yield rest
@@ -167,8 +168,7 @@ def _within(names: set[str], stack: str, number: Poly) -> Iterator[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    levels = name.split("/")
-    return any(fnmatchcase("/".join(levels[: n + 1]), pattern) for n in range(len(levels)))
+    return any(fnmatchcase(scope, pattern) for scope in scopes_of(name))
 
 
 def _layers_in(body: Graph) -> int:
@@ -185,7 +185,7 @@ def _layers_in(body: Graph) -> int:
     return max(1, len(own) + inner)
 
 
-def in_layers(place: str, graph: Graph, *given: object) -> Graph:
+def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
     """Split the loops of a graph where patterns name some of their layers.
 
     Parameters
@@ -215,8 +215,8 @@ def in_layers(place: str, graph: Graph, *given: object) -> Graph:
         return graph
     names, cuts = Names(graph), dict[Op, list[Poly]]()
     for text in texts:
-        some = names.some(text)
-        for stack, first, last in () if some is None else names.ranges(some):
+        layers = names.layer_range(text)
+        for stack, first, last in () if layers is None else names.ranges(layers):
             for segment in names.stacks[stack]:
                 _cut(place, text, names, segment, (first, last), cuts)
     return _Cutter(names.defaults, cuts).run(graph) if cuts else graph
@@ -250,7 +250,7 @@ def _cut(
 
 
 class _Cutter(Rewriter):
-    """Copies a graph, some of whose loops as several that follow each other."""
+    """Copies a graph and splits some of its loops into several that follow each other."""
 
     lies = True
 
@@ -290,6 +290,6 @@ def patterns_of(place: str, given: object, names: Names, tensors: Sequence[Tenso
         raise GraphError(f"{place} {shown(given)}, expected names or scopes, such as 'layers/*'")
     for pattern in patterns:
         if not any(names.answers(t, [pattern]) for t in tensors):
-            known = ", ".join(dict.fromkeys(base_of(t.name) for t in tensors))
+            known = ", ".join(dict.fromkeys(base_name(t.name) for t in tensors))
             raise GraphError(f"{place} {pattern!r} is no parameter or scope, expected some of {known}")
     return patterns

@@ -10,7 +10,7 @@ from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.loop import Loop
 from ..graph.op import Op
-from ..graph.scopes import base_of
+from ..graph.scopes import base_name
 from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
@@ -156,11 +156,11 @@ class _Unroller(Rewriter, Player[_Place]):
 
     def before(self, loop: Loop) -> int:
         """Return how many iterations the loops have that a loop goes on from, as parts of one that was split."""
-        name, counts = base_of(loop.op.name), 0
+        name, counts = base_name(loop.op.name), 0
         for op in loop.op.graph.ops:
             if op is loop.op:
                 break
-            if op.loop is not None and op.phase == loop.op.phase == "forward" and base_of(op.name) == name:
+            if op.loop is not None and op.phase == loop.op.phase == "forward" and base_name(op.name) == name:
                 counts += _count(op, op.loop.count.bind(self.values))
         return counts
 

@@ -99,7 +99,8 @@ def test_a_transform_carries_every_fact(name, way):
         and {"D"} <= set(new.defaults),
         "loss": new.loss == graph.loss or (name in ("fuse", "unroll") and bool(new.gradients)),
         "layers": graph.layers <= new.layers,
-        "compute": new.compute == graph.compute or name in ("apply_precision", "backward", "training_step"),
+        "matmul_dtype": new.matmul_dtype == graph.matmul_dtype
+        or name in ("apply_precision", "backward", "training_step"),
         "waiting": new.waiting == graph.waiting or bool(new.parts),
     }
     assert set(facts) == set(FACTS)

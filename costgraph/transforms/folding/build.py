@@ -12,7 +12,7 @@ from ...graph.changes import carry_facts
 from ...graph.graph import Graph
 from ...graph.op import Bodied, Op
 from ...graph.placement import Placement, Sharding
-from ...graph.scopes import opened, turn_of
+from ...graph.scopes import iterations_of, opened
 from ...graph.tensor import Tensor
 from ...ops.blocks import Repeat
 from ...ops.keep import Keep
@@ -29,7 +29,7 @@ __all__ = ["Folder"]
 class Folder(Rewriter):
     """Copies a graph, with loops of so many blocks in place of runs, and what the rest of the graph reads of them."""
 
-    keeps_turns = False
+    keeps_suffixes = False
 
     def __init__(self, match: Match, around: Around, count: Poly) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Folder(Rewriter):
         self.new = new = Graph(old.name if name is None else name, dtype=old.dtype)
         # a default of the count is of the loop that was here before, whatever its length
         defaults = {name: size for name, size in old.defaults.items() if name not in self.count.names()}
-        layers = frozenset(scope for scope in old.layers if not turn_of(scope))
+        layers = frozenset(scope for scope in old.layers if not iterations_of(scope))
         carry_facts(old, new, defaults=defaults, layers=layers)
         with opened(levels=()):  # names are complete already
             self.fill(old, new)

@@ -125,8 +125,8 @@ class Policy:
         return type(self), tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
 
     @property
-    def product(self) -> str | None:
-        """Format that most products run in: that of quantized operands, of autocast, or of activations."""
+    def matmul_dtype(self) -> str | None:
+        """Format in which most products run: set by quantized operands, by autocast, or by activations."""
         return self.matmul or (self.autocast or {}).get("matmul") or self.compute
 
     def scope_format(self, name: str) -> DType | None:

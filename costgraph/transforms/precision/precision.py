@@ -72,7 +72,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
         if not carries.changed:
             break
     with made:
-        made.compute = graph.compute if found.product is None else found.product
+        made.matmul_dtype = found.matmul_dtype or graph.matmul_dtype
         for body in made.bodies():
             body.dtype = graph.dtype if found.compute is None else DTYPES[found.compute]
     return made

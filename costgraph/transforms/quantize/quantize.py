@@ -34,7 +34,7 @@ from ...ops.layout import rearrange
 from ...ops.pointwise import cast, pointwise
 from ..backward.walk import is_view_op, scoped
 from ..rewrite import Rewriter
-from ..selecting import in_layers
+from ..selecting import split_at_layers
 from .mixed import mixed
 from .narrow import Narrow, activations_format, cache_format, mixture_of, need_common, weights_format
 from .scales import added_up, divided, groups, packing, rounded, row_scaled, unpacked, widened
@@ -140,7 +140,7 @@ def quantize(
     if formats.activations is not None:
         need_common(formats)
     stored: Mapping[str, DType] = {}
-    graph = in_layers("quantize: skip", graph, skip)
+    graph = split_at_layers("quantize: skip", graph, skip)
     kept = left_out(graph, skip, KEPT if mixture is None else KEPT[1:])
     if mixture is not None:
         graph, stored = mixed(graph, str(weights), mixture, kept)

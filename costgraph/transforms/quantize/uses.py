@@ -10,7 +10,7 @@ from ...errors import GraphError
 from ...graph.arguments import need_list
 from ...graph.graph import Graph, need_graph
 from ...graph.op import Op
-from ...graph.scopes import base_of
+from ...graph.scopes import base_name
 from ...graph.tensor import Tensor
 from ...notation.pattern import Affine
 from ...ops.blocks import Kernel
@@ -222,12 +222,11 @@ def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...])
         return default
     names, kept = Names(graph), list[str]()
     for name in need_list("quantize: skip", skip):
-        if isinstance(name, str) and any(is_in(t.name, name) for t in graph.params):
-            kept.append(name)
-            continue
-        # of an unrolled graph, the name that the parameters of all iterations have; or a pattern
-        found = [t.name for t in graph.params if isinstance(name, str) and is_in(base_of(t.name), name)]
-        found = found or [t.name for t in graph.params if isinstance(name, str) and names.answers(t, [name])]
+        text = name if isinstance(name, str) else ""
+        # the name may also be a pattern, or lack the loop suffixes of an unrolled graph
+        found = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.answers(t, [text])]
+        if any(is_in(n, text) for n in found):
+            found = [text]
         if not found:
             known = ", ".join(sorted({t.name for t in graph.params})[:8])
             raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")

@@ -221,11 +221,10 @@ def shard(
 
 def _resident(graph: Graph, policy: FullyShard) -> dict[Tensor, frozenset[str]]:
     """Return the parameters that stay sharded along some of the axes that a policy gathers, and these axes."""
-    params = [t for g in graph.bodies() for t in g.tensors if t.role == "param" and t.producer is None]
     out: dict[Tensor, frozenset[str]] = {}
     assert not isinstance(policy.resident, Mapping)
     for pattern, axes in policy.resident:
-        found = [t for t in params if t.name == pattern or fnmatchcase(t.name, pattern)]
+        found = [t for t in graph.params if t.name == pattern or fnmatchcase(t.name, pattern)]
         if not found:
             raise GraphError(
                 f"FullyShard: resident {shown(pattern)} is no parameter of graph {graph.name!r}, expected a name or a "
