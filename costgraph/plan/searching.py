@@ -196,9 +196,9 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} samples, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
-    if overlap == "streams" and device.cluster is not None and device.cluster.torus:
-        raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     torus = device.cluster is not None and device.cluster.torus
+    if overlap == "streams" and torus:
+        raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     policies = Policies(
         overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each
     )

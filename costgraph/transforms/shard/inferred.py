@@ -37,10 +37,13 @@ _WHOLE = (
 _Axis = tuple[Tensor, int]
 
 
-def replicated(graph: Graph, split: Collection[str]) -> list[str]:
-    """Return the weight matrices that stay replicated, without routers and the like, which always do."""
-    names = (t.name for t in _products(_Flat(graph)) if t.name not in split)
-    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in _WHOLE)]
+def replicated(graph: Graph, split: Collection[str], patterns: Collection[str]) -> list[str]:
+    """Return the weight matrices that stay replicated and have no known name.
+
+    `split` are names of split weights, `patterns` match weights with a stated placement.
+    """
+    names = (t.name for t in _products(_Flat(graph)) if t.name not in split and not is_known(t.name))
+    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in (*_WHOLE, *patterns))]
 
 
 def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import Annotated
 
@@ -26,7 +25,7 @@ from .buckets import Buckets
 from .fully import FullyShard
 from .heads import Heads, heads
 from .inferred import inferred, replicated, with_states
-from .names import axes_of, is_known, placed_by_name
+from .names import axes_of, placed_by_name
 from .shard import Placements, shard
 
 __all__ = ["CONTEXTS", "SYSTEMS", "System", "parallelize"]
@@ -214,9 +213,7 @@ def _of_rank(
 ) -> Graph:
     """Return the graph of one rank of a graph, with placements by the names of its layers."""
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
-    left = replicated(graph, {**places, **(placements or {})}) if mesh["tp"] != ONE else []
-    left = [name for name in left if not any(fnmatchcase(name, pattern) for pattern in placements or ())]
-    left = [name for name in left if not is_known(name)]
+    left = replicated(graph, places, placements or ()) if mesh["tp"] != ONE else []
     if strict and left:
         raise UnsupportedError(
             f"parallelize: tp leaves {len(left)} weights whole on every rank, such as {left[0]!r}: expected "
