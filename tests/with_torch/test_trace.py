@@ -282,7 +282,7 @@ def test_an_empty_tensor_takes_part_in_nothing():
 
 class Numbers(nn.Module):
     def forward(self, x):
-        return x * [*bytes(x.shape[0])].__len__()
+        return x * len([0] * x.shape[0])
 
 
 class Indexed(nn.Module):
@@ -307,7 +307,7 @@ X = torch.zeros(3, 5)
     ("make", "error", "text"),
     [
         (lambda: trace(Numbers(), X, dims=[("B", None)]), cg.UnsupportedError,
-         r"test_trace\.py:\d+, in forward, 'return x .*': turns the size B into the number 3, ex"),
+         r"test_trace\.py:\d+, in forward, .*len\(\[0\] \* x\.shape\[0\]\)': turns the size B into the number 3, ex"),
         (lambda: trace(Indexed(), X, dims=[("B", None)], data_sizes="error"), cg.UnsupportedError,
          r"test_trace\.py:\d+, in forward, 'return x\[x > 0\]': .*expected"),
         (lambda: trace(Item(), X, dims=[("B", None)]), cg.UnsupportedError,
