@@ -40,9 +40,11 @@ _Axis = tuple[Tensor, int]
 def replicated(graph: Graph, split: Collection[str], patterns: Collection[str]) -> list[str]:
     """Return the weight matrices that stay replicated and have no known name.
 
-    `split` are names of split weights, `patterns` match weights with a stated placement.
+    `split` are names of split weights, `patterns` match weights with a stated placement. A projection to or from one
+    feature, such as a gate or a value head, is a vector.
     """
-    names = (t.name for t in _products(_Flat(graph)) if t.name not in split and not is_known(t.name))
+    matrices = [t.name for t in _products(_Flat(graph)) if ONE not in t.sizes[t.storage.pieces :]]
+    names = [n for n in matrices if n not in split and not is_known(n)]
     return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in (*_WHOLE, *patterns))]
 
 
