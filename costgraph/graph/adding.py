@@ -106,6 +106,7 @@ def add_result(graph: Graph, op: Op, result: Result, name: str | None = None) ->
         pieces=result.pieces,
         host=any(t.storage.host for t in op.operands) if result.host is None else result.host,
     )
+    tensor.storage.bytes += result.spare
     tensor.producer = op
     tensor.domain = result.domain
     before, op.results = op.results, (*op.results, tensor)

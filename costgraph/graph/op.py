@@ -45,6 +45,8 @@ class Result:
     """Leading axes whose positions are storages of their own, as in Storage."""
     host: bool | None = None
     """Whether it lies in memory of the host; None where that is said by the operands, which lie there or not."""
+    spare: Poly = ZERO
+    """Bytes of its storage that hold no element."""
 
 
 def itself(t: Tensor, of: int = 0) -> Result:

@@ -9,12 +9,12 @@ from functools import reduce as fold
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, overload
 
-from ..algebra.polynomial import Poly
+from ..algebra.polynomial import ZERO, Poly
 from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_call
 from ..graph.changes import modify
-from ..graph.facts import all_of, is_amount, is_count, need
+from ..graph.facts import Amount, all_of, is_amount, is_count, need
 from ..graph.graph import Graph, current_graph, sizes_of
 from ..graph.loop import Repeat, need_fit, need_formals
 from ..graph.op import Bodied, Op, Result, Working
@@ -59,6 +59,8 @@ class Kernel(Working, Bodied):
         tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))
     ] = ()
     """How its first results lie in memory where that is not dense in the order of their axes."""
+    spare: Amount = ZERO
+    """Bytes of the first result's storage that hold no element: what a kernel computed there first was larger."""
     flops, writes = rules.in_the_body, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -73,9 +75,9 @@ class Kernel(Working, Bodied):
         for t, strides in zip_longest(body.outputs, self.strides[: len(body.outputs)]):
             i = places.get(t.storage)
             need(strides is None or len(strides) == t.ndim, f"{len(strides or ())} strides of {t!r}")
-            into = Result(t.sizes, t.dtype, strides, domain=t.domain)
+            into = Result(t.sizes, t.dtype, strides, domain=t.domain, spare=ZERO if made else self.spare)
             if i is not None:
-                into = replace(into, strides=operands[i].strides, of=i, offset=operands[i].offset)
+                into = replace(into, strides=operands[i].strides, of=i, offset=operands[i].offset, spare=ZERO)
             made.append(into)
         return made
 

@@ -23,27 +23,26 @@ __all__ = [
 ]  # fmt: skip
 
 
+# torch's formulas of `addcmul` and `addcdiv` multiply by 1 as well
+def _product(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Gradients of both factors of a product by a number."""
+    return ("mul", "g", ("mul", b, number)), ("mul", "g", ("mul", a, number))
+
+
 def _quotient(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Gradients of both parts of a quotient by a number: torch's formula of `addcdiv` multiplies by 1 as well."""
+    """Gradients of both parts of a quotient by a number."""
     return ("mul", "g", ("div", number, b)), ("mul", ("neg", "g"), ("div", ("mul", a, number), ("mul", b, b)))
 
 
 ADD_SCALED = Function("add_scaled", 3, 2, formula="a + t * b", grad=("g", None, ("mul", "g", "b")))
-ADD_PRODUCT = Function(
-    "add_product",
-    3,
-    2,
-    formula="a + b * c",
-    grad=("g", ("mul", "g", "c"), ("mul", "g", "b")),
-    order=(0, 1, 2),
-)
+ADD_PRODUCT = Function("add_product", 3, 2, formula="a + b * c", grad=("g", *_product("b", "c")), order=(0, 1, 2))
 ADD_QUOTIENT = Function("add_quotient", 3, 2, formula="a + b / c", grad=("g", *_quotient("b", "c")), order=(0, 1, 2))
 ADD_SCALED_PRODUCT = Function(
     "add_scaled_product",
     4,
     3,
     formula="a + t * b * c",
-    grad=("g", None, ("mul", "g", ("mul", "d", "b")), ("mul", "g", ("mul", "c", "b"))),
+    grad=("g", None, *_product("c", "d", "b")),
     order=(0, 1, 2, 3),
 )
 ADD_SCALED_QUOTIENT = Function(

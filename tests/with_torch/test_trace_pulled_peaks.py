@@ -28,6 +28,19 @@ def windows(x, w):
     return functional.conv1d(x.sin() * w + 2, weights, padding=1)
 
 
+def attention(x, w):
+    """Return rows that attend to each other, as queries, keys and values."""
+    x = x[None, None]
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
+def written(x, w):
+    """Return rows to a part of which the same part was added."""
+    y = x.clone()
+    y[:, 1:].add_(x[:, 1:])
+    return y
+
+
 #: What torch keeps, or makes on the way, that a formula does not ask for.
 BESIDE = {
     "sums along an axis are turned round twice": lambda x, w: (x * w).cumsum(1),
@@ -38,6 +51,16 @@ BESIDE = {
     "a softmax makes what lies strided dense": lambda x, w: (x[:, :, None] * w).mT.softmax(-1).mT * w,
     "a logarithm of sums makes two tensors": lambda x, w: (x[:, :, None] * w).logsumexp(1),
     "a window keeps its rows": windows,
+    "an operand that stands for three arguments has a gradient for each": attention,
+    "the gradient of what was written in part is copied": written,
+    "a product is multiplied by its factor": lambda x, w: torch.addcmul(x, x, x),
+    "elements along an axis keep their tensor": lambda x, w: (x * w).gather(0, torch.zeros(71, 67).long()).sin(),
+    "rows that are added are kept, and no gradient is copied": lambda x, w: (
+        x.index_add(0, torch.tensor([0, 1]), x[:2]) * w
+    ).sin(),
+    "a mean loss lies where those of elements were": lambda x, w: (
+        functional.mse_loss(x, w.expand_as(x)) * functional.smooth_l1_loss(x.sin(), x.detach()) * w
+    ),
 }
 
 
@@ -45,7 +68,7 @@ BESIDE = {
 def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
     net, x = Beside(BESIDE[name]), torch.randn(71, 6)
     made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
-    if BESIDE[name] is windows:  # a run of it has workspaces of a library
+    if BESIDE[name] in (windows, attention):  # a run of these has workspaces of a library, or of threads
         real = cg.peak_memory(trace(net, x, train=True))
     else:
         real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)

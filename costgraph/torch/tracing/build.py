@@ -193,7 +193,7 @@ class Builder:
         op, numbers = ops[-1], {t.storage: self._named(h).storage for t, h in zip(operands, call.operands, strict=True)}
         for storage in (each.operands[i].storage for each in ops for i in each.kind.overwrites()):
             self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)
-        self._stand(call.outputs, results, call.unseen)
+        self._stand([(*row[:3], None) for row in call.outputs], results, call.unseen)
         places = {operands[i]: i for i in reversed(range(len(operands)))}
         given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
         made = [(row, t) for row, t in zip(call.outputs, results, strict=True) if t not in places]
@@ -202,7 +202,7 @@ class Builder:
         return template.operands
 
     def _template(self, call: Made, operands: list[Tensor]) -> Template | None:
-        if call.translation is None or call.call is None or any(b is not None for *_, b in call.outputs):
+        if call.translation is None or call.call is None:
             return None
         wanted = [
             Wanted(
@@ -210,8 +210,9 @@ class Builder:
                 of,
                 h.offset - (ZERO if of is None else _start(operands[of], h)),
                 place,
+                ZERO if bytes_ is None else bytes_ - h.numel * h.dtype.bytes,
             )
-            for h, of, place, _ in call.outputs
+            for h, of, place, bytes_ in call.outputs
         ]
         key = (
             call.target,

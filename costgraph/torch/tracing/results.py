@@ -135,6 +135,22 @@ def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
     return x
 
 
+# -- losses ------------------------------------------------------------------------------------------------------
+
+
+def _shrunk(func: Any) -> Callable[..., Any]:
+    """Let a mean or a sum lie in memory for the losses of all elements: torch resizes the result, which frees nothing.
+
+    `mse_loss` and `smooth_l1_loss` in aten/src/ATen/native/BinaryOps.cpp, the others in Loss.cpp.
+    """
+
+    def run(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out: torch.Tensor = func(x, target, *rest)
+        return out if out.ndim else out.new_empty(_broadcast(x.shape, target.shape)).as_strided((), ())
+
+    return run
+
+
 # -- masks -------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +178,15 @@ RESULTS: dict[Any, Callable[..., Any]] = {
         op: _number(op) for op in (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default)
     },
     aten.copy_.default: _copied,
+    **{
+        op: _shrunk(op)
+        for op in (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.soft_margin_loss.default,
+            aten.binary_cross_entropy.default,
+        )
+    },
     aten._is_all_true.default: _one_bool,
     aten._is_any_true.default: _one_bool,
 }

@@ -37,6 +37,8 @@ class Wanted:
     """first element within the storage"""
     place: int
     """among what the call returned, -1 of an operand that it wrote into and did not return"""
+    spare: Poly = ZERO
+    """bytes of its storage that hold no element"""
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,10 @@ def template_of(
     if found is None:
         return None
     body, inputs, returned = found
-    places = {outer: i for i, outer in enumerate(inputs)}
-    used = tuple(places[t] for t in body.captured)
+    used = tuple(inputs[t] for t in body.captured)
     results = _results(returned, body, inputs, wanted)
+    if any(w.spare and (i or w.of is not None) for i, w in enumerate(wanted)):
+        return None
     return None if results is None else _settled(body, used, results, wanted, workspace, whole)
 
 
@@ -129,21 +132,39 @@ def declared(
     operands: Mapping[Any, int],
     tensors: Sequence[Tensor | Spec],
     relations: Relations | None = None,
-) -> tuple[Graph, list[Tensor], Tensor | Sequence[Tensor | None]] | None:
+) -> tuple[Graph, dict[Tensor, int], Tensor | Sequence[Tensor | None]] | None:
     """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none.
+
+    Each input comes with the number of its operand. An operand that stands for several arguments, as a query that is the
+    key as well, has an input for each of them: torch's gradients are of arguments. In place it has one.
 
     CostGraphError if no kind takes such operands, as where only data explains shapes; UnsupportedError if the
     translation fails with an error that is not the library's: it did not foresee these arguments.
     """
     scratch = Graph("call")
     scratch.relations = scratch.relations if relations is None else relations
-    inputs = [
-        Tensor(scratch, f"x{i}", t.sizes, t.dtype, role="input", strides=t.strides) for i, t in enumerate(tensors)
-    ]
-    for t in inputs:
-        scratch.add_node(t)
+    inputs: dict[Tensor, int] = {}
+
+    def stand_in(number: int) -> Tensor:
+        t = tensors[number]
+        made = Tensor(scratch, f"x{len(inputs)}", t.sizes, t.dtype, role="input", strides=t.strides)
+        scratch.add_node(made)
+        inputs[made] = number
+        return made
+
+    firsts = [stand_in(i) for i in range(len(tensors))]
+    unused = dict(enumerate(firsts))
+
+    def given(value: Any) -> Any:
+        if isinstance(value, Spec):
+            number = operands.get(value)
+            if number is None:
+                return None
+            return firsts[number] if call.inplace else unused.pop(number, None) or stand_in(number)
+        return tuple(map(given, value)) if isinstance(value, tuple) else value
+
     body = scratch.start_body("call", fused=True)
-    asked = replace(call, arguments={k: _given(v, operands, inputs) for k, v in call.arguments.items()})
+    asked = replace(call, arguments={k: given(v) for k, v in call.arguments.items()})
     try:
         with opened(graph=body, levels=(), phase="forward"):
             returned = translation(asked)
@@ -157,16 +178,8 @@ def declared(
     return None if returned is None else (body, inputs, returned)
 
 
-def _given(value: Any, operands: Mapping[Any, int], inputs: Sequence[Tensor]) -> Any:
-    if isinstance(value, Spec):
-        return inputs[operands[value]] if value in operands else None
-    if isinstance(value, tuple):
-        return tuple(_given(v, operands, inputs) for v in value)
-    return value
-
-
 def _results(
-    made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Sequence[Tensor], wanted: Sequence[Wanted]
+    made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Mapping[Tensor, int], wanted: Sequence[Wanted]
 ) -> tuple[Tensor, ...] | None:
     """Return what stands for each result; None where the run made something else."""
     returned = [made] if isinstance(made, Tensor) else list(made)
@@ -175,13 +188,14 @@ def _results(
         if w.place >= 0:
             t = returned[w.place] if w.place < len(returned) else None
         else:  # an operand that it wrote into
-            t = next((r for r in returned if r is not None and r.storage in _stored(body, inputs[w.of or 0])), None)
+            first = next(x for x, i in inputs.items() if i == (w.of or 0))
+            t = next((r for r in returned if r is not None and r.storage in _stored(body, first)), None)
         t = body.adopt(t) if t is not None and t in inputs else t
         if t is None or t.dtype != w.spec.dtype or len(t.sizes) != len(w.spec.sizes):
             return None
         if not all(map(body.same, t.sizes, w.spec.sizes)):
             return None
-        shared = next((i for i, x in enumerate(inputs) if t.storage in _stored(body, x)), None)
+        shared = next((i for x, i in inputs.items() if t.storage in _stored(body, x)), None)
         if shared != w.of:
             return None
         found.append(t)
@@ -202,7 +216,8 @@ def _settled(
 ) -> Template | None:
     """Say whether the ops stand for themselves, or are one kernel."""
     ops = body.ops
-    as_run = all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
+    spare = wanted[0].spare if wanted else ZERO
+    as_run = not spare and all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
     if not ops:
         return None
     work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
@@ -218,7 +233,7 @@ def _settled(
         order = [body.formals.index(t) for t in ops[0].operands]
         if tuple(ops[0].results) != results:
             return None
-        kind = replace(inner, strides=_strides(wanted), workspace=inner.workspace + workspace)
+        kind = replace(inner, strides=_strides(wanted), spare=spare, workspace=inner.workspace + workspace)
         return Template(inner.body, tuple(used[i] for i in order), results, kind)
     changed = {body.formals.index(f) for f in body.formals for t in results if t.storage is f.storage}
     if any(w.of is not None for w in wanted) and not changed:
@@ -233,6 +248,7 @@ def _settled(
         changed=tuple(sorted(changed)),
         backward="ops" if contracts else "",
         strides=_strides(wanted),
+        spare=spare,
         workspace=workspace,
     )
     return Template(body, used, results, kind)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ...algebra.polynomial import Poly, total
 from ...graph.changes import modify
-from ...graph.graph import Graph, current_graph
+from ...graph.graph import Graph, apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
@@ -17,9 +17,9 @@ from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
 from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull, rule_of
-from .flow import active_inside
+from .flow import active_in, active_inside
 from .loops import left_behind
-from .walk import Walk
+from .walk import Walk, is_view_op
 
 __all__ = ["pull_kernel"]
 
@@ -191,7 +191,21 @@ def _casts(body: Graph) -> Poly:
 
 
 def _handed_out(body: Graph, grad: Tensor) -> Tensor:
-    return body.export(grad) if grad in body else grad
+    if grad not in body:
+        return grad
+    view = _view_outside(body, grad)
+    return body.export(grad) if view is None else view
+
+
+def _view_outside(body: Graph, t: Tensor) -> Tensor | None:
+    """Return the view of an operand that a view inside of a kernel is, None for what the kernel makes."""
+    lies = (t.storage, t.offset, t.sizes, t.strides)
+    pairs = ((outer, body.adopt(outer)) for outer in body.captured)
+    outer = next((outer for outer, x in pairs if (x.storage, x.offset, x.sizes, x.strides) == lies), None)
+    if outer is not None or t.producer is None or not is_view_op(t.producer):
+        return outer
+    source = _view_outside(body, t.producer.operands[0])
+    return None if source is None else apply(t.producer.kind, [source], t.producer.kind.name)[0]
 
 
 def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *, fused: bool) -> Grads:
@@ -199,7 +213,9 @@ def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *,
     assert body is not None
     # what a kernel computes again it says itself
     hooks = replace(walk.hooks, runs=lambda ops: ())
-    back = Walk(hooks, active_inside(op, walk.active), inside.saved, fused=fused, rules=inside.own.rules)
+    active = active_inside(op, walk.active) | active_in(body.ops, inside.own.together)
+    needs = [need or f in inside.own.together for f, need in zip(body.formals, needs, strict=True)]
+    back = Walk(hooks, active, inside.saved, fused=fused, rules=inside.own.rules)
     back.held = walk.held
     for t, grad in zip(body.outputs, grads, strict=False):
         if grad is not None:

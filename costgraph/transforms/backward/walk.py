@@ -18,7 +18,7 @@ from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
-from ...ops.fill import fill
+from ...ops.fill import Revised, assign, fill
 from ...ops.keep import Keep, keep
 from ...ops.layout import concat, contiguous_copy
 from ...ops.moves import Expand, Rearrange, Slice
@@ -246,6 +246,11 @@ class Walk:
         needs = tuple(t in self.active for t in op.operands)
         if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
             return
+        write = _write_of(op)
+        if write is not None and grads[0] is not None and write.results[0] not in self.grads and not self.fused:
+            with scoped(write):
+                self.write_back(op, write, grads[0])
+            return
         with scoped(op):
             if op not in self.rules and isinstance(op.kind, Slice) and op.kind.split and grads[0] is not None:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
@@ -257,6 +262,22 @@ class Walk:
                 if grad is not None:
                     self.held[grad.storage] -= 1
                 self.put(t, grad)
+
+    def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
+        """Walk back over an op that wrote into a part of a tensor, as torch's `CopySlices`.
+
+        The gradient is copied whole; that of the part is cloned, and what the op makes of it written over the part.
+        """
+        copied = pointwise("copy", grad)
+        part = _viewed(copied, op.operands[0], write.operands[0])
+        needs = tuple(t in self.active for t in write.operands)
+        own, *others = self.gradients(write, (pointwise("copy", part, name="clone"),), needs)
+        if needs[0]:
+            written = assign(part, fill(part.shape, dtype=part.dtype) if own is None else own)
+            revised = apply(op.kind, [copied, _viewed(written, write.results[0], op.operands[1])], "revised")[0]
+            self.put(op.operands[0], keep(revised, grad))
+        for t, g in zip(write.operands[1:], others, strict=True):
+            self.put(t, g)
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
@@ -290,6 +311,24 @@ class Walk:
         if early and i is not None:
             made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there
         return made
+
+
+def _write_of(op: Op) -> Op | None:
+    """Return the op in place that wrote the part of a tensor which another name of it stands for."""
+    if not isinstance(op.kind, Revised) or op.kind.unseen:
+        return None
+    write = op.operands[1].producer
+    while write is not None and is_view_op(write):
+        write = write.operands[0].producer
+    return write if write is not None and write.kind.overwrites() == (0,) and len(write.results) == 1 else None
+
+
+def _viewed(t: Tensor, whole: Tensor, part: Tensor) -> Tensor:
+    """Return the view of a tensor that a part is of another one."""
+    if part is whole:
+        return t
+    assert part.producer is not None
+    return apply(part.producer.kind, [_viewed(t, whole, part.producer.operands[0])], part.producer.kind.name)[0]
 
 
 def _keep_places(op: Op) -> None:

@@ -10,7 +10,7 @@ from ...graph.graph import apply, current_graph
 from ...graph.strides import Sizes
 from ...graph.tensor import Tensor
 from ...ops.layout import permute, rearrange
-from ...ops.moves import Expand
+from ...ops.moves import Expand, Rearrange
 from ...ops.pointwise import FUNCTIONS, Pointwise, cast
 from ...ops.reduce import reduce
 from ...ops.spectra import real_part
@@ -20,8 +20,9 @@ __all__ = ["also_saved", "expanded", "order_of_parameter", "restricted", "sum_to
 
 
 def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
-    """Keep what torch keeps although the formula does not read it; an op inside of a kernel keeps nothing itself."""
-    if not current_graph().fused:
+    """Keep what torch keeps although the formula does not read it; one of several ops of a kernel keeps nothing itself."""
+    others = (op for op in pull.op.graph.ops if op is not pull.op and not isinstance(op.kind, Rearrange))
+    if not current_graph().fused or next(others, None) is None:
         for t in tensors:
             pull.saved(t)
 

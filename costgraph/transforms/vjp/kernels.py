@@ -20,7 +20,7 @@ from ...ops.fill import fill
 from ...ops.index import Gather, reverse, scatter
 from ...ops.keep import keep
 from ...ops.layout import broadcast, permute, reshape
-from ...ops.moves import Rearrange
+from ...ops.moves import Expand, Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
 from ...ops.reduce import Reduce, reduce
 from .common import sum_to
@@ -41,6 +41,8 @@ class Inside:
     """tensors inside that the forward kernel writes"""
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules of ops inside, in place of those of their kinds"""
+    together: frozenset[Tensor] = frozenset()
+    """inputs whose gradients are all made where one of them is wanted"""
 
 
 #: `prepare(op, grads, saved)`: gradients of the kernel's results, and what stands for its operands and results.
@@ -260,7 +262,17 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
             made.append(sum_to(-(share * along), t) if wanted else None)
         return made
 
-    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule})
+    body = op.body
+    assert body is not None
+    factors = {_source(t) for o in body.ops if isinstance(o.kind, Einsum) for t in o.operands}
+    together = frozenset(t for t in factors if t.producer is None)
+    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule}, together)
+
+
+def _source(t: Tensor) -> Tensor:
+    """Return the input of a kernel that a factor of its products is, as it lies, in another format or scaled."""
+    maker = t.producer
+    return t if maker is None or not isinstance(maker.kind, Rearrange | Expand | Pointwise) else _source(maker.operands[0])
 
 
 def row_sums(op: Op) -> tuple[Op, Tensor]:

@@ -39,6 +39,8 @@ def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
         raise UnsupportedError(f"backward of {pull.op.name!r}: it passes row {pull.kind.passed} by, expected all rows")
     if pull.kind.mode == "max":
         return _largest(pull, g)
+    if [t.ndim for t in ids] == [1] and not pull.kind.inplace:  # `index_add` and `index_copy` ask it for its shape
+        also_saved(pull, updates)
     target, rows = g if pull.needs[0] else None, list(map(pull.saved, ids))
     if target is not None and pull.kind.mode == "set":
         zeros = expanded(fill((), 0, updates.dtype), updates.sizes, (None,) * updates.ndim)

@@ -110,7 +110,7 @@ def _derived(call: Call, relations: Relations | None) -> Counts | None:
         return None
     body, inputs, _ = found
     read: dict[Spec, Poly] = {}
-    for t, x in zip(operands, inputs, strict=True):
+    for t, x in zip(operands, inputs, strict=False):
         inner = body.adopt(x) if x in body.captured else None
         read[t] = ZERO if inner is None else elements_read(body, inner) * t.dtype.bytes
     flops = sum((op.kind.flops(op) for op in body.walk() if op.body is None), start=Flops())

@@ -58,11 +58,11 @@ _SUMS = frozenset({"sum", "cumsum", "cumprod", "prod", "mean"})
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
-#: Losses that are made of each element before they are added up, and how many tensors they take for it: some let the
-#: result have as many elements first; and a gradient that is made in steps.
+#: Losses that are made of each element before they are added up, and how many tensors they take for it beside the
+#: storage of the result; and a gradient that is made in steps.
 _LOSSES = {
-    "mse_loss": 2, "smooth_l1_loss": 2, "binary_cross_entropy_with_logits": 2, "huber_loss": 1, "soft_margin_loss": 1,
-    "binary_cross_entropy": 1, "soft_margin_loss_backward": 3,
+    "mse_loss": 1, "smooth_l1_loss": 1, "binary_cross_entropy_with_logits": 2, "huber_loss": 1,
+    "soft_margin_loss_backward": 2,
 }  # fmt: skip
 
 
