@@ -71,7 +71,7 @@ class Kernel(Working, Bodied):
                 f"kernel: changes operand {max(self.changed)} of {len(operands)}, expected one that it has"
             )
         places = {body.formals[i].storage: i for i in self.changed}
-        made = []
+        made: list[Result] = []
         for t, strides in zip_longest(body.outputs, self.strides[: len(body.outputs)]):
             i = places.get(t.storage)
             need(strides is None or len(strides) == t.ndim, f"{len(strides or ())} strides of {t!r}")

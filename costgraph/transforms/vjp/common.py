@@ -20,7 +20,7 @@ __all__ = ["also_saved", "expanded", "order_of_parameter", "restricted", "sum_to
 
 
 def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
-    """Keep what torch keeps although the formula does not read it; one of several ops of a kernel keeps nothing itself."""
+    """Keep what torch keeps although the formula does not read it; of several ops of a kernel none keeps anything."""
     others = (op for op in pull.op.graph.ops if op is not pull.op and not isinstance(op.kind, Rearrange))
     if not current_graph().fused or next(others, None) is None:
         for t in tensors:

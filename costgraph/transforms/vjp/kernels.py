@@ -271,8 +271,9 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
 
 def _source(t: Tensor) -> Tensor:
     """Return the input of a kernel that a factor of its products is, as it lies, in another format or scaled."""
-    maker = t.producer
-    return t if maker is None or not isinstance(maker.kind, Rearrange | Expand | Pointwise) else _source(maker.operands[0])
+    while t.producer is not None and isinstance(t.producer.kind, Rearrange | Expand | Pointwise):
+        t = t.producer.operands[0]
+    return t
 
 
 def row_sums(op: Op) -> tuple[Op, Tensor]:
