@@ -53,6 +53,7 @@ BESIDE = {
     "a window keeps its rows": windows,
     "an operand that stands for three arguments has a gradient for each": attention,
     "the gradient of what was written in part is copied": written,
+    "a mask keeps what its gradient would read": lambda x, w: (x.exp().cos().exp() > 0) * x * w,
     "a product is multiplied by its factor": lambda x, w: torch.addcmul(x, x, x),
     "elements along an axis keep their tensor": lambda x, w: (x * w).gather(0, torch.zeros(71, 67).long()).sin(),
     "rows that are added are kept, and no gradient is copied": lambda x, w: (

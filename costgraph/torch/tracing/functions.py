@@ -150,6 +150,17 @@ def _largest_in_windows(
     return largest
 
 
+def _taken_along(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return elements along an axis, the other axes of both tensors broadcast."""
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    axis = dim % input.ndim
+    shapes = ([*t.shape[:axis], 1, *t.shape[axis + 1 :]] for t in (input, indices))
+    lead = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch has no types for it
+    x, places = (t.expand([*lead[:axis], t.shape[axis], *lead[axis + 1 :]]) for t in (input, indices))
+    return x.gather(axis, places)
+
+
 def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
     """Return the numbers from 0 on, of which there are as many as a size."""
     place = device or torch.get_default_device()
@@ -248,6 +259,8 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cumprod: cumprod,
     torch.max_pool1d: _largest_in_windows,
     max_pool1d: _largest_in_windows,
+    torch.take_along_dim: _taken_along,
+    torch.Tensor.take_along_dim: _taken_along,
     torch.gru_cell: _of_open_sizes(gru_cell),
     torch.lstm_cell: _of_open_sizes(lstm_cell),
 }

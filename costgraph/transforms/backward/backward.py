@@ -13,6 +13,7 @@ from ...ops.collectives import need_of_all
 from ...ops.fill import fill
 from ..checkpoint import Checkpoint
 from .apart import apart
+from .branches import with_branches
 from .flow import active_in
 from .hoist import hoist
 from .kernels import pull_kernel
@@ -75,7 +76,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return apart(hoist(peel(policy.prepared(graph))))
+    return with_branches(apart(hoist(peel(policy.prepared(graph)))), _hooks(policy))
 
 
 def differentiate(
