@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
+
+import torch
 
 from ...algebra.dominance import Relations
 from ...algebra.polynomial import ONE, ZERO, Poly
@@ -21,6 +24,7 @@ from ...ops.spectra import Fourier
 from ...ops.stated import Opaque
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
+from .rules.workspaces import copied
 from .translations.table import Translation
 
 __all__ = ["Template", "Wanted", "declared", "template_of"]
@@ -120,7 +124,38 @@ def template_of(
     places = {outer: i for i, outer in enumerate(inputs)}
     used = tuple(places[t] for t in body.captured)
     results = _results(returned, body, inputs, wanted)
-    return None if results is None else _settled(body, used, results, wanted, workspace, whole)
+    found = None if results is None else _settled(body, used, results, wanted, workspace, whole)
+    return None if found is None else _with_gradient(found, call, operands)
+
+
+@cache
+def _gradient_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the kernel of the gradients of an op, and its arguments; none where torch has no such one."""
+    found = "embedding_dense_backward" if name == "embedding" else f"{name.removesuffix('_forward')}_backward"
+    packet = getattr(torch.ops.aten, found, None)
+    return found, () if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+
+
+def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
+    """State of the op what the kernel of its gradients takes, and what that copies first."""
+    name, taken = _gradient_of(call.name)
+    body, kernel = template.body, template.kernel
+    op = next((op for op in reversed(body.ops) if _works(op)), None)
+    if not taken or op is None:
+        return template
+    places = {t.storage: i for i, t in enumerate(op.operands if kernel is None else body.formals)}
+    formals = dict(zip(template.operands, body.formals, strict=True))
+    given = {k: formals.get(operands[v]) for k, v in call.arguments.items() if isinstance(v, Spec) and v in operands}
+    own = {k: places[t.storage] for k, t in given.items() if t is not None and t.storage in places}
+    own |= {n: -1 for n in taken if n.startswith("grad")}
+    facts: Any = {
+        "taken": tuple(own[n] for n in taken if own.get(n, -1) >= 0),
+        "dense": tuple(own[n] for n in copied(name) if n in own),
+    }
+    if kernel is None:
+        op.state(**facts)
+        return template
+    return replace(template, kernel=replace(kernel, **facts))
 
 
 def declared(
@@ -205,7 +240,7 @@ def _settled(
     as_run = all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
     if not ops:
         return None
-    work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
+    work = [op for op in ops if _works(op)]
     if len(work) == 1 and isinstance(work[0].kind, Opaque):
         work[0].state(workspace=work[0].kind.workspace + workspace)
         workspace = ZERO
@@ -236,6 +271,11 @@ def _settled(
         workspace=workspace,
     )
     return Template(body, used, results, kind)
+
+
+def _works(op: Op) -> bool:
+    """Whether an op is more than another view of its operand."""
+    return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 
 def _lies(body: Graph, t: Tensor, w: Wanted) -> bool:

@@ -12,6 +12,7 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel, kernel
+from ...ops.keep import keep
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
@@ -19,7 +20,7 @@ from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull, rule_of
 from .flow import active_inside
 from .loops import left_behind
-from .walk import Walk
+from .walk import Walk, densely
 
 __all__ = ["pull_kernel"]
 
@@ -165,9 +166,14 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
+    taken = {i: walk.saved(op.operands[i]) for i in op.kind.taken}
+    copies = {op.kind.body.formals[i]: densely(t) for i, t in taken.items() if i in op.kind.dense}
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
-        made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
+        made = _pulled(walk, _Inside(op, walk, own, seen=copies), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]
+    i = next((i for i, g in enumerate(out) if g is not None and g.role == "activation"), None)
+    if taken and i is not None:
+        out[i] = keep(out[i], *taken.values())
     owner = body.owner
     assert owner is not None
     owner.scope = op.scope

@@ -16,6 +16,7 @@ from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
+from ...graph.strides import contiguous
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
 from ...ops.fill import fill
@@ -32,7 +33,7 @@ from .apart import overwritten
 from .flow import is_leaf
 from .updating import Update
 
-__all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
+__all__ = ["Hooks", "Leaf", "Walk", "densely", "is_view_op", "scoped", "stack_of"]
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,8 @@ class Walk:
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
+        if -1 in op.kind.dense and not self.fused:
+            grads = [g if g is None else densely(g) for g in grads]
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
         if op.body is not None:
@@ -280,6 +283,9 @@ class Walk:
             read[found] = None
             return found
 
+        if not self.fused:
+            for i in op.kind.taken:
+                saved(op.operands[i])
         made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
         if self.fused:
             return made
@@ -290,6 +296,13 @@ class Walk:
         if early and i is not None:
             made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there
         return made
+
+
+def densely(t: Tensor) -> Tensor:
+    """Return a tensor, or a copy where torch's kernels make one: channels may be the last axis in memory as well."""
+    order = (0, 2, 3, 1)
+    last = t.ndim == 4 and tuple(t.strides[i] for i in order) == contiguous(tuple(t.sizes[i] for i in order))
+    return t if last else contiguous_copy(t)
 
 
 def _keep_places(op: Op) -> None:

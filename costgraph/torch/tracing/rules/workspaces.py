@@ -15,7 +15,7 @@ from ....dtypes import dtype as find_dtype
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
-__all__ = ["neighbours", "overlapping", "workspace_of"]
+__all__ = ["copied", "neighbours", "overlapping", "workspace_of"]
 
 #: Arguments that a kernel makes dense, by op.
 _DENSE: dict[str, tuple[str, ...]] = {
@@ -31,6 +31,18 @@ _DENSE: dict[str, tuple[str, ...]] = {
     "pixel_shuffle": ("self",),
     "_cdist_forward": ("x1", "x2"),
     "_cdist_backward": ("grad", "x1", "x2"),
+    "native_group_norm_backward": ("grad_out", "input"),
+    **dict.fromkeys((
+        "gelu_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+        "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "avg_pool3d_backward",
+        "max_pool3d_with_indices_backward",
+        *(f"{kind}_pad{rank}d_backward" for kind in ("reflection", "replication") for rank in (1, 2, 3)),
+        *(f"{kind}_backward" for kind in (
+            "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+            "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+        )),
+    ), ("grad_output",)),
 }
 #: The same where channels may be the last axis in memory as well.
 _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
@@ -93,6 +105,11 @@ def workspace_of(call: Call) -> Poly:
     if name in _LOSSES and call["reduction"]:
         copies.append(_LOSSES[name] * call["self"].numel * call["self"].dtype.bytes)
     return total(copies)
+
+
+def copied(name: str) -> tuple[str, ...]:
+    """Return the arguments that a kernel copies where they do not lie dense."""
+    return (*_DENSE.get(name, ()), *_DENSE_OR_CHANNELS_LAST.get(name, ()))
 
 
 def neighbours(call: Call, taps: int) -> Poly:
