@@ -133,7 +133,11 @@ def _gradient_of(name: str) -> tuple[str, tuple[str, ...]]:
     """Return the name of the kernel of the gradients of an op, and its arguments; none where torch has no such one."""
     found = "embedding_dense_backward" if name == "embedding" else f"{name.removesuffix('_forward')}_backward"
     packet = getattr(torch.ops.aten, found, None)
-    return found, () if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+    return found, _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+
+
+#: Operands that autograd keeps although their gradients are views.
+_KEPT = {"complex": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:

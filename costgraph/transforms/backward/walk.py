@@ -290,8 +290,8 @@ class Walk:
         if self.fused:
             return made
         added = [n for n in islice(graph, before, None) if isinstance(n, Op) and not is_view_op(n)]
-        last = {t.storage for t in added[-1].operands} if added else set()
-        early = [t for t in read if last and t.storage not in last and t.role in ("activation", "formal")]
+        last = {t.storage for t in (added[-1].operands if added else grads) if t is not None}
+        early = [t for t in read if t.storage not in last and t.role in ("activation", "formal")]
         i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
         if early and i is not None:
             made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there

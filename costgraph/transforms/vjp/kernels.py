@@ -19,10 +19,11 @@ from ...ops.contraction import Einsum
 from ...ops.fill import fill
 from ...ops.index import Gather, reverse, scatter
 from ...ops.keep import keep
-from ...ops.layout import broadcast, permute, reshape
+from ...ops.layout import broadcast, index, permute, reshape
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
 from ...ops.reduce import Reduce, reduce
+from ...ops.spectra import real_part, view_as
 from .common import sum_to
 from .table import Pull, Rule
 
@@ -185,6 +186,24 @@ def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, 
     with kernel(name, workspace=bytes_) as body:
         made = function(*operands)
     return body.export(made)
+
+
+def polar(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
+    """Return the real parts of conj(g) * sgn(y) and conj(g) * i*y: torch's `polar_backward`.
+
+    A product makes a conjugate of its own. The second one is written as the imaginary part of g * conj(y).
+    """
+    (g,), y = pull.grads, pull.saved(pull.op.results[0])
+    assert g is not None
+
+    def multiplied(first: Tensor, second: Tensor) -> Tensor:
+        return _with_copies("mul", lambda a, b: pointwise("mul", a, b), first, second, bytes_=g.numel * g.dtype.bytes)
+
+    signs = pointwise("sign", y)
+    along = _kept(multiplied(view_as(g, "conjugate"), signs), signs)
+    turned = pointwise("mul", view_as(y, "conjugate"), 1.0)
+    across = _kept(multiplied(g, turned), along, turned)
+    return real_part(along), index(view_as(across, "real"), (..., 1))
 
 
 def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
@@ -366,6 +385,7 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "flip": flip,
     "variance": variance,
     "logsumexp": logsumexp,
+    "polar": polar,
     "weight_norm": weight_norm,
 }
 #: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
