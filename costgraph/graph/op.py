@@ -118,8 +118,8 @@ class OpKind:
     """Whether it is computed again for a backward pass."""
     taken: Places = field(default=(), repr=False)
     """Operands that the kernel of its gradients takes, whether its formula reads them or only their shapes."""
-    dense: Places = field(default=(), repr=False)
-    """Operands that this kernel copies where they do not lie dense, -1 for the gradient."""
+    dense: Flag = field(default=False, repr=False)
+    """Whether this kernel copies a gradient that does not lie dense."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Shapes, formats and layouts of the results; raises where operands do not fit."""

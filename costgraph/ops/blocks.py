@@ -9,12 +9,12 @@ from functools import reduce as fold
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, overload
 
-from ..algebra.polynomial import Poly
+from ..algebra.polynomial import ZERO, Poly
 from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_call
 from ..graph.changes import modify
-from ..graph.facts import all_of, is_amount, is_count, need
+from ..graph.facts import Amount, all_of, is_amount, is_count, need
 from ..graph.graph import Graph, current_graph, sizes_of
 from ..graph.loop import Repeat, need_fit, need_formals
 from ..graph.op import Bodied, Op, Result, Working
@@ -59,6 +59,8 @@ class Kernel(Working, Bodied):
         tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))
     ] = ()
     """How its first results lie in memory where that is not dense in the order of their axes."""
+    gradient_workspace: Amount = ZERO
+    """Bytes that the kernel of its gradients needs while it runs, where what it is given lies dense."""
     flops, writes = rules.in_the_body, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

@@ -24,7 +24,7 @@ from ...ops.spectra import Fourier
 from ...ops.stated import Opaque
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
-from .rules.workspaces import copied
+from .rules.workspaces import copied, workspace_of
 from .translations.table import Translation
 
 __all__ = ["Template", "Wanted", "declared", "template_of"]
@@ -124,42 +124,40 @@ def template_of(
     places = {outer: i for i, outer in enumerate(inputs)}
     used = tuple(places[t] for t in body.captured)
     results = _results(returned, body, inputs, wanted)
-    found = None if results is None else _settled(body, used, results, wanted, workspace, whole)
-    return None if found is None else _with_gradient(found, call, operands)
+    template = None if results is None else _settled(body, used, results, wanted, workspace, whole)
+    return None if template is None else _with_gradient(template, call, operands)
 
 
 @cache
-def _gradient_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the kernel of the gradients of an op, and its arguments; none where torch has no such one."""
-    found = "embedding_dense_backward" if name == "embedding" else f"{name.removesuffix('_forward')}_backward"
-    packet = getattr(torch.ops.aten, found, None)
-    return found, _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+def _taken(name: str) -> tuple[str, ...]:
+    """Return the arguments of the kernel of gradients of a name; none where torch has no such one."""
+    packet = getattr(torch.ops.aten, name, None)
+    return _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
 
 
 #: Operands that autograd keeps although their gradients are views.
-_KEPT = {"complex": ("real", "imag")}
+_KEPT = {"complex_backward": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
-    """State of the op what the kernel of its gradients takes, and what that copies first."""
-    name, taken = _gradient_of(call.name)
-    body, kernel = template.body, template.kernel
+    """State of the op what the kernel of its gradients takes, whether it copies that of the result, and its memory."""
+    name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
+    taken, body, kernel = _taken(name), template.body, template.kernel
     op = next((op for op in reversed(body.ops) if _works(op)), None)
-    if not taken or op is None:
+    if op is None:
         return template
     places = {t.storage: i for i, t in enumerate(op.operands if kernel is None else body.formals)}
     formals = dict(zip(template.operands, body.formals, strict=True))
     given = {k: formals.get(operands[v]) for k, v in call.arguments.items() if isinstance(v, Spec) and v in operands}
     own = {k: places[t.storage] for k, t in given.items() if t is not None and t.storage in places}
-    own |= {n: -1 for n in taken if n.startswith("grad")}
-    facts: Any = {
-        "taken": tuple(own[n] for n in taken if own.get(n, -1) >= 0),
-        "dense": tuple(own[n] for n in copied(name) if n in own),
-    }
+    grad = next((n for n in taken if n.startswith("grad")), "grad_output")
+    dense = Spec(call.out.sizes, contiguous(call.out.sizes), call.out.dtype)
+    back = replace(call, name=name, arguments={**call.arguments, grad: dense})
+    facts: Any = {"taken": tuple(own[n] for n in taken if n in own), "dense": grad in copied(back)}
     if kernel is None:
         op.state(**facts)
         return template
-    return replace(template, kernel=replace(kernel, **facts))
+    return replace(template, kernel=replace(kernel, **facts, gradient_workspace=workspace_of(back)))
 
 
 def declared(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...algebra.polynomial import Poly, total
+from ...algebra.polynomial import ZERO, Poly, total
 from ...graph.changes import modify
 from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
@@ -20,7 +20,7 @@ from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull, rule_of
 from .flow import active_inside
 from .loops import left_behind
-from .walk import Walk, densely
+from .walk import Walk
 
 __all__ = ["pull_kernel"]
 
@@ -166,19 +166,20 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
-    taken = {i: walk.saved(op.operands[i]) for i in op.kind.taken}
-    copies = {op.kind.body.formals[i]: densely(t) for i, t in taken.items() if i in op.kind.dense}
+    taken = [walk.saved(op.operands[i]) for i in op.kind.taken]
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
-        made = _pulled(walk, _Inside(op, walk, own, seen=copies), grads, needs, fused=True)
+        made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]
-    i = next((i for i, g in enumerate(out) if g is not None and g.role == "activation"), None)
-    if taken and i is not None:
-        out[i] = keep(out[i], *taken.values())
+    for i, g in enumerate(out):
+        if taken and g is not None and g.role == "activation":
+            out[i] = keep(g, *taken)
+            break
     owner = body.owner
     assert owner is not None
     owner.scope = op.scope
-    if op.kind.workspace:
-        owner.state(workspace=_casts(body))
+    space = op.kind.gradient_workspace if all(g is None or g.is_contiguous for g in grads) else ZERO
+    if op.kind.workspace or space:
+        owner.state(workspace=_casts(body) + space)
     if not owner.results:  # every gradient is one that came in
         owner.graph.remove_node(owner)
     return out

@@ -261,7 +261,7 @@ class Walk:
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
-        if -1 in op.kind.dense and not self.fused:
+        if op.kind.dense and not self.fused:
             grads = [g if g is None else densely(g) for g in grads]
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
@@ -284,8 +284,8 @@ class Walk:
             return found
 
         if not self.fused:
-            for i in op.kind.taken:
-                saved(op.operands[i])
+            for place in op.kind.taken:
+                saved(op.operands[place])
         made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
         if self.fused:
             return made

@@ -159,7 +159,10 @@ def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Share a gradient, and return what is made on the way, too; a CPU casts the count before the division, and the mask before it is multiplied."""
+    """Share a gradient, and return what that makes on the way, too.
+
+    A CPU casts the count before the division, and the mask before it is multiplied.
+    """
     many = _counted(where, g.sizes)
     share = _with_copies("div", lambda g, n: pointwise("div", g, n), g, many, bytes_=many.numel * g.dtype.bytes)
     product = _with_copies(
