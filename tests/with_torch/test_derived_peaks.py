@@ -43,16 +43,21 @@ OTHERS = {
 #: Reductions, losses, norms and windows, whose gradients are kernels of their own or several steps.
 KERNELS = {
     "prod": lambda x: x.prod(-1), "prod of all": torch.prod, "max": torch.max, "min": lambda x: x.min() * x,
-    "max along": lambda x: x.max(1).values, "argmax": lambda x: x.max(-1, keepdim=True)[0] - x, "sort": lambda x: x.sort(1)[0],
-    **{f"norm {n}": lambda x, n=n: torch.linalg.vector_norm(x, n, dim=1) for n in (1, 2, 3, 1.5, 0.5, torch.inf, -torch.inf)},
+    "max along": lambda x: x.max(1).values, "argmax": lambda x: x.max(-1, keepdim=True)[0] - x,
+    "sort": lambda x: x.sort(1)[0],
+    **{
+        f"norm {n}": lambda x, n=n: torch.linalg.vector_norm(x, n, dim=1)
+        for n in (1, 2, 3, 1.5, 0.5, torch.inf, -torch.inf)
+    },
     "norm of all": lambda x: torch.linalg.vector_norm(x, torch.inf),
     "complex": lambda x: torch.complex(x, x.cos()).abs(), "polar": lambda x: torch.polar(x, x.cos()).abs(),
     "conjugate": lambda x: (torch.complex(x, x.cos()).conj() * torch.complex(x, x.sin())).real,
     "layer norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
-    "group norm": lambda x: functional.group_norm(x, 1), "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
+    "group norm": lambda x: functional.group_norm(x, 1),
+    "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
     "gelu": functional.gelu, "tanh gelu": lambda x: functional.gelu(x, approximate="tanh"),
     **{
-        f"{name} {n}": lambda x, name=name, n=n: getattr(functional, name)(x.sigmoid(), torch.ones(x.shape), reduction=n)
+        f"{name} {n}": lambda x, f=getattr(functional, name), n=n: f(x.sigmoid(), torch.ones(x.shape), reduction=n)
         for name in ("soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss")
         for n in ("none", "mean")
     },
@@ -67,9 +72,9 @@ KERNELS = {
         for n in ("none", "mean")
     },
     **{
-        f"{name}{rank}d": lambda x, name=name, rank=rank: getattr(functional, f"{name}{rank}d")(x if rank == 1 else x[None], 2)
-        for name in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
-        for rank in (1, 2)
+        name: lambda x, name=name: getattr(functional, name)(x if name.endswith("1d") else x[None], 2)
+        for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
+        for name in (f"{kind}1d", f"{kind}2d")
     },
     "overlapping windows": lambda x: functional.avg_pool2d(x[None], 3, 1, 1),
     **{
@@ -105,8 +110,8 @@ def test_every_formula_has_a_program():
 
 #: Deviations that docs/deviations.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.
 STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kernel"}
-QUICK = {"addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar", "norm inf", "nll_loss mean",
-         "layer norm", "max_pool2d", "soft_margin_loss mean"}  # fmt: skip
+QUICK = {"addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar", "norm inf",
+         "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean"}  # fmt: skip
 CASES = [
     pytest.param(name, layout, end, marks=[] if name in QUICK and layout == "dense" else pytest.mark.long)
     for name in PROGRAMS

@@ -166,7 +166,7 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
-    taken = [walk.saved(op.operands[i]) for i in op.kind.taken]
+    taken = [walk.saved(t) for t in (op.operands[i] for i in op.kind.taken) if t.role in ("activation", "formal")]
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
         made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....algebra.polynomial import ONE
-from ....graph.graph import apply
+from ....graph.graph import apply, current_graph
 from ....graph.tensor import Tensor
 from ....nn.kernels import one_kernel
 from ....ops.layout import concat, reshape
@@ -30,7 +30,8 @@ def put_together(call: Call) -> Tensor | None:
     if first.sizes != second.sizes:
         return None
 
-    def body(modulus: Tensor, angle: Tensor) -> Tensor:
+    def body(*parts: Tensor) -> Tensor:
+        modulus, angle = map(current_graph().adopt, parts)  # in this order they are its operands
         return _of_parts(*(pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin")))
 
     if call.name == "polar":
