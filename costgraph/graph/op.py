@@ -11,7 +11,7 @@ from ..dtypes import DType
 from ..errors import ShapeError, UnsupportedError
 from .call import Call
 from .copies import Node
-from .facts import Amount, Flag, Limit, limits_of
+from .facts import Amount, Flag, Limit, Places, limits_of
 from .strides import Sizes
 from .tensor import Tensor
 
@@ -118,6 +118,10 @@ class OpKind:
     """Whether a kernel around it writes its result as well where a backward pass reads it."""
     again: Flag = field(default=False, repr=False)
     """Whether it is computed again for a backward pass."""
+    taken: Places = field(default=(), repr=False)
+    """Operands that the kernel of its gradients takes, whether its formula reads them or only their shapes."""
+    dense: Flag = field(default=False, repr=False)
+    """Whether this kernel copies a gradient that does not lie dense."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Shapes, formats and layouts of the results; raises where operands do not fit."""

@@ -1,9 +1,10 @@
-"""Peaks of derived backward passes are those of a traced step, for every formula of a gradient and every layout."""
+"""Peaks of derived backward passes are those of a traced step and of the allocator, for every gradient and layout."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from traced import real_peak
 
 import costgraph as cg
 from costgraph.torch import trace
@@ -39,21 +40,68 @@ OTHERS = {
     "fft2": lambda x: torch.fft.fft2(x).abs(), "softmax": lambda x: x.softmax(-1), "cumsum": lambda x: x.cumsum(1),
     "huber": lambda x: functional.huber_loss(x, x.detach() + 1), "selu": functional.selu,
 }  # fmt: skip
+#: Reductions, losses, norms and windows, whose gradients are kernels of their own or several steps.
+KERNELS = {
+    "prod": lambda x: x.prod(-1), "prod of all": torch.prod, "max": torch.max, "min": lambda x: x.min() * x,
+    "max along": lambda x: x.max(1).values, "argmax": lambda x: x.max(-1, keepdim=True)[0] - x,
+    "sort": lambda x: x.sort(1)[0],
+    **{
+        f"norm {n}": lambda x, n=n: torch.linalg.vector_norm(x, n, dim=1)
+        for n in (1, 2, 3, 1.5, 0.5, torch.inf, -torch.inf)
+    },
+    "norm of all": lambda x: torch.linalg.vector_norm(x, torch.inf),
+    "complex": lambda x: torch.complex(x, x.cos()).abs(), "polar": lambda x: torch.polar(x, x.cos()).abs(),
+    "conjugate": lambda x: (torch.complex(x, x.cos()).conj() * torch.complex(x, x.sin())).real,
+    "layer norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
+    "group norm": lambda x: functional.group_norm(x, 1),
+    "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
+    "gelu": functional.gelu, "tanh gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    **{
+        f"{name} {n}": lambda x, f=getattr(functional, name), n=n: f(x.sigmoid(), torch.ones(x.shape), reduction=n)
+        for name in ("soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss")
+        for n in ("none", "mean")
+    },
+    "weighted entropy": lambda x: functional.binary_cross_entropy_with_logits(
+        x, torch.ones(x.shape), pos_weight=torch.ones(x.shape[-1])
+    ),
+    "multilabel_soft_margin_loss": lambda x: functional.multilabel_soft_margin_loss(x, torch.ones(x.shape)),
+    **{
+        f"nll_loss {n}": lambda x, n=n: functional.nll_loss(
+            x, torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64), reduction=n
+        )
+        for n in ("none", "mean")
+    },
+    **{
+        name: lambda x, name=name: getattr(functional, name)(x if name.endswith("1d") else x[None], 2)
+        for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
+        for name in (f"{kind}1d", f"{kind}2d")
+    },
+    "overlapping windows": lambda x: functional.avg_pool2d(x[None], 3, 1, 1),
+    **{
+        f"{mode} padding": lambda x, mode=mode: functional.pad(x[None], (1, 1, 1, 1), mode=mode)
+        for mode in ("reflect", "replicate", "circular")
+    },
+}  # fmt: skip
 LAYOUTS = {
     "dense": lambda x: x,
     "transposed": lambda x: x.mT,
     "sliced": lambda x: x[:, 1:, 2:14],
     "expanded": lambda x: x[:, :1].expand(-1, 7, -1),
 }
+#: What comes after a function, by what its gradient is: one number expanded, or as many as there are elements.
+ENDS = {"sum": lambda y: y.sum(), "product": lambda y: (y * y.detach().cos()).sum()}
+#: Functions that a trace has in the steps that torch takes where it cannot look at data, or for tensors of subclasses.
+GENERAL = {"prod", "prod of all", "max", "min", "weighted entropy"}
+PROGRAMS = FORMULAS | OTHERS | KERNELS
 
 
 class Applied(nn.Module):
-    def __init__(self, function, layout):
+    def __init__(self, function, layout, end):
         super().__init__()
-        self.layer, self.function, self.layout = nn.Linear(16, 16), function, layout
+        self.layer, self.function, self.layout, self.end = nn.Linear(16, 16), function, layout, end
 
     def forward(self, x):
-        return self.function(self.layout(self.layer(x))).float().sum()
+        return self.end(self.function(self.layout(self.layer(x))).float())
 
 
 def test_every_formula_has_a_program():
@@ -62,19 +110,31 @@ def test_every_formula_has_a_program():
 
 #: Deviations that docs/deviations.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.
 STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kernel"}
-QUICK = {"addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc"}
+QUICK = {"addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar", "norm inf",
+         "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean"}  # fmt: skip
 CASES = [
-    pytest.param(name, layout, marks=[] if name in QUICK and layout == "dense" else pytest.mark.long)
-    for name in [*FORMULAS, *OTHERS]
+    pytest.param(name, layout, end, marks=[] if name in QUICK and layout == "dense" else pytest.mark.long)
+    for name in PROGRAMS
     if name not in STATED
     for layout in LAYOUTS
+    for end in (ENDS if name in KERNELS else ["sum"])
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_derived_backward_pass_has_the_peak_of_a_traced_step(name, layout):
-    net = Applied((FORMULAS | OTHERS)[name], LAYOUTS[layout])
-    x, sizes = torch.zeros(3, 13, 16), {"B": 5, "S": 26}
-    forward, step = (trace(net, x, dims=[("B", "S", None)], train=train) for train in (False, True))
-    derived, traced = (float(cg.peak_memory(g, **sizes)) for g in (cg.backward(forward), step))
-    assert derived == pytest.approx(traced, rel=0.01)
+@pytest.mark.parametrize(("name", "layout", "end"), CASES)
+def test_a_derived_backward_pass_has_the_peak_of_a_traced_step_and_of_the_allocator(name, layout, end):
+    net = Applied(PROGRAMS[name], LAYOUTS[layout], ENDS[end])
+    batch, length = 5, 26
+    forward, step = (
+        trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)], train=train) for train in (False, True)
+    )
+    derived, traced = (float(cg.peak_memory(g, B=batch, S=length)) for g in (cg.backward(forward), step))
+    x = torch.randn(batch, length, 16)
+    real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
+    assert derived == pytest.approx(real, rel=0.01, abs=ROUNDING)
+    if name not in GENERAL:
+        assert derived == pytest.approx(traced, rel=0.01)
+
+
+#: Bytes of the states, seeds and scalars of a small step.
+ROUNDING = 256

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
+
+import torch
 
 from ...algebra.dominance import Relations
 from ...algebra.polynomial import ONE, ZERO, Poly
@@ -21,6 +24,7 @@ from ...ops.spectra import Fourier
 from ...ops.stated import Opaque
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
+from .rules.workspaces import copied, workspace_of
 from .translations.table import Translation
 
 __all__ = ["Template", "Wanted", "declared", "template_of"]
@@ -123,7 +127,40 @@ def template_of(
     results = _results(returned, body, inputs, wanted)
     if any(w.spare and (i or w.of is not None) for i, w in enumerate(wanted)):
         return None
-    return None if results is None else _settled(body, used, results, wanted, workspace, whole)
+    template = None if results is None else _settled(body, used, results, wanted, workspace, whole)
+    return None if template is None else _with_gradient(template, call, operands)
+
+
+@cache
+def _taken(name: str) -> tuple[str, ...]:
+    """Return the arguments of the kernel of gradients of a name; none where torch has no such one."""
+    packet = getattr(torch.ops.aten, name, None)
+    return _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+
+
+#: Operands that autograd keeps although their gradients are views.
+_KEPT = {"complex_backward": ("real", "imag")}
+
+
+def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
+    """State of the op what the kernel of its gradients takes, whether it copies that of the result, and its memory."""
+    name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
+    taken, body, kernel = _taken(name), template.body, template.kernel
+    op = next((op for op in reversed(body.ops) if _works(op)), None)
+    if op is None:
+        return template
+    places = {t.storage: i for i, t in enumerate(op.operands if kernel is None else body.formals)}
+    formals = dict(zip(template.operands, body.formals, strict=True))
+    given = {k: formals.get(operands[v]) for k, v in call.arguments.items() if isinstance(v, Spec) and v in operands}
+    own = {k: places[t.storage] for k, t in given.items() if t is not None and t.storage in places}
+    grad = next((n for n in taken if n.startswith("grad")), "grad_output")
+    dense = Spec(call.out.sizes, contiguous(call.out.sizes), call.out.dtype)
+    back = replace(call, name=name, arguments={**call.arguments, grad: dense})
+    facts: Any = {"taken": tuple(own[n] for n in taken if n in own), "dense": grad in copied(back)}
+    if kernel is None:
+        op.state(**facts)
+        return template
+    return replace(template, kernel=replace(kernel, **facts, gradient_workspace=workspace_of(back)))
 
 
 def declared(
@@ -220,7 +257,7 @@ def _settled(
     as_run = not spare and all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
     if not ops:
         return None
-    work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
+    work = [op for op in ops if _works(op)]
     if len(work) == 1 and isinstance(work[0].kind, Opaque):
         work[0].state(workspace=work[0].kind.workspace + workspace)
         workspace = ZERO
@@ -252,6 +289,11 @@ def _settled(
         workspace=workspace,
     )
     return Template(body, used, results, kind)
+
+
+def _works(op: Op) -> bool:
+    """Whether an op is more than another view of its operand."""
+    return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 
 def _lies(body: Graph, t: Tensor, w: Wanted) -> bool:

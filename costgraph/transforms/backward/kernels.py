@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...algebra.polynomial import Poly, total
+from ...algebra.polynomial import ZERO, Poly, total
 from ...graph.changes import modify
 from ...graph.graph import Graph, apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel, kernel
+from ...ops.keep import keep
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
@@ -165,14 +166,20 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
+    taken = [walk.saved(t) for t in (op.operands[i] for i in op.kind.taken) if t.role in ("activation", "formal")]
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
         made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]
+    for i, g in enumerate(out):
+        if taken and g is not None and g.role == "activation":
+            out[i] = keep(g, *taken)
+            break
     owner = body.owner
     assert owner is not None
     owner.scope = op.scope
-    if op.kind.workspace:
-        owner.state(workspace=_casts(body))
+    space = op.kind.gradient_workspace if all(g is None or g.is_contiguous for g in grads) else ZERO
+    if op.kind.workspace or space:
+        owner.state(workspace=_casts(body) + space)
     if not owner.results:  # every gradient is one that came in
         owner.graph.remove_node(owner)
     return out

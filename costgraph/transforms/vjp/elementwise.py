@@ -99,7 +99,9 @@ class _Given:
         found = self.value(expression)
         if not isinstance(found, Tensor) or found.producer is None or found.graph.fused:
             return found
-        early = [t for t in self.made if t.storage not in {o.storage for o in (found, *found.producer.operands)}]
+        read = {o.storage for o in (found, *found.producer.operands)}
+        newest = {t.storage: t for t in self.made}
+        early = [t for storage, t in newest.items() if storage not in read]
         return keep(found, *early) if early else found
 
     def value(self, expression: Any) -> Any:

@@ -19,10 +19,11 @@ from ...ops.contraction import Einsum
 from ...ops.fill import fill
 from ...ops.index import Gather, reverse, scatter
 from ...ops.keep import keep
-from ...ops.layout import broadcast, permute, reshape
+from ...ops.layout import broadcast, index, permute, reshape
 from ...ops.moves import Expand, Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
 from ...ops.reduce import Reduce, reduce
+from ...ops.spectra import real_part, view_as
 from .common import sum_to
 from .table import Pull, Rule
 
@@ -95,30 +96,92 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g * x / norm, nothing where the norm is 0, at which it has no derivative: torch's `norm_backward`."""
+    """Return torch's `norm_backward`: g * x / norm, or what another order has, nothing where the norm is 0."""
     x, y, g = _rows_beside(pull)
-    return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
+    assert pull.op.body is not None
+    steps = {o.kind.function.name: o.kind for o in reversed(pull.op.body.ops) if isinstance(o.kind, Pointwise)}
+    if "square" in steps:
+        return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
+    if "pow" in steps:
+        return (_power_norm(x, y, g, steps["pow"].scalars[1]),)
+    if next(o.kind.operation for o in pull.op.body.ops if isinstance(o.kind, Reduce)) == "sum":
+        return (pointwise("sign", x) * g,)
+    modulus = pointwise("abs", x)
+    # one of the two at the most holds: torch's `logical_or`
+    largest = pointwise("ne", pointwise("eq", modulus, y), pointwise("ne", modulus, modulus))
+    shares, *between = _shared(g, largest, x)
+    return (_kept(pointwise("sign", x) * shares, *between, modulus, largest),)
+
+
+def _power_norm(x: Tensor, y: Tensor, g: Tensor, order: Any) -> Tensor:
+    """Return the gradient of the root of a sum of powers, whose steps depend on the order."""
+    inplace = not current_graph().fused
+    modulus = pointwise("abs", x)
+    if order > 2:
+        scaled = x * pointwise("pow", modulus, order - 2, inplace=inplace)
+    else:
+        power = pointwise("pow", modulus, order - 1, inplace=inplace)
+        zeros = pointwise("eq", x, 0) if order < 1 else None
+        if zeros is not None:
+            power = pointwise("masked_fill", power, zeros, inplace=inplace)
+        scaled = _kept(pointwise("sign", x) * power, *() if zeros is None else (zeros,))
+    if order < 1:
+        return _kept(scaled * g * pointwise("pow", y, 1 - order), scaled)
+    share = g / pointwise("pow", y, order - 1)
+    return scaled * pointwise("masked_fill", share, pointwise("eq", y, 0), inplace=inplace)
+
+
+def _kept(made: Tensor, *others: Tensor) -> Tensor:
+    """Let what a variable of torch's function names live until it returns."""
+    return made if current_graph().fused else keep(made, *others)
+
+
+def _counted(found: Tensor, kept: Sequence[Poly], filled: Poly = ZERO) -> Tensor:
+    """Count where something holds, along axes of size 1 of a shape; a CPU casts the mask to int64 first."""
+    names = [f"n{i}" for i in range(found.ndim)]
+    axes = " ".join("1" if n == ONE else name for n, name in zip(kept, names, strict=True))
+
+    def body(found: Tensor) -> Tensor:
+        return reduce(found, f"{' '.join(names)} -> {axes}", "sum")
+
+    return _with_copies("sum", body, found, bytes_=8 * found.numel + filled)
 
 
 def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Share the gradient among the elements that are as large: torch's `scale_grad_by_count` on a CPU.
 
-    A CPU casts the mask before it is added up and before it is multiplied, and the count before the division.
+    Of all elements `evenly_distribute_backward` fills zeros, which it makes before it counts.
     """
     x, y, g = _rows_beside(pull)
     ties = pointwise("eq", y, x)
-    names = [f"n{i}" for i in range(x.ndim)]
-    kept = " ".join("1" if n == ONE else name for n, name in zip(y.sizes, names, strict=True))
+    if not pull.op.results[0].ndim and x.ndim:
+        many = _counted(ties, y.sizes, filled=x.numel * x.dtype.bytes)
+        return (_kept(pointwise("where", ties, g / many, 0), ties),)
+    return (_kept(*_shared(g, ties, x)),)
 
-    def counted(ties: Tensor) -> Tensor:
-        return reduce(ties, f"{' '.join(names)} -> {kept}", "sum")
 
-    many = _with_copies("sum", counted, ties, bytes_=8 * ties.numel)
+def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Share a gradient, and return what that makes on the way, too.
+
+    A CPU casts the count before the division, and the mask before it is multiplied.
+    """
+    many = _counted(where, g.sizes)
     share = _with_copies("div", lambda g, n: pointwise("div", g, n), g, many, bytes_=many.numel * g.dtype.bytes)
     product = _with_copies(
-        "mul", lambda s, t: pointwise("mul", s, t, dtype=x.dtype), share, ties, bytes_=ties.numel * x.dtype.bytes
+        "mul", lambda s, t: pointwise("mul", s, t, dtype=x.dtype), share, where, bytes_=where.numel * x.dtype.bytes
     )
-    return (product if current_graph().fused else keep(product, many, share),)
+    return product, many, share
+
+
+def product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Return g * (y / x), torch's `prod_backward` where nothing is zero, which it asks."""
+    x, y, g = _rows_beside(pull)
+    zeros = pointwise("eq", x, 0)
+    if not pull.op.results[0].ndim:
+        reduce(zeros, f"{' '.join(f'n{i}' for i in range(x.ndim))} -> ", "any")
+        return (g * (y / x),)
+    many = _counted(zeros, y.sizes)
+    return (_kept(g * (y / x), zeros, many),)
 
 
 def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, bytes_: Poly) -> Tensor:
@@ -130,12 +193,30 @@ def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, 
     return body.export(made)
 
 
+def polar(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
+    """Return the real parts of conj(g) * sgn(y) and conj(g) * i*y: torch's `polar_backward`.
+
+    A product makes a conjugate of its own. The second one is written as the imaginary part of g * conj(y).
+    """
+    (g,), y = pull.grads, pull.saved(pull.op.results[0])
+    assert g is not None
+
+    def multiplied(first: Tensor, second: Tensor) -> Tensor:
+        return _with_copies("mul", lambda a, b: pointwise("mul", a, b), first, second, bytes_=g.numel * g.dtype.bytes)
+
+    signs = pointwise("sign", y)
+    along = _kept(multiplied(view_as(g, "conjugate"), signs), signs)
+    turned = pointwise("mul", view_as(y, "conjugate"), 1.0)
+    across = _kept(multiplied(g, turned), along, turned)
+    return real_part(along), index(view_as(across, "real"), (..., 1))
+
+
 def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Return g * exp(x - y), the share of each element; the difference lives until that is done, as in C++."""
     x, y, g = _rows_beside(pull)
     less = x - y
     made = g * pointwise("exp", less)
-    return (made if current_graph().fused else keep(made, less),)
+    return (_kept(made, less),)
 
 
 def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
@@ -196,7 +277,7 @@ def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     assert body is not None
     turn = next(o.kind.order for o in body.ops if isinstance(o.kind, Rearrange))  # the axis goes to the end
     places, values = (permute(t, turn) for t in (pull.saved(pull.op.results[1]), g))
-    zeros = fill([x.sizes[i] for i in turn], 0, x.dtype)
+    zeros = permute(fill(x.sizes, 0, x.dtype), turn)
     return (permute(scatter(zeros, places, values, "set", along=True), [turn.index(i) for i in range(x.ndim)]),)
 
 
@@ -315,10 +396,12 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "cumulative_sum": cumulative_sum,
     "cumulative_product": cumulative_product,
     "extremum": extremum,
+    "product": product,
     "order": order,
     "flip": flip,
     "variance": variance,
     "logsumexp": logsumexp,
+    "polar": polar,
     "weight_norm": weight_norm,
 }
 #: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.

@@ -15,7 +15,7 @@ from ....dtypes import dtype as find_dtype
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
-__all__ = ["neighbours", "overlapping", "workspace_of"]
+__all__ = ["copied", "neighbours", "overlapping", "workspace_of"]
 
 #: Arguments that a kernel makes dense, by op.
 _DENSE: dict[str, tuple[str, ...]] = {
@@ -31,6 +31,7 @@ _DENSE: dict[str, tuple[str, ...]] = {
     "pixel_shuffle": ("self",),
     "_cdist_forward": ("x1", "x2"),
     "_cdist_backward": ("grad", "x1", "x2"),
+    **{f"{k}_pad{rank}d_backward": ("grad_output",) for k in ("reflection", "replication") for rank in (1, 2, 3)},
 }
 #: The same where channels may be the last axis in memory as well.
 _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,20 @@ _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
     "avg_pool2d": ("self",),
     "avg_pool2d_backward": ("grad_output",),
     "_adaptive_avg_pool2d": ("self",),
+    "native_group_norm_backward": ("grad_out", "input"),
+    **{f"{name}_backward": ("grad_output",) for name in (
+        "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
+        "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+        "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
+        "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    )},
+}  # fmt: skip
+#: The same on a CPU alone.
+_DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
+    "gelu_backward": ("grad_output",),
+    "log_sigmoid_forward": ("self",),
+    "binary_cross_entropy_with_logits": ("self",),
 }
 #: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
 _FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
@@ -64,6 +79,9 @@ _LOSSES = {
     "mse_loss": 1, "smooth_l1_loss": 1, "binary_cross_entropy_with_logits": 2, "huber_loss": 1,
     "soft_margin_loss_backward": 2,
 }  # fmt: skip
+#: The same of losses of each element, and of gradients of losses whose classes are weighted.
+_OF_EACH = {"binary_cross_entropy_with_logits": 1, "soft_margin_loss_backward": 2}
+_WEIGHTED = {"binary_cross_entropy_with_logits_backward": 2}
 
 
 #: Of those, what kernels for CUDA are without: they add up in place, or in shared memory.
@@ -73,10 +91,8 @@ _OF_A_CPU = frozenset({"native_batch_norm_backward", "native_layer_norm_backward
 def workspace_of(call: Call) -> Poly:
     """Return the bytes that a kernel takes for operands as they lie; what is not known here has none."""
     name = call.name
-    copies = [contiguous_copy(call[a]) for a in _DENSE.get(name, ())]
-    copies += [
-        ZERO if _channels_last(call[a]) else contiguous_copy(call[a]) for a in _DENSE_OR_CHANNELS_LAST.get(name, ())
-    ]
+    last = _DENSE_OR_CHANNELS_LAST.get(name, ())
+    copies = [ZERO if a in last and _channels_last(call[a]) else contiguous_copy(call[a]) for a in copied(call)]
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
     if call.device == "cpu":
         copies.append(_casts(call))
@@ -90,9 +106,19 @@ def workspace_of(call: Call) -> Poly:
         copies.append(neighbours(call, 1))
     if name == "im2col" and overlapping(call):
         copies.append(call["self"].bytes)  # of what windows that overlap are taken from
-    if name in _LOSSES and call["reduction"]:
-        copies.append(_LOSSES[name] * call["self"].numel * call["self"].dtype.bytes)
+    if name in _LOSSES or name in _WEIGHTED:
+        weighted = _WEIGHTED.get(name, 0) if call.get("pos_weight") is not None else 0
+        tensors = (_LOSSES if call["reduction"] else _OF_EACH).get(name, weighted)
+        copies.append(tensors * call["self"].numel * call["self"].dtype.bytes)
     return total(copies)
+
+
+def copied(call: Call) -> tuple[str, ...]:
+    """Return the arguments that a kernel copies where they do not lie dense."""
+    if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
+        return ()  # not computed by oneDNN
+    tables = (_DENSE, _DENSE_OR_CHANNELS_LAST, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
+    return tuple(a for table in tables for a in table.get(call.name, ()))
 
 
 def neighbours(call: Call, taps: int) -> Poly:

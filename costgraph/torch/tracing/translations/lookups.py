@@ -135,8 +135,7 @@ def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
     if not x.ndim or dim is None or x.dtype.kind == "bool":
         return None
     kind = TopK(k=ONE, room=x.sizes[dim] - 1, smallest="min" in call.name)
-    values, places = apply(kind, [_to_the_end(x, dim)], "top_k")
-    made = [reshape(t, call.out.sizes) for t in (values, places)]
+    made = [reshape(t, call.out.sizes) for t in _along(kind, x, dim)]
     return made[1] if call.name.startswith("arg") else made
 
 

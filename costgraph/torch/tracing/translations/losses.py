@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....graph.tensor import Tensor
+from ....ops.blocks import save
 from ....ops.functions import FUNCTIONS, Function
 from ....ops.layout import split
 from ....ops.pointwise import pointwise
@@ -63,13 +64,13 @@ _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
     "binary_cross_entropy": (
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
         (
-            ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12))),
+            ("one", ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12)))),
             ("mul", "g", ("sub", ("log", ("sub", 1, "a")), ("log", "a"))),
         ),
     ),
     "binary_cross_entropy_with_logits": (
         ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"),
-        (("mul", ("sub", ("sigmoid", "a"), "b"), "g"), ("mul", ("neg", "a"), "g")),
+        (("mul_", ("sub_", ("sigmoid", "a"), "b"), "g"), ("mul", ("neg", "a"), "g")),
     ),
 }
 
@@ -84,7 +85,7 @@ def entropy(call: Call) -> Tensor | None:
     operands, formula = [x, target], "-(t * log(p) + (1 - t) * log(1 - p))"
     if share is not None:  # 1 + (w - 1) * t in place of 1
         once: Any = ("mul", "c", "b")
-        slope = ("mul", ("sub", ("mul", ("sub", ("add", once, 1), "b"), ("sigmoid", "a")), once), "g")
+        slope = ("mul_", ("sub_", ("mul_", ("sub_", ("add", once, 1), "b"), ("sigmoid", "a")), once), "g")
         steps, slopes, operands = (*steps, "sub", "mul", "add", "mul"), (slope, None, None), [x, target, share]
         formula = "-(w * t * log(p) + (1 - t) * log(1 - p))"
     records = [FUNCTIONS[s] for s in steps]
@@ -100,8 +101,8 @@ def margin(call: Call) -> Tensor | None:
     x, target = call["self"], call["target"]
     if not _is_alike(x, target):
         return None
-    odds: Any = ("exp", ("mul", ("neg", "b"), "a"))
-    slope: Any = ("mul", ("div", ("mul", ("neg", "b"), odds), ("add", odds, 1)), "g")
+    odds: Any = ("call", ("exp", ("mul", ("neg", "b"), "a")))
+    slope: Any = ("mul_", ("div_", ("mul_", ("mul", "b", odds), -1), ("add_", odds, 1)), "g")
     made = Function("soft_margin_loss", 2, 2, 2, "float", "log(1 + exp(-t * x))", (slope, None))
     return _reduced(call, pointwise(made, x, target))
 
@@ -110,7 +111,7 @@ def margin(call: Call) -> Tensor | None:
 def log_sigmoid(call: Call) -> Sequence[Tensor]:
     """The logarithm of a sigmoid, and the exponential that its gradient reads."""
     x: Tensor = call["self"]
-    small = pointwise("exp", pointwise("neg", pointwise("abs", x)))
+    small = save(pointwise("exp", pointwise("neg", pointwise("abs", x))))
     return pointwise("sub", pointwise("minimum", x, 0), pointwise("log1p", small)), small
 
 

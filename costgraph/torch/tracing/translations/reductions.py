@@ -24,6 +24,8 @@ _OPERATIONS = {
     "sum": "sum", "mean": "mean", "amax": "max", "amin": "min", "prod": "prod", "any": "any", "all": "all",
     "max": "max", "min": "min",
 }  # fmt: skip
+#: Reductions whose gradients have masks, which a CPU casts, and the rules of these.
+_MASKED = {"max": "extremum", "min": "extremum", "prod": "product"}
 
 
 def _axes(x: Tensor, dims: int | Sequence[int] | None) -> set[int]:
@@ -48,8 +50,8 @@ def reduced(call: Call) -> Tensor | None:
         wide = cast(x, call.out.dtype)
     pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim") and call.out.sizes))
     operation = _OPERATIONS[call.name]
-    if call.device == "cpu" and call.name in ("amax", "amin"):  # a kernel of it casts masks on the way back
-        return one_kernel(operation, lambda x: reduce(x, pattern, operation), x, backward="extremum")
+    if call.device == "cpu" and operation in _MASKED:
+        return one_kernel(operation, lambda x: reduce(x, pattern, operation), wide, backward=_MASKED[operation])
     return reduce(wide, pattern, operation)
 
 
@@ -69,7 +71,15 @@ def vector_norm(call: Call) -> Tensor | None:
         return one_kernel("norm", body, x, backward="norm")
     operations = ((1, "sum"), (float("inf"), "max"), (float("-inf"), "min"))
     operation = next((name for n, name in operations if is_number(order, n)), None)
-    return None if operation is None else reduce(pointwise("abs", x), pattern, operation)
+    if is_number(order, 0) or not isinstance(order, int | float):
+        return None
+
+    def other(x: Tensor) -> Tensor:
+        if operation is not None:
+            return reduce(pointwise("abs", x), pattern, operation)
+        return pointwise("pow", reduce(pointwise("pow", pointwise("abs", x), order), pattern, "sum"), 1 / order)
+
+    return one_kernel("norm", other, x, backward="norm")
 
 
 @translation("_weight_norm_interface")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ....algebra.polynomial import ONE
-from ....graph.graph import apply
+from ....graph.graph import apply, current_graph
 from ....graph.tensor import Tensor
+from ....nn.kernels import one_kernel
 from ....ops.layout import concat, reshape
 from ....ops.pointwise import pointwise
 from ....ops.spectra import SCALES, Fourier, view_as
@@ -26,13 +27,21 @@ def viewed(call: Call) -> Tensor:
 def put_together(call: Call) -> Tensor | None:
     """Numbers of their parts, or of their moduli and angles."""
     first, second = call.arguments.values()
-    if call.name == "polar":
-        modulus, angle = first, second
-        first, second = (pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin"))
     if first.sizes != second.sizes:
         return None
-    pairs = [reshape(t, (*t.sizes, ONE)) for t in (first, second)]
-    return view_as(concat(pairs, -1), "complex")
+
+    def body(*parts: Tensor) -> Tensor:
+        modulus, angle = map(current_graph().adopt, parts)  # in this order they are its operands
+        return _of_parts(*(pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin")))
+
+    if call.name == "polar":
+        return one_kernel("polar", body, first, second, backward="polar")
+    return _of_parts(first, second)
+
+
+def _of_parts(*parts: Tensor) -> Tensor:
+    """Return complex numbers of their real and imaginary parts."""
+    return view_as(concat([reshape(t, (*t.sizes, ONE)) for t in parts], -1), "complex")
 
 
 @translation("_fft_c2c", "_fft_r2c", "_fft_c2r")
