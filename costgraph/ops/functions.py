@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..graph.facts import all_of, is_count
 from ..notation.door import Rule
 
-__all__ = ["COMPLEX", "FUNCTIONS", "Elementwise", "Function", "names_in", "of_complex"]
+__all__ = ["COMPLEX", "FUNCTIONS", "POWERS", "Elementwise", "Function", "names_in", "of_complex"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,12 @@ def _backward() -> list[Function]:
 FUNCTIONS: dict[str, Function] = {
     row.name: row for row in (*_arithmetic(), *_transcendental(), *_activations(), *_backward())
 }
+
+#: Exponents for which torch's kernel of powers multiplies or takes a root.
+POWERS: dict[float, tuple[str, ...]] = {
+    0: (), 1: ("copy",), 2: ("square",), 3: ("cubed",), 0.5: ("sqrt",), -0.5: ("rsqrt",), -1: ("reciprocal",),
+    -2: ("square", "reciprocal"),
+}  # fmt: skip
 
 _MODULUS = (3, 1)  # a*a, b*b, their sum and its root
 

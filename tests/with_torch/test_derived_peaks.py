@@ -57,8 +57,11 @@ KERNELS = {
     "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
     "gelu": functional.gelu, "tanh gelu": lambda x: functional.gelu(x, approximate="tanh"),
     **{
-        f"{name} {n}": lambda x, f=getattr(functional, name), n=n: f(x.sigmoid(), torch.ones(x.shape), reduction=n)
-        for name in ("soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss")
+        f"{f.__name__} {n}": lambda x, f=f, n=n: f(x.sigmoid(), torch.ones(x.shape), reduction=n)
+        for f in (
+            functional.soft_margin_loss, functional.binary_cross_entropy, functional.huber_loss,
+            functional.binary_cross_entropy_with_logits,
+        )
         for n in ("none", "mean")
     },
     "weighted entropy": lambda x: functional.binary_cross_entropy_with_logits(

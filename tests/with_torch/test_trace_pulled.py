@@ -181,6 +181,13 @@ CASES = {
     "norms": (nn.Linear(6, 6), ROWS, [
         lambda x: x.norm(dim=-1), lambda x: x.norm(dim=0, keepdim=True), lambda x: torch.norm(x) * x,
         lambda x: functional.normalize(x, dim=0), lambda x: functional.pairwise_distance(x, x.roll(1, 0)),
+        *(lambda x, n=n: torch.linalg.vector_norm(x, n, dim=1) for n in (1, 3, 1.5, 0.5, torch.inf, -torch.inf)),
+        lambda x: torch.linalg.vector_norm(x, torch.inf) * x, lambda x: torch.linalg.vector_norm(x, 4) * x,
+    ]),
+    "products and extrema": (nn.Linear(6, 6), ROWS, [
+        lambda x: x.prod(-1), lambda x: x.prod(0, keepdim=True) * x, lambda x: x.prod() + x, lambda x: x.max() * x,
+        lambda x: x.min() - x, lambda x: x.amax((0, 1)), lambda x: x.max(0)[0], lambda x: x.mT.sort(0)[0],
+        lambda x: x.round().max() * x, lambda x: x * torch.ones_like(x.mT).mT,
     ]),
     "norms of nothing": (zero(nn.Linear(6, 6)), ROWS, [
         lambda x: x.norm(dim=-1) + 1, lambda x: torch.linalg.vector_norm(x, dim=(0, 1)) + 2,

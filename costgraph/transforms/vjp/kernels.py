@@ -17,6 +17,7 @@ from ...nn.recurrent import running
 from ...ops.blocks import Kernel, fused, kernel
 from ...ops.contraction import Einsum
 from ...ops.fill import fill
+from ...ops.functions import POWERS
 from ...ops.index import Gather, reverse, scatter
 from ...ops.keep import keep
 from ...ops.layout import broadcast, index, permute, reshape
@@ -118,17 +119,24 @@ def _power_norm(x: Tensor, y: Tensor, g: Tensor, order: Any) -> Tensor:
     inplace = not current_graph().fused
     modulus = pointwise("abs", x)
     if order > 2:
-        scaled = x * pointwise("pow", modulus, order - 2, inplace=inplace)
+        scaled = x * _power(modulus, order - 2, inplace=inplace)
     else:
-        power = pointwise("pow", modulus, order - 1, inplace=inplace)
+        power = _power(modulus, order - 1, inplace=inplace)
         zeros = pointwise("eq", x, 0) if order < 1 else None
         if zeros is not None:
             power = pointwise("masked_fill", power, zeros, inplace=inplace)
         scaled = _kept(pointwise("sign", x) * power, *() if zeros is None else (zeros,))
     if order < 1:
-        return _kept(scaled * g * pointwise("pow", y, 1 - order), scaled)
-    share = g / pointwise("pow", y, order - 1)
+        return _kept(scaled * g * _power(y, 1 - order), scaled)
+    share = g / _power(y, order - 1)
     return scaled * pointwise("masked_fill", share, pointwise("eq", y, 0), inplace=inplace)
+
+
+def _power(x: Tensor, exponent: float, *, inplace: bool = False) -> Tensor:
+    """Return a power in the steps that torch's kernel takes."""
+    for step in POWERS.get(exponent, ("pow",)):
+        x = pointwise(step, x, *((exponent,) if step == "pow" else ()), inplace=inplace)
+    return x
 
 
 def _kept(made: Tensor, *others: Tensor) -> Tensor:

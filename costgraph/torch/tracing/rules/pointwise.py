@@ -6,7 +6,7 @@ An op that torch tags as pointwise and that stands in none of the tables here co
 from __future__ import annotations
 
 from ....algebra.polynomial import ONE, total
-from ....ops.functions import Function
+from ....ops.functions import POWERS, Function
 from ....ops.updates import NON_FINITE
 from ..call import Call, Counts
 from .amounts import each, is_number
@@ -118,16 +118,9 @@ def gelu_steps(approximate: object) -> tuple[str]:
     return ("gelu_tanh",) if approximate == "tanh" else ("gelu",)
 
 
-#: Exponents for which torch's kernel multiplies or takes a root.
-_POWERS: dict[float, tuple[str, ...]] = {
-    0: (), 1: ("copy",), 2: ("square",), 3: ("cubed",), 0.5: ("sqrt",), -0.5: ("rsqrt",), -1: ("reciprocal",),
-    -2: ("square", "reciprocal"),
-}  # fmt: skip
-
-
 def power_steps(exponent: object) -> tuple[str, ...]:
     """Return the functions that a power with this exponent is."""
-    return next((steps for number, steps in _POWERS.items() if is_number(exponent, number)), ("pow",))
+    return next((steps for number, steps in POWERS.items() if is_number(exponent, number)), ("pow",))
 
 
 @rule("native_dropout", "_fused_dropout")
