@@ -158,7 +158,7 @@ def _taken_along(input: torch.Tensor, indices: torch.Tensor, dim: int | None = N
     shapes = ([*t.shape[:axis], 1, *t.shape[axis + 1 :]] for t in (input, indices))
     lead = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch has no types for it
     x, places = (t.expand([*lead[:axis], t.shape[axis], *lead[axis + 1 :]]) for t in (input, indices))
-    return x.gather(axis, places)
+    return x.gather(axis, places.remainder(input.shape[axis]))  # from the end on where they are negative
 
 
 def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:

@@ -93,9 +93,17 @@ def _columns(
     return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
 
 
-def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
-    """Make the image that columns add up to."""
-    return x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
+def _images(
+    x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], dilation: Any, padding: Any, stride: Sequence[Any]
+) -> torch.Tensor:
+    """Make the image that columns add up to: in memory for the columns, which are no fewer where no element is left out.
+
+    `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
+    """
+    image = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
+    if any(s > w for s, w in zip(stride, window, strict=True)):
+        return image
+    return x.new_empty(x.shape).as_strided(image.shape, image.stride())
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def _settled(
     if not ops:
         return None
     work = [op for op in ops if _works(op)]
-    if len(work) == 1 and isinstance(work[0].kind, Opaque):
+    if len(work) == 1 and isinstance(work[0].kind, Opaque) and as_run:
         work[0].state(workspace=work[0].kind.workspace + workspace)
         workspace = ZERO
     if not work:

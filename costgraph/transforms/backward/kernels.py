@@ -16,6 +16,7 @@ from ...ops.keep import keep
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
+from ..vjp.common import is_alone
 from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull, rule_of
 from .flow import active_in, active_inside
@@ -58,8 +59,9 @@ class _Inside:
         if maker.loop is not None:
             self.seen[t] = self.repeated(maker, t)
             return self.seen[t]
-        if isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE:  # what it writes when it is alone
-            found = self.handed_out(t)
+        nested = isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE  # what it writes when it is alone
+        found = self.handed_out(t) if nested or is_alone(maker) else None
+        if nested or found is not None:
             return self.walk.saved(body.export(t)) if found is None else found
         again = Rewriter()
         again.tensors |= {o: self.saved(o) for o in maker.operands}

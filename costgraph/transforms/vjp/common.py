@@ -7,6 +7,7 @@ from typing import Any
 
 from ...algebra.polynomial import ONE
 from ...graph.graph import apply, current_graph
+from ...graph.op import Op
 from ...graph.strides import Sizes
 from ...graph.tensor import Tensor
 from ...ops.layout import permute, rearrange
@@ -16,15 +17,19 @@ from ...ops.reduce import reduce
 from ...ops.spectra import real_part
 from .table import Pull
 
-__all__ = ["also_saved", "expanded", "order_of_parameter", "restricted", "sum_to", "summed", "whole"]
+__all__ = ["also_saved", "expanded", "is_alone", "order_of_parameter", "restricted", "sum_to", "summed", "whole"]
 
 
 def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
     """Keep what torch keeps although the formula does not read it; of several ops of a kernel none keeps anything."""
-    others = (op for op in pull.op.graph.ops if op is not pull.op and not isinstance(op.kind, Rearrange))
-    if not current_graph().fused or next(others, None) is None:
+    if not current_graph().fused or is_alone(pull.op):
         for t in tensors:
             pull.saved(t)
+
+
+def is_alone(op: Op) -> bool:
+    """Whether an op is all that its graph does, views apart: of a kernel, the op that this is."""
+    return all(other is op or isinstance(other.kind, Rearrange) for other in op.graph.ops)
 
 
 def restricted(g: Tensor, like: Tensor) -> Tensor:

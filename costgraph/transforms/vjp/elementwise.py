@@ -56,9 +56,10 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     found: dict[int, Any] = {}
     needs = dict(zip(places, pull.needs, strict=True))
     for place, tensor in zip(places, op.operands, strict=True):
-        read = (g for p, g in enumerate(function.grad) if g is not None and needs.get(p))
-        if any("abcd"[place] in names_in(expression) for expression in read):
-            also_saved(pull, tensor)  # also where a number decides that it is not read
+        readers = [p for p in places if "abcd"[place] in names_in(function.grad[p])]
+        # also where a number decides that it is not read; what several gradients read is kept whichever is wanted
+        if any(map(needs.get, readers)) or len(readers) > 1:
+            also_saved(pull, tensor)
     for place in function.order or reversed(places):
         expression = function.grad[place]
         if needs.get(place) and expression is not None:

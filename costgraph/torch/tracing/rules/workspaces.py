@@ -28,6 +28,7 @@ _DENSE: dict[str, tuple[str, ...]] = {
     "nll_loss_forward": ("self",),
     "embedding_dense_backward": ("grad_output",),
     "im2col": ("self",),
+    "col2im": ("self",),
     "pixel_shuffle": ("self",),
     "_cdist_forward": ("x1", "x2"),
     "_cdist_backward": ("grad", "x1", "x2"),
@@ -104,6 +105,8 @@ def workspace_of(call: Call) -> Poly:
         copies.append(2 * call["weight"].bytes)  # sums for both gradients, of each thread
     if name.startswith(("upsample_nearest", "_upsample_nearest")) and not name.endswith("_backward"):
         copies.append(neighbours(call, 1))
+    if name == "kthvalue":  # rows that are put in order, and where their elements were
+        copies.append(call["self"].numel * (call["self"].dtype.bytes + 8))
     if name == "im2col" and overlapping(call):
         copies.append(call["self"].bytes)  # of what windows that overlap are taken from
     if name in _LOSSES or name in _WEIGHTED:
