@@ -76,8 +76,10 @@ KERNELS = {
     },
     **{
         name: lambda x, name=name: getattr(functional, name)(x if name.endswith("1d") else x[None], 2)
-        for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
-        for name in (f"{kind}1d", f"{kind}2d")
+        for name in (
+            "avg_pool1d", "avg_pool2d", "max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+            "adaptive_max_pool2d",
+        )
     },
     "overlapping windows": lambda x: functional.avg_pool2d(x[None], 3, 1, 1),
     **{
@@ -141,3 +143,21 @@ def test_a_derived_backward_pass_has_the_peak_of_a_traced_step_and_of_the_alloca
 
 #: Bytes of the states, seeds and scalars of a small step.
 ROUNDING = 256
+
+
+#: Kernels that copy an operand that does not lie dense.
+COPYING = {
+    **{k: f for k, f in KERNELS.items() if k in ("reflect padding", "replicate padding", "adaptive_max_pool2d", "max")},
+    "binary_cross_entropy_with_logits none": KERNELS["binary_cross_entropy_with_logits none"],
+    "logsigmoid": functional.logsigmoid, "pixel_unshuffle": lambda x: functional.pixel_unshuffle(x[None], 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", COPYING)
+def test_a_forward_pass_has_the_peak_of_the_allocator(name, layout):
+    net, x = Applied(COPYING[name], LAYOUTS[layout], ENDS["sum"]), torch.randn(5, 26, 16)
+    graph = trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)])
+    with torch.no_grad():
+        real = real_peak(lambda: net(x), *net.parameters(), x)
+    assert float(cg.peak_memory(graph, B=5, S=26)) == pytest.approx(real, rel=0.01, abs=ROUNDING)

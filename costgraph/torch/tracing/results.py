@@ -96,7 +96,7 @@ def _columns(
 def _images(
     x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], dilation: Any, padding: Any, stride: Sequence[Any]
 ) -> torch.Tensor:
-    """Make the image that columns add up to: in memory for the columns, which are no fewer where no element is left out.
+    """Make the image that columns add up to, in memory for the columns: no fewer where no element is left out.
 
     `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
     """

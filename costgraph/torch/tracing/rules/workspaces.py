@@ -17,6 +17,8 @@ from .amounts import contiguous_copy, size
 
 __all__ = ["copied", "neighbours", "overlapping", "workspace_of"]
 
+#: Padding by what is near the ends.
+_PADDING = ("reflection", "replication")
 #: Arguments that a kernel makes dense, by op.
 _DENSE: dict[str, tuple[str, ...]] = {
     "_softmax": ("self",),
@@ -29,10 +31,8 @@ _DENSE: dict[str, tuple[str, ...]] = {
     "embedding_dense_backward": ("grad_output",),
     "im2col": ("self",),
     "col2im": ("self",),
-    "pixel_shuffle": ("self",),
     "_cdist_forward": ("x1", "x2"),
     "_cdist_backward": ("grad", "x1", "x2"),
-    **{f"{k}_pad{rank}d_backward": ("grad_output",) for k in ("reflection", "replication") for rank in (1, 2, 3)},
 }
 #: The same where channels may be the last axis in memory as well.
 _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
@@ -41,6 +41,11 @@ _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
     "avg_pool2d": ("self",),
     "avg_pool2d_backward": ("grad_output",),
     "_adaptive_avg_pool2d": ("self",),
+    "adaptive_max_pool2d": ("self",),
+    "pixel_shuffle": ("self",),
+    "pixel_unshuffle": ("self",),
+    **{f"{kind}_pad{rank}d": ("self",) for kind in _PADDING for rank in (1, 2, 3)},
+    **{f"{kind}_pad{rank}d_backward": ("grad_output",) for kind in _PADDING for rank in (1, 2, 3)},
     "native_group_norm_backward": ("grad_out", "input"),
     **{f"{name}_backward": ("grad_output",) for name in (
         "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
@@ -54,6 +59,8 @@ _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
 _DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
     "gelu_backward": ("grad_output",),
     "log_sigmoid_forward": ("self",),
+    "max.default": ("self",),
+    "min.default": ("self",),
     "binary_cross_entropy_with_logits": ("self",),
 }
 #: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
@@ -121,7 +128,8 @@ def copied(call: Call) -> tuple[str, ...]:
     if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
         return ()  # not computed by oneDNN
     tables = (_DENSE, _DENSE_OR_CHANNELS_LAST, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
-    return tuple(a for table in tables for a in table.get(call.name, ()))
+    names = (call.name, f"{call.name}.{call.overload}")
+    return tuple(a for table in tables for name in names for a in table.get(name, ()))
 
 
 def neighbours(call: Call, taps: int) -> Poly:
