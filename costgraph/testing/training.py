@@ -93,7 +93,8 @@ class Lesson:
     @cached_property
     def forward(self) -> Graph:
         """The graph alone, its sources named as those of the backward pass are."""
-        return hoist(peel((self.checkpoint or Checkpoint()).prepared(self.graph)))
+        policy = self.checkpoint or Checkpoint()
+        return hoist(peel(policy.prepared(self.graph), policy.stops_in))
 
     @cached_property
     def values(self) -> dict[str, Array]:

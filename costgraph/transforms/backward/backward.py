@@ -75,7 +75,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return apart(hoist(peel(policy.prepared(graph))))
+    return apart(hoist(peel(policy.prepared(graph), policy.stops_in)))
 
 
 def differentiate(
