@@ -185,6 +185,11 @@ CHAINS = {
     ),
     "offloaded": ("qwen3-0.6b", lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
     "clipped": ("gpt2", lambda g: step(g, cg.every(2), clip=1.0)),
+    "offloaded in groups": ("gpt2", lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
+    "cast in groups": (
+        "llama-3.2-1b",
+        lambda g: cg.training_step(cg.quantize(g, "nf4"), precision="bf16-mixed", checkpoint=UNROLLED[-1]),
+    ),
     "orthogonal": ("gpt2", lambda g: cg.training_step(g, optimizer=cg.Muon(ns_steps=1))),
 }  # fmt: skip
 

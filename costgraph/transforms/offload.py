@@ -326,8 +326,9 @@ class _Offloader(Rewriter):
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def left(self, t: Tensor, op: Op) -> Tensor:
-        """Return what an iteration leaves behind: on the host, if it leaves."""
-        return self.away[t] if t in self.leaving else self.there(t)
+        """Return what an iteration leaves behind: on the host, if it leaves; what a loop inside leaves is there."""
+        there = self.there(t)
+        return self.away.get(t, there) if t in self.leaving else there
 
     def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
         """Return what all iterations read whole: a copy of it, if only ops of the other memory do.
