@@ -23,7 +23,7 @@ MODELS = {
     "olmo-2-1b": (2, 3), "phi-4-mini": (2,), "qwen1.5-moe-a2.7b": (2,), "gemma-3-1b": (6,), "deepseek-v2-lite": (3,),
 }  # fmt: skip
 RECURRENT = ("lstm-ptb-small", "gru-ptb-small")
-SIZES = ({"B": 1, "S": 64}, {"B": 3, "S": 16}, {"B": 2, "S": 128})
+SIZES = ({"B": 3, "S": 16}, {"B": 1, "S": 64}, {"B": 2, "S": 128})
 QUESTIONS = {
     "flops": cg.flops,
     "matmul_flops": cg.matmul_flops,
@@ -163,8 +163,10 @@ def draw(rng: random.Random) -> Chain:
     if rng.random() < 0.25:
         transforms.append(("fuse", (), (("epilogues", rng.random() < 0.5),)))
     if rng.random() < 0.2:
-        transforms.append(("offload", (rng.choice(("optimizer", "activations", "parameters")),), ()))
-    return Chain(name, layers, tuple(rng.choice(SIZES).items()), tuple(transforms))
+        what = ("optimizer", "activations", "parameters") if end < 0.6 else ("parameters",)
+        transforms.append(("offload", (rng.choice(what),), ()))
+    sizes = SIZES[0] if name in RECURRENT else rng.choice(SIZES)  # each step of a recurrence is unrolled
+    return Chain(name, layers, tuple(sizes.items()), tuple(transforms))
 
 
 def applied(chain: Chain, graph: cg.Graph) -> cg.Graph:
