@@ -23,7 +23,7 @@ MODELS = {
     "olmo-2-1b": (2, 3), "phi-4-mini": (2,), "qwen1.5-moe-a2.7b": (2,), "gemma-3-1b": (6,), "deepseek-v2-lite": (3,),
 }  # fmt: skip
 RECURRENT = ("lstm-ptb-small", "gru-ptb-small")
-SIZES = ({"B": 3, "S": 16}, {"B": 1, "S": 64}, {"B": 2, "S": 128})
+SIZES = ({"B": 3, "S": 16, "M": 24}, {"B": 1, "S": 64, "M": 48}, {"B": 2, "S": 128, "M": 64})
 QUESTIONS = {
     "flops": cg.flops,
     "matmul_flops": cg.matmul_flops,
