@@ -160,12 +160,16 @@ def test_gradients_of_a_stack_are_torchs(policy):
     rng = np.random.default_rng(3)
     sources = [t for t in step.tensors if t.producer is None]
     given = {t.name: rng.normal(size=[int(n.subs({B: 2, D: 3, F: 5, L: 4})) for n in t.shape]) for t in sources}
-    axes = {t.name: t.ndim - t.storage.pieces for t in sources}  # of one layer
     found = run(step, given, **sizes)
     leaves = {n: torch.tensor(v, requires_grad=True) for n, v in given.items()}
     x = leaves["x"]
-    flat = {n: t.reshape(4, *t.shape[t.ndim - axes[n] :]) for n, t in leaves.items() if n not in ("x", "shared")}
-    layers = {n.removeprefix("layers/"): t for n, t in flat.items()}
+    layers = {}
+    for t in (t for t in sources if t.storage.pieces):
+        name, depth = t.name.removeprefix("layers/").removesuffix(".last"), t.storage.pieces
+        groups = leaves[t.name].unflatten(0, (-1, 1)) if depth == 1 else leaves[t.name]
+        # the last layer of a group that is recomputed has parameters of its own
+        layers[name] = torch.cat([layers[name], groups], 1) if name in layers else groups
+    layers = {name: t.flatten(0, 1) for name, t in layers.items()}
     for i in range(4):
         w = {n: t[i] for n, t in layers.items()}
         x = torch.tanh(x @ leaves["shared"])

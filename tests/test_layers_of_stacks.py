@@ -46,9 +46,15 @@ def looped(layers=4):
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gemma-2-2b", 4), ("llama-3.2-1b", 3)])
+UNROLLED = [
+    cg.every_block(), cg.selective("attention"), cg.every_block(early_stop=False), cg.every(2),
+    cg.every(2, inside=cg.every_block()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma-2-2b", 4), ("llama-3.2-1b", 4)])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("policy", [cg.every_block(), cg.selective("attention"), cg.every_block(early_stop=False)])
+@pytest.mark.parametrize("policy", UNROLLED)
 def test_an_unrolled_model_is_recomputed_as_its_loop(name, layers, micro_batches, policy):
     model = loaded(name, layers)
     wanted = step(model, policy, accumulate=micro_batches)
@@ -167,6 +173,39 @@ def test_some_layers_are_not_quantized(name):
     made = [cg.quantize(g, "int8", skip=[name]) for g in (model, cg.unroll(model))]
     assert answers(made[0]) == answers(made[1])
     assert cg.param_bytes(made[0]) > cg.param_bytes(cg.quantize(model, "int8"))
+
+
+CHAINS = {
+    "adapted and not quantized": (
+        "bert-base", lambda g: cg.quantize(cg.lora(g, 4, "layers[-1]"), "int8", skip=["layers[2:]"]),
+    ),
+    "adapters not quantized": ("bert-base", lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["lora_a", "tokens"])),
+    "quantized and kept": (
+        "mixtral-8x7b", lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
+    ),
+    "offloaded": ("qwen3-0.6b", lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
+    "clipped": ("gpt2", lambda g: step(g, cg.every(2), clip=1.0)),
+    "offloaded in groups": ("gpt2", lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
+    "cast in groups": (
+        "llama-3.2-1b",
+        lambda g: cg.training_step(cg.quantize(g, "nf4"), precision="bf16-mixed", checkpoint=UNROLLED[-1]),
+    ),
+    "orthogonal": ("gpt2", lambda g: cg.training_step(g, optimizer=cg.Muon(ns_steps=1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_transforms_of_an_unrolled_model_are_those_of_its_loop(chain):
+    name, applied = CHAINS[chain]
+    made, unrolled = (applied(g) for g in (loaded(name, 4), cg.unroll(loaded(name, 4))))
+    assert answers(made) == answers(unrolled)
+
+
+@pytest.mark.parametrize("policy", [None, cg.every_block(), cg.every_block(keep=["matmul"])])
+def test_recurrent_layers_are_recomputed_as_their_loops(policy):
+    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), cg.unroll(loaded("lstm-ptb-small", 2), S=8))]
+    for ask in (cg.flops, cg.matmul_flops, cg.peak_memory):
+        assert ask(made[0], B=2, S=8) == ask(made[1], B=2)
 
 
 def test_a_range_is_of_any_number_of_layers():

@@ -36,9 +36,9 @@ class Place:
     """Suffix for new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
 
 
-#: Loop suffix of a name, such as `.cut1.i0.i3`: the part of a split loop and the iterations of unrolled loops. The
-#: number that makes a name unique comes after it.
-_SUFFIX = re.compile(r"(?:\.(?:i|cut|part)\d+)+(?=_\d+$|$)")
+#: Loop suffix of a name, such as `.cut1.last.i0.i3`: the part of a split loop and the iterations of unrolled loops. The
+#: numbers that make a name unique come after it.
+_SUFFIX = re.compile(r"(?:\.(?:(?:i|cut|part)\d+|(?:first|last)\d*))+(?=(?:_\d+)*$)")
 
 #: What was opened and is not closed, the innermost last. Generators may close an outer one first.
 _OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))

@@ -296,7 +296,6 @@ class Concat(OpKind):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """One dense result."""
-        need(all(t.storage.pieces <= 1 for t in operands), "pieces of pieces")
         axis, new = self.axis, int(self.stacked)
         shapes = [t.sizes[t.storage.pieces :] for t in operands]
         need(bool(operands) and axis < len(shapes[0]) + new, f"axis {axis}")
@@ -319,13 +318,13 @@ class Concat(OpKind):
     def extents(self, operands: Sequence[Tensor]) -> list[Poly]:
         """Return how much of the axis each operand takes."""
         each = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
-        return [n * t.sizes[0] if t.storage.pieces else n for n, t in zip(each, operands, strict=True)]
+        return [prod(t.sizes[: t.storage.pieces], start=n) for n, t in zip(each, operands, strict=True)]
 
     def _of_lists(self, op: Op) -> Split:
         """Split the other axes: those of operands without the own one, and behind one of iterations."""
         made, axis, own, operands = [(f"a{i}",) for i in range(op.results[0].ndim)], self.axis, {f"a{self.axis}"}, []
         for k, t in enumerate(op.operands):
-            lead, middle = [(f"l{k}",)] * t.storage.pieces, [] if self.stacked else [(f"o{k}",)]
+            lead, middle = [(f"l{k}_{i}",) for i in range(t.storage.pieces)], [] if self.stacked else [(f"o{k}",)]
             own |= {name for (name,) in (*lead, *middle)}
             operands.append((*lead, *made[:axis], *middle, *made[axis + 1 :]))
         return splits.across(op, operands, tuple(made), lambda extents, ranks: self, whole=frozenset(own), linear=True)

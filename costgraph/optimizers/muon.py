@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 from ..algebra.polynomial import as_poly
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_call, need_choice
+from ..graph.scopes import base_name
 from ..graph.strides import Sizes, numel
 from ..graph.tensor import Tensor
 from ..notation.door import READ, guarded
@@ -33,7 +34,7 @@ __all__ = ["Muon", "has_matrix"]
 def has_matrix(slot: Slot) -> bool:
     """Whether a parameter has two axes or more and is no bias."""
     # a bias has the axes of what it is added to, which make one vector
-    return len(slot.axes()) > 1 and slot.param.storage.name.rpartition("/")[2] != "bias"
+    return len(slot.axes()) > 1 and base_name(slot.param.storage.name).rpartition("/")[2] != "bias"
 
 
 def _levels(slot: Slot) -> list[str]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..algebra.polynomial import Poly
 from ..errors import GraphError
 from ..graph.tensor import Tensor
-from ..ops.blocks import each, scan
-from ..ops.fill import fill
+from ..ops.blocks import each
 from .slots import pieces
 
 __all__ = ["over"]
@@ -17,7 +16,7 @@ Made = Tensor | tuple[Tensor, ...] | None
 Group = tuple[Tensor, ...]
 
 
-def over(groups: Sequence[Group], function: Callable[..., Made], name: str, *, stacked: bool = False) -> list[Group]:
+def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> list[Group]:
     """Apply a function to the tensors of each group, one parameter after the other.
 
     Parameters
@@ -29,9 +28,6 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str, *, s
         that it changed in place, or None.
     name : str
         Name of the loop over the layers of a stack; neighbours in the list with as many layers share one.
-    stacked : bool
-        Whether what is made for the layers of a stack is one tensor that can be read outside of a loop as well; the
-        function then changes nothing in place.
 
     Returns
     -------
@@ -59,7 +55,7 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str, *, s
         if layers is None:
             out += [_tuple(function(*group)) for group in run]
         else:
-            out += _stack(layers, run, function, name, stacked=stacked)
+            out += _stack(layers, run, function, name)
     return out
 
 
@@ -85,7 +81,7 @@ def _layers(group: Group, name: str) -> Poly | None:
     return counts.pop()
 
 
-def _stack(layers: Poly, run: list[Group], function: Callable[..., Made], name: str, *, stacked: bool) -> list[Group]:
+def _stack(layers: Poly, run: list[Group], function: Callable[..., Made], name: str) -> list[Group]:
     """Run a loop over the layers, whose body takes the parameters of one layer in turn; stacks nest."""
     lengths: list[int] = []
 
@@ -95,17 +91,11 @@ def _stack(layers: Poly, run: list[Group], function: Callable[..., Made], name: 
         for group in run:
             inner.append(slices[at : at + len(group)])
             at += len(group)
-        made = over(inner, function, name, stacked=stacked)
+        made = over(inner, function, name)
         lengths.extend(map(len, made))
         return tuple(t for group in made for t in group)
 
-    slices = tuple(t for group in run for t in group)
-    if stacked:
-        # a scan carries something: a scalar that nobody looks at
-        _, made = scan(layers, lambda carry, xs: (carry, step(*xs)), fill((), name="carry"), slices, name=name)
-    else:
-        made = each(layers, step, slices, name=name)
-    assert isinstance(made, tuple)
+    made = each(layers, step, tuple(t for group in run for t in group), name=name)
     out, at = [], 0
     for n in lengths:
         out.append(made[at : at + n])

@@ -108,8 +108,8 @@ def clip_grad_norm(slots: Sequence[Slot], max_norm: float, *, foreach: bool = Tr
     bounds("clip_grad_norm", max_norm=(max_norm, 0, float("inf")))
     with _step("clip_grad_norm", slots) as found:
         grads = [(s.grad,) for s in found]
-        norms = [n for (n,) in over(grads, norm, "norms", stacked=True)]
-        total = norm(concat([reshape(n, (n.numel,), name="one") for n in norms], name="stack"))
+        norms = [n for (n,) in over(grads, lambda g: reshape(norm(g), (1,), name="one"), "norms")]
+        total = norm(concat(norms, 0, name="stack"))
         inverse = pointwise("reciprocal", pointwise("add", total, 1e-6))
         factor = pointwise("minimum", pointwise("mul", inverse, float(max_norm)), 1.0)
         # a gradient keeps its format whatever that of the norm

@@ -18,6 +18,7 @@ from ..errors import BindingError, GraphError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.loop import Loop
 from ..graph.op import Op, OpKind
+from ..graph.scopes import base_name
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Tensor
 from ..ops.contraction import Einsum
@@ -93,7 +94,8 @@ class Lesson:
     @cached_property
     def forward(self) -> Graph:
         """The graph alone, its sources named as those of the backward pass are."""
-        return hoist(peel((self.checkpoint or Checkpoint()).prepared(self.graph)))
+        policy = self.checkpoint or Checkpoint()
+        return hoist(peel(policy.prepared(self.graph), policy.stops_in))
 
     @cached_property
     def values(self) -> dict[str, Array]:
@@ -336,7 +338,7 @@ def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
             assert close, f"{policy}: the gradient of {name!r} differs"
         same(again.trial.answers["flops"], again.trial.run.flops, f"{policy}: FLOPs")
         same(again.trial.answers["peak_memory"], again.trial.run.peak, f"{policy}: peak memory")
-        more = _kept(again) - _kept(lesson) - _started_from(again)
+        more = _kept(again) - _kept(lesson) - {base_name(name) for name in _started_from(again)}
         assert not more, f"{policy}: keeps {', '.join(sorted(more))}, which was not kept and no run starts from"
 
 
@@ -345,7 +347,7 @@ def _kept(lesson: Lesson) -> set[str]:
     program = played(lesson.trained, lesson.point)
     first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
     return {
-        life.name.split("[")[0]
+        base_name(life.name.split("[")[0])
         for life in program.lives
         if life.born is not None and life.born < first <= (life.dies or first)
     }

@@ -135,6 +135,13 @@ class Checkpoint:
             return _neighbours(ops, layers.layer)
         return [] if self.start else _neighbours(ops, self._group_of(layers))
 
+    def stops_in(self, op: Op) -> bool:
+        """Whether a loop is the last op of a run, so that recomputation may stop within its last iteration."""
+        if not self.early_stop:
+            return False
+        ends = (next((o for o in reversed(run) if not _is_free(o)), None) for run in self.runs(op.graph.ops))
+        return any(end is op for end in ends)
+
     def _group_of(self, layers: Layers) -> Callable[[Op], object]:
         """Return a key function: the group of k layers for each op outside a loop."""
         k = 1 if self.interval is None else self.interval.constant

@@ -9,7 +9,7 @@ from ..algebra.polynomial import ZERO
 from ..algebra.symbols import shown
 from ..errors import GraphError, UnsupportedError
 from ..graph.graph import Graph, need_graph
-from ..graph.loop import Loop, Repeat
+from ..graph.loop import Loop, Repeat, is_pass
 from ..graph.op import Op
 from ..graph.strides import contiguous
 from ..graph.tensor import SOURCES, Tensor
@@ -26,6 +26,7 @@ __all__ = ["OFFLOADED", "need_offloaded", "offload"]
 
 #: What can lie on the host.
 OFFLOADED = ("optimizer", "parameters", "activations")
+_ROLES = {"state": "optimizer", "param": "parameters"}
 _BACK = ("backward", "recompute")
 
 
@@ -51,7 +52,7 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
     Raises
     ------
     GraphError
-        If one of them is unknown, or no graph is given.
+        If one of them is unknown, the graph has none of it, or no graph is given.
     UnsupportedError
         If something lies on a host already, or parameters on the host are gathered in place, as by ZeRO-1 and 2.
 
@@ -87,7 +88,15 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
     chosen = need_offloaded("offload", what)
     if any(t.storage.host for g in graph.bodies() for t in g.tensors):
         raise UnsupportedError(f"offload of graph {graph.name!r}, of which something lies on the host already")
-    return map_stages(graph, lambda stage: _Offloader(chosen, link).run(stage))
+    found = set[str]()
+    made = map_stages(graph, lambda stage: _Offloader(chosen, link, found).run(stage))
+    missing = next((name for name in OFFLOADED if name in chosen - found), None)
+    if missing is not None:
+        raise GraphError(
+            f"offload: graph {graph.name!r} has no {missing} to offload, expected "
+            f"{'a graph with parameters' if missing == 'parameters' else 'a training step'}"
+        )
+    return made
 
 
 def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
@@ -104,9 +113,9 @@ class _Offloader(Rewriter):
 
     lies = True
 
-    def __init__(self, what: frozenset[str], link: str) -> None:
+    def __init__(self, what: frozenset[str], link: str, done: set[str]) -> None:
         super().__init__()
-        self.what, self.link = what, link
+        self.what, self.link, self.done = what, link, done
         self.copies: dict[tuple[Tensor, str, Graph], Tensor] = {}
         """Of new tensors the copy in the other memory that a pass has."""
         self.away: dict[Tensor, Tensor] = {}
@@ -118,12 +127,17 @@ class _Offloader(Rewriter):
         self.side = False
         """Whether it runs on the host."""
 
+    def chosen(self, what: str) -> bool:
+        """Whether something that the graph has lies on the host."""
+        self.done |= self.what & {what}
+        return what in self.what
+
     # -- who reads what ----------------------------------------------------------------------------------------------
 
     def on_host(self, op: Op) -> bool:
         """Whether the host runs an op of the old graph."""
         alone = not isinstance(op.kind, Collective | Send)
-        return "optimizer" in self.what and op.phase == "optimizer" and alone
+        return op.phase == "optimizer" and alone and self.chosen("optimizer")
 
     def readers(self, t: Tensor, *, further: bool = True) -> Iterator[Op]:
         """Yield the ops that read a tensor, those behind views too, and those of loops; one that hands it on is one.
@@ -158,15 +172,14 @@ class _Offloader(Rewriter):
         if "activations" in self.what and made.phase == "forward":
             behind = [op for op in found if op.phase in _BACK]
             within = made.loop is not None and t not in made.loop.lasts and len(behind) < len(found)
-            return bool(behind) and not within
+            return bool(behind) and not within and self.chosen("activations")
         return made.phase in _BACK and bool(found) and all(map(self.on_host, found))
 
     # -- where tensors are -------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
         made: Tensor = super().source(old, new, suffix)
-        kept = {"state": "optimizer", "param": "parameters"}
-        made.storage.host = kept.get(old.role) in self.what
+        made.storage.host = old.role in _ROLES and self.chosen(_ROLES[old.role])
         return made
 
     def found(self, t: Tensor, op: Op, new: Graph) -> Tensor:
@@ -313,13 +326,18 @@ class _Offloader(Rewriter):
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def left(self, t: Tensor, op: Op) -> Tensor:
-        """Return what an iteration leaves behind: on the host, if it leaves."""
-        return self.away[t] if t in self.leaving else self.there(t)
+        """Return what an iteration leaves behind: on the host, if it leaves; what a loop inside leaves is there."""
+        there = self.there(t)
+        return self.away.get(t, there) if t in self.leaving else there
 
     def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return what all iterations read whole: a copy of it, if only ops of the other memory do."""
+        """Return what all iterations read whole: a copy of it, if only ops of the other memory do.
+
+        Each micro-batch is a forward and a backward pass, and has copies of its own.
+        """
         sides = {self.on_host(reader) for reader in self.readers(f)}
-        return self.at(found, op, new, host=sides.pop()) if len(sides) == 1 and not found.storage.pieces else found
+        whole = len(sides) == 1 and not found.storage.pieces and not is_pass(f.graph)
+        return self.at(found, op, new, host=sides.pop()) if whole else found
 
 
 def _is_view(op: Op) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import count, pairwise
 
 from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly
 from ..algebra.symbols import shown
@@ -269,11 +269,13 @@ class _Cutter(Rewriter):
             )
         before = {t: self.tensors[t] for t in op.loop.starts}
         ends = [ZERO, *sorted(self.cuts[op], key=self._order), op.loop.count]
+        taken = {other.name for other in op.graph.ops}  # parts that the loop was split into earlier
+        free = (part for n in count(1) if op.name + (part := f".cut{n}") not in taken)
         for n, (begin, end) in enumerate(pairwise(ends)):
-            part, count = f".cut{n}" if n else "", end - begin
-            if count.constant is None:
-                new.root.assume(f"{count} >= 1")
-            kind = replace(op.loop.kind, body=self.body(op.loop.body, new, suffix + part), count=count)
+            part, times = next(free) if n else "", end - begin
+            if times.constant is None:
+                new.root.assume(f"{times} >= 1")
+            kind = replace(op.loop.kind, body=self.body(op.loop.body, new, suffix + part), count=times)
             made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix + part)
             self.tensors |= zip(op.loop.starts, made.results, strict=True)  # where the next part goes on
         self.tensors |= before

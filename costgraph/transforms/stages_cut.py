@@ -301,7 +301,8 @@ class Share(Rewriter):
 
 def _is_stack(op: Op) -> bool:
     """Whether an op puts scalars of several parameters in a row: norms, of which each stage has some."""
-    return op.phase == "optimizer" and isinstance(op.kind, Concat) and all(t.ndim == 1 for t in op.operands)
+    axes = {t.ndim - t.storage.pieces for t in op.operands}
+    return op.phase == "optimizer" and isinstance(op.kind, Concat) and axes == {1}
 
 
 def _flags(op: Op) -> Iterator[Tensor]:

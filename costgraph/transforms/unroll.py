@@ -10,7 +10,7 @@ from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.loop import Loop
 from ..graph.op import Op
-from ..graph.scopes import base_name
+from ..graph.scopes import base_name, same_suffix
 from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
@@ -140,11 +140,11 @@ class _Unroller(Rewriter, Player[_Place]):
         if _is_part(t):
             return None
         empty = Empty(sizes=tuple(n.bind(self.values) for n in t.sizes), dtype=t.dtype, host=t.storage.host)
-        (made,) = place[0].add_op(empty, [], t.name, loop.op.phase).results
+        (made,) = place[0].add_op(empty, [], _beside(loop.op, t), loop.op.phase).results
         return made
 
     def slice(self, loop: Loop, value: Any, turn: Turn, place: _Place) -> Any:
-        return _slice(value, turn.at, place[0], loop.op.phase)
+        return _slice(value, turn.at, place[0], loop.op)
 
     def inside(self, env: Env) -> Env:
         return env
@@ -164,12 +164,17 @@ class _Unroller(Rewriter, Player[_Place]):
                 counts += _count(op, op.loop.count.bind(self.values))
         return counts
 
+    def one(self, op: Op, env: Env, place: _Place) -> None:
+        """Run an op; slices and stacks that stand around a loop share the iteration that the loop is in."""
+        with same_suffix(op.name + place[1]):
+            super().one(op, env, place)
+
     def loop(self, loop: Loop, env: Env, place: _Place) -> None:
         """Run a loop; slices that its iterations write into are there before the first one writes."""
         count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
         whole = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.revised(i)) is not None}
         for x, t in whole.items():
-            env[x] = [position(t, as_poly(i), place[0], loop.op.phase) for i in range(count)]
+            env[x] = [position(t, as_poly(i), place[0], loop.op) for i in range(count)]
         self._whole |= whole
         super().loop(loop, env, place)
         env |= whole
@@ -178,9 +183,9 @@ class _Unroller(Rewriter, Player[_Place]):
         made = self._whole[whole]
         for at, row in enumerate(rows):
             of = Rearrange(split=row.sizes, order=tuple(range(row.ndim)), merged=(ONE, *row.sizes))
-            (part,) = place[0].add_op(of, [row], f"{row.name}.part", row.producer.phase).results
+            (part,) = place[0].add_op(of, [row], f"{base_name(row.name)}.part", row.producer.phase).results
             kind = Revised(axes=(0,), starts=(as_poly(at),), steps=(1,))
-            (made,) = place[0].add_op(kind, [made, part], f"{row.name}.written", row.producer.phase).results
+            (made,) = place[0].add_op(kind, [made, part], f"{base_name(row.name)}.written", row.producer.phase).results
         return made
 
     def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: _Place) -> Any:
@@ -217,23 +222,29 @@ def _is_part(t: Tensor) -> bool:
     return any(isinstance(op.kind, Stacked) and t in op.operands[1:] for op in t.graph.successors(t))
 
 
+def _beside(op: Op, t: Tensor) -> str:
+    """Return the name of an op beside a loop, that reads or writes a tensor for it: in the scope of the loop."""
+    return "/".join((*op.scope.split("/"), base_name(t.name).rpartition("/")[2])).lstrip("/")
+
+
 def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
     """Return the stack once all of its slices are written, with an op that says so if anyone reads it."""
     if not read:  # its slices lie in it all the same
         Stacked().infer([stack, *order])
         return stack
-    return new.add_op(Stacked(), [stack, *order], f"{stack.name}.filled", op.phase).results[0]
+    return new.add_op(Stacked(), [stack, *order], f"{_beside(op, stack)}.filled", op.phase).results[0]
 
 
-def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:
+def _slice(t: Any, i: int, new: Graph, op: Op) -> Any:
     """View of one position of the first axis; of what has a storage for each, that one."""
     if t is None or isinstance(t, list):
         return None if t is None else t[i]
-    return position(t, as_poly(i), new, phase)
+    return position(t, as_poly(i), new, op)
 
 
-def position(t: Tensor, at: Poly, new: Graph, phase: str) -> Tensor:
-    """Return a view of one position of the first axis."""
-    sliced = new.add_op(Slice(axis=0, start=at, size=ONE, step=1, split=True), [t], f"{t.name}.slice", phase).results[0]
+def position(t: Tensor, at: Poly, new: Graph, op: Op) -> Tensor:
+    """Return a view of one position of the first axis, which a loop reads."""
+    name, kind = _beside(op, t), Slice(axis=0, start=at, size=ONE, step=1, split=True)
+    (sliced,) = new.add_op(kind, [t], f"{name}.slice", op.phase).results
     whole = Rearrange(split=sliced.sizes, order=tuple(range(sliced.ndim)), merged=t.sizes[1:])
-    return new.add_op(whole, [sliced], f"{t.name}.at", phase).results[0]
+    return new.add_op(whole, [sliced], f"{name}.at", op.phase).results[0]

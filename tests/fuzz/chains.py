@@ -19,10 +19,11 @@ import costgraph as cg
 #: Models, and layers of each that a chain may have.
 MODELS = {
     "llama-3.2-1b": (2, 4, 6), "gemma-2-2b": (2, 4), "gpt-oss-20b": (2, 4), "gpt2": (2, 3), "qwen3-0.6b": (2, 4),
-    "lstm-ptb-small": (1, 2), "bert-base": (2, 4), "mixtral-8x7b": (2,),
+    "lstm-ptb-small": (1, 2), "gru-ptb-small": (1, 2), "bert-base": (2, 4), "mixtral-8x7b": (2,), "t5-small": (2,),
+    "olmo-2-1b": (2, 3), "phi-4-mini": (2,), "qwen1.5-moe-a2.7b": (2,), "gemma-3-1b": (6,), "deepseek-v2-lite": (3,),
 }  # fmt: skip
-RECURRENT = ("lstm-ptb-small",)
-SIZES = ({"B": 1, "S": 64}, {"B": 3, "S": 16}, {"B": 2, "S": 128})
+RECURRENT = ("lstm-ptb-small", "gru-ptb-small")
+SIZES = ({"B": 3, "S": 16, "M": 24}, {"B": 1, "S": 64, "M": 48}, {"B": 2, "S": 128, "M": 64})
 QUESTIONS = {
     "flops": cg.flops,
     "matmul_flops": cg.matmul_flops,
@@ -89,7 +90,10 @@ def _unrolled(name: str, layers: int, length: int) -> cg.Graph:
 
 
 def _lora(rng: random.Random, layers: int) -> Transform:
-    on = ["*", "*/q", "*/mlp/*", f"layers[{layers // 2}:]", "layers[-1]", f"layers/{layers - 1}", "layers[:1]/*/q"]
+    on = [
+        "*", "*/q", "*/mlp/*", f"layers[{layers // 2}:]", "layers[-1]", f"layers/{layers - 1}", "layers[:1]/*/q",
+        ("*/q", "layers[1:]"),
+    ]  # fmt: skip
     dropout = rng.choice((0.0, 0.1))
     return "lora", (rng.choice((4, 8)), rng.choice(on)), (("dropout", dropout),)
 
@@ -102,21 +106,30 @@ def _quantize(rng: random.Random, layers: int) -> Transform:
     if weights == "int8" and rng.random() < 0.4:
         more.append(("activations", "int8"))
     if rng.random() < 0.4:
-        more.append(("skip", (rng.choice(("q", "mlp", "attention", f"layers[{layers // 2}:]", "layers/0")),)))
+        skip = ("q", "mlp", "attention", f"layers[{layers // 2}:]", "layers/0", "lora_a", "layers[-1]/mlp")
+        more.append(("skip", (rng.choice(skip),)))
+    if rng.random() < 0.2:
+        more.append(("embeddings", True))
     return "quantize", (weights,), tuple(more)
 
 
 def _step(rng: random.Random, layers: int) -> Transform:
-    optimizers = (cg.SGD(), cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Adam())
+    optimizers = (
+        cg.SGD(), cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Adam(), cg.Adafactor(),
+        cg.Lion(), cg.Muon(ns_steps=1), cg.RMSProp(implementation="for-loop"), cg.AdaGrad(),
+    )  # fmt: skip
     more: list[tuple[str, Any]] = [
         ("optimizer", rng.choice(optimizers)),
-        ("precision", rng.choice((None, "bf16", "bf16-mixed", "bf16-master", "megatron-bf16"))),
+        ("precision", rng.choice((None, "bf16", "bf16-mixed", "bf16-master", "megatron-bf16", "fp16-mixed", "fp8"))),
         ("checkpoint", rng.choice((*_policies(layers), None))),
         ("accumulate", rng.choice((1, 1, 3))),
     ]
+    for flag, value in (("set_to_none", False), ("optimizer_in_backward", True), ("defer_accumulation", True)):
+        if rng.random() < 0.1:
+            more.append((flag, value))
     if rng.random() < 0.3:
-        which = rng.choice(("layers[:1]", "tokens", "*/norm", f"layers/{layers - 1}/mlp"))
-        more.append((rng.choice(("freeze", "trainable")), which))
+        which = ("layers[:1]", "tokens", "*/norm", f"layers/{layers - 1}/mlp", "*/bias", "layers[1:]/*/norm")
+        more.append((rng.choice(("freeze", "trainable")), rng.choice(which)))
     if rng.random() < 0.2:
         more.append(("clip", 1.0))
     return "training_step", (), tuple(more)
@@ -124,9 +137,10 @@ def _step(rng: random.Random, layers: int) -> Transform:
 
 def _policies(layers: int) -> list[cg.Checkpoint]:
     blocks = [cg.every_block(), cg.every_block(early_stop=False), cg.every_block(keep=["matmul"])]
-    parts = [cg.selective("attention"), cg.selective("mlp"), cg.selective("attention", "mlp")]
-    # a loop inside a run has no early stop
-    groups = [cg.every(2, early_stop=False)] if layers % 2 == 0 else []
+    blocks.append(cg.every_block(inside=cg.selective("mlp")))
+    parts = [cg.selective("attention"), cg.selective("mlp"), cg.selective("attention", "mlp"), cg.selective("norm")]
+    pairs = cg.every(2), cg.every(2, early_stop=False), cg.every(2, inside=cg.every_block())
+    groups = pairs if layers % 2 == 0 else ()
     return [*blocks, *parts, *groups]
 
 
@@ -149,8 +163,10 @@ def draw(rng: random.Random) -> Chain:
     if rng.random() < 0.25:
         transforms.append(("fuse", (), (("epilogues", rng.random() < 0.5),)))
     if rng.random() < 0.2:
-        transforms.append(("offload", (rng.choice(("optimizer", "activations", "parameters")),), ()))
-    return Chain(name, layers, tuple(rng.choice(SIZES).items()), tuple(transforms))
+        what = ("optimizer", "activations", "parameters") if end < 0.6 else ("parameters",)
+        transforms.append(("offload", (rng.choice(what),), ()))
+    sizes = SIZES[0] if name in RECURRENT else rng.choice(SIZES)  # each step of a recurrence is unrolled
+    return Chain(name, layers, tuple(sizes.items()), tuple(transforms))
 
 
 def applied(chain: Chain, graph: cg.Graph) -> cg.Graph:
@@ -179,14 +195,16 @@ def looped_is_unrolled(chain: Chain) -> Iterator[str]:
     wanted = _answers(made, chain.point(made))
     played = cg.unroll(made, **chain.point(made))
     yield from _differences(wanted, _answers(played, chain.point(played)), "unrolled at the end")
-    names = [name for name, _, _ in chain.transforms]
-    if "fuse" in names or (chain.model in RECURRENT and {"prefill", "decode"} & {*names}):
+    names, recurrent = [name for name, _, _ in chain.transforms], chain.model in RECURRENT
+    if "fuse" in names or (recurrent and {"prefill", "decode"} & {*names}):
         return  # kernels of neighbouring layers may be fused; the steps of a recurrence are no cache any more
     try:
         early = applied(chain, _unrolled(chain.model, chain.layers, dict(chain.sizes)["S"]))
     except cg.CostGraphError as error:
         yield f"unrolled first: refused, {str(error)[:200]}"
         return
+    if recurrent and chain.is_step:  # a loop writes gradients of slices into their stack, where torch joins them
+        wanted = {name: value for name, value in wanted.items() if "bytes" not in name or "parameter" in name}
     yield from _differences(wanted, _answers(early, chain.point(early)), "unrolled first")
 
 

@@ -72,12 +72,24 @@ class TrainedState(torch.nn.Module):
         return self.out(torch.stack(ys, 1))
 
 
-def counted_by_torch(times, *, learned, layers=1, again=False):
+class Group(torch.nn.ModuleList):
+    def __init__(self, modules, nested):
+        super().__init__(modules)
+        self.nested = nested
+
+    def forward(self, x):
+        for module in self:
+            x = checkpoint(module, x, use_reentrant=False) if self.nested else module(x)
+        return x
+
+
+def counted_by_torch(times, *, learned, layers=1, again=0, nested=False):
     modules = [TrainedState(SIZES["K"], learned=learned) for _ in range(layers)]
+    groups = [Group(modules[i : i + max(again, 1)], nested) for i in range(0, layers, max(again, 1))]
     x = torch.randn(SIZES["B"], times, SIZES["C"], SIZES["K"])
     with FlopCounterMode(display=False) as counter:
-        for module in modules:
-            x = checkpoint(module, x, use_reentrant=False) if again else module(x)
+        for group in groups:
+            x = checkpoint(group, x, use_reentrant=False) if again else group(x)
         x.square().mean().backward()
     return counter.get_total_flops()
 
@@ -95,12 +107,14 @@ def test_a_state_that_is_trained_costs_what_torch_runs(learned):
         cg.flops(step, T=1, **SIZES)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_layers_of_trained_states_cost_what_torch_runs(again):
-    policy = cg.every_block() if again else None
+@pytest.mark.parametrize(("again", "nested"), [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)])
+def test_layers_of_trained_states_cost_what_torch_runs(again, nested):
+    """Recomputation of some layers together stops within the last one."""
+    policy = cg.every(again, inside=cg.every_block() if nested else None) if again else None
     step = cg.backward(trained_state(T, learned=True, layers=L), checkpoint=policy)
-    for layers, times in ((1, 2), (3, 2), (2, 4)):
-        theirs = counted_by_torch(times, learned=True, layers=layers, again=again)
+    for groups, times in ((1, 2), (3, 2), (2, 4)):
+        layers = groups * max(again, 1)
+        theirs = counted_by_torch(times, learned=True, layers=layers, again=again, nested=nested)
         assert cg.matmul_flops(step, L=layers, T=times, **SIZES) == theirs
 
 

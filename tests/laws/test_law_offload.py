@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.errors import CostGraphError
+from costgraph.errors import CostGraphError, GraphError
 
 SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 SETS = st.sets(st.sampled_from(["optimizer", "parameters", "activations"]), min_size=1)
@@ -22,7 +22,15 @@ def held(case, what, options, seen):
         whole = cg.training_step(case.graph, **options)
     except CostGraphError:  # autograd refuses some, and some have no layers
         whole = case.graph
-    away = cg.offload(whole, what)
+    updates = any(op.phase == "optimizer" for op in whole.walk())
+    saved = whole is not case.graph and any(cg.saved_bytes(whole).values())
+    there = {"optimizer": updates, "parameters": whole.params, "activations": saved}
+    for name in what:
+        if not there[name]:
+            with pytest.raises(GraphError, match=r"has no \w+ to offload, expected a"):
+                cg.offload(whole, what)
+            seen["nothing"] += 1
+    away = cg.offload(whole, {name for name in what if there[name]})
     one, other = (testing.run(g, seed=1, **case.point) for g in (whole, away))
     for a, b in zip(one.outputs, other.outputs, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -48,4 +56,5 @@ def test_drawn_steps_compute_the_same_wherever_their_tensors_lie(examples):
 
     drawn()
     assert seen["steps"] >= 0.4 * examples, seen
+    assert seen["nothing"], seen
     assert seen["moved"] >= 0.6 * examples, seen

@@ -1,7 +1,8 @@
 """First and last iterations taken out of loops, where fewer gradients go through them than through the others.
 
 What a loop starts from may want no gradient: the first layer's dX is not computed where its input is data. What it ends
-with may be read by nobody: the last state of a recurrence has none, so that what made it has none there either.
+with may be read by nobody: the last state of a recurrence has none, so that what made it has none there either. And
+recomputation may stop early in the last iteration.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ __all__ = ["peel"]
 Carries = frozenset[int]
 
 
-def peel(graph: Graph) -> Graph:
+def peel(graph: Graph, stops_in: Callable[[Op], bool]) -> Graph:
     """Split loops of which some iterations at either end have other gradients than those in the middle.
 
     Which of its carries want a gradient, and to which one comes, follows from those of the iteration before it, or
     behind it: the iterations up to where that repeats itself are taken out. In place of such a loop there are loops of
     one iteration each, and one of the rest, which may be none, that read parts of its slices, and write into one stack.
-    Loops inside of kernels stay as they are.
+    Loops inside of kernels stay as they are. Those for which `stops_in` is true have their last iteration apart.
     """
     if not any(op.loop is not None for op in graph.walk()):
         return graph
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     losses = (t for t in graph.outputs if not t.sizes and t.dtype.kind == "float")
-    peeler = _Peeler(active, graded_in(graph.ops, active, losses))
+    peeler = _Peeler(active, graded_in(graph.ops, active, losses), stops_in)
     made = peeler.run(graph)
     return made if peeler.found else graph
 
@@ -74,8 +75,9 @@ def _places(tensors: Sequence[Tensor], of: set[Tensor]) -> Carries:
 class _Loop:
     """What goes through a loop of which it is known what is active, and graded, around it."""
 
-    def __init__(self, op: Op, active: set[Tensor], graded: set[Tensor]) -> None:
+    def __init__(self, op: Op, active: set[Tensor], graded: set[Tensor], *, stops: bool) -> None:
         assert op.loop is not None
+        self.stops = int(stops)
         self.op = op
         self.parts = loop = op.loop
         self.fixed = [t for t in loop.body.tensors if t.producer is None and t.requires_grad]
@@ -109,7 +111,7 @@ class _Loop:
     def turns(self) -> list[_Turn]:
         """Return the loops that stand for it."""
         count = self.parts.count
-        first, last = (self.first, self.last) if self._can_be_split() else (0, 0)
+        first, last = (self.first, max(self.last, self.stops)) if self._can_be_split() else (0, 0)
         if isinstance(count.constant, int):
             first = min(first, count.constant)
             last = min(last, count.constant - first)
@@ -155,8 +157,9 @@ class _Loop:
 
 
 class _Peeler(Rewriter):
-    def __init__(self, active: set[Tensor], graded: set[Tensor]) -> None:
+    def __init__(self, active: set[Tensor], graded: set[Tensor], stops_in: Callable[[Op], bool]) -> None:
         super().__init__()
+        self.stops_in = stops_in
         self.active, self.graded = active, graded
         """Tensors of the graph, or body, that is being copied: what may want a gradient, and what one comes to."""
         self.found = False
@@ -217,7 +220,7 @@ class _Peeler(Rewriter):
         if op.loop is None or new.fused:
             super().emit(op, new, suffix)
             return
-        loop = _Loop(op, self.active, self.graded)
+        loop = _Loop(op, self.active, self.graded, stops=self.stops_in(op))
         turns = loop.turns()
         if len(turns) > 1:
             self.found = True

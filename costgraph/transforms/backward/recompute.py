@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...algebra.polynomial import ONE
 from ...errors import GraphError
 from ...graph.graph import Graph, current_graph
+from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep, keep
@@ -130,10 +132,27 @@ def _every(ops: Iterable[Op]) -> Iterator[Op]:
 
 
 def _stop_early(graph: Graph, copies: Sequence[Op]) -> None:
-    """Remove the ops behind the last one of which anything is read."""
-    own = set(copies)
+    """Remove the ops behind the last one of which anything is read, those of a last iteration too."""
     for op in reversed(copies):
-        if any(reader not in own for t in op.results for reader in graph.successors(t)):
+        if any(_is_read(t) for t in op.results):
+            if op.loop is not None and op.loop.count == ONE:
+                _stop_within(op, op.loop)
             return
         graph.remove_nodes_from([*op.results, op])
-        own.discard(op)
+
+
+def _is_read(t: Tensor) -> bool:
+    return t.graph.out_degree(t) > 0 or t in t.graph.outputs
+
+
+def _stop_within(op: Op, loop: Loop) -> None:
+    """Stop early in the only iteration of a loop, of which nothing is read that it hands on."""
+    body, unread = loop.body, [t for t in loop.stacks if not _is_read(t)]
+    for i, (start, t) in enumerate(zip(loop.starts, loop.lasts, strict=True)):
+        if not _is_read(t):  # the iteration hands on what it was given
+            body.outputs[i] = loop.carries[i]
+            t.storage, t.offset = start.storage, start.offset
+    body.outputs[:] = [t for t, r in zip(body.outputs, op.results, strict=True) if r not in unread]
+    op.results = tuple(r for r in op.results if r not in unread)
+    op.graph.remove_nodes_from(unread)
+    _stop_early(body, list(body.ops))

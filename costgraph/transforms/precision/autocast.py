@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from ...graph.graph import Graph
 from ...graph.op import Op
+from ...graph.scopes import base_name
 from ...notation.pattern import Affine
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
@@ -96,7 +97,7 @@ def word(op: Op) -> str:
         case Pool(pattern=pattern, operation=operation):
             return f"{operation}_pool{sum(isinstance(d, Affine) for d in pattern.operands[0])}d"
         case Opaque():
-            return op.name.rpartition("/")[2]
+            return base_name(op.name).rpartition("/")[2]
     return op.kind.name
 
 

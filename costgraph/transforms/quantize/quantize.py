@@ -397,6 +397,5 @@ class _Quantizer(Rewriter):
 
 
 def _level(op: Op) -> str:
-    """Return the name of a kernel for an op: its last level, without a number that a name has to have."""
-    last = op.name.rpartition("/")[2]
-    return last if last.isidentifier() else "matmul"
+    """Return the name of a kernel for an op: its last level, without the suffixes of an unrolled loop."""
+    return op.name.rpartition("/")[2].partition(".")[0]

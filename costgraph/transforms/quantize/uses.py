@@ -225,10 +225,8 @@ def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...])
         text = name if isinstance(name, str) else ""
         # the name may also be a pattern, or lack the loop suffixes of an unrolled graph
         found = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.answers(t, [text])]
-        if any(is_in(n, text) for n in found):
-            found = [text]
         if not found:
             known = ", ".join(sorted({t.name for t in graph.params})[:8])
             raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")
-        kept += found
+        kept += dict.fromkeys(text if is_in(n, text) else n for n in found)
     return tuple(kept)

@@ -61,7 +61,7 @@ class LastApart(Rewriter):
         self.before |= self.tensors
         self.tensors |= dict(zip(loop.carries, made.results, strict=False))
         for f, t in zip(loop.slices, loop.xs, strict=True):
-            self.tensors[f] = position(whole[t], rest, new, op.phase)
+            self.tensors[f] = position(whole[t], rest, new, op)
         self.tensors |= {f: whole[t] for f, t in zip(loop.captured, loop.shared, strict=True)}
         self.fill(loop.body, new, ".last")
         self.tensors |= {t: self.tensors[o] for t, o in zip(loop.lasts, loop.nexts, strict=True)}

@@ -86,9 +86,10 @@ def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
 def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
     """Return the gradient of an operand as it is: with an axis of iterations, or without that along which it is one."""
     axis = kind.axis
-    if t.storage.pieces and kind.reverse:
+    if t.storage.pieces > 1 or (t.storage.pieces and kind.reverse):
         raise UnsupportedError(
-            f"backward: a concat of {t.name!r}, the last iteration's first, expected the first one's"
+            f"backward: a concat of {t.name!r}, the last iteration's first or of loops inside each other; expected the "
+            f"first one's, of one loop"
         )
     if not t.storage.pieces:
         return reshape(g, t.sizes) if kind.stacked else g
