@@ -26,7 +26,7 @@ class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
     `names` has the dimensions for torch's symbols, and `wholes` the formulas of its other symbols. `exact` are floor
-    divisions without a remainder, `merged` maps floor divisions to formulas of others; both are assumptions already.
+    divisions without a remainder, which are assumptions already.
     With `symbols`, a size that depends on data is a dimension named in `chosen`; otherwise it is an error.
     """
 
@@ -36,12 +36,11 @@ class Translator:
         exact: Collection[sympy.Expr] = (),
         *,
         wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
-        merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
         symbols: bool = False,
         chosen: Mapping[sympy.Symbol, str] = MappingProxyType({}),
     ) -> None:
         self.chosen = chosen
-        self.names, self.wholes, self.merged = names, wholes, dict(merged)
+        self.names, self.wholes = names, wholes
         self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
@@ -52,14 +51,8 @@ class Translator:
         key = n if isinstance(n, int) else n.node.expr
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(self._settled(key))
+            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
         return found
-
-    def _settled(self, expr: sympy.Expr) -> sympy.Expr:
-        """Return a size in terms of whole parts that are not known to be made of others."""
-        for _ in self.merged:
-            expr = expr.xreplace(self.merged)
-        return expr
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return the shape and the strides of a tensor."""
