@@ -227,7 +227,7 @@ def _settled(
     # torch has a kernel for the gradients of one that contracts nothing, and products of their own for the others
     contracts = any(isinstance(op.kind, Einsum | Fourier) for op in ops)
     # of a modulus it makes the sign first
-    contracts = contracts or (len(ops) == 1 and ops[0].operands[0].dtype.kind == "complex")
+    contracts = contracts or (len(ops) == 1 and any(t.dtype.kind == "complex" for t in ops[0].operands[:1]))
     kind = Kernel(
         body=body,
         changed=tuple(sorted(changed)),
