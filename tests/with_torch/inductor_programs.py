@@ -82,6 +82,15 @@ def named(x, w):
     return w * scaled
 
 
+def looked_up(x, ids):
+    rows = functional.embedding(ids, x)
+    return rows / rows.sum(-1, keepdim=True)
+
+
+def combined(x, scores, residual, ids):
+    return residual + (x * scores)[ids].reshape(19, 2, 61).sum(1)
+
+
 #: Functions, or a module, and the shapes of what they take, of indices their number: rows too few to be split.
 PROGRAMS = {
     "conv, norm, relu, residual": (Residual, [(3, 11, 17, 17)]),
@@ -101,6 +110,8 @@ PROGRAMS = {
     "rotary embedding": (rotary, [(3, 5, 7, 22), (7, 22), (7, 22)]),
     "joined": (lambda x, y: torch.relu(torch.cat((torch.tanh(x), y), 1)), [(37, 53), (37, 61)]),
     "values that variables name longer": (named, [(37, 61), (61,)]),
+    "rows of a table": (looked_up, [(37, 61), 37]),
+    "rows combined": (combined, [(38, 61), (38, 1), (19, 61), 38]),
     "gradient of a loss": (gradient_of_logits, [(37, 61), 37]),
 }
 

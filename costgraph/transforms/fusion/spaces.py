@@ -15,7 +15,7 @@ from ...notation.pattern import Pattern
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ...ops.fill import Fill
-from ...ops.index import Scatter
+from ...ops.index import Gather, Scatter
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.pooling import Pool
@@ -57,7 +57,8 @@ def space_of(op: Op) -> Space | None:
     if isinstance(kind, Einsum):
         return Space(op.results[0].numel, product=kind.summed)
     joins = isinstance(kind, Concat) and not kind.stacked and len(op.operands) <= _MOST_JOINED
-    return Space(op.results[0].numel) if joins or isinstance(kind, Pointwise | Dropout | Pool | Rearrange) else None
+    loops = joins or isinstance(kind, Pointwise | Dropout | Gather | Pool | Rearrange)
+    return Space(op.results[0].numel) if loops else None
 
 
 def casts_alone(op: Op) -> bool:
