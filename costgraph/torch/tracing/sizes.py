@@ -14,6 +14,7 @@ from torch.utils._sympy import functions
 
 from ...algebra.dominance import lower
 from ...algebra.extremum import Max, Min
+from ...algebra.generators import cached
 from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.rounding import is_whole
 from ...algebra.symbols import shown, symbol
@@ -44,6 +45,8 @@ class Translator:
         self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
+        self._formulas: dict[sympy.Expr, Poly] = {}
+        """Formulas of expressions, as long as no further axis is known."""
         self._axes = set[Poly]()
 
     def size(self, n: int | torch.SymInt) -> Poly:
@@ -57,7 +60,9 @@ class Translator:
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return the shape and the strides of a tensor."""
         shape = tuple(map(self.size, t.shape))
-        self._axes.update(shape)
+        if not self._axes.issuperset(shape):
+            self._axes.update(shape)
+            self._formulas.clear()
         return shape, tuple(map(self.size, t.stride()))
 
     def formula(self, expr: sympy.Expr) -> Poly:
@@ -65,6 +70,11 @@ class Translator:
 
         UnsupportedError if there is something in it that a size cannot be.
         """
+        if expr not in self._formulas:
+            self._formulas[expr] = self._formula(expr)
+        return self._formulas[expr]
+
+    def _formula(self, expr: sympy.Expr) -> Poly:
         if expr.is_Integer:
             return poly(int(expr))
         if expr.is_Rational or expr.is_Float:
@@ -104,6 +114,7 @@ class Translator:
         return (a == ONE and b in self._axes) or holds(b - a)
 
 
+@cached(1 << 14)
 def holds(p: Poly, *, strict: bool = False) -> bool:
     """Whether something is at least 0, or above it, for all sizes above 1."""
     try:
