@@ -116,6 +116,31 @@ def test_refused_evaluations(formula, dims, what):
     assert what in str(caught.value)
 
 
+@pytest.mark.parametrize("question", [
+    cg.flops, cg.bytes_moved, cg.peak_memory, cg.activation_memory, lambda *a, **dims: cg.saved_bytes(*a, **dims)[""],
+])  # fmt: skip
+def test_sizes_that_a_preset_or_a_question_has_bound_are_given_again_or_refused(question):
+    with cg.Graph("g") as g:
+        y = cg.linear(cg.linear(g.input("x", (A, B)), "a b -> a c", c=C), "a c -> a d", d=D)
+        g.output(cg.reduce(y * y, "a d -> ", "mean"))
+        g.defaults = {"C": 5}
+    step, point = cg.training_step(g), {"A": 3, "B": 2, "D": 7}
+    bound = {"B": 2, "C": 5}
+    for formula in (question(step, B=2), question(step, B=2) * 2 / 2):
+        free = {name: size for name, size in point.items() if cg.dims(name) in formula.free_symbols}
+        for ask in (lambda f, **sizes: cg.evaluate(f, **sizes), lambda f, **sizes: cg.compile(f)(**sizes)):
+            assert ask(formula, **free, **bound) == question(step, **point, C=5) == question(step, **point)
+            with pytest.raises(BindingError, match=r"C=6: the formula was derived with C=5; give another size to the"):
+                ask(formula, **free, C=6)
+        found = cg.compile(formula)(**{**free, "A": np.array([3, 4])}, C=np.array([5, 5]))
+        assert found.tolist() == [question(step, **{**point, "A": n}) for n in (3, 4)]
+    # in a ratio the size is open in one of both
+    ratio = question(step) / question(step, A=1)
+    free = {name: size for name, size in point.items() if cg.dims(name) in ratio.free_symbols}
+    at_one = question(step, **{**point, "A": 1})
+    assert cg.evaluate(ratio, **free, C=5) == pytest.approx(question(step, **point) / at_one)
+
+
 @pytest.mark.parametrize("wrong", ["A*B", None, True, [A], A > 1, object(), sympy.Symbol("A"), sympy.Symbol("A") * A])
 def test_what_is_no_formula(wrong):
     with pytest.raises(ShapeError, match="expected"):

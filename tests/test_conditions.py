@@ -132,7 +132,7 @@ def test_a_formula_without_conditions_is_plain():
     with g:
         g.assume("B <= 8")
     assert held_by(cg.flops(g))
-    assert not held_by(cg.flops(g, B=4))
+    assert not any(v.names for v in held_by(cg.flops(g, B=4)))
 
 
 def test_what_is_assumed_and_what_follows_from_it():
@@ -284,7 +284,7 @@ def test_a_closed_form_says_from_which_count_on_it_holds():
         cg.compile(f)(B=2, D=3, L=[2, 1])
     found = cg.compile(f, outside="nan")(B=2, D=3, L=[[1], [2], [9]])
     assert np.isnan(found.ravel()).tolist() == [True, False, False]
-    assert not held_by(cg.peak_memory(g, L=1))
+    assert not any(v.names for v in held_by(cg.peak_memory(g, L=1)))
 
 
 def test_counts_that_are_small_together():

@@ -1,6 +1,9 @@
 """What is proved of sizes at the edges of each rule, and that nothing beyond it is."""
 
 from fractions import Fraction
+from itertools import accumulate
+from math import prod
+from operator import mul
 
 import pytest
 import sympy
@@ -335,3 +338,21 @@ def test_a_whole_part_that_is_all_is_put_in_everywhere(text):
         for size in (4, 8, 12, 44):
             assert found.bind(numbers(S=size)) == p.bind(numbers(S=size))
     assert known(text).reduce(parse_formula(f"floor(S/{part})")).constant == 4
+
+
+@pytest.mark.parametrize("up", [False, True])
+@given(st.lists(st.sampled_from([2, 3, 4, 6, 8]), min_size=1, max_size=3), st.permutations(range(3)))
+def test_equal_multiples_of_whole_parts_are_one_size(up, steps, order):
+    """Held against all sizes that the assumptions leave, as of the levels of a U-Net."""
+    rounded = sympy.ceiling if up else sympy.floor
+    S, parts = sympy.Symbol("S", integer=True, positive=True), list(accumulate(steps, mul, initial=2))
+    sizes = [rounded(S / n) for n in parts]
+    texts = [f"{a} == {n}*{b}" for a, b, n in zip(sizes, sizes[1:], steps, strict=False)]
+    relations = known(*(texts[i] for i in order if i < len(texts)))
+    levels = [poly(prod(steps[:i]) * size) for i, size in enumerate(sizes)]
+    assert len({relations.reduce(p) for p in levels}) == 1
+    mixed = poly(rounded(sizes[0] * S / 5) + S * sizes[-1])
+    for size in range(1, 3 * parts[-1]):
+        at = numbers(S=size)
+        if len({p.bind(at) for p in levels}) == 1:
+            assert relations.reduce(mixed).bind(at) == mixed.bind(at)

@@ -35,8 +35,8 @@ def held_by(*values: object) -> tuple[Validity, ...]:
 
 
 def conditioned(value: Any, held: Iterable[Validity]) -> Any:
-    """Return a formula that holds for this; itself where that asks nothing, or where it is no formula in symbols."""
-    held = tuple(v for v in held if v.names)
+    """Return a formula that holds for this; itself where that says nothing, or where it is no formula in symbols."""
+    held = tuple(v for v in held if v.names or v.values)
     if not held or not isinstance(value, sympy.Expr) or not value.free_symbols:
         return plain(value)
     kind: Any = type(plain(value))

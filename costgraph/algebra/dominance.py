@@ -21,7 +21,7 @@ from .polynomial import Monomial, Poly, Rational, as_poly, generator, poly, tota
 from .roots import enclosed, is_root
 from .rounding import denominator
 from .solving import alone, solve, symbols_in
-from .whole_parts import exact, opened, put
+from .whole_parts import exact, opened, put, solve_rounded
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower"]
 
@@ -170,9 +170,9 @@ class Relations:
         self._state(difference)
         subject = [s for s in relation.subject if s in difference.generators()]
         if relation.equal:
-            if (part := exact(difference)) is not None:
-                self._whole.append(part)
             solved = solve(difference, subject)
+            part = exact(difference) or (None if solved else solve_rounded(difference))
+            self._whole += [part] if part else []
             if solved is not None and not solved[1].names() and not solved[1].is_size:
                 raise self._contradiction(relation)
             self._equal += [solved] if solved else []

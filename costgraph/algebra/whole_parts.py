@@ -13,7 +13,7 @@ from .polynomial import Monomial, Poly, Rational, generator, poly, total
 from .rounding import denominator, is_whole
 from .solving import alone
 
-__all__ = ["exact", "opened", "put"]
+__all__ = ["exact", "opened", "put", "solve_rounded"]
 
 
 def _is_rounded(key: str) -> bool:
@@ -88,6 +88,16 @@ def exact(p: Poly) -> tuple[str, Poly] | None:
             inner = poly(generator(key).args[0])
             if factor.terms and p == factor * (Poly({((key, 1),): 1}) - inner):
                 return key, inner
+    return None
+
+
+def solve_rounded(p: Poly) -> tuple[str, Poly] | None:
+    """Solve `p == 0` for a whole part that stands alone: ceiling(S/2) where ceiling(S/2) == 2*ceiling(S/4)."""
+    found = {key: own for key in filter(_is_rounded, p.generators()) if (own := alone(p, key)) is not None}
+    for key in sorted(found, key=lambda k: (abs(found[k][0]), k)):  # the least factor divides the others most often
+        factor, rest = found[key]
+        if not any(k[0] == "~" and generator(k).has(generator(key)) for k in rest.generators()):
+            return key, rest / -factor
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property, lru_cache, reduce
 from typing import Any, TypeAlias
@@ -96,8 +96,8 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     Raises
     ------
     BindingError
-        If a symbol is left, a name is not in the formula, a size is not a positive integer, or the graph that the
-        formula was derived from refuses the sizes.
+        If a symbol is left, a name is not in the formula, a size is not a positive integer or another one than the
+        formula was derived with, or the graph that the formula was derived from refuses the sizes.
 
     Examples
     --------
@@ -110,6 +110,7 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     held, formula = held_by(formula), plain(formula)
     names, at = _prepared(formula)
     asked = names.union(*(v.names for v in held)) if held else names
+    dims = _left_open(dims, asked, held)
     for name in dims:
         if name not in asked:
             raise BindingError(
@@ -123,6 +124,19 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     # what follows from a size that is not in the formula is looked at closely
     found = None if at is None or len(sizes) > len(names) else _at_once(at, sizes, held)
     return _in_full(formula, sizes, held) if found is None else number(found)
+
+
+def _left_open(sizes: Mapping[str, Any], asked: Collection[str], held: Iterable[Validity]) -> dict[str, Any]:
+    """Leave out sizes that a formula was derived with; BindingError for others in their place."""
+    left = dict(sizes)
+    bound = {name: p for v in held for name, p in v.values if name not in asked and p is not None and not p.names()}
+    for name in sizes.keys() & bound.keys():
+        if not np.all(np.asarray(left.pop(name), dtype=object) == bound[name].constant):
+            raise BindingError(
+                f"{name}={shown(sizes[name])}: the formula was derived with {name}={bound[name]}; give another size to "
+                f"the question that derives it"
+            )
+    return left
 
 
 def _at_once(at: At, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> Rational | None:
@@ -221,6 +235,7 @@ class Compiled:
             If a name is missing or unknown, a size is not a positive integer, or a result is no finite number; where
             the graph that the formula was derived from refuses sizes, unless NaN was asked for.
         """
+        arrays = _left_open(arrays, {*self.names, *(n for v in self._held for n in v.names)}, self._held)
         extra = arrays.keys() - set(self.names)
         if len(arrays) - len(extra) < len(self.names) or any(all(n not in v.names for v in self._held) for n in extra):
             raise BindingError(f"compiled formula: got {sorted(arrays)}, expected sizes for {list(self.names)}")

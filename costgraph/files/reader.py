@@ -45,7 +45,7 @@ _ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "matmul_dtype
 _OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase", "call"}
 _TENSOR = {"id", "type", "role", "shape", "dtype"}
 _BY_ROLE = {
-    "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "strides", "offset", "domain"},
+    "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "offset", "domain"},
 }  # fmt: skip
 _DEEPEST = 20
 _DEEPEST_REPEAT = 8  # three iterations of each are looked at, so that every level takes three times as long
@@ -191,14 +191,14 @@ class Reader:
         allowed = [r for r in SOURCES if r != ("formal" if graph.parent is None else "input")]
         if role not in allowed:
             raise self.error(f"{where}: role {shorten(role)}, expected one of {', '.join(allowed)}")
-        keys(self.place, node, _TENSOR | {"host"} | _BY_ROLE.get(role, {"pieces"}), where)
+        keys(self.place, node, _TENSOR | {"host", "strides"} | _BY_ROLE.get(role, {"pieces"}), where)
         need_name(role, name)
         self.claim(graph, name, where)
         shape = [self.size(s, where) for s in self.texts(node, "shape", where)]
         stated = role == "param" or (role == "input" and "grad" in node)
         grad = self.need(node, "grad", bool, where) if stated else False
         strides = None
-        if role == "formal":
+        if role == "formal" or "strides" in node:
             strides = tuple(self.size(s, where) for s in self.texts(node, "strides", where))
             if len(strides) != len(shape):
                 raise self.error(f"{where}: {len(strides)} strides of {len(shape)} axes, expected one of each")

@@ -24,6 +24,7 @@ from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.scopes import opened
+from ..graph.strides import contiguous
 from ..graph.tensor import Tensor
 from ..notation.pattern import Pattern
 from ..ops.pointwise import FUNCTIONS, Function
@@ -84,6 +85,8 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
             data["role"] = "result"
         elif node.storage.pieces:
             data["pieces"] = node.storage.pieces
+        if node.producer is None and node.role != "formal" and node.strides != contiguous(node.sizes):
+            data["strides"] = [str(s) for s in node.strides]
         if node.producer is None and node.storage.host:
             data["host"] = True
         stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)

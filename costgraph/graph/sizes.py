@@ -154,8 +154,8 @@ class Bindings(dict[str, Poly]):
 
     @property
     def held(self) -> tuple[Validity, ...]:
-        """The same, empty where nothing is asked of what is open."""
-        return (self.validity,) if self.validity.names else ()
+        """The same, empty where nothing is bound, nor asked of what is open."""
+        return (self.validity,) if self.validity.names or self.validity.values else ()
 
 
 def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()) -> Bindings:

@@ -104,15 +104,24 @@ def contiguous(sizes: Sizes) -> Sizes:
 
 def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
     """Return the strides of a dense tensor of other sizes with its axes in the same order, None where there is none."""
-    left = [i for i, n in enumerate(sizes) if n != ONE]
-    out, step, made = [ONE] * len(sizes), ONE, ONE
+    order = memory_order(sizes, strides)
+    if order is None:
+        return None
+    steps = dict(zip(order, contiguous(tuple(new[i] for i in order)), strict=True))
+    return tuple(steps[i] for i in range(len(new)))
+
+
+def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
+    """Return the axes of a dense tensor from the slowest to the fastest, None where it is not dense."""
+    left, order, step = list(range(len(sizes))), list[int](), ONE
     while left:
-        axis = next((i for i in left if strides[i] == step), None)
+        axis = next((i for i in reversed(left) if sizes[i] == ONE or strides[i] == step), None)
         if axis is None:
             return None
         left.remove(axis)
-        out[axis], step, made = made, step * sizes[axis], made * new[axis]
-    return tuple(out)
+        order.insert(0, axis)
+        step = step * sizes[axis]
+    return tuple(order)
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:

@@ -271,13 +271,15 @@ class _Interpreter:
         """Put an array into a buffer, or into one for each position of its first axes."""
         if pieces:
             return [self.stored(t, part, f"{where}[{i}]", pieces - 1) for i, part in enumerate(array)]
-        array = np.ascontiguousarray(array).reshape(array.shape)
-        buffer = Buffer(t.name + where, storage_bytes(array.shape, t.dtype), array, True, host=t.storage.host)
+        steps = [self.sizes(s) for s in t.strides[t.ndim - array.ndim :]]
+        order = sorted(range(array.ndim), key=lambda axis: -steps[axis])
+        memory = np.array(array.transpose(order), order="C")
+        buffer = Buffer(t.name + where, storage_bytes(array.shape, t.dtype), memory, True, host=t.storage.host)
         self.out.buffers.append(buffer)
         if t.role == "param":
             self.out.params += buffer.array.size
             self.out.param_bytes += buffer.bytes
-        value = Value(buffer.array, buffer)
+        value = Value(memory.transpose(np.argsort(order)), buffer)
         self.out.values.append((t, value))
         return value
 

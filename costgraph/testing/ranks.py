@@ -370,16 +370,20 @@ def check_sharded(
     for name, array in expected.gradients.items():
         place = sharding.gradients[name]
         same(f"gradient of {name!r}", array, place, lambda counted, name=name: counted.gradients[name])  # type: ignore[misc]
-    kept = [
-        {b.name: b.array for b in counted.buffers if b.name.partition("[")[0] not in sharding.own} for counted in ranks
-    ]
+    sources = _sources(expected)
+    kept = [{k: v for k, v in _sources(rank).items() if k.partition("[")[0] not in sharding.own} for rank in ranks]
     by_run = dict(zip(map(id, ranks), kept, strict=True))
-    assert all(len(names) == len(expected.buffers) for names in kept), "a rank has other sources"
-    for buffer in expected.buffers:
-        place = sharding.places[buffer.name.partition("[")[0]]
+    assert all(len(names) == len(sources) for names in kept), "a rank has other sources"
+    for name, array in sources.items():
+        place = sharding.places[name.partition("[")[0]]
         # of what has a storage for each iteration, this is one
-        place = place.with_dims(place.dims[len(place.dims) - buffer.array.ndim :])
-        same(f"{buffer.name!r}", buffer.array, place, lambda counted, name=buffer.name: by_run[id(counted)][name])  # type: ignore[misc]
+        place = place.with_dims(place.dims[len(place.dims) - array.ndim :])
+        same(f"{name!r}", array, place, lambda counted, name=name: by_run[id(counted)][name])  # type: ignore[misc]
+
+
+def _sources(run: Run) -> dict[str, Array]:
+    """Return what sources hold after a run, by their names, with the iteration."""
+    return {v.buffer.name: v.array for t, v in run.values if t.producer is None and t.role != "formal"}
 
 
 def _numbers(graph: Graph, sizes: Sizes, random: np.random.Generator) -> dict[str, Array]:

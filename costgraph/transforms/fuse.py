@@ -54,12 +54,13 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     backend's `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998), and `realize_reads_threshold`
     (config.py:861) for what is computed where it is read. Loops over the same index points are one kernel; so are
     loops over the points, or the results, of a reduction of trailing axes; what reads the same; and what is read by one
-    kernel alone, broadcast, sliced or in another order, if it reads few operands itself. Other reductions are spread
-    over blocks of threads, and what needs all of their results waits for the end. Ops in place are done out of place
-    inside.
+    kernel alone, broadcast, sliced, joined or in another order, if it reads few operands itself. Other reductions are
+    spread over blocks of threads, and what needs all of their results waits for the end. Ops in place are done out of
+    place inside, and values that a program only names longer (`costgraph.ops.keep`) are not written.
 
     Inductor differs where it computes a cheap value again in several kernels, which would be more FLOPs: here it is
-    written once. A kernel that is declared stays one: the statistics of a batch are no kernel of their own.
+    written once. It writes the parts of what is joined for a product by a kernel each, which is one here, of the same
+    bytes. A kernel that is declared stays one: the statistics of a batch are no kernel of their own.
 
     Examples
     --------
@@ -138,6 +139,8 @@ class _Fuser(_Joiner):
         self.epilogues = epilogues
         self.unread: dict[Op | None, list[Tensor]] = {}
         """Views that nobody reads, by the op that makes what they are of: their sizes are dimensions all the same."""
+        self.inside: set[Tensor] = set()
+        """What kernels make and do not write."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         if old.fused:
@@ -149,11 +152,17 @@ class _Fuser(_Joiner):
         for t in unread:
             self.unread.setdefault(base_of(t).producer, []).append(t)
         for group, read in grouped(old, epilogues=self.epilogues):
-            for t in (t for op in group for t in op.operands if base_of(t).producer not in group):
+            outside = [t for op in group for t in op.operands if base_of(t).producer not in group]
+            written = [t for t in outside if base_of(t) not in self.inside]
+            for t in written:
                 self.look(t, new)
             if len(group) == 1:
-                self.emit(group[0], new, suffix)
+                if written == outside:
+                    self.emit(group[0], new, suffix)
+                elif written:  # of what a program names longer, what is in memory
+                    self.add(group[0], group[0].kind, [self.tensors[t] for t in written], new)
                 continue
+            self.inside |= {t for op in group for t in op.results} - {*read}
             scope = group[-1].scope
             self.kernel(group, new, f"{scope}/fused" if scope else "fused", scope, read)
             for t in (t for op in group for t in op.operands if base_of(t) is not t):

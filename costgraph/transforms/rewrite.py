@@ -152,9 +152,9 @@ class Rewriter:
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy an input, parameter, buffer or cache."""
-        sizes = tuple(n.bind(self.values) for n in old.sizes)
+        sizes, strides = (tuple(n.bind(self.values) for n in ns) for ns in (old.sizes, old.strides))
         tensor = Tensor(
-            new, new.unique(old.name + suffix), sizes, old.dtype,
+            new, new.unique(old.name + suffix), sizes, old.dtype, strides=strides,
             role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(tensor)

@@ -7,7 +7,9 @@ buffers that each reads and writes. It takes the scheduler of GPUs (Triton's) on
 where code would be generated. What inductor does for CPUs alone is left out.
 """
 
+import inspect
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -68,6 +70,27 @@ def gradient_of_logits(rows, targets):
     return torch.ops.aten._log_softmax_backward_data(spots, rows, 1, torch.float32)
 
 
+def rotary(x, cosine, sine):
+    half = x.shape[-1] // 2
+    return (x * cosine + torch.cat((-x[..., half:], x[..., :half]), -1) * sine).transpose(0, 1)
+
+
+def named(x, w):
+    wide = x * 2
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    scaled = wide * torch.rsqrt(variance + 1e-5)
+    return w * scaled
+
+
+def looked_up(x, ids):
+    rows = functional.embedding(ids, x)
+    return rows / rows.sum(-1, keepdim=True)
+
+
+def combined(x, scores, residual, ids):
+    return residual + (x * scores)[ids].reshape(19, 2, 61).sum(1)
+
+
 #: Functions, or a module, and the shapes of what they take, of indices their number: rows too few to be split.
 PROGRAMS = {
     "conv, norm, relu, residual": (Residual, [(3, 11, 17, 17)]),
@@ -84,6 +107,11 @@ PROGRAMS = {
     "pooled": (lambda x: torch.relu(functional.max_pool2d(torch.relu(x), 3, 2, 1)), [(3, 5, 17, 17)]),
     "squeeze and excite": (squeeze, [(3, 7, 17, 17), (7, 7)]),
     "gradient of a bias": (bias_gradient, [(37, 53), (37, 53)]),
+    "rotary embedding": (rotary, [(3, 5, 7, 22), (7, 22), (7, 22)]),
+    "joined": (lambda x, y: torch.relu(torch.cat((torch.tanh(x), y), 1)), [(37, 53), (37, 61)]),
+    "values that variables name longer": (named, [(37, 61), (61,)]),
+    "rows of a table": (looked_up, [(37, 61), 37]),
+    "rows combined": (combined, [(38, 61), (38, 1), (19, 61), 38]),
     "gradient of a loss": (gradient_of_logits, [(37, 61), 37]),
 }
 
@@ -100,9 +128,23 @@ def program(name):
     return module.eval(), [_operand(shape) for shape in shapes]
 
 
+@cache
+def _as_for_a_gpu():
+    """Leave out what inductor does for CPUs alone."""
+    from torch._inductor import config, ir, lowering, scheduler
+
+    config.cpu_backend, config.fx_graph_cache, config.layout_optimization = "triton", False, False
+    ir.is_cpu = lambda _: False
+    asked = 'inputs[0].get_device().type == "cpu"'
+    exec(inspect.getsource(lowering.cat).replace(asked, "False"), vars(lowering))
+    lowering.lowerings[torch.ops.aten.cat.default] = lowering.cat  # which overloads that are there do not become
+    for kind in (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode):
+        kind.group = None  # which a GPU's scheduler does not ask for
+
+
 def kernels(name):
     """Return the bytes of each kernel of loops that inductor makes of a program."""
-    from torch._inductor import config, ir, scheduler
+    from torch._inductor import scheduler
 
     class Scheduled(Exception):  # noqa: N818  # no error
         pass
@@ -114,10 +156,7 @@ def kernels(name):
         found.extend(node.get_read_write_buffers_sizes() for node in loops)
         raise Scheduled
 
-    config.cpu_backend, config.fx_graph_cache, config.layout_optimization = "triton", False, False
-    ir.is_cpu = lambda _: False  # no rule for CPUs alone
-    for kind in (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode):
-        kind.group = None  # which a GPU's scheduler does not ask for
+    _as_for_a_gpu()
     scheduler.Scheduler.codegen = codegen
     module, operands = program(name)
     torch._dynamo.reset()

@@ -35,6 +35,7 @@ QUESTIONS = {
     "half": lambda m, x: x.shape[1] / 2 > 5,
     "whole part": lambda m, x: x.shape[1] // 4 > x.shape[0],
     "product": lambda m, x: x.numel() % 3 == 0,
+    "whole multiple": lambda m, x: x.shape[0] % (x.shape[0] * ((x.shape[1] + 15) // 16)) != 0,
     "symbolic choice": lambda m, x: torch.sym_not((x.shape[1] > 20) | (x.shape[0] == 4)),
 }
 
@@ -56,6 +57,11 @@ def test_a_graph_is_bound_where_a_real_run_goes_the_same_way(name):
 def test_of_a_choice_the_part_that_held_is_assumed():
     g = trace(Asks(lambda m, x: x.shape[1] > 20 or x.shape[0] > 2), X, dims=[D])
     assert [r.text for r in g.relations.relations] == ["S <= 20", "B > 2"]
+
+
+def test_a_size_that_a_multiple_of_it_does_not_divide_is_told_by_the_multiple():
+    g = trace(Asks(QUESTIONS["whole multiple"]), X, dims=[D])
+    assert [r.text for r in g.relations.relations] == ["ceiling(S/16) > 1"]
 
 
 def test_sizes_are_larger_than_one():

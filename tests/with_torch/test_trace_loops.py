@@ -279,19 +279,25 @@ def sizes(make, S):
     return dict(zip("BST", shaped(make, S)[:-1], strict=False))
 
 
-def traced(make, module, S=12):
-    return trace(module, torch.zeros(shaped(make, S)), dims=[(*"BST"[: len(shaped(make, S)) - 1], None)])
+def transposed(x):
+    """Return the same numbers with the first two axes exchanged in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def traced(make, module, S=12, layout=torch.Tensor.contiguous):
+    return trace(module, layout(torch.zeros(shaped(make, S))), dims=[(*"BST"[: len(shaped(make, S)) - 1], None)])
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, transposed])
 @pytest.mark.parametrize("make", PROGRAMS)
-def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make):
+def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make, layout):
     torch.manual_seed(1)
     module = make().eval()
-    g = traced(make, module)
+    g = traced(make, module, layout=layout)
     assert not any(op.kind.name == "foreign" for op in g.walk())
     assert [op.loop.count.names() for op in g.ops if op.loop is not None]
     for S in (8, 20):
-        x, own = torch.randn(shaped(make, S)), sizes(make, S)
+        x, own = layout(torch.randn(shaped(make, S))), sizes(make, S)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             wanted = module(x)
         assert cg.matmul_flops(g, **own) == counter.get_total_flops()
@@ -409,12 +415,13 @@ def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
     Neighbours, *(pytest.param(m, marks=pytest.mark.long) for m in (Recurrent, BothWays, Chunks, Nested, Selective)),
 ])  # fmt: skip
 def test_graphs_with_such_loops_keep_the_laws(make):
-    testing.check(traced(make, make().eval()), **sizes(make, 8))
+    for layout in (torch.Tensor.contiguous, transposed):
+        testing.check(traced(make, make().eval(), layout=layout), **sizes(make, 8))
 
 
 @pytest.mark.parametrize("make", [Selective, pytest.param(Recurrent, marks=pytest.mark.long)])
 def test_lists_that_are_joined_lie_on_ranks_as_what_is_in_them(make):
-    graph = traced(make, make().eval())
+    graph = traced(make, make().eval(), layout=transposed)
     local = cg.parallelize(graph, dp=3)
     testing.check_sharded(graph, local, B=3, S=8)
     assert not any("all_gather" in op.name for op in local.walk())

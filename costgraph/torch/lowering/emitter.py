@@ -70,9 +70,9 @@ class Emitter:
         self.device = device
         self._shadows: dict[fx.Node, Any] = {}
 
-    def source(self, node: fx.Node, sizes: Sequence[int], dtype: torch.dtype) -> fx.Node:
+    def source(self, node: fx.Node, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """Note what an input or parameter looks like."""
-        self._shadows[node] = torch.empty(sizes, dtype=dtype, device="meta")
+        self._shadows[node] = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
         return node
 
     def shadow(self, node: Any) -> Any:

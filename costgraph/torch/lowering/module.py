@@ -165,7 +165,7 @@ def random_inputs(
     for t in graph.tensors:
         if t.producer is None and t.role == "input":
             dtype = torch_dtype(f"input {t.name!r}", t.dtype)
-            leaf = Leaf(t, numbers.of(t.sizes), dtype, (), indices.limit(t))
+            leaf = Leaf(t, numbers.of(t.sizes), numbers.of(t.strides), dtype, (), indices.limit(t))
             out.append(numbers_for(leaf, place, generator))
     return tuple(out)
 

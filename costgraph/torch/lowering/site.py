@@ -18,7 +18,7 @@ from .formats import torch_dtype
 from .groups import Groups
 from .indices import Indices
 
-__all__ = ["Shared", "Site", "strided"]
+__all__ = ["Shared", "Site", "laid_out", "strided"]
 
 K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
@@ -34,7 +34,8 @@ _CONVERTING: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 
 
-def _laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
+def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides; those of axes of size 1 make no difference."""
     return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
@@ -205,6 +206,6 @@ class Site(Generic[K_co]):
             return False
         sizes, strides = self.sizes(t), self.numbers.of(t.strides)
         if tuple(made.shape) == sizes:
-            return _laid_out(made, strides)
+            return laid_out(made, strides)
         dense = torch.empty(sizes, device="meta").stride()
         return made.is_contiguous() and all(n <= 1 or a == b for n, a, b in zip(sizes, strides, dense, strict=True))

@@ -26,6 +26,7 @@ class Leaf:
     tensor: Tensor
     """of the graph"""
     sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     where: tuple[int, ...]
     """iterations that it belongs to"""
@@ -108,18 +109,19 @@ def numbers_for(leaf: Leaf, device: torch.device, generator: torch.Generator) ->
     and larger parameters normal with 0.02; vectors and scalars, which scale or shift, uniform from 0.5 to 1.5, as is
     the state of an optimizer, whose second moments are not negative. Gradients and caches are zeros.
     """
+    made = torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=device)
+    return made if device.type == "meta" else made.copy_(_numbers(leaf, generator))
+
+
+def _numbers(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
     sizes, role = leaf.sizes, leaf.tensor.role
-    if device.type == "meta":
-        return torch.empty(sizes, dtype=leaf.dtype, device=device)
     if role in ("gradient", "cache"):
-        return torch.zeros(sizes, dtype=leaf.dtype, device=device)
+        return torch.zeros(sizes)
     if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-        return torch.randint(0, leaf.limit or 2, sizes, generator=generator).to(device, leaf.dtype)
+        return torch.randint(0, leaf.limit or 2, sizes, generator=generator)
     wide = leaf.dtype if leaf.dtype.itemsize >= 8 else torch.float32
     if role == "input":
-        made = torch.randn(sizes, generator=generator, dtype=wide)
-    elif role == "param" and len(sizes) > 1 and prod(sizes) > 1:
-        made = torch.randn(sizes, generator=generator, dtype=wide).mul_(_WEIGHTS)
-    else:
-        made = torch.rand(sizes, generator=generator, dtype=wide).add_(0.5)
-    return made.to(device, leaf.dtype)
+        return torch.randn(sizes, generator=generator, dtype=wide)
+    if role == "param" and len(sizes) > 1 and prod(sizes) > 1:
+        return torch.randn(sizes, generator=generator, dtype=wide).mul_(_WEIGHTS)
+    return torch.rand(sizes, generator=generator, dtype=wide).add_(0.5)

@@ -21,7 +21,7 @@ from .formats import torch_dtype
 from .groups import Groups
 from .indices import Indices
 from .replay import replay, runs_on
-from .site import Shared, Site, strided
+from .site import Shared, Site, laid_out, strided
 from .sources import Leaf, Leaves
 from .table import LOWERINGS
 
@@ -33,16 +33,16 @@ def kept(first: Any, *others: Any) -> Any:
     return first
 
 
-def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype, strides: Sequence[int]) -> torch.Tensor:
     """Return an input after a look at it.
 
-    BindingError if it has another shape or format than the graph, or is not dense.
+    BindingError if it has another shape, format or strides than in the graph.
     """
     if not isinstance(x, torch.Tensor) or tuple(x.shape) != tuple(sizes) or x.dtype != dtype:
         found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise BindingError(f"input {name!r} is {found}, expected {dtype} {tuple(sizes)}")
-    if not x.is_contiguous():
-        raise BindingError(f"input {name!r} has strides {x.stride()}, expected a dense tensor")
+    if not laid_out(x, strides):
+        raise BindingError(f"input {name!r} has strides {x.stride()}, expected {tuple(strides)}")
     return x
 
 
@@ -90,10 +90,10 @@ class Walk(Player[Place]):
         self.emitter.graph.output(made)
 
     def _input(self, t: Tensor) -> Any:
-        sizes, dtype = self.numbers.of(t.sizes), torch_dtype(f"input {t.name!r}", t.dtype)
-        name = self.leaves.argument(t.name)
-        node = self.emitter.source(self.emitter.graph.placeholder(name), sizes, dtype)
-        return self.emitter.call(taken, node, t.name, sizes, dtype)
+        sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
+        dtype, name = torch_dtype(f"input {t.name!r}", t.dtype), self.leaves.argument(t.name)
+        node = self.emitter.source(self.emitter.graph.placeholder(name), sizes, strides, dtype)
+        return self.emitter.call(taken, node, t.name, sizes, dtype, strides)
 
     def ops(self, graph: Graph, env: Env, place: Place) -> None:
         """Lower the ops of a graph."""
@@ -107,8 +107,9 @@ class Walk(Player[Place]):
         if pieces:
             return [self._source(t, sizes[1:], (*where, i), pieces - 1) for i in range(sizes[0])]
         dtype = torch_dtype(f"{t.role} {t.name!r}", t.dtype)
-        target = self.leaves.add(Leaf(t, sizes, dtype, where, self.indices.limit(t)))
-        return self.emitter.source(self.emitter.graph.get_attr(target), sizes, dtype)
+        strides = self.numbers.of(t.strides[t.ndim - len(sizes) :])
+        target = self.leaves.add(Leaf(t, sizes, strides, dtype, where, self.indices.limit(t)))
+        return self.emitter.source(self.emitter.graph.get_attr(target), sizes, strides, dtype)
 
     def step(self, op: Op, env: Env, place: Place) -> None:
         """Emit the calls of an op."""

@@ -15,7 +15,6 @@ from ...graph.call import Call as Seen
 from ...graph.graph import Graph, apply
 from ...graph.op import Op
 from ...graph.scopes import opened
-from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
 from ...ops.fill import Revised
 from ...ops.foreign import Foreign, Output
@@ -70,10 +69,10 @@ class Builder:
             t = declare(source.name, shape, h.dtype, grad=source.grad)
         else:
             t = self.graph.buffer(source.name, shape, h.dtype, role=source.role)
+        if whole:
+            t.strides = h.strides
         self.first[number] = self.sources[number] = t
         self.tensors[number][_dense(t, number)] = t
-        if whole:  # however its axes lie in memory: an order of elements that is no matter of costs
-            self.tensors[number][h] = t
 
     def run(self, events: Sequence[Event]) -> None:
         """Add all events in order."""
@@ -344,7 +343,7 @@ def _start(t: Tensor, handle: Handle) -> Poly:
 
 
 def _dense(t: Tensor, number: int) -> Handle:
-    return Handle(t.sizes, t.strides if t.producer is not None else contiguous(t.sizes), t.dtype, number, t.offset)
+    return Handle(t.sizes, t.strides, t.dtype, number, t.offset)
 
 
 def _key(value: Any) -> Any:

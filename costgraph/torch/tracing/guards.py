@@ -11,6 +11,7 @@ from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, UnsupportedError
+from ...graph.strides import is_integral
 from .shapes import REMAINDERS, Shapes
 from .sizes import Translator, holds, remainder
 
@@ -68,11 +69,23 @@ def _texts(expr: Any, translator: Translator) -> list[str]:
     if isinstance(expr, sympy.Or):
         return [f"{_margin(expr, translator)} >= 0"]
     left, right = (translator.formula(side) for side in expr.args)
+    times = None if right else _times(expr.args[0], translator)
+    if times is not None and isinstance(expr, sympy.Eq | sympy.Ne):
+        return [f"{times} {'==' if isinstance(expr, sympy.Eq) else '>'} 1"]
     if not isinstance(expr, sympy.Ne):
         return [f"{left} {_SIGNS[type(expr)]} {right}"]
     if holds(left - right) or (not right and isinstance(expr.args[0], REMAINDERS)):
         return [f"{left} > {right}"]
     return [f"{left} < {right}" if holds(right - left) else f"{_margin(expr, translator)} >= 0"]
+
+
+def _times(expr: Any, translator: Translator) -> Poly | None:
+    """Return how many times a size goes into another that it is divided by, where that is a whole number."""
+    if not isinstance(expr, REMAINDERS):
+        return None
+    size, block = map(translator.formula, expr.args)
+    times = block / size if size.terms else size
+    return times if times.terms and is_integral(times) else None
 
 
 def _margin(expr: Any, translator: Translator) -> Poly:

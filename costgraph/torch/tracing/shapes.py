@@ -66,8 +66,6 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
-        self.merged: dict[sympy.Expr, sympy.Expr] = {}
-        """Floor divisions, and the formulas of others that the program needs them to equal."""
         self.turn: tuple[tuple[str, int], ...] = ()
         """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
         self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
@@ -157,7 +155,6 @@ class Shapes(ShapeEnv):
             elif not number:
                 holds = known if self._answers[key] else sympy.Not(known)
                 self.exact |= _without_remainder(holds)
-                self.merged |= _merged(holds)
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and (self.turn or _asked_by_program()):
             known = self.plain(orig_expr)
@@ -283,21 +280,6 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
         if quotients == other or ((quotients - other).is_polynomial() and not sympy.expand(quotients - other)):
             return parts
     return set()
-
-
-def _merged(known: sympy.Basic) -> dict[sympy.Expr, sympy.Expr]:
-    """Solve an equation for a floor division, in terms of others, as at a skip connection of a U-Net."""
-    if not isinstance(known, sympy.Eq):
-        return {}
-    ahead = sympy.expand(known.lhs - known.rhs)
-    for term in sorted(sympy.Add.make_args(ahead), key=str):
-        factor, part = term.as_coeff_Mul()
-        rest = ahead - term
-        others = rest.atoms(functions.FloorDiv)
-        alone = isinstance(part, functions.FloorDiv) and abs(factor) == 1 and not rest.has(part)
-        if alone and others and not any(map(part.has, others)):
-            return {part: -rest / factor}
-    return {}
 
 
 def _asked_by_program(depth: int = 2) -> bool:

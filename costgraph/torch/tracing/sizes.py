@@ -14,6 +14,7 @@ from torch.utils._sympy import functions
 
 from ...algebra.dominance import lower
 from ...algebra.extremum import Max, Min
+from ...algebra.generators import cached
 from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.rounding import is_whole
 from ...algebra.symbols import shown, symbol
@@ -26,7 +27,7 @@ class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
     `names` has the dimensions for torch's symbols, and `wholes` the formulas of its other symbols. `exact` are floor
-    divisions without a remainder, `merged` maps floor divisions to formulas of others; both are assumptions already.
+    divisions without a remainder, which are assumptions already.
     With `symbols`, a size that depends on data is a dimension named in `chosen`; otherwise it is an error.
     """
 
@@ -36,15 +37,16 @@ class Translator:
         exact: Collection[sympy.Expr] = (),
         *,
         wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
-        merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
         symbols: bool = False,
         chosen: Mapping[sympy.Symbol, str] = MappingProxyType({}),
     ) -> None:
         self.chosen = chosen
-        self.names, self.wholes, self.merged = names, wholes, dict(merged)
+        self.names, self.wholes = names, wholes
         self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
+        self._formulas: dict[sympy.Expr, Poly] = {}
+        """Formulas of expressions, as long as no further axis is known."""
         self._axes = set[Poly]()
 
     def size(self, n: int | torch.SymInt) -> Poly:
@@ -52,19 +54,15 @@ class Translator:
         key = n if isinstance(n, int) else n.node.expr
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(self._settled(key))
+            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
         return found
-
-    def _settled(self, expr: sympy.Expr) -> sympy.Expr:
-        """Return a size in terms of whole parts that are not known to be made of others."""
-        for _ in self.merged:
-            expr = expr.xreplace(self.merged)
-        return expr
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return the shape and the strides of a tensor."""
         shape = tuple(map(self.size, t.shape))
-        self._axes.update(shape)
+        if not self._axes.issuperset(shape):
+            self._axes.update(shape)
+            self._formulas.clear()
         return shape, tuple(map(self.size, t.stride()))
 
     def formula(self, expr: sympy.Expr) -> Poly:
@@ -72,6 +70,11 @@ class Translator:
 
         UnsupportedError if there is something in it that a size cannot be.
         """
+        if expr not in self._formulas:
+            self._formulas[expr] = self._formula(expr)
+        return self._formulas[expr]
+
+    def _formula(self, expr: sympy.Expr) -> Poly:
         if expr.is_Integer:
             return poly(int(expr))
         if expr.is_Rational or expr.is_Float:
@@ -111,6 +114,7 @@ class Translator:
         return (a == ONE and b in self._axes) or holds(b - a)
 
 
+@cached(1 << 14)
 def holds(p: Poly, *, strict: bool = False) -> bool:
     """Whether something is at least 0, or above it, for all sizes above 1."""
     try:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
-from types import MappingProxyType
 
 import sympy
 import torch
@@ -201,10 +200,8 @@ def _traced(
                 sizes, shapes, run = _first(watched, given.sizes())
         except CostGraphError:
             raise error from error.__cause__
-    merged = dict(shapes.merged) if train else {}  # declared kinds of a forward pass derive the shapes that they have
-    if shapes.exact or merged:  # which is known from the start on now
+    if shapes.exact:  # which is known from the start on now
         exact = frozenset(shapes.exact)
-        watched = partial(watched, merged=merged)
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
     narrow = partial(_watched, module, given, None, target, options, narrow=True, exact=exact, integers=integers)
@@ -296,14 +293,11 @@ def _watched(
     exact: Collection[sympy.Expr] = (),
     raised: Collection[str] | None = None,
     integers: bool = False,
-    merged: Mapping[sympy.Expr, sympy.Expr] = MappingProxyType({}),
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
     named = options.data_sizes == "symbol"
-    translator = Translator(
-        shapes.names, exact, wholes=shapes.wholes, merged=merged, symbols=named, chosen=shapes.chosen
-    )
+    translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=named, chosen=shapes.chosen)
     data, device = Data(shapes, options.choose), "cpu" if target is None else "cuda"
     turns = Loops(shapes, raised)
     recorder = Recorder(

@@ -10,6 +10,7 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
+from ...ops.keep import Keep
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
 from ...ops.stochastic import Dropout
@@ -65,7 +66,7 @@ class _Groups:
         self.readers: dict[Tensor, dict[Op, None]] = {}
         """Of each tensor that was made the ops that read it or a view of it."""
         for op in self.ops:
-            for t in op.operands:
+            for t in _read(op):
                 self.readers.setdefault(base_of(t), {})[op] = None
         self.kept = {base_of(t) for t in (*graph.outputs, *graph.gradients, *graph.gradients.values())}
         self.made: dict[Storage, list[Tensor]] = {}
@@ -196,6 +197,14 @@ class _Groups:
     def needed(self, group: _Group) -> set[_Group]:
         """Return the groups that have to run before one."""
         return {self.of[op] for member in group.ops for op in self.before[member]} - {group}
+
+
+def _read(op: Op) -> tuple[Tensor, ...]:
+    """Return the operands that an op reads: what a program only names longer need not be in memory."""
+    if not isinstance(op.kind, Keep):
+        return op.operands
+    (made,) = op.results
+    return op.operands[:1] if op.graph.out_degree(made) or made in op.graph.outputs else ()
 
 
 def _before(ops: Sequence[Op]) -> Iterator[tuple[Op, set[Op]]]:

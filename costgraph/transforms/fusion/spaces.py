@@ -15,14 +15,17 @@ from ...notation.pattern import Pattern
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ...ops.fill import Fill
-from ...ops.index import Scatter
-from ...ops.moves import Expand, Rearrange, Slice
+from ...ops.index import Gather, Scatter
+from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.pooling import Pool
 from ...ops.reduce import Reduce
 from ...ops.stochastic import Dropout
 
 __all__ = ["Space", "casts_alone", "in_order", "is_view", "joined", "leading", "space_of"]
+
+#: Tensors that are joined where they are read: torch 2.13, torch/_inductor/config.py, max_complex_pointwise_cat_inputs.
+_MOST_JOINED = 8
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ def space_of(op: Op) -> Space | None:
         return _space_of_kernel(op)
     if isinstance(kind, Einsum):
         return Space(op.results[0].numel, product=kind.summed)
-    return Space(op.results[0].numel) if isinstance(kind, Pointwise | Dropout | Pool | Rearrange) else None
+    joins = isinstance(kind, Concat) and not kind.stacked and len(op.operands) <= _MOST_JOINED
+    loops = joins or isinstance(kind, Pointwise | Dropout | Gather | Pool | Rearrange)
+    return Space(op.results[0].numel) if loops else None
 
 
 def casts_alone(op: Op) -> bool:

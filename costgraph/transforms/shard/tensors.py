@@ -13,6 +13,7 @@ from ...graph.graph import Graph
 from ...graph.loop import Repeat
 from ...graph.op import Op, OpKind
 from ...graph.placement import Factors, Mesh, Placement
+from ...graph.strides import in_the_order_of
 from ...graph.tensor import Storage, Tensor
 from ...ops.collectives import Collective
 from ...ops.fill import Fill
@@ -169,8 +170,10 @@ class Placed(Rewriter):
         if old in self.tensors:
             return self.tensors[old]
         place = self.stated.places.get(old, Placement(((),) * old.ndim))
+        sizes = place.local(old.sizes)
+        strides = in_the_order_of(old.sizes, old.strides, sizes)
         tensor = Tensor(
-            new, new.unique(old.name + suffix), place.local(old.sizes), old.dtype,
+            new, new.unique(old.name + suffix), sizes, old.dtype, strides=strides,
             role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(tensor)

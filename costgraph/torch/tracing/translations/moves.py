@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ....algebra.dominance import lower
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....dtypes import dtype as find_dtype
 from ....graph.graph import apply
-from ....graph.strides import contiguous
+from ....graph.strides import Sizes, memory_order
 from ....graph.tensor import Tensor
 from ....ops.fill import assign, fill, pad
 from ....ops.index import Arange
@@ -275,12 +275,17 @@ def put_back_at(call: Call) -> Tensor:
 
 @translation("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 def taken(call: Call) -> Tensor | None:
-    """Memory that is taken, and nothing in it; None where its axes lie in another order."""
-    return apply(Empty(sizes=call.out.sizes, dtype=call.out.dtype), [], "empty")[0] if _is_dense(call.out) else None
+    """Memory that is taken, and nothing in it."""
+    return _laid_out(call.out, lambda sizes: apply(Empty(sizes=sizes, dtype=call.out.dtype), [], "empty")[0])
 
 
-def _is_dense(t: Spec) -> bool:
-    return all(n == ONE or a == b for n, a, b in zip(t.sizes, t.strides, contiguous(t.sizes), strict=True))
+def _laid_out(out: Spec, make: Callable[[Sizes], Tensor]) -> Tensor | None:
+    """Return a new tensor with its axes in the order of the run; None where it is not dense."""
+    order = memory_order(out.sizes, out.strides)
+    if order is None:
+        return None
+    made = make(tuple(out.sizes[i] for i in order))
+    return made if order == tuple(range(len(order))) else permute(made, [order.index(i) for i in range(len(order))])
 
 
 @translation("fill")
@@ -300,7 +305,9 @@ _VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1
 def filled(call: Call) -> Tensor | None:
     """A tensor of one number."""
     value = _VALUES.get(call.name, call.get("fill_value") if call.name != "scalar_tensor" else call["s"])
-    return fill(call.out.sizes, float(value), call.out.dtype) if isinstance(value, bool | int | float) else None
+    if not isinstance(value, bool | int | float):
+        return None
+    return _laid_out(call.out, lambda sizes: fill(sizes, float(value), call.out.dtype))
 
 
 @translation("arange")
