@@ -46,7 +46,7 @@ class Result:
     host: bool | None = None
     """Whether it lies in memory of the host; None where that is said by the operands, which lie there or not."""
     spare: Poly = ZERO
-    """Bytes of its storage that hold no element."""
+    """Bytes of its storage beyond its elements."""
 
 
 def itself(t: Tensor, of: int = 0) -> Result:

@@ -60,7 +60,7 @@ class Kernel(Working, Bodied):
     ] = ()
     """How its first results lie in memory where that is not dense in the order of their axes."""
     spare: Amount = ZERO
-    """Bytes of the first result's storage that hold no element: what a kernel computed there first was larger."""
+    """Bytes of the first result's storage beyond its elements: the kernel first wrote a larger tensor there."""
     gradient_workspace: Amount = ZERO
     """Bytes that the kernel of its gradients needs while it runs, where what it is given lies dense."""
     flops, writes = rules.in_the_body, rules.all_results

@@ -96,7 +96,7 @@ def _columns(
 def _images(
     x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], dilation: Any, padding: Any, stride: Sequence[Any]
 ) -> torch.Tensor:
-    """Make the image that columns add up to, in memory for the columns: no fewer where no element is left out.
+    """Make the image that columns add up to, in a storage as large as the columns.
 
     `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
     """
@@ -147,7 +147,7 @@ def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
 
 
 def _shrunk(func: Any) -> Callable[..., Any]:
-    """Let a mean or a sum lie in memory for the losses of all elements: torch resizes the result, which frees nothing.
+    """Give a mean or a sum the storage of the losses of all elements: torch resizes the result, which frees nothing.
 
     `mse_loss` and `smooth_l1_loss` in aten/src/ATen/native/BinaryOps.cpp, the others in Loss.cpp.
     """

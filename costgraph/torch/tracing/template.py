@@ -172,8 +172,8 @@ def declared(
 ) -> tuple[Graph, dict[Tensor, int], Tensor | Sequence[Tensor | None]] | None:
     """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none.
 
-    Each input comes with the number of its operand. An operand that stands for several arguments, as a query that is
-    the key as well, has an input for each of them: torch's gradients are of arguments. In place it has one.
+    Each input comes with the number of its operand. A tensor that is passed for several arguments, such as query and
+    key, has one input for each, since torch computes one gradient per argument; an in-place op has one input only.
 
     CostGraphError if no kind takes such operands, as where only data explains shapes; UnsupportedError if the
     translation fails with an error that is not the library's: it did not foresee these arguments.

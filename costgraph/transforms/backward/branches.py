@@ -1,7 +1,7 @@
-"""Branches that no gradient comes to: autograd keeps what their ops saved as long as anything made of them lives.
+"""Saved tensors of branches that receive no gradient.
 
-A mask, an index or a variable that nobody reads may be computed from parameters. The backward pass never goes there,
-but each op has saved what its gradient would read.
+A mask, an index or an unused variable may be computed from parameters. The backward pass never reaches these ops, yet
+autograd saves tensors for them, and frees these with the last tensor of the branch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["with_branches"]
 
 
 def with_branches(graph: Graph, hooks: Hooks) -> Graph:
-    """Return a forward graph in which what ops of such branches save lives until the branch is given back.
+    """Return a forward graph in which the saved tensors of such branches live until the branch is freed.
 
-    Ops that are computed again save nothing.
+    Recomputed ops save nothing.
     """
     ops = graph.ops
     active = active_in(ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
@@ -53,7 +53,7 @@ def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> 
 
 
 def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
-    """Return what the gradient of an op would read; nothing where it has no rule."""
+    """Return the tensors that the gradient rule of an op reads; none if it has no rule."""
     scratch = Graph("saved")
     scratch.relations = op.graph.root.relations
     asked: dict[Tensor, Tensor] = {}
@@ -74,14 +74,14 @@ def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
 
 
 class _Holding(Rewriter):
-    """Copies a graph, and lets tensors live until behind some of its ops."""
+    """Copies a graph, and keeps tensors alive until after some of its ops."""
 
     def __init__(self, held: dict[Op, list[Tensor]]) -> None:
         super().__init__()
         self.held = held
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add an op, and what lives until here."""
+        """Add an op, and a `Keep` of the tensors that live until here."""
         super().emit(op, new, suffix)
         if op in self.held:
             new.add_op(Keep(), [self.tensors[t] for t in self.held[op]], "keep", op.phase)

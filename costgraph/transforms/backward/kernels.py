@@ -207,7 +207,7 @@ def _handed_out(body: Graph, grad: Tensor) -> Tensor:
 
 
 def _view_outside(body: Graph, t: Tensor) -> Tensor | None:
-    """Return the view of an operand that a view inside of a kernel is, None for what the kernel makes."""
+    """Return the same view of the operand outside, None if a kernel computes the tensor."""
     lies = (t.storage, t.offset, t.sizes, t.strides)
     pairs = ((outer, body.adopt(outer)) for outer in body.captured)
     outer = next((outer for outer, x in pairs if (x.storage, x.offset, x.sizes, x.strides) == lies), None)

@@ -265,9 +265,10 @@ class Walk:
                 self.put(t, grad)
 
     def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
-        """Walk back over an op that wrote into a part of a tensor, as torch's `CopySlices`.
+        """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
 
-        The gradient is copied whole; that of the part is cloned, and what the op makes of it written over the part.
+        The whole gradient is copied. The gradient of the slice is cloned and passed to the op; the gradient that the op
+        returns overwrites the slice.
         """
         copied = pointwise("copy", grad)
         part = _viewed(copied, op.operands[0], write.operands[0])
@@ -320,7 +321,7 @@ class Walk:
 
 
 def _write_of(op: Op) -> Op | None:
-    """Return the op in place that wrote the part of a tensor which another name of it stands for."""
+    """Return the in-place op that wrote the slice of a `Revised` tensor, None for other ops."""
     if not isinstance(op.kind, Revised) or op.kind.unseen:
         return None
     write = op.operands[1].producer
@@ -330,7 +331,7 @@ def _write_of(op: Op) -> Op | None:
 
 
 def _viewed(t: Tensor, whole: Tensor, part: Tensor) -> Tensor:
-    """Return the view of a tensor that a part is of another one."""
+    """Apply the views that lead from `whole` to `part` to another tensor."""
     if part is whole:
         return t
     assert part.producer is not None

@@ -21,14 +21,14 @@ __all__ = ["also_saved", "expanded", "is_alone", "order_of_parameter", "restrict
 
 
 def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
-    """Keep what torch keeps although the formula does not read it; of several ops of a kernel none keeps anything."""
+    """Save tensors that torch saves although the formula does not read them; not for one of several ops of a kernel."""
     if not current_graph().fused or is_alone(pull.op):
         for t in tensors:
             pull.saved(t)
 
 
 def is_alone(op: Op) -> bool:
-    """Whether an op is all that its graph does, views apart: of a kernel, the op that this is."""
+    """Whether all other ops of the graph are views, as in a kernel that stands for one op."""
     return all(other is op or isinstance(other.kind, Rearrange) for other in op.graph.ops)
 
 

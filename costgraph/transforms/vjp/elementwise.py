@@ -57,7 +57,7 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     needs = dict(zip(places, pull.needs, strict=True))
     for place, tensor in zip(places, op.operands, strict=True):
         readers = [p for p in places if "abcd"[place] in names_in(function.grad[p])]
-        # also where a number decides that it is not read; what several gradients read is kept whichever is wanted
+        # torch also saves an operand that a scalar makes unnecessary, and one that several gradients read
         if any(map(needs.get, readers)) or len(readers) > 1:
             also_saved(pull, tensor)
     for place in function.order or reversed(places):

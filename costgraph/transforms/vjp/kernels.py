@@ -44,7 +44,7 @@ class Inside:
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules of ops inside, in place of those of their kinds"""
     together: frozenset[Tensor] = frozenset()
-    """inputs whose gradients are all made where one of them is wanted"""
+    """inputs whose gradients one kernel computes together, even if only one of them is needed"""
 
 
 #: `prepare(op, grads, saved)`: gradients of the kernel's results, and what stands for its operands and results.
@@ -359,7 +359,7 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
 
 
 def _source(t: Tensor) -> Tensor:
-    """Return the input of a kernel that a factor of its products is, as it lies, in another format or scaled."""
+    """Follow views, casts and scalings back to the tensor that they start from."""
     while t.producer is not None and isinstance(t.producer.kind, Rearrange | Expand | Pointwise):
         t = t.producer.operands[0]
     return t
