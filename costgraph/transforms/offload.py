@@ -11,15 +11,16 @@ from ..errors import GraphError, UnsupportedError
 from ..graph.graph import Graph, need_graph
 from ..graph.loop import Loop, Repeat, is_pass
 from ..graph.op import Op
+from ..graph.scopes import opened
 from ..graph.strides import contiguous
 from ..graph.tensor import SOURCES, Tensor
-from ..ops.blocks import Kernel
+from ..ops.blocks import Kernel, each
 from ..ops.collectives import Collective
 from ..ops.fresh import Fresh
 from ..ops.hops import Send
 from ..ops.keep import Keep
 from ..ops.stacks import Empty
-from ..ops.stated import Transfer
+from ..ops.stated import Transfer, transfer
 from .rewrite import Rewriter, bound_record, map_stages
 
 __all__ = ["OFFLOADED", "need_offloaded", "offload"]
@@ -305,7 +306,7 @@ class _Offloader(Rewriter):
         host, old = self.on_host(op), loop.body
         self.leaving |= {t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.leaves(r)}
         starts = [self.at(self.found(t, op, new), op, new, host=host) for t in loop.starts]
-        xs = [self.found(t, op, new) for t in loop.xs]
+        xs = [self.sliced(t, op, new) for t in loop.xs]
         shared = [
             self.shared(self.found(t, op, new), f, op, new) for t, f in zip(loop.shared, loop.captured, strict=True)
         ]
@@ -324,6 +325,19 @@ class _Offloader(Rewriter):
         body.outputs += [body.adopt(t) for t in outputs]
         assert isinstance(op.kind, Repeat)
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
+
+    def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
+        """Return what iterations read in slices: copied before the loop if several loops on the host read it."""
+        found = self.found(t, op, new)
+        loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and reader.phase == op.phase]
+        if not found.storage.pieces or found.storage.host or len(loops) < 2 or not all(map(self.on_host, loops)):
+            return found
+        key = (found, op.phase, new)
+        if key not in self.copies:
+            with opened(graph=new, levels=tuple(op.scope.split("/")), phase=op.phase):
+                step = lambda x: (transfer(x, self.link, to="host"),)  # noqa: E731
+                (self.copies[key],) = each(found.sizes[0], step, [found], name=f"{t.name.rpartition('/')[2]}_to_host")
+        return self.copies[key]
 
     def left(self, t: Tensor, op: Op) -> Tensor:
         """Return what an iteration leaves behind: on the host, if it leaves; what a loop inside leaves is there."""
