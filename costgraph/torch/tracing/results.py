@@ -93,17 +93,14 @@ def _columns(
     return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
 
 
-def _images(
-    x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], dilation: Any, padding: Any, stride: Sequence[Any]
-) -> torch.Tensor:
-    """Make the image that columns add up to, in a storage as large as the columns.
+def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
+    """Make the image that columns add up to, in a storage that holds the columns as well.
 
     `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
     """
     image = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
-    if any(s > w for s, w in zip(stride, window, strict=True)):
-        return image
-    return x.new_empty(x.shape).as_strided(image.shape, image.stride())
+    larger = torch.sym_max(x.numel(), image.numel())  # type: ignore[no-untyped-call]  # torch has no types for it
+    return x.new_empty([larger]).as_strided(image.shape, image.stride())
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------

@@ -39,13 +39,15 @@ def with_branches(graph: Graph, hooks: Hooks) -> Graph:
     last |= dict.fromkeys((t.storage for t in graph.outputs), len(ops) - 1)
     ends: dict[Op, int] = {}
     held: dict[int, dict[Storage, Tensor]] = {}
-    for op in reversed(dead):
-        later = [ends[o] for t in op.results for o in graph.successors(t) if o in ends]
-        ends[op] = max([places[op], *(last.get(t.storage, 0) for t in op.results), *later])
-        for t in _saved(op, active, hooks):
-            if t.role == "activation" and last.get(t.storage, -1) < ends[op]:
-                held.setdefault(ends[op], {}).setdefault(t.storage, t)
-    return _Holding({ops[i]: list(tensors.values()) for i, tensors in held.items()}).run(graph)
+    with graph:
+        for op in reversed(dead):
+            later = [ends[o] for t in op.results for o in graph.successors(t) if o in ends]
+            ends[op] = max([places[op], *(last.get(t.storage, 0) for t in op.results), *later])
+            for t in _saved(op, active, hooks):
+                if t.role == "activation" and last.get(t.storage, -1) < ends[op]:
+                    held.setdefault(ends[op], {}).setdefault(t.storage, t)
+    newest = {t.storage: t for op in ops for t in op.results}  # what stands for a storage after the last write
+    return _Holding({ops[i]: [newest[storage] for storage in tensors] for i, tensors in held.items()}).run(graph)
 
 
 def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ....algebra.polynomial import ZERO
-from ....ops.reach import larger
 from ..call import Call, Counts, Spec
 from .amounts import operand_bytes, unsupported
 from .table import rule
@@ -71,16 +70,13 @@ def repeated(call: Call) -> Counts:
     return Counts()
 
 
-# A CPU's kernels make a result as large as the operand, and then one of the right size where that is larger. Windows
-# that overlap are more than what they are taken from.
-
-
 @rule("col2im")
 def col2im(call: Call) -> Counts:
-    """Count an addition for each element of each window."""
+    """Count an addition for each element of each window.
+
+    A CPU's kernel allocates as much as the columns take and resizes that to the image: a second storage if the image is
+    larger, as it is where windows leave elements out.
+    """
     columns: Spec = call["self"]
-    if overlapping(call):
-        extra = larger(columns.bytes, call.out.bytes) - call.out.bytes
-    else:
-        extra = ZERO if columns.numel == call.out.numel else columns.bytes
-    return Counts(pointwise=columns.numel, workspace=extra)
+    resized = not overlapping(call) and columns.numel != call.out.numel
+    return Counts(pointwise=columns.numel, workspace=columns.bytes if resized else ZERO)
