@@ -117,8 +117,18 @@ def test_every_formula_has_a_program():
 STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kernel"}
 QUICK = {"addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar", "norm inf",
          "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean"}  # fmt: skip
+#: Known to be too low: if the operand alone has its channels last, a CPU's kernel copies the operand's gradient, too.
+LOW = {(name, "transposed", "sum") for name in ("avg_pool1d", "adaptive_avg_pool1d")}
+
+
+def marks(*case):
+    if case in LOW:
+        return [pytest.mark.long, pytest.mark.xfail(strict=True, reason="a copy of the operand's gradient is missing")]
+    return [] if case[0] in QUICK and case[1] == "dense" else [pytest.mark.long]
+
+
 CASES = [
-    pytest.param(name, layout, end, marks=[] if name in QUICK and layout == "dense" else pytest.mark.long)
+    pytest.param(name, layout, end, marks=marks(name, layout, end))
     for name in PROGRAMS
     if name not in STATED
     for layout in LAYOUTS
