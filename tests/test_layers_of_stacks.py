@@ -184,6 +184,9 @@ CHAINS = {
         "mixtral-8x7b", lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
     ),
     "offloaded": ("qwen3-0.6b", lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
+    "offloaded with accumulation": (
+        "gpt2", lambda g: cg.offload(cg.training_step(g, precision="bf16", accumulate=3), "optimizer"),
+    ),
     "clipped": ("gpt2", lambda g: step(g, cg.every(2), clip=1.0)),
     "offloaded in groups": ("gpt2", lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
     "cast in groups": (

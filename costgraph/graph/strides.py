@@ -17,7 +17,7 @@ from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
     "Sizes", "apart", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "is_polynomial",
-    "numel", "settled", "united", "view", "windows_along",
+    "is_channels_last", "numel", "settled", "united", "view", "windows_along",
 ]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
@@ -122,6 +122,15 @@ def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
         order.insert(0, axis)
         step = step * sizes[axis]
     return tuple(order)
+
+
+def is_channels_last(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether a tensor of images, (batch, channels, height, width), has its channels last in memory, without gaps."""
+    if len(sizes) != 4:
+        return False
+    order = (0, 2, 3, 1)
+    dense = contiguous(tuple(sizes[i] for i in order))
+    return all(sizes[i] == ONE or strides[i] == step for i, step in zip(order, dense, strict=True))
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:

@@ -327,17 +327,19 @@ class _Offloader(Rewriter):
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return what iterations read in slices: copied before the loop if several loops on the host read it."""
+        """Return a tensor that iterations read slice by slice, copied once if several loops on the host read it."""
         found = self.found(t, op, new)
         loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and reader.phase == op.phase]
         if not found.storage.pieces or found.storage.host or len(loops) < 2 or not all(map(self.on_host, loops)):
             return found
         key = (found, op.phase, new)
         if key not in self.copies:
-            with opened(graph=new, levels=tuple(op.scope.split("/")), phase=op.phase):
-                step = lambda x: (transfer(x, self.link, to="host"),)  # noqa: E731
-                (self.copies[key],) = each(found.sizes[0], step, [found], name=f"{t.name.rpartition('/')[2]}_to_host")
+            with opened(graph=new, levels=tuple(filter(None, op.scope.split("/"))), phase=op.phase):
+                (self.copies[key],) = each(found.sizes[0], self._to_host, [found], name="to_host")
         return self.copies[key]
+
+    def _to_host(self, x: Tensor) -> tuple[Tensor]:
+        return (transfer(x, self.link, to="host"),)
 
     def left(self, t: Tensor, op: Op) -> Tensor:
         """Return what an iteration leaves behind: on the host, if it leaves; what a loop inside leaves is there."""

@@ -38,16 +38,17 @@ def with_branches(graph: Graph, hooks: Hooks) -> Graph:
     last: dict[Storage, int] = {t.storage: places[op] for op in ops for t in op.operands}
     last |= dict.fromkeys((t.storage for t in graph.outputs), len(ops) - 1)
     ends: dict[Op, int] = {}
-    held: dict[int, dict[Storage, Tensor]] = {}
+    held: dict[int, set[Storage]] = {}
     with graph:
         for op in reversed(dead):
             later = [ends[o] for t in op.results for o in graph.successors(t) if o in ends]
             ends[op] = max([places[op], *(last.get(t.storage, 0) for t in op.results), *later])
             for t in _saved(op, active, hooks):
                 if t.role == "activation" and last.get(t.storage, -1) < ends[op]:
-                    held.setdefault(ends[op], {}).setdefault(t.storage, t)
-    newest = {t.storage: t for op in ops for t in op.results}  # what stands for a storage after the last write
-    return _Holding({ops[i]: [newest[storage] for storage in tensors] for i, tensors in held.items()}).run(graph)
+                    held.setdefault(ends[op], set()).add(t.storage)
+    newest = {t.storage: t for op in ops for t in op.results}  # a Keep reads a storage as it is after the last write
+    kept = {ops[i]: [t for storage, t in newest.items() if storage in storages] for i, storages in held.items()}
+    return _Holding(kept).run(graph)
 
 
 def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> bool:

@@ -16,7 +16,7 @@ from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
-from ...graph.strides import contiguous
+from ...graph.strides import is_channels_last
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
 from ...ops.fill import Revised, assign, fill
@@ -33,7 +33,7 @@ from .apart import overwritten
 from .flow import is_leaf
 from .updating import Update
 
-__all__ = ["Hooks", "Leaf", "Walk", "densely", "is_view_op", "scoped", "stack_of"]
+__all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Walk:
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
         if op.kind.dense and not self.fused:
-            grads = [g if g is None else densely(g) for g in grads]
+            grads = [g if g is None or is_channels_last(g.sizes, g.strides) else contiguous_copy(g) for g in grads]
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
         if op.body is not None:
@@ -336,13 +336,6 @@ def _viewed(t: Tensor, whole: Tensor, part: Tensor) -> Tensor:
         return t
     assert part.producer is not None
     return apply(part.producer.kind, [_viewed(t, whole, part.producer.operands[0])], part.producer.kind.name)[0]
-
-
-def densely(t: Tensor) -> Tensor:
-    """Return a tensor, or a copy where torch's kernels make one: channels may be the last axis in memory as well."""
-    order = (0, 2, 3, 1)
-    last = t.ndim == 4 and tuple(t.strides[i] for i in order) == contiguous(tuple(t.sizes[i] for i in order))
-    return t if last else contiguous_copy(t)
 
 
 def _keep_places(op: Op) -> None:

@@ -12,6 +12,7 @@ from functools import reduce
 from ....algebra.polynomial import ONE, ZERO, Poly, total
 from ....dtypes import DType, promote
 from ....dtypes import dtype as find_dtype
+from ....graph.strides import is_channels_last
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
@@ -177,10 +178,7 @@ def _whole(call: Call, operand: Spec) -> Poly:
 
 
 def _channels_last(t: Spec) -> bool:
-    if len(t.sizes) != 4:
-        return False
-    order = (0, 2, 3, 1)
-    return not contiguous_copy(Spec(tuple(t.sizes[i] for i in order), tuple(t.strides[i] for i in order), t.dtype))
+    return is_channels_last(t.sizes, t.strides)
 
 
 def _factor(t: Spec) -> Poly:
