@@ -94,7 +94,7 @@ def exact(p: Poly) -> tuple[str, Poly] | None:
 def solve_rounded(p: Poly) -> tuple[str, Poly] | None:
     """Solve `p == 0` for a whole part that stands alone: ceiling(S/2) where ceiling(S/2) == 2*ceiling(S/4)."""
     found = {key: own for key in filter(_is_rounded, p.generators()) if (own := alone(p, key)) is not None}
-    for key in sorted(found, key=lambda k: (abs(found[k][0]), k)):  # the least factor divides the others most often
+    for key in sorted(found, key=lambda k: (abs(found[k][0]), k)):  # the smallest factor most often divides the others
         factor, rest = found[key]
         if not any(k[0] == "~" and generator(k).has(generator(key)) for k in rest.generators()):
             return key, rest / -factor

@@ -118,10 +118,10 @@ class OpKind:
     """Whether a kernel around it writes its result as well where a backward pass reads it."""
     again: Flag = field(default=False, repr=False)
     """Whether it is computed again for a backward pass."""
-    taken: Places = field(default=(), repr=False)
-    """Operands that the kernel of its gradients takes, whether its formula reads them or only their shapes."""
-    dense: Flag = field(default=False, repr=False)
-    """Whether this kernel copies a gradient that does not lie dense."""
+    saved_operands: Places = field(default=(), repr=False)
+    """Operands that autograd saves because the backward kernel has them as arguments, even if only for their shapes."""
+    copies_grad: Flag = field(default=False, repr=False)
+    """Whether the backward kernel copies an incoming gradient that is not contiguous."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Shapes, formats and layouts of the results; raises where operands do not fit."""

@@ -154,7 +154,7 @@ class Bindings(dict[str, Poly]):
 
     @property
     def held(self) -> tuple[Validity, ...]:
-        """The same, empty where nothing is bound, nor asked of what is open."""
+        """The validity as a tuple, empty if no size is bound and open sizes have no conditions."""
         return (self.validity,) if self.validity.names or self.validity.values else ()
 
 

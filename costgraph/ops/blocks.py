@@ -62,7 +62,7 @@ class Kernel(Working, Bodied):
     spare: Amount = ZERO
     """Bytes of the first result's storage beyond its elements: the kernel first wrote a larger tensor there."""
     gradient_workspace: Amount = ZERO
-    """Bytes that the kernel of its gradients needs while it runs, where what it is given lies dense."""
+    """Bytes of temporaries of the backward kernel, if the incoming gradient is contiguous."""
     flops, writes = rules.in_the_body, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

@@ -95,7 +95,7 @@ class Lesson:
     def forward(self) -> Graph:
         """The graph alone, its sources named as those of the backward pass are."""
         policy = self.checkpoint or Checkpoint()
-        return hoist(peel(policy.prepared(self.graph), policy.stops_in))
+        return hoist(peel(policy.prepared(self.graph), policy.stops_early_in))
 
     @cached_property
     def values(self) -> dict[str, Array]:

@@ -135,7 +135,7 @@ class Checkpoint:
             return _neighbours(ops, layers.layer)
         return [] if self.start else _neighbours(ops, self._group_of(layers))
 
-    def stops_in(self, op: Op) -> bool:
+    def stops_early_in(self, op: Op) -> bool:
         """Whether a loop is the last op of a run, so that recomputation may stop within its last iteration."""
         if not self.early_stop:
             return False

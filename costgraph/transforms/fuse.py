@@ -140,7 +140,7 @@ class _Fuser(_Joiner):
         self.unread: dict[Op | None, list[Tensor]] = {}
         """Views that nobody reads, by the op that makes what they are of: their sizes are dimensions all the same."""
         self.inside: set[Tensor] = set()
-        """What kernels make and do not write."""
+        """Intermediate results of kernels, which are not written to memory."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         if old.fused:
@@ -159,7 +159,7 @@ class _Fuser(_Joiner):
             if len(group) == 1:
                 if written == outside:
                     self.emit(group[0], new, suffix)
-                elif written:  # of what a program names longer, what is in memory
+                elif written:  # a `Keep`, of the tensors that are in memory
                     self.add(group[0], group[0].kind, [self.tensors[t] for t in written], new)
                 continue
             self.inside |= {t for op in group for t in op.results} - {*read}

@@ -129,7 +129,7 @@ class _Offloader(Rewriter):
         """Whether it runs on the host."""
 
     def chosen(self, what: str) -> bool:
-        """Whether something that the graph has lies on the host."""
+        """Whether one of the choices is offloaded; notes that the graph has it."""
         self.done |= self.what & {what}
         return what in self.what
 
@@ -342,12 +342,12 @@ class _Offloader(Rewriter):
         return (transfer(x, self.link, to="host"),)
 
     def left(self, t: Tensor, op: Op) -> Tensor:
-        """Return what an iteration leaves behind: on the host, if it leaves; what a loop inside leaves is there."""
+        """Return a result of an iteration, on the host if it is offloaded; an inner loop has moved its own results."""
         there = self.there(t)
         return self.away.get(t, there) if t in self.leaving else there
 
     def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return what all iterations read whole: a copy of it, if only ops of the other memory do.
+        """Return a tensor that all iterations read whole, copied if all readers are in the other memory.
 
         Each micro-batch is a forward and a backward pass, and has copies of its own.
         """

@@ -165,7 +165,7 @@ class _Unroller(Rewriter, Player[_Place]):
         return counts
 
     def one(self, op: Op, env: Env, place: _Place) -> None:
-        """Run an op; slices and stacks that stand around a loop share the iteration that the loop is in."""
+        """Run an op; slices and stacks around an inner loop get the suffix of its iteration."""
         with same_suffix(op.name + place[1]):
             super().one(op, env, place)
 
@@ -223,7 +223,7 @@ def _is_part(t: Tensor) -> bool:
 
 
 def _beside(op: Op, t: Tensor) -> str:
-    """Return the name of an op beside a loop, that reads or writes a tensor for it: in the scope of the loop."""
+    """Return a name, in the scope of a loop, for an op that reads or writes a tensor for the loop."""
     return "/".join((*op.scope.split("/"), base_name(t.name).rpartition("/")[2])).lstrip("/")
 
 

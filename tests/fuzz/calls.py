@@ -365,7 +365,7 @@ METHODS = {
             "prepared": lambda e: a(e.lm),
             "runs": lambda e: a(e.loss.ops),
             "keeps": lambda e: a(next(iter(e.loss.ops))),
-            "stops_in": lambda e: a(next(iter(e.loss.ops))),
+            "stops_early_in": lambda e: a(next(iter(e.loss.ops))),
             "recomputes": lambda e: a(e.loss),
         },
     ),

@@ -35,7 +35,7 @@ _CONVERTING: tuple[Callable[..., Any], ...] = (
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; those of axes of size 1 make no difference."""
+    """Whether a tensor has these strides, axes of size 1 aside."""
     return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 

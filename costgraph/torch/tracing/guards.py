@@ -80,7 +80,7 @@ def _texts(expr: Any, translator: Translator) -> list[str]:
 
 
 def _times(expr: Any, translator: Translator) -> Poly | None:
-    """Return how many times a size goes into another that it is divided by, where that is a whole number."""
+    """Return the quotient of two sizes if it is a whole number."""
     if not isinstance(expr, REMAINDERS):
         return None
     size, block = map(translator.formula, expr.args)

@@ -42,7 +42,7 @@ class Wanted:
     place: int
     """among what the call returned, -1 of an operand that it wrote into and did not return"""
     spare: Poly = ZERO
-    """bytes of its storage that hold no element"""
+    """bytes of its storage beyond its elements"""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def template_of(
 
 
 @cache
-def _taken(name: str) -> tuple[str, ...]:
-    """Return the arguments of the kernel of gradients of a name; none where torch has no such one."""
+def _arguments(name: str) -> tuple[str, ...]:
+    """Return the names of the arguments of a backward kernel; none if torch has no such kernel."""
     packet = getattr(torch.ops.aten, name, None)
     return _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
 
@@ -143,9 +143,9 @@ _KEPT = {"complex_backward": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
-    """State of the op what the kernel of its gradients takes, whether it copies that of the result, and its memory."""
+    """State facts about the backward kernel: saved operands, a copy of the incoming gradient, temporaries."""
     name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
-    taken, body, kernel = _taken(name), template.body, template.kernel
+    names, body, kernel = _arguments(name), template.body, template.kernel
     op = next((op for op in reversed(body.ops) if _works(op)), None)
     if op is None:
         return template
@@ -153,10 +153,10 @@ def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) 
     formals = dict(zip(template.operands, body.formals, strict=True))
     given = {k: formals.get(operands[v]) for k, v in call.arguments.items() if isinstance(v, Spec) and v in operands}
     own = {k: places[t.storage] for k, t in given.items() if t is not None and t.storage in places}
-    grad = next((n for n in taken if n.startswith("grad")), "grad_output")
+    grad = next((n for n in names if n.startswith("grad")), "grad_output")
     dense = Spec(call.out.sizes, contiguous(call.out.sizes), call.out.dtype)
     back = replace(call, name=name, arguments={**call.arguments, grad: dense})
-    facts: Any = {"taken": tuple(own[n] for n in taken if n in own), "dense": grad in copied(back)}
+    facts: Any = {"saved_operands": tuple(own[n] for n in names if n in own), "copies_grad": grad in copied(back)}
     if kernel is None:
         op.state(**facts)
         return template
@@ -292,7 +292,7 @@ def _settled(
 
 
 def _works(op: Op) -> bool:
-    """Whether an op is more than another view of its operand."""
+    """Whether an op does more than return a view of its operand."""
     return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 

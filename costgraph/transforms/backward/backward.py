@@ -76,7 +76,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return with_branches(apart(hoist(peel(policy.prepared(graph), policy.stops_in))), _hooks(policy))
+    return with_branches(apart(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy))
 
 
 def differentiate(

@@ -59,7 +59,9 @@ class _Inside:
         if maker.loop is not None:
             self.seen[t] = self.repeated(maker, t)
             return self.seen[t]
-        nested = isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE  # what it writes when it is alone
+        nested = (
+            isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE
+        )  # its results, where it is a kernel of its own
         found = self.handed_out(t) if nested or is_alone(maker) else None
         if nested or found is not None:
             return self.walk.saved(body.export(t)) if found is None else found
@@ -168,13 +170,15 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
-    taken = [walk.saved(t) for t in (op.operands[i] for i in op.kind.taken) if t.role in ("activation", "formal")]
+    saved = [
+        walk.saved(t) for t in (op.operands[i] for i in op.kind.saved_operands) if t.role in ("activation", "formal")
+    ]
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
         made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]
     for i, g in enumerate(out):
-        if taken and g is not None and g.role == "activation":
-            out[i] = keep(g, *taken)
+        if saved and g is not None and g.role == "activation":
+            out[i] = keep(g, *saved)
             break
     owner = body.owner
     assert owner is not None
@@ -222,8 +226,8 @@ def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *,
     assert body is not None
     # what a kernel computes again it says itself
     hooks = replace(walk.hooks, runs=lambda ops: ())
-    active = active_inside(op, walk.active) | active_in(body.ops, inside.own.together)
-    needs = [need or f in inside.own.together for f, need in zip(body.formals, needs, strict=True)]
+    active = active_inside(op, walk.active) | active_in(body.ops, inside.own.joint)
+    needs = [need or f in inside.own.joint for f, need in zip(body.formals, needs, strict=True)]
     back = Walk(hooks, active, inside.saved, fused=fused, rules=inside.own.rules)
     back.held = walk.held
     for t, grad in zip(body.outputs, grads, strict=False):

@@ -28,19 +28,19 @@ __all__ = ["peel"]
 Carries = frozenset[int]
 
 
-def peel(graph: Graph, stops_in: Callable[[Op], bool]) -> Graph:
+def peel(graph: Graph, stops_early_in: Callable[[Op], bool]) -> Graph:
     """Split loops of which some iterations at either end have other gradients than those in the middle.
 
     Which of its carries want a gradient, and to which one comes, follows from those of the iteration before it, or
     behind it: the iterations up to where that repeats itself are taken out. In place of such a loop there are loops of
     one iteration each, and one of the rest, which may be none, that read parts of its slices, and write into one stack.
-    Loops inside of kernels stay as they are. Those for which `stops_in` is true have their last iteration apart.
+    Loops inside of kernels stay as they are. Those for which `stops_early_in` is true have their last iteration apart.
     """
     if not any(op.loop is not None for op in graph.walk()):
         return graph
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     losses = (t for t in graph.outputs if not t.sizes and t.dtype.kind == "float")
-    peeler = _Peeler(active, graded_in(graph.ops, active, losses), stops_in)
+    peeler = _Peeler(active, graded_in(graph.ops, active, losses), stops_early_in)
     made = peeler.run(graph)
     return made if peeler.found else graph
 
@@ -157,9 +157,9 @@ class _Loop:
 
 
 class _Peeler(Rewriter):
-    def __init__(self, active: set[Tensor], graded: set[Tensor], stops_in: Callable[[Op], bool]) -> None:
+    def __init__(self, active: set[Tensor], graded: set[Tensor], stops_early_in: Callable[[Op], bool]) -> None:
         super().__init__()
-        self.stops_in = stops_in
+        self.stops_early_in = stops_early_in
         self.active, self.graded = active, graded
         """Tensors of the graph, or body, that is being copied: what may want a gradient, and what one comes to."""
         self.found = False
@@ -220,7 +220,7 @@ class _Peeler(Rewriter):
         if op.loop is None or new.fused:
             super().emit(op, new, suffix)
             return
-        loop = _Loop(op, self.active, self.graded, stops=self.stops_in(op))
+        loop = _Loop(op, self.active, self.graded, stops=self.stops_early_in(op))
         turns = loop.turns()
         if len(turns) > 1:
             self.found = True

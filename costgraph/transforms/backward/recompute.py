@@ -132,7 +132,7 @@ def _every(ops: Iterable[Op]) -> Iterator[Op]:
 
 
 def _stop_early(graph: Graph, copies: Sequence[Op]) -> None:
-    """Remove the ops behind the last one of which anything is read, those of a last iteration too."""
+    """Remove the ops after the last op whose result is read, also within a last iteration."""
     for op in reversed(copies):
         if any(_is_read(t) for t in op.results):
             if op.loop is not None and op.loop.count == ONE:
@@ -146,10 +146,10 @@ def _is_read(t: Tensor) -> bool:
 
 
 def _stop_within(op: Op, loop: Loop) -> None:
-    """Stop early in the only iteration of a loop, of which nothing is read that it hands on."""
+    """Stop early within a loop of one iteration whose carries are not read."""
     body, unread = loop.body, [t for t in loop.stacks if not _is_read(t)]
     for i, (start, t) in enumerate(zip(loop.starts, loop.lasts, strict=True)):
-        if not _is_read(t):  # the iteration hands on what it was given
+        if not _is_read(t):  # the carry passes through unchanged
             body.outputs[i] = loop.carries[i]
             t.storage, t.offset = start.storage, start.offset
     body.outputs[:] = [t for t, r in zip(body.outputs, op.results, strict=True) if r not in unread]

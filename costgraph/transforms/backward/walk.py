@@ -283,7 +283,7 @@ class Walk:
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
-        if op.kind.dense and not self.fused:
+        if op.kind.copies_grad and not self.fused:
             grads = [g if g is None or is_channels_last(g.sizes, g.strides) else contiguous_copy(g) for g in grads]
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
@@ -306,7 +306,7 @@ class Walk:
             return found
 
         if not self.fused:
-            for place in op.kind.taken:
+            for place in op.kind.saved_operands:
                 saved(op.operands[place])
         made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
         if self.fused:

@@ -200,7 +200,7 @@ class _Groups:
 
 
 def _read(op: Op) -> tuple[Tensor, ...]:
-    """Return the operands that an op reads: what a program only names longer need not be in memory."""
+    """Return the operands that an op reads: a `Keep` extends lifetimes and reads nothing."""
     if not isinstance(op.kind, Keep):
         return op.operands
     (made,) = op.results

@@ -43,8 +43,8 @@ class Inside:
     """tensors inside that the forward kernel writes"""
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules of ops inside, in place of those of their kinds"""
-    together: frozenset[Tensor] = frozenset()
-    """inputs whose gradients one kernel computes together, even if only one of them is needed"""
+    joint: frozenset[Tensor] = frozenset()
+    """inputs whose gradients one kernel computes, even if only one of them is needed"""
 
 
 #: `prepare(op, grads, saved)`: gradients of the kernel's results, and what stands for its operands and results.
@@ -97,7 +97,7 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return torch's `norm_backward`: g * x / norm, or what another order has, nothing where the norm is 0."""
+    """Return g * x / norm, or the formula of another order, and 0 at a norm of 0: torch's `norm_backward`."""
     x, y, g = _rows_beside(pull)
     assert pull.op.body is not None
     steps = {o.kind.function.name: o.kind for o in reversed(pull.op.body.ops) if isinstance(o.kind, Pointwise)}
@@ -108,7 +108,7 @@ def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     if next(o.kind.operation for o in pull.op.body.ops if isinstance(o.kind, Reduce)) == "sum":
         return (pointwise("sign", x) * g,)
     modulus = pointwise("abs", x)
-    # one of the two at the most holds: torch's `logical_or`
+    # torch's `logical_or`: at most one of both is true
     largest = pointwise("ne", pointwise("eq", modulus, y), pointwise("ne", modulus, modulus))
     shares, *between = _shared(g, largest, x)
     return (_kept(pointwise("sign", x) * shares, *between, modulus, largest),)
@@ -140,12 +140,12 @@ def _power(x: Tensor, exponent: float, *, inplace: bool = False) -> Tensor:
 
 
 def _kept(made: Tensor, *others: Tensor) -> Tensor:
-    """Let what a variable of torch's function names live until it returns."""
+    """Keep the local variables of torch's function alive until it returns."""
     return made if current_graph().fused else keep(made, *others)
 
 
 def _counted(found: Tensor, kept: Sequence[Poly], filled: Poly = ZERO) -> Tensor:
-    """Count where something holds, along axes of size 1 of a shape; a CPU casts the mask to int64 first."""
+    """Count the true elements of a mask, kept to axes of size 1; a CPU casts the mask to int64 first."""
     names = [f"n{i}" for i in range(found.ndim)]
     axes = " ".join("1" if n == ONE else name for n, name in zip(kept, names, strict=True))
 
@@ -169,7 +169,7 @@ def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Share a gradient, and return what that makes on the way, too.
+    """Divide a gradient among the true elements of a mask; also return the intermediate results.
 
     A CPU casts the count before the division, and the mask before it is multiplied.
     """
@@ -182,7 +182,7 @@ def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g * (y / x), torch's `prod_backward` where nothing is zero, which it asks."""
+    """Return g * (y / x): torch's `prod_backward`, which first checks for zeros, if there are none."""
     x, y, g = _rows_beside(pull)
     zeros = pointwise("eq", x, 0)
     if not pull.op.results[0].ndim:
@@ -354,8 +354,8 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     body = op.body
     assert body is not None
     factors = {_source(t) for o in body.ops if isinstance(o.kind, Einsum) for t in o.operands}
-    together = frozenset(t for t in factors if t.producer is None)
-    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule}, together)
+    joint = frozenset(t for t in factors if t.producer is None)
+    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule}, joint)
 
 
 def _source(t: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .amounts import contiguous_copy, size
 
 __all__ = ["copied", "neighbours", "overlapping", "workspace_of"]
 
-#: Padding by what is near the ends.
+#: Padding modes that copy elements near the borders.
 _PADDING = ("reflection", "replication")
 #: Arguments that a kernel makes dense, by op.
 _DENSE: dict[str, tuple[str, ...]] = {
@@ -82,13 +82,13 @@ _SUMS = frozenset({"sum", "cumsum", "cumprod", "prod", "mean"})
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
-#: Losses that are made of each element before they are added up, and how many tensors they take for it beside the
-#: storage of the result; and a gradient that is made in steps.
+#: Temporaries as large as the input, beyond the storage of the result: losses that compute each element before they
+#: reduce, and a gradient with several steps.
 _LOSSES = {
     "mse_loss": 1, "smooth_l1_loss": 1, "binary_cross_entropy_with_logits": 2, "huber_loss": 1,
     "soft_margin_loss_backward": 2,
 }  # fmt: skip
-#: The same of losses of each element, and of gradients of losses whose classes are weighted.
+#: Temporaries without a reduction, and of gradients with class weights.
 _OF_EACH = {"binary_cross_entropy_with_logits": 1, "soft_margin_loss_backward": 2}
 _WEIGHTED = {"binary_cross_entropy_with_logits_backward": 2}
 
@@ -113,7 +113,7 @@ def workspace_of(call: Call) -> Poly:
         copies.append(2 * call["weight"].bytes)  # sums for both gradients, of each thread
     if name.startswith(("upsample_nearest", "_upsample_nearest")) and not name.endswith("_backward"):
         copies.append(neighbours(call, 1))
-    if name == "kthvalue":  # rows that are put in order, and where their elements were
+    if name == "kthvalue":  # sorted values and their int64 indices
         copies.append(call["self"].numel * (call["self"].dtype.bytes + 8))
     if name == "im2col" and overlapping(call):
         copies.append(call["self"].bytes)  # of what windows that overlap are taken from
@@ -125,7 +125,7 @@ def workspace_of(call: Call) -> Poly:
 
 
 def copied(call: Call) -> tuple[str, ...]:
-    """Return the arguments that a kernel copies where they do not lie dense."""
+    """Return the arguments that a kernel copies if they are not contiguous."""
     if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
         return ()  # not computed by oneDNN
     tables = (_DENSE, _DENSE_OR_CHANNELS_LAST, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
