@@ -59,9 +59,7 @@ class _Inside:
         if maker.loop is not None:
             self.seen[t] = self.repeated(maker, t)
             return self.seen[t]
-        nested = (
-            isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE
-        )  # its results, where it is a kernel of its own
+        nested = isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE
         found = self.handed_out(t) if nested or is_alone(maker) else None
         if nested or found is not None:
             return self.walk.saved(body.export(t)) if found is None else found
@@ -170,9 +168,8 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
-    saved = [
-        walk.saved(t) for t in (op.operands[i] for i in op.kind.saved_operands) if t.role in ("activation", "formal")
-    ]
+    operands = (op.operands[i] for i in op.kind.saved_operands)
+    saved = [walk.saved(t) for t in operands if t.role in ("activation", "formal")]
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
         made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]
