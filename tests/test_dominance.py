@@ -3,6 +3,9 @@
 import itertools
 import random
 from fractions import Fraction
+from itertools import accumulate
+from math import prod
+from operator import mul
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +16,10 @@ from hypothesis import strategies as st
 
 from costgraph import BindingError, PatternError, dims
 from costgraph.algebra import dominance
-from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, lower
-from costgraph.algebra.polynomial import as_poly, poly
+from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower
+from costgraph.algebra.polynomial import as_poly, generator, poly
 from costgraph.algebra.pruning import prune
+from costgraph.algebra.roots import enclosed
 from costgraph.algebra.solving import solve
 from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.testing import value
@@ -338,3 +342,341 @@ def test_the_result_does_not_depend_on_the_hash_seed():
         "print([(str(p), t) for p, t in prune([(f(t), t) for t in texts], known)])\n"
     )
     assert len(outputs_under_hash_seeds(code)) == 1
+
+
+def relations_of(*texts):
+    return Relations(map(parse_relation, texts))
+
+
+def numbers(**sizes):
+    return {k: as_poly(v) for k, v in sizes.items()}
+
+
+# -- lower bounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("formula", "least"),
+    [
+        ("A**2", 1),
+        ("3*A**2*B**3", 3),
+        ("Max(A, 7)**2", 49),
+        ("Max(A, 7)*Max(B, 5)", 35),
+        ("A*B - B", 0),  # at A = 1
+        ("A*B/2 - B/2 + 3", 3),
+        ("A**2 - A", 0),
+        ("2*A - 1/2", Fraction(3, 2)),
+        ("A + B - 2", 0),
+        ("A - A**2", None),
+        ("Min(A - 5, B - 7)", -6),
+        ("Max(A - 5, B - 3)", -2),
+        ("floor(A/2)", 0),
+        ("floor(A/2 + 3)", 3),
+        ("ceiling(A/2 + 3)", 4),
+        ("8*ceiling(A/8) - A", 0),
+        ("A - 8*ceiling(A/8)", -7),
+        ("8*floor(A/8) - A", -7),
+        ("9*ceiling(A/8) - A", 1),
+        ("A - 4*ceiling(A/8)", -3),
+        ("B*(8*ceiling(A/8) - A) + 2", 2),
+        ("2*floor((A - 1)/2) - A", -2),
+        ("2*ceiling(A/8) - ceiling(A/4)", 0),
+        ("6*ceiling(ceiling(A/2)/3) - A", 0),
+        ("A - ceiling(A/2)**2", None),
+        ("B - ceiling(A/8)", None),
+    ],
+)
+def test_lower_bounds_are_reached(formula, least):
+    assert lower(parse_formula(formula)) == least
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(-9, 9), st.integers(1, 5), st.booleans(), *[st.integers(-9, 9)] * 4)
+def test_a_whole_part_lies_less_than_one_from_what_it_rounds(q, shift, r, up, a, b, c, d):
+    rounded = (sympy.ceiling if up else sympy.floor)(sympy.Rational(1, q) * (A + shift))
+    p = poly(a * A + b * rounded + c * sympy.ceiling(rounded * B / r) + d * B * rounded)
+    seen = min(p.bind(numbers(A=i, B=j)).constant for i in range(1, 3 * q * r + 1) for j in (1, 2, 3, 97))
+    least = lower(p)
+    assert least is None or least <= seen
+    assert not NOTHING_KNOWN.nonnegative(p) or seen >= 0
+    # S = q*c - r takes the place of a size: of a sum in one size and what rounds it nothing is lost
+    alone = poly(a * A + b * sympy.ceiling(A / q))
+    lowest = min(alone.bind(numbers(A=i)).constant for i in range(1, 2 * q + 1))
+    assert lower(alone) == (None if a * q + b < 0 else lowest)
+
+
+@pytest.mark.parametrize("formula", ["A + 1/B", "A/B", "A**2/B + 1/A", "2 + A/B"])
+def test_a_sum_with_reciprocals_is_not_bounded_by_its_value_at_one(formula):
+    p = parse_formula(formula)
+    low = min(p.bind(numbers(A=a, B=b)).constant for a in (1, 1000) for b in (1, 1000))
+    assert 0 <= lower(p) <= low
+
+
+ROOTS = ["sqrt(42)", "1/sqrt(698)", "1/(sqrt(14) + 84)", "2**(1/3)", "sqrt(10**30 + 1)", "sqrt(2)/10**12"]
+
+
+@pytest.mark.parametrize("text", ROOTS)
+def test_a_root_of_a_number_lies_between_fractions(text):
+    p = poly(sympy.sympify(text))
+    (key,) = p.generators()
+    low, high = enclosed(key)
+    value = sympy.N(generator(key), 60)
+    assert low < value < high
+    assert 0 < (high - low) / low < Fraction(1, 10**13)
+
+
+ROOT = sympy.sqrt(42)  # 6.48074069840786...
+BELOW, ABOVE = (sympy.Rational(n, 10**10) for n in (64807406984, 64807406985))
+
+
+@pytest.mark.parametrize(
+    ("formula", "proved"),
+    [
+        (ROOT * A - BELOW * A, True), (ROOT * A - ABOVE * A, False), (ABOVE * A - ROOT * A, True),
+        (BELOW * A - ROOT * A, False), ((ABOVE - ROOT) * A * B + B - 1, True), ((ABOVE - ROOT) * A * B - B, False),
+        (A / (ROOT + 1) - A / 8, True), (A / 8 - A / (ROOT + 1), False), (A * B / 7 - A * B / (ROOT + 1), True),
+    ],
+)  # fmt: skip
+def test_what_is_proved_of_roots(formula, proved):
+    assert NOTHING_KNOWN.nonnegative(poly(sympy.expand(formula))) is proved
+    assert len(prune([(poly(ROOT * A), ""), (poly(ABOVE * A), ""), (poly(6 * A + B), "")])) == 2
+
+
+# -- proofs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "formula"),
+    [
+        (["S >= 0"], "S - 1"),  # says less than that it is a size
+        (["S >= -3"], "S - 1"),
+        (["S >= 1"], "S - 1"),
+        (["S >= 2"], "S - 2"),
+        (["S == 1"], "1 - S"),
+        (["S <= 1"], "1 - S"),
+        (["A/2 >= B"], "A - 2*B"),
+        (["3*S >= D"], "3*S - D"),
+        (["3*S >= 2*D"], "6*S - 4*D"),
+        (["S <= 4", "S <= 9"], "4 - S"),
+        (["S <= 9", "S <= 4"], "4 - S"),
+        (["A + B <= 10"], "9 - B"),
+        (["A + B + C <= 10"], "8 - C"),
+        (["S <= 10"], "100 - S**2"),
+        (["S <= 10"], "110 - S**2 - S"),
+        (["S <= 10"], "100*B**3 - S**2*B**3"),
+        (["S <= 10"], "11*S - S**2 - 10"),  # (S - 1)*(10 - S)
+        (["S <= 10", "T <= 7"], "70 - S*T"),
+        (["S <= 10", "S >= 3"], "13*S - S**2 - 30"),  # (S - 3)*(10 - S)
+        (["F == 4*D", "D >= 7"], "F - 28"),
+        (["A >= B", "B >= 2*C"], "A - 2*C"),
+        (["A - B >= C"], "A - B - C"),
+        (["A > B*C"], "A - B*C - 1"),
+        (["A*B == C*D"], "A*B - C*D"),
+        (["A == 3"], "A*B - 3*B"),
+    ],
+)
+def test_what_assumptions_prove(texts, formula):
+    assert relations_of(*texts).nonnegative(parse_formula(formula))
+
+
+@pytest.mark.parametrize(
+    ("texts", "formula"),
+    [
+        ([], "1/(A*Min(A - 5, B))"),  # the sign of one factor is not known
+        (["S <= 9"], "1/(A - B)"),
+        (["S <= 9"], "S/(A - B)"),
+        (["S <= 10"], "99 - S**2"),
+        (["S <= 10"], "109 - S**2 - S"),
+        (["S <= 10"], "11*S - S**2 - 11"),
+        (["S >= 2"], "S - 3"),
+        (["3*S >= D"], "S - D"),
+        (["3*S >= D"], "2*S - D"),
+        (["A/2 >= B"], "A - 3*B"),
+        (["A + B <= 10"], "8 - B"),
+        (["A > B*C"], "A - B*C - 2"),
+        (["F == 4*D"], "F - 5*D"),
+        (["S <= 9", "S <= 4"], "3 - S"),
+    ],
+)
+def test_what_assumptions_do_not_prove(texts, formula):
+    assert not relations_of(*texts).nonnegative(parse_formula(formula))
+
+
+@pytest.mark.parametrize(
+    ("formula", "positive"),
+    [
+        ("A", True),
+        ("A - 1", False),  # 0 at A = 1
+        ("A*B - B + 1", True),
+        ("1/A", True),
+        ("(1 + 1/A)**B + 1", True),
+        ("(1 - 1/A)**B", False),  # 0 at A = 1
+        ("(1 - 1/A)**B - 1", False),
+        ("A - B", False),
+        ("1/(A - B)", False),
+        ("(1 - A/B)**C + 1", False),  # of no known sign
+    ],
+)
+def test_what_is_above_zero_for_all_sizes(formula, positive):
+    assert NOTHING_KNOWN.positive(parse_formula(formula)) is positive
+
+
+@pytest.mark.parametrize(
+    ("formula", "multiple"),
+    [
+        ("A/2 - B/3", "3*A - 2*B"),
+        ("A/B - C", "A - B*C"),
+        ("floor(A/2)/3 + 1", "floor(A/2) + 3"),
+        ("A/B**2 - 1/(2*C)", "2*A*C - B**2"),
+        ("(1 - 1/A)**B", None),
+        ("A*(1 - 1/A)**B - 1", None),
+        ("7", "7"),
+    ],
+)
+def test_a_positive_multiple_that_is_a_whole_number(formula, multiple):
+    assert integral(parse_formula(formula)) == (None if multiple is None else parse_formula(multiple))
+
+
+# -- solving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("formula", "prefer", "expected"),
+    [
+        ("A**2*B - 12", [], ("B", "12/A**2")),
+        ("A*B - C*D", ["A"], ("A", "C*D/B")),
+        ("A*B - C*D", ["D"], ("D", "A*B/C")),
+        ("A*B**2 - C**2*D", [], ("A", "C**2*D/B**2")),
+        ("A*B**2 - C**2*D", ["D"], ("D", "A*B**2/C**2")),
+        ("2*A*B - 3*C*D", ["C"], ("C", "2*A*B/(3*D)")),
+        ("A*floor(A/2) - B*C", [], ("B", "A*floor(A/2)/C")),
+        ("A*B + C*D + B*C", [], None),
+        ("A**2 - B**2*C**2", [], None),
+    ],
+)
+def test_products_are_solved_for_a_factor_that_occurs_once(formula, prefer, expected):
+    found = solve(parse_formula(formula), prefer)
+    assert found == (None if expected is None else (expected[0], parse_formula(expected[1])))
+
+
+@pytest.mark.parametrize(
+    ("text", "one", "other"),
+    [
+        ("K == D/H", "K*H + 1", "D + 1"),
+        ("D == H*K", "D*B", "B*H*K"),
+        ("Z == A + B", "Z*C", "A*C + B*C"),
+        ("2*Z == A", "A**2", "4*Z**2"),
+    ],
+)
+def test_equal_sizes_become_the_same_polynomial(text, one, other):
+    relations = relations_of(text)
+    assert parse_formula(one) != parse_formula(other)
+    assert relations.reduce(parse_formula(one)) == relations.reduce(parse_formula(other))
+    assert relations.reduce(parse_formula("X*Y")) == parse_formula("X*Y")
+
+
+# -- bound sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "admitted", "refused"),
+    [
+        ("2**A > 2**B", {"A": 3, "B": 2}, {"A": 2, "B": 3}),
+        ("2**A >= 2**B", {"A": 2, "B": 2}, {"A": 2, "B": 3}),
+        ("A == B*C", {"A": 6, "B": 2, "C": 3}, {"A": 7, "B": 2, "C": 3}),
+        ("A == B*C", {"A": 6, "B": 2, "C": 3}, {"A": 5, "B": 2, "C": 3}),
+        ("A > B", {"A": 3, "B": 2}, {"A": 2, "B": 2}),
+        ("A >= B", {"A": 2, "B": 2}, {"A": 2, "B": 3}),
+    ],
+)
+def test_sizes_that_break_an_assumption_are_refused_and_others_are_not(text, admitted, refused):
+    relation = parse_relation(text)
+    relation.check(numbers(**admitted))
+    with pytest.raises(BindingError, match="against the assumption"):
+        relation.check(numbers(**refused))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["S <= 1"], ["S == 1"], ["S <= 4", "S >= 4"], ["A + B <= 2"], ["2*S >= 3", "2*S <= 4"], ["A >= B", "B >= A"]],
+)
+def test_assumptions_that_one_point_satisfies_are_no_contradiction(texts):
+    relations_of(*texts)
+
+
+@pytest.mark.parametrize("texts", [["A + B <= 2", "A >= 2"], ["S < 1"], ["2*S >= 3", "2*S <= 3"], ["S == 1/2"]])
+def test_assumptions_that_no_point_satisfies_are_refused(texts):
+    with pytest.raises(PatternError, match="contradicts"):
+        relations_of(*texts)
+
+
+# -- pruning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "candidates", "largest", "smallest"),
+    [
+        ([], ["A", "A + 1"], {"A + 1"}, {"A"}),
+        ([], ["A*B", "A", "B"], {"A*B"}, {"A", "B"}),
+        ([], ["A*B + 5", "A + 5", "5"], {"A*B + 5"}, {"5"}),
+        ([], ["A + C", "B + C"], {"A + C", "B + C"}, {"A + C", "B + C"}),
+        ([], ["A**2", "1000*A"], {"A**2", "1000*A"}, {"A**2", "1000*A"}),
+        ([], ["A**2 + 1000*B", "A*B", "B + 1"], {"A**2 + 1000*B", "A*B"}, {"A*B", "B + 1"}),
+        (["A >= B"], ["A + C", "B + C"], {"A + C"}, {"B + C"}),
+        (["A <= 1000"], ["A**2", "1000*A"], {"1000*A"}, {"A**2"}),
+        (["A == B"], ["A*C", "B*C"], {"A*C"}, {"A*C"}),
+    ],
+)
+def test_what_a_maximum_and_a_minimum_need(texts, candidates, largest, smallest):
+    relations = relations_of(*texts)
+    for order in (candidates, candidates[::-1]):
+        for wanted, flag in ((largest, True), (smallest, False)):
+            kept = prune([(parse_formula(t), t) for t in order], relations, largest=flag)
+            if "A == B" in texts:  # either stands for both
+                assert len(kept) == 1
+            else:
+                assert {label for _, label in kept} == wanted
+
+
+def test_of_many_candidates_those_remain_that_are_the_largest_somewhere():
+    rows = [f"{a}*A + {b}*B" for a in range(1, 8) for b in range(1, 8)]
+    sums = [t for t in rows if sum(int(part.split("*")[0]) for part in t.split(" + ")) == 8]
+    kept = {label for _, label in prune([(parse_formula(t), t) for t in rows if t not in sums[1:-1]])}
+    assert kept == {"7*A + 7*B"}
+    kept = {label for _, label in prune([(parse_formula(t), t) for t in sums])}
+    assert kept == {"1*A + 7*B", "7*A + 1*B"}  # no one is the larger at every size; those between are means of the two
+    bent = [f"{a}*A + {64 - a * a}*B" for a in range(1, 8)]  # above the means of their neighbours
+    assert {label for _, label in prune([(parse_formula(t), t) for t in bent])} == set(bent)
+    assert prune([(poly(3), "a"), (poly(2), "b")]) == [(poly(3), "a")]
+
+
+@pytest.mark.parametrize("text", ["S == 4*floor(S/4)", "32*B*S == 128*B*floor(S/4)", "S - 4*ceiling(S/4) == 0"])
+def test_a_whole_part_that_is_all_is_put_in_everywhere(text):
+    """Held against all sizes that the assumption leaves: multiples of 4."""
+    part = "ceiling(S/4)" if "ceiling" in text else "floor(S/4)"
+    for formula in (part, f"floor(S/{part})", f"{part}**2*Max(S, {part})", "floor(S/8)"):
+        p = parse_formula(formula)
+        found = relations_of(text).reduce(p)
+        assert "floor(S/4)" not in str(found)
+        assert "ceiling(S/4)" not in str(found)
+        for size in (4, 8, 12, 44):
+            assert found.bind(numbers(S=size)) == p.bind(numbers(S=size))
+    assert relations_of(text).reduce(parse_formula(f"floor(S/{part})")).constant == 4
+
+
+@pytest.mark.parametrize("up", [False, True])
+@given(st.lists(st.sampled_from([2, 3, 4, 6, 8]), min_size=1, max_size=3), st.permutations(range(3)))
+def test_equal_multiples_of_whole_parts_are_one_size(up, steps, order):
+    """Held against all sizes that the assumptions leave, as of the levels of a U-Net."""
+    rounded = sympy.ceiling if up else sympy.floor
+    S, parts = sympy.Symbol("S", integer=True, positive=True), list(accumulate(steps, mul, initial=2))
+    sizes = [rounded(S / n) for n in parts]
+    texts = [f"{a} == {n}*{b}" for a, b, n in zip(sizes, sizes[1:], steps, strict=False)]
+    relations = relations_of(*(texts[i] for i in order if i < len(texts)))
+    levels = [poly(prod(steps[:i]) * size) for i, size in enumerate(sizes)]
+    assert len({relations.reduce(p) for p in levels}) == 1
+    mixed = poly(rounded(sizes[0] * S / 5) + S * sizes[-1])
+    for size in range(1, 3 * parts[-1]):
+        at = numbers(S=size)
+        if len({p.bind(at) for p in levels}) == 1:
+            assert relations.reduce(mixed).bind(at) == mixed.bind(at)

@@ -1,4 +1,9 @@
+"""Reductions: of merged and split axes, of domains, inside bodies."""
+
+from math import prod
+
 import einops
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +11,8 @@ from hypothesis import strategies as st
 from oracles import graph_of, strides
 
 import costgraph as cg
-from costgraph import GraphError, PatternError, ShapeError
+from costgraph import GraphError, PatternError, ShapeError, testing
+from costgraph.ops.reduce import REDUCTIONS
 
 
 @given(st.data())
@@ -106,3 +112,114 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
         x = g.input("x", (3, 5))
         with pytest.raises(error, match=text):
             call(x)
+
+
+B, L = cg.dims("B L")
+
+
+def test_the_operations_are_these_and_give_these_formats():
+    assert sorted(REDUCTIONS) == sorted(["sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin"])
+    formats = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        for operation in REDUCTIONS:
+            y = cg.reduce(x, "a b -> a", operation)
+            assert (y.dtype.name, y.producer.name) == (formats.get(operation, "fp32"), operation)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+@pytest.mark.parametrize("operation", ["any", "all", "max", "min", "prod"])
+def test_formats_of_integers(operation, dtype):
+    with cg.Graph("g") as g:
+        y = cg.reduce(g.input("x", (3, 5), dtype=dtype), "a b -> b", operation)
+    expected = {"any": "bool", "all": "bool", "prod": "int64"}.get(operation, dtype)
+    assert y.dtype.name == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "sizes", "axes", "result"),
+    [
+        ("a b c -> (a b)", (2, 3, 5), {}, (2,), (6,)),
+        ("a b c d -> (a b) c", (2, 3, 5, 7), {}, (3,), (6, 5)),
+        ("a b c d -> 1 (a b) 1", (2, 3, 5, 7), {}, (2, 3), (1, 6, 1)),
+        ("a b c d -> a (b c) 1", (2, 3, 5, 7), {}, (3,), (2, 15, 1)),
+        ("a 1 c -> a", (2, 1, 5), {}, (1, 2), (2,)),
+        ("a 1 c -> 1 a", (2, 1, 5), {}, (1, 2), (1, 2)),
+        ("a 1 c -> (a c)", (2, 1, 5), {}, None, None),
+        ("(a b) 1 c -> b (c) 1", (6, 1, 5), {"a": 2}, None, None),
+        ("(a b) c -> a", (6, 5), {"a": 2}, None, (2,)),
+        ("(a b) c -> (b c)", (6, 5), {"a": 2}, None, (15,)),
+    ],
+)
+def test_merged_axes_of_results_are_those_of_numpy(pattern, shape, sizes, axes, result):
+    with cg.Graph("g") as g:
+        x = g.input("x", shape)
+        try:
+            y = cg.reduce(x, pattern, "sum", **sizes)
+        except cg.CostGraphError:
+            assert result is None
+            return
+        g.output(y)
+    values = np.arange(prod(shape), dtype=float).reshape(shape)
+    if axes is not None:
+        assert y.shape == result
+        expected = values.sum(axis=axes).reshape(result)
+        assert np.array_equal(testing.run(g, {"x": values}).outputs[0], expected)
+    elif result is not None:
+        split = values.reshape(2, 3, 5)
+        expected = split.sum(axis=(1, 2)) if result == (2,) else split.sum(axis=0).reshape(15)
+        assert np.array_equal(testing.run(g, {"x": values}).outputs[0], expected)
+    assert cg.flops(g) == prod(shape)
+    testing.check(g)
+
+
+@pytest.mark.parametrize("pattern", ["h s t -> s t", "h s t -> t s", "h s t -> s", "h s t -> h t", "h s t -> t 1 s"])
+@pytest.mark.parametrize("dims", [("s", "t"), ("t", "s")])
+def test_a_domain_stays_where_both_of_its_axes_do(pattern, dims):
+    causal = cg.Domain(causal=True)
+    with cg.Graph("g") as g:
+        q, k = g.input("q", (2, 7, 3)), g.input("k", (2, 7, 3))
+        left = " ".join(["h", *dims])
+        scores = cg.einsum(q, k, f"h s d, h t d -> {left}", domain=causal, over=("s", "t"))
+        y = cg.reduce(scores, pattern.replace("h s t", left), "sum")
+        z = cg.relu(y)
+        g.output(z)
+    axes = pattern.split("-> ")[1].split()
+    if "s" in axes and "t" in axes:
+        assert y.domain == (causal, axes.index("s"), axes.index("t"))
+    else:
+        assert y.domain is None
+    # two heads of 7 * 8 / 2 pairs are added up
+    assert cg.costs(g).filter(op="sum").total().pointwise == 2 * 28
+    assert cg.costs(g).filter(op="relu").total().pointwise == (28 if y.domain else prod(y.shape))
+    testing.check(g)
+
+
+def test_a_reduction_in_a_body_captures_what_it_reads():
+    with cg.Graph("g") as g:
+        x, w = g.input("x", (3, 5)), g.input("w", (3, 5, 7))
+
+        def body(h):
+            return h + cg.reduce(w, "a b c -> a b", "sum")
+
+        g.output(cg.repeat(L, body, x))
+        with cg.kernel("inside"):
+            y = cg.reduce(w, "a b c -> (a b)", "max")
+        g.output(y)
+    assert cg.flops(g, L=2) == 2 * (3 * 5 * 7 + 3 * 5) + 3 * 5 * 7
+    testing.check(g, L=2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "int64"])
+def test_a_mean_of_integers_is_refused_as_in_torch(dtype):
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5), dtype=dtype)
+        with pytest.raises(cg.ShapeError, match=r"mean of .* expected a floating format"):
+            cg.reduce(x, "a b -> a", "mean")
+        for half in ("bf16", "fp64"):
+            assert cg.reduce(g.input(half, (3, 5), dtype=half), "a b -> a", "mean").dtype.name == half
+
+
+def test_a_size_that_is_none_names_the_function():
+    with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=r"^reduce: "):
+        cg.reduce(g.input("x", (6, 5)), "(a b) c -> a", "sum", a="two")

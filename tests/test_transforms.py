@@ -1,9 +1,13 @@
+"""What transforms keep, and which ops one kernel may run."""
+
+from contextlib import nullcontext
+
 import pytest
 
 import costgraph as cg
 from costgraph import BindingError, GraphError
 
-B, D, F, L, N, S, T = cg.dims("B D F L N S T")
+B, D, F, L, N, S, T, W = cg.dims("B D F L N S T W")
 
 
 def block(x):
@@ -216,3 +220,442 @@ def test_fusion_never_adds_bytes_or_changes_flops_of_models():
             assert cg.bytes_moved(fused, fused=True) == cg.bytes_moved(g, fused=True)
             assert cg.peak_memory(fused, B=2, S=64) <= cg.peak_memory(g, B=2, S=64)
             assert cg.param_count(fused) == cg.param_count(g)
+
+
+def fused_ops(g):
+    """Names of the ops in each kernel of a graph."""
+    return [
+        [inner.name.split("/")[-1] for inner in op.body.ops] for op in g.ops if op.body is not None and op.loop is None
+    ]
+
+
+# -- unrolling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [2, 5, 100])
+def test_unrolling_binds_the_windows_of_domains(window):
+    def body(x):
+        return cg.attention(x, x, x, causal=True, window=W)
+
+    with cg.Graph("g") as g:
+        g.output(cg.repeat(L, body, g.input("x", (2, 3, S, 5)), name="layers"))
+    flat = cg.unroll(g, L=3, W=window)
+    assert cg.flops(flat, S=7) == cg.flops(g, L=3, S=7, W=window)
+    assert cg.bytes_moved(flat, S=7) == cg.bytes_moved(g, L=3, S=7, W=window)
+    with pytest.raises(cg.BindingError, match="'W' is no dimension"):
+        cg.flops(flat, S=7, W=3)
+
+
+def test_unrolling_keeps_scopes_names_and_defaults():
+    def body(x):
+        with cg.scope("mlp"):
+            return cg.tanh(cg.linear(x, "b d -> b e", e=D, name="up"))
+
+    with cg.Graph("model", dtype="bf16") as g:
+        g.output(cg.repeat(L, body, cg.relu(g.input("x", (B, D))), name="layers"))
+    flat = cg.unroll(g, L=3)
+    assert (flat.name, {t.dtype.name for t in flat.tensors}) == ("model", {"bf16"})
+    mine = cg.costs(flat, B=2, D=5).group("scope", 2).total()
+    theirs = cg.costs(g, L=3, B=2, D=5).group("scope", 2).total()
+    assert mine == theirs
+    assert set(mine) == {"", "layers/mlp"}
+    assert cg.param_count(flat, D=5) == 3 * 25
+
+
+def test_slices_of_an_unrolled_scan_lie_side_by_side():
+    def body(h, x):
+        h = cg.tanh(h + x)
+        return h, cg.relu(h)
+
+    with cg.Graph("g") as g:
+        g.output(cg.scan(3, body, g.input("h", (5,)), g.input("xs", (3, 5)))[1])
+    flat = cg.unroll(g)
+    (xs,) = [t for t in flat.tensors if t.name == "xs"]
+    read = [t.offset.constant for t in flat.tensors if t.storage is xs.storage and t is not xs and t.ndim == 1]
+    assert sorted(set(read)) == [0, 5, 10]
+    written = [op.results[0].offset.constant for op in flat.ops if op.name.split("/")[-1].startswith("relu")]
+    assert written == [0, 5, 10]
+
+
+# -- fusing ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_of_a_scope_has_its_name_and_the_workspace_of_its_ops():
+    with cg.Graph("g") as g:
+        x = g.input("x", (7, 5))
+        with cg.scope("a"), cg.scope("b"):
+            (y,) = cg.opaque("one", [cg.relu(x)], [((7, 5), "fp32")], flops=0, workspace=11)
+            (y,) = cg.opaque("two", [y], [((7, 5), "fp32")], flops=0, workspace=100)
+        g.output(y)
+    made = cg.fuse(g, scope="a/b")
+    (kernel,) = made.ops
+    assert (kernel.name, kernel.scope) == ("a_b", "a/b")
+    at = 4 * 7 * 5
+    assert cg.peak_memory(g) == max(2 * at, 3 * at + 11, 3 * at + 100)
+    assert cg.peak_memory(made) == 2 * at + 11 + 100
+    assert cg.bytes_moved(made) == 2 * at
+
+
+def test_a_chain_is_a_kernel_in_the_scope_of_its_last_op():
+    with cg.Graph("g") as g:
+        x = g.input("x", (7, 5))
+        with cg.scope("mlp"):
+            y = cg.relu(cg.tanh(x))
+        g.output(y)
+    (kernel,) = cg.fuse(g).ops
+    assert (kernel.name, kernel.scope) == ("mlp/fused", "mlp")
+
+
+@pytest.mark.parametrize(("axis", "kernels"), [(-1, 1), (0, 0)])
+def test_a_kernel_joins_a_chain_if_it_works_along_rows(axis, kernels):
+    with cg.Graph("g") as g:
+        g.output(cg.relu(cg.softmax(cg.relu(g.input("x", (7, 5))), axis)))
+    made = cg.fuse(g)
+    at = 4 * 7 * 5
+    assert cg.bytes_moved(made) == (2 * at if kernels else 6 * at)
+    assert cg.flops(made) == cg.flops(g)
+
+
+@pytest.mark.parametrize(("operands", "kernels"), [(1, 1), (4, 1), (5, 2)])
+def test_what_is_broadcast_is_computed_where_it_is_read_unless_it_reads_much(operands, kernels):
+    with cg.Graph("g") as g:
+        h = cg.relu(sum((cg.tanh(g.input(f"x{i}", (3, 5))) for i in range(operands)), start=1))
+        g.output(cg.relu(h + g.input("z", (7, 3, 5))))
+    made = cg.fuse(g)
+    assert len(made.ops) == kernels
+    small, large = 4 * 3 * 5, 4 * 7 * 3 * 5
+    # in a kernel of its own it is written and read once more
+    assert cg.bytes_moved(made) == operands * small + 2 * large + (2 * small if kernels == 2 else 0)
+
+
+def test_what_overwrites_an_operand_in_between_keeps_a_scope_apart():
+    with cg.Graph("g") as g:
+        h, z = cg.gelu(g.input("x", (7, 5))), cg.gelu(g.input("z", (7, 5)))
+        with cg.scope("a"):
+            y = cg.tanh(h)
+        w = cg.relu(h, inplace=True)
+        v = cg.relu(z, inplace=True)
+        with cg.scope("a"):
+            y = cg.tanh(y)
+        g.output(y + w + v)
+    with pytest.raises(cg.GraphError, match="'relu' outside needs what is made inside"):
+        cg.fuse(g, scope="a")
+
+
+# -- which ops share a kernel, by name ---------------------------------------------------------------------------------
+
+
+def scores(x, **options):
+    """Products of queries and keys with a domain."""
+    q, k = x(7, 3), x(7, 3)
+    return cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True, **options), over=("s", "t"))
+
+
+def unfused_and_fused(build):
+    with cg.Graph("g") as g:
+        made = build(lambda *shape: g.input(f"x{len(g)}", shape))
+        g.output(*made if isinstance(made, tuple) else (made,))
+    made = cg.fuse(g)
+    assert cg.flops(made) == cg.flops(g)
+    return g, made
+
+
+@pytest.mark.parametrize("scopes", [("", "a", "b"), ("", "", "b"), ("a", "a", ""), ("a", "", "b")])
+def test_a_kernel_is_named_by_the_last_of_several_scopes(scopes):
+    with cg.Graph("g") as g:
+        y = g.input("x", (7, 5))
+        for name in scopes:
+            with cg.scope(name) if name else nullcontext():
+                y = cg.ops.pointwise("exp", y)
+        g.output(y)
+    (kernel,) = cg.fuse(g).ops
+    last = scopes[-1]
+    assert (kernel.name, kernel.scope, kernel.phase) == (f"{last}/fused" if last else "fused", last, "forward")
+    assert [op.scope for op in kernel.body.ops] == list(scopes)
+
+
+def test_a_kernel_of_a_scope_has_the_scope_asked_for():
+    with cg.Graph("g") as g:
+        with cg.scope("a"):
+            y = cg.relu(g.input("x", (7, 5)))
+            with cg.scope("b"):
+                y = cg.tanh(y)
+        with cg.scope("ab"):
+            y = cg.tanh(y)
+        g.output(y)
+    kernel, other = cg.fuse(g, scope="a").ops
+    assert (kernel.name, kernel.scope, other.name) == ("a", "a", "ab/tanh")
+    assert fused_ops(cg.fuse(g, "a/b")) == [["tanh"]]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_ops_between_do_no_harm_unless_they_touch_what_the_chain_reads(inplace):
+    def build(x):
+        a, z = x(7, 5), cg.gelu(x(7, 5)) @ x(5, 5)
+        h = cg.relu(a)
+        w = cg.relu(z, inplace=True) if inplace else a @ x(5, 5)
+        return cg.tanh(h), w
+
+    _, made = unfused_and_fused(build)
+    assert ["relu", "tanh"] in fused_ops(made)
+
+
+def test_ops_in_place_join_a_chain_and_kernels_with_workspace_are_left_alone():
+    def in_place(x):
+        return cg.tanh(cg.relu(cg.gelu(x(7, 5)) @ x(5, 5), inplace=True))
+
+    def with_space(x):
+        with cg.kernel("k", workspace=100):
+            y = cg.relu(x(7, 5))
+        return cg.tanh(y)
+
+    def without(x):
+        with cg.kernel("k"):
+            y = cg.relu(x(7, 5))
+        return cg.tanh(y)
+
+    assert fused_ops(unfused_and_fused(in_place)[1]) == [["relu", "tanh"]]
+    assert fused_ops(unfused_and_fused(with_space)[1]) == [["relu"]]
+    assert fused_ops(unfused_and_fused(without)[1]) == [["k", "tanh"]]
+
+
+def test_a_kernel_with_a_product_inside_is_not_light():
+    def build(x):
+        with cg.kernel("k"):
+            y = cg.tanh(cg.relu(x(7, 5) @ x(5, 5)))
+        return cg.tanh(y)
+
+    assert fused_ops(unfused_and_fused(build)[1]) == [["matmul", "relu", "tanh"]]
+
+
+def test_a_scope_with_a_loop_and_other_ops_is_refused():
+    with cg.Graph("g") as g, cg.scope("a"):
+        g.output(cg.tanh(cg.repeat(3, cg.relu, cg.relu(g.input("x", (7, 5))), name="loop")))
+    with pytest.raises(cg.GraphError, match="holds a Repeat, expected ops that one kernel can run"):
+        cg.fuse(g, scope="a")
+
+
+def test_dropout_joins_a_chain():
+    _, made = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
+    assert fused_ops(made) == [["tanh", "dropout", "relu"]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_result_that_is_read_lies_as_a_kernel_writes_it(turned):
+    def build(x):
+        y = cg.relu(cg.rearrange(x(7, 5), "a b -> b a") if turned else x(5, 7))
+        return y, cg.reduce(y, "b a -> b", "sum")
+
+    g, made = unfused_and_fused(build)
+    assert [t.is_contiguous for t in g.outputs] == [not turned, True]
+    assert fused_ops(made) == ([] if turned else [["relu", "sum"]])
+
+
+def test_a_loop_is_no_part_of_a_chain_and_its_body_has_chains_of_its_own():
+    def build(x):
+        h = cg.tanh(cg.relu(x(7, 5)))
+        h = cg.repeat(3, lambda y: cg.tanh(cg.relu(y)), h, name="loop")
+        return cg.relu(cg.tanh(h))
+
+    g, made = unfused_and_fused(build)
+    assert [op.kind.name for op in made.ops] == ["kernel", "repeat", "kernel"]
+    assert [len(names) for names in fused_ops(made)] == [2, 2]
+    (loop,) = [op for op in made.ops if op.loop is not None]
+    assert fused_ops(loop.body) == [["relu", "tanh"]]
+    # two ops read and write 35 elements each, a kernel once; before, three times in the loop and after it
+    assert (cg.bytes_moved(g), cg.bytes_moved(made)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)
+
+
+def test_ops_with_other_domains_are_apart():
+    def same(x):
+        return cg.relu(scores(x)) + x(7, 7)
+
+    def other(x):
+        return cg.ops.pointwise("causal_mask_backward", cg.relu(scores(x)))  # whole again
+
+    assert fused_ops(unfused_and_fused(same)[1]) == [["relu", "add"]]
+    assert fused_ops(unfused_and_fused(other)[1]) == []
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a b c -> a b", "a b c -> a b 1", "a b c -> a", "a b c -> b c", "a b c -> a c", "a b c -> b a",
+        "a b c -> a 1 c", "a b c -> ",
+    ],
+)  # fmt: skip
+def test_what_runs_over_results_of_a_reduction_joins_it(pattern):
+    _, made = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
+    assert fused_ops(made) == [["relu", "sum", "tanh"]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kernels"),
+    [
+        ("a b c -> a b 1", [["relu", "sum", "div"]]),
+        ("a b c -> a 1 1", [["relu", "sum", "div"]]),
+        # spread over blocks of threads: there when all of them have ended
+        ("a b c -> 1 b c", []),
+        ("a b c -> a 1 c", []),
+        ("a b c -> 1 1 1", []),
+    ],
+)
+def test_what_needs_a_reduction_of_its_own_row_joins_it(pattern, kernels):
+    def build(x):
+        y = cg.relu(x(2, 3, 5))
+        return y / cg.reduce(y, pattern, "sum")
+
+    assert fused_ops(unfused_and_fused(build)[1]) == kernels
+
+
+def test_numbers_of_rows_are_no_numbers_of_columns():
+    """Both are 7 of 7 * 7 elements: a row of the quotient needs one of them, or all."""
+
+    def build(columns):
+        def quotient(x):
+            y = x(7, 7)
+            rows = cg.reduce(y, "a b -> a", "sum")
+            return y / (rows if columns else cg.rearrange(rows, "a -> a 1"))
+
+        return quotient
+
+    assert fused_ops(unfused_and_fused(build(columns=False))[1]) == [["sum", "rearrange", "div"]]
+    assert fused_ops(unfused_and_fused(build(columns=True))[1]) == []
+
+
+def test_what_is_broadcast_joins_what_reads_it():
+    def small_first(x):
+        return cg.tanh(cg.relu(x(5)) + x(7, 5))  # relu runs over 5, the sum over 7 * 5
+
+    def leading(x):
+        return cg.relu(cg.relu(x(7, 5)) + x(5))
+
+    def column(x):
+        return cg.tanh(cg.relu(x(7, 1)) * x(7, 5))
+
+    assert fused_ops(unfused_and_fused(small_first)[1]) == [["relu", "add", "tanh"]]
+    assert fused_ops(unfused_and_fused(leading)[1]) == [["relu", "add", "relu_1"]]
+    assert fused_ops(unfused_and_fused(column)[1]) == [["relu", "mul", "tanh"]]
+
+
+def test_a_kernel_has_all_producers_of_its_ops_that_allow_it():
+    def build(x):
+        a, b = cg.relu(x(7, 5)), cg.tanh(x(7, 5))
+        return a + b
+
+    _, made = unfused_and_fused(build)
+    assert fused_ops(made) == [["relu", "tanh", "add"]]
+    assert cg.bytes_moved(made) == 4 * 35 * 3  # two are read and one is written
+
+
+def test_ops_that_read_the_same_are_one_kernel():
+    def build(x):
+        a = x(7, 5)
+        return cg.relu(a), cg.tanh(a), cg.reduce(a, "a b -> a", "sum")
+
+    _, made = unfused_and_fused(build)
+    assert fused_ops(made) == [["relu", "tanh", "sum"]]
+    assert cg.bytes_moved(made) == 4 * (3 * 35 + 7)
+
+
+def test_a_number_made_of_numbers_is_fused():
+    _, made = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
+    assert fused_ops(made) == [["relu", "tanh"]]
+    _, made = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
+    assert fused_ops(made) == [["sum", "tanh", "relu"]]
+
+
+def test_an_unrolled_stack_begins_as_storage_without_content():
+    with cg.Graph("g") as g:
+        _, ys = cg.scan(L, lambda h, x: (cg.relu(h), h + x), g.input("h", (D,)), g.input("xs", (L, D)))
+        g.output(ys)
+    flat = cg.unroll(g, L=3)
+    assert [op.kind.name for op in flat.ops].count("empty") == 1
+    assert flat.ops[0].kind.name == "empty"
+    rows = {row.op: row for row in cg.costs(flat)}
+    assert flat.ops[0].name not in rows  # nothing is read or written
+    assert cg.peak_memory(flat, D=7) == cg.peak_memory(g, L=3, D=7)
+
+
+# -- epilogues, and what is not fused ----------------------------------------------------------------------------------
+
+
+def convolved(x, then):
+    """A convolution with batch norm and what is done in place then, and a residual."""
+    y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=x.sizes[1], name="conv")
+    y = cg.nn.batch_norm(y, name="norm")
+    return then(cg.relu(y, inplace=True) + x)
+
+
+def image():
+    with cg.Graph("image") as g:
+        g.output(convolved(g.input("x", (2, 3, 7, 7)), cg.tanh))
+    return g
+
+
+def test_norm_activation_and_residual_are_one_kernel_behind_a_convolution():
+    g, at, made = image(), 4 * 2 * 3 * 7 * 7, cg.fuse(image())
+    assert fused_ops(made) == [["batch_norm", "relu", "add", "tanh"]]
+    weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
+    # the convolution reads x and writes, the kernel reads that, x and four numbers a channel, and writes
+    assert cg.bytes_moved(made) == 2 * at + weights + 3 * at + channels
+    assert cg.flops(made) == cg.flops(g)
+    # x, what is convolved and the result: nothing inside has storage
+    assert cg.peak_memory(made) == 3 * at + weights + channels + 8
+    assert cg.peak_memory(g) == cg.peak_memory(made)
+
+
+def test_with_epilogues_a_convolution_takes_what_is_behind_it():
+    g, at = image(), 4 * 2 * 3 * 7 * 7
+    made = cg.fuse(g, epilogues=True)
+    assert fused_ops(made) == [["conv", "batch_norm", "relu", "add", "tanh"]]
+    weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
+    assert cg.bytes_moved(made) == 2 * at + weights + channels  # x once, and the result
+    assert cg.peak_memory(made) == 2 * at + weights + channels + 8
+    assert cg.flops(made) == cg.flops(g)
+
+
+def test_an_epilogue_is_that_of_one_product_and_goes_no_further_than_its_elements():
+    def build(x):
+        a, b = x(7, 5) @ x(5, 5), x(7, 5) @ x(5, 5)
+        return cg.softmax(cg.tanh(a + b), -1)
+
+    with cg.Graph("g") as g:
+        g.output(build(lambda *shape: g.input(f"x{len(g)}", shape)))
+    # of two products one takes the sum; softmax needs whole rows
+    assert fused_ops(cg.fuse(g, epilogues=True)) == [["matmul", "add", "tanh"], ["max", "sub", "exp", "sum", "div"]]
+
+
+def test_epilogues_are_none_of_a_scope():
+    with pytest.raises(cg.GraphError, match="fuse scope 'a': epilogues=True, expected one of them: a scope has all"):
+        cg.fuse(image(), "a", epilogues=True)
+
+
+def test_an_op_in_place_that_changes_what_the_caller_owns_stays():
+    def build(x):
+        a = x(7, 5)
+        return cg.tanh(cg.relu(a, inplace=True))
+
+    assert fused_ops(unfused_and_fused(build)[1]) == []
+
+
+def test_a_value_from_before_an_op_in_place_keeps_its_storage():
+    def build(x):
+        h = cg.gelu(x(7, 5))
+        early = h @ x(5, 5)
+        late = cg.relu(h, inplace=True)
+        return early, late
+
+    # h is read outside as it was, and as it is then: what overwrites it stays an op of its own
+    assert fused_ops(unfused_and_fused(build)[1]) == []
+
+
+def test_an_op_moves_behind_the_kernel_that_it_needs():
+    def build(x):
+        h = cg.relu(x(7, 5))
+        z = h @ x(5, 5)
+        return cg.tanh(h), z
+
+    _, made = unfused_and_fused(build)
+    assert fused_ops(made) == [["relu", "tanh"]]
+    assert [op.name for op in made.ops] == ["fused", "matmul"]

@@ -216,10 +216,7 @@ class Choice:
         self.lines = {int(n): ts for n, ts in found["lines"].get(f"costgraph/{module}.py", {}).items()}
         self.imports = set(found["imports"].get(f"costgraph/{module}.py", ()))
         stem = module.rsplit("/", 1)[-1]
-        self.homes = [
-            tuple(f"tests/test_{n}{end}" for n in names for end in (".py", "_more.py"))
-            for names in ((stem,), HOMES.get(module, ()))
-        ]
+        self.homes = [tuple(f"tests/test_{n}.py" for n in names) for names in ((stem,), HOMES.get(module, ()))]
         self.kills: dict[str, Counter[str]] = defaultdict(Counter)
 
     def at_import(self, mutant: Mutant) -> bool:
