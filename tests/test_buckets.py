@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import testing
@@ -177,7 +178,7 @@ def test_gradients_that_stay_are_copied_once():
 
 def test_gradients_that_are_scattered_are_in_no_bucket():
     with pytest.raises(cg.UnsupportedError) as refused:
-        cg.parallelize(cg.training_step(cg.models.load("gpt2")), dp=2, zero=2, buckets=cg.Buckets())
+        cg.parallelize(training_step(load("gpt2")), dp=2, zero=2, buckets=cg.Buckets())
     assert str(refused.value).startswith("shard: buckets beside ")
     assert str(refused.value).endswith(": expected gradients that every rank has whole")
 

@@ -5,6 +5,7 @@ from math import exp, prod
 from pathlib import Path
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.analysis.calibrated import load_calibration
@@ -135,7 +136,7 @@ def test_every_device_has_a_time_no_less_than_the_bound():
     ],
 )  # fmt: skip
 def test_models_have_times(name, sizes):
-    graph, sizes = cg.models.load(name), {"B": 2, **sizes}
+    graph, sizes = load(name), {"B": 2, **sizes}
     lower, found = (cg.seconds(graph, "b200", which, **sizes) for which in ("lower", "calibrated"))
     assert lower < found < 100 * lower + 0.1
 

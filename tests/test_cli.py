@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import models
@@ -43,7 +44,7 @@ def process(*words, **options):
 
 def test_report_of_llama_on_h100(capsys):
     out = good(capsys, "report", *LLAMA)
-    g = models.load("llama-3-8b")
+    g = load("llama-3-8b")
     times = cg.roofline(g, "h100-sxm", B=1, S=8192)
     line = cg.timeline(g, B=1, S=8192)
     assert "parameters                8,030,261,248\n" in out
@@ -79,10 +80,10 @@ def test_report_options_change_the_model(capsys):
         return json.loads(good(capsys, "report", "gpt2", "--json", "-", "B=2", "S=16", *words))["figures"]["flops"]
 
     base = flops()["value"]
-    assert base == cg.flops(models.load("gpt2"), B=2, S=16)
+    assert base == cg.flops(load("gpt2"), B=2, S=16)
     assert flops("--attention", "eager")["value"] > base
-    assert flops("--dropout", "0.1")["value"] == cg.flops(models.load("gpt2", dropout=0.1), B=2, S=16)
-    composed = models.load("gpt2", attention="eager", composed=True)
+    assert flops("--dropout", "0.1")["value"] == cg.flops(load("gpt2", dropout=0.1), B=2, S=16)
+    composed = load("gpt2", attention="eager", composed=True)
     assert flops("--attention", "eager", "--composed")["value"] == cg.flops(composed, B=2, S=16)
     assert flops("L=24")["value"] > base
     assert flops("--symbolic")["value"] is None
@@ -110,7 +111,7 @@ def test_fallback(capsys):
 
 
 def test_json_and_csv_go_to_files_and_to_the_output(capsys, tmp_path):
-    g = models.load("llama-3-8b")
+    g = load("llama-3-8b")
     data = json.loads(good(capsys, "report", *LLAMA, "--json", "-"))
     assert data["schema"] == "costgraph/report/1"
     assert data["figures"]["params"]["value"] == 8_030_261_248
@@ -135,7 +136,7 @@ def test_plots_are_written(capsys, tmp_path):
 
 
 def test_a_saved_graph_is_a_model(capsys, tmp_path):
-    g = models.load("gpt2")
+    g = load("gpt2")
     path = tmp_path / "g.json"
     from costgraph.files.write import save
 
@@ -151,7 +152,7 @@ def test_a_saved_graph_is_a_model(capsys, tmp_path):
 
 
 def test_formula_in_each_format(capsys):
-    g = models.load("mlp", symbolic=True)
+    g = load("mlp", symbolic=True)
     assert good(capsys, "formula", "mlp", "params") == f"{cg.param_count(g)}\n"
     assert good(capsys, "formula", "mlp", "params", "--preset") == "669706\n"
     assert good(capsys, "formula", "mlp", "matmul-flops", "L=1", "C=10") == f"{cg.matmul_flops(g, L=1, C=10)}\n"
@@ -163,14 +164,14 @@ def test_formula_in_each_format(capsys):
 
 def test_formula_of_the_peak_names_the_op_of_each_case(capsys):
     out = good(capsys, "formula", "mlp", "peak-memory")
-    peak = cg.peak_memory(models.load("mlp", symbolic=True))
+    peak = cg.peak_memory(load("mlp", symbolic=True))
     assert out.split("\n")[0] == formula_text(peak)
     for case in cg.regimes(peak):
         assert f"{case.op} ({case.phase})" in out
     source = good(capsys, "formula", "mlp", "peak-memory", "--preset", "--format", "python")
     assert source.startswith("def peak_memory(B):")
     one = good(capsys, "formula", "mlp", "peak-memory", "--preset", "B=4")
-    assert one.split("\n")[0] == str(cg.peak_memory(models.load("mlp"), B=4))
+    assert one.split("\n")[0] == str(cg.peak_memory(load("mlp"), B=4))
     assert "held by" in one
 
 
@@ -182,7 +183,7 @@ def test_formula_of_each_quantity(capsys, quantity):
 
 def test_crossover(capsys):
     out = good(capsys, "crossover", "llama-3-8b", "B", "--hardware", "h100-sxm", "S=1")
-    turn = cg.crossover(models.load("llama-3-8b"), "h100-sxm", "B", S=1)
+    turn = cg.crossover(load("llama-3-8b"), "h100-sxm", "B", S=1)
     assert out == f"compute time equals memory time at B = {turn:.6g}\n"
     assert "B = " in good(capsys, "crossover", "mlp", "B", "--hardware", "h100-sxm", "--symbolic")
     assert "memory-bound at every B" in good(capsys, "crossover", "mlp", "B", "--hardware", "h100-sxm", "D=2", "F=3")

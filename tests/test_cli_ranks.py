@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -25,7 +26,7 @@ def run(capsys, *words):
 
 
 def rank(**more):
-    return cg.parallelize(cg.training_step(cg.models.load("llama-3-8b")), **SPLIT, **more)
+    return cg.parallelize(training_step(load("llama-3-8b")), **SPLIT, **more)
 
 
 def test_a_degree_makes_it_the_report_of_one_rank(capsys):
@@ -46,7 +47,7 @@ def test_a_degree_makes_it_the_report_of_one_rank(capsys):
 def test_a_degree_may_stay_open(capsys):
     code, out, err = run(capsys, *WORDS, "--dp", "n", "--zero", "2")
     assert (code, err) == (0, "")
-    step = cg.training_step(cg.models.load("llama-3-8b"))
+    step = training_step(load("llama-3-8b"))
     graph = cg.parallelize(step, dp=cg.dims("n"), zero=2)
     reduced = cg.communication(graph, **SIZES).filter(collective="reduce_scatter")
     assert cg.dims("n") in reduced.total().free_symbols
@@ -57,7 +58,7 @@ PIPELINE = ["--pp", "2", "--micro-batches", "4", "--hardware", "h100-sxm"]
 
 
 def test_stages_make_it_the_report_of_one_of_them(capsys):
-    step = cg.training_step(cg.models.load("llama-3-8b"), accumulate=4)
+    step = training_step(load("llama-3-8b"), accumulate=4)
     cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual=2)
     words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual", "2"]
     for name, stage in zip(("first", "last"), cut.stages, strict=True):
@@ -97,7 +98,7 @@ def test_files_and_text_say_what_is_sent():
     assert f"sent,dp all_gather,ring-bytes,{gathered.ring_bytes},B," in lines
     assert any(row["axis"] == "dp" for row in json.loads(to_json(found))["sent"])
     assert "sent by a rank" in str(found)
-    assert cg.report(cg.models.load("mlp"), B=3).sent == ()
+    assert cg.report(load("mlp"), B=3).sent == ()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def said(capsys, *words):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh):
-    rank = cg.parallelize(cg.decode(cg.models.load("llama-3-8b")), **mesh)
+    rank = cg.parallelize(cg.decode(load("llama-3-8b")), **mesh)
     expected = cg.plan.throughput(rank, "h100-sxm", "B", [3, 9], network="dgx-superpod", S=77, **OWN)
     options = [word for axis, n in mesh.items() for word in (f"--{axis.replace('_', '-')}", str(n))]
     words = ["decode", "llama-3-8b", "--hardware", "h100-sxm", "--network", "dgx-superpod", *options, *SERVED, "S=77"]
@@ -156,7 +157,7 @@ def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh
 
 
 def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
-    step = cg.quantize(cg.decode(cg.models.load("mixtral-8x7b")), cache="fp8_e4m3")
+    step = cg.quantize(cg.decode(load("mixtral-8x7b")), cache="fp8_e4m3")
     rank = cg.parallelize(step, ep=4, tp=2)
     expected = cg.plan.throughput(rank, "h200-sxm", "B", [8], S=101, L=3)
     words = "decode mixtral-8x7b --hardware h200-sxm --ep 4 --tp 2 --cache fp8_e4m3 S=101 L=3"
@@ -166,7 +167,7 @@ def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2, "dp": 2}], ids=str)
 def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
-    model = cg.models.load("llama-3-8b")
+    model = load("llama-3-8b")
     passes = cg.prefill(model, logits="last"), cg.decode(model)
     first, step = (cg.parallelize(g, **mesh) if mesh else g for g in passes)
     expected = cg.plan.latency(first, step, "h100-sxm", prompt=77, steps=13, B=6, **OWN)

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -38,7 +39,7 @@ def trained(capsys, *words):
 def test_times_take_levels_of_memory_into_account(capsys):
     words = ("--hardware", "a100-80-sxm", "--hierarchical")
     found = trained(capsys, *words)["roofline"]
-    step = cg.training_step(cg.models.load("gpt2"))
+    step = training_step(load("gpt2"))
     asked = cg.roofline(step, "a100-80-sxm", hierarchical=True, **SIZES)
     assert found["estimate"]["value"] == asked.estimate
     assert [level["level"] for level in found["levels"]] == ["memory", "l2"]
@@ -60,7 +61,7 @@ def test_a_step_of_llama_with_all_options(capsys):
     )
     out = good(capsys, *words.split())
     step = cg.training_step(
-        cg.models.load("llama-3-8b"), None, cg.AdamW(), "bf16-mixed", cg.every_block(), 4, clip=1.0
+        load("llama-3-8b"), None, cg.AdamW(), "bf16-mixed", cg.every_block(), 4, clip=1.0
     )  # fmt: skip
     sizes = {"B": 1, "S": 4096}
     assert f"= {cg.peak_memory(step, **sizes):,} B" in out
@@ -74,14 +75,14 @@ def test_a_step_of_llama_with_all_options(capsys):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_a_name(capsys, name):
-    g = cg.models.load("gpt2")
+    g = load("gpt2")
     expected = cg.training_step(g, optimizer=OPTIMIZERS[name]())
     assert trained(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, **SIZES)
 
 
 def test_options_change_the_step(capsys):
     def expected(**options):
-        return cg.peak_memory(cg.training_step(cg.models.load("gpt2"), **options), **SIZES)
+        return cg.peak_memory(training_step(load("gpt2"), **options), **SIZES)
 
     def peak(*words):
         return trained(capsys, *words)["peak_memory"]["value"]
@@ -95,7 +96,7 @@ def test_options_change_the_step(capsys):
     assert peak("--checkpoint", "none", "--accumulate", "3") == expected(accumulate=3)
     data = trained(capsys, "--clip", "1.0")
     assert data["figures"]["flops"]["value"] == cg.flops(
-        cg.training_step(cg.models.load("gpt2"), clip=1.0), **SIZES
+        training_step(load("gpt2"), clip=1.0), **SIZES
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_open_sizes_and_outputs(capsys, tmp_path):
     assert "unbound  S" in out
     rows = list(csv.DictReader(io.StringIO(good(capsys, "train", "gpt2", *TINY, "--csv", "-"))))
     value = next(r["value"] for r in rows if r["quantity"] == "model-flops")
-    assert int(value) == cg.model_flops(cg.training_step(cg.models.load("gpt2")), **SIZES)
+    assert int(value) == cg.model_flops(training_step(load("gpt2")), **SIZES)
     good(capsys, "train", "gpt2", *TINY, "--json", str(tmp_path / "r.json"))
     assert json.loads((tmp_path / "r.json").read_text()) == trained(capsys)
     assert "peak memory [B]" in good(capsys, "train", "mlp", "B=2", "--formulas")
@@ -135,7 +136,7 @@ PLAN += ["--precision", "bf16", "--checkpoint", "every-block", "B=1"]
 
 
 def planned():
-    step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
+    step = training_step(load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
     return cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15 * 10**12, mfu=0.5, B=1, S=8192)
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import testing
@@ -123,7 +124,7 @@ FILES = {
 def test_mixtures_are_types_of_files():
     assert set(MIXTURES) == FILES
     # in upper case as by itself: a lower-case name that is a number format is that of each tensor
-    model = cg.models.load("gpt2")
+    model = load("gpt2")
     for name, same in (("Q4_K", "Q4_K_M"), ("q4_k_m", "Q4_K_M"), ("Q3_K", "Q3_K_M")):
         assert cg.param_bytes(cg.quantize(model, name)) == cg.param_bytes(cg.quantize(model, same))
 
@@ -200,7 +201,7 @@ def test_states_in_blocks():
 @pytest.mark.parametrize("model", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
 def test_muon_updates_the_matrices_of_hidden_layers(model):
     """KellerJordan/Muon, torch.optim.Muon and DeepSpeed (`set_optimizer_flags`): neither embeddings nor the head."""
-    g = cg.models.load(model)
+    g = load(model)
     step = cg.training_step(g, optimizer=cg.Muon(), precision="fp32")
     outer = {t.name for t in g.params if t.name.split("/")[0] in ("tokens", "positions", "head")}
     by_adam = {t.name.rpartition(".")[0] for t in step.tensors if t.name.endswith(".exp_avg")}

@@ -1,6 +1,7 @@
 """Two graphs beside each other, class of op by class of op."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 
@@ -37,7 +38,7 @@ SIZES = {"B": 3, "S": 5, "D": 8, "H": 2, "F": 7, "L": 3, "V": 11, "P": 13}
 
 
 def test_rows_sum_to_the_costs_of_the_graphs():
-    one = cg.models.load("gpt2", symbolic=True)
+    one = load("gpt2", symbolic=True)
     two = cg.training_step(one, optimizer=cg.AdamW())
     found = cg.compare(one, two, **SIZES)
     for g, side in ((one, "first"), (two, "second")):
@@ -56,7 +57,7 @@ def test_sizes_are_bound_in_the_graphs_that_have_them():
 
 
 def test_count_is_that_of_matmul_flops():
-    causal = cg.models.load("gpt2", symbolic=True)
+    causal = load("gpt2", symbolic=True)
     for count in ("executed", "full"):
         found = cg.compare(causal, causal, count=count, **SIZES)
         assert sum(r.first for r in found.rows if r.kind == "matmul") == cg.matmul_flops(causal, count=count, **SIZES)

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError
@@ -344,7 +345,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def step():
-    return cg.training_step(cg.models.load("gpt2"))
+    return training_step(load("gpt2"))
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 from costgraph.algebra.polynomial import poly
 from costgraph.testing.values import RANK
 
@@ -223,21 +224,21 @@ MODELS = {
     "name", ["gpt-oss-120b", *(long(n) for n in (*MODELS, "gemma-2-27b", "t5-11b", "whisper-base"))]
 )
 def test_language_models_keep_their_placements(name):
-    whole = cg.training_step(models.load(name, symbolic=True), optimizer=cg.SGD())
+    whole = training_step(load(name, symbolic=True), optimizer=cg.SGD())
     rank = cg.parallelize(whole, dp=2, cp=N, tp=2, strict=True)
     assert all(m.collective != "all_to_all" for m in cg.communication(rank))
 
 
 @pytest.mark.parametrize("name", [*map(long, MODELS)])
 def test_a_step_of_a_model_leaves_the_same_numbers(name):
-    whole = cg.training_step(models.load(name, symbolic=True, dtype="fp32"), optimizer=cg.SGD())
+    whole = training_step(load(name, symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, cp=2, strict=True)
     testing.check_sharded(whole, rank, **MODELS[name], B=1, S=6)
 
 
 @pytest.mark.parametrize("context", ["gather", long("all_to_all"), long("ring")])
 def test_all_axes_together_leave_the_same_numbers(context):
-    whole = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
+    whole = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, dp=2, cp=2, tp=2, zero=3, sequence=True, context=context, strict=True)
     testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=4, K=2, L=2, V=8, F=8)
 
@@ -245,7 +246,7 @@ def test_all_axes_together_leave_the_same_numbers(context):
 @pytest.mark.parametrize("precision", [None, long("bf16-mixed")])
 def test_layers_exchange_heads_and_what_they_saved_of_them_once_more(precision):
     """Of the saved result of attention, the gradient of the weights behind it needs all heads of a rank's sequence."""
-    model = models.load("llama-3-8b", symbolic=True, dtype="fp32")
+    model = load("llama-3-8b", symbolic=True, dtype="fp32")
     whole = cg.training_step(model, precision=precision, optimizer=cg.SGD())
     rank = cg.parallelize(whole, cp=N, context="all_to_all", strict=True)
     sent = cg.communication(rank)

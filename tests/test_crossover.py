@@ -5,6 +5,7 @@ import random
 
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
 
@@ -123,8 +124,8 @@ def ops_of(graph):
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "bert-base"])
 def test_a_formula_of_open_sizes_is_where_the_numbers_change(name):
-    model, pick, device = cg.models.load(name, symbolic=True), random.Random(name), cg.load_hardware("h100-sxm")
-    preset, met = cg.models.load(name).defaults, 0
+    model, pick, device = load(name, symbolic=True), random.Random(name), cg.load_hardware("h100-sxm")
+    preset, met = load(name).defaults, 0
     for op in ops_of(model)[-9:]:
         found = cg.crossover(op, device, "B")
         for _ in range(3):

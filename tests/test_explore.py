@@ -14,6 +14,7 @@ from importlib.resources import files
 
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -72,7 +73,7 @@ def mlp():
 
 @cache
 def page_of(name):
-    graph = mlp() if name == "mlp" else cg.models.load(name)
+    graph = mlp() if name == "mlp" else load(name)
     views = views_of(graph, VIEWS.get(name, ["forward"]))
     return views, json.loads(cg.explore(graph, views=views).data)
 
@@ -165,7 +166,7 @@ process.stdout.write(JSON.stringify(asked.map(({sizes, device: at}) => {
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_of_a_pipeline_are_views_with_the_time_of_all(schedule):
     view = f"train precision=bf16 accumulate=m pp=P dp=2 zero=1 schedule={schedule}"
-    graph = views_of(cg.models.load("llama-3-8b"), [view])[view]
+    graph = views_of(load("llama-3-8b"), [view])[view]
     data = json.loads(cg.explore("llama-3-8b", views={view: graph}).data)
     assert [v["name"] for v in data["views"]] == [f"{view}: {n} stage" for n in ("first", "middle", "last")]
     assert data["sizes"]["P"] == 4  # the least tried of which there is a middle stage: a page starts where views hold

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 from browsers import chromium, driver, needs_chromium
+from shared import load, training_step
 
 import costgraph as cg
 
@@ -30,7 +31,7 @@ MODELS = ["llama-3-8b", "gru-ptb-small", "alexnet", "mamba-130m", "dlrm-small", 
 @cache
 def graphs(name):
     """Graphs by the name of a view."""
-    whole = cg.models.load(name)
+    whole = load(name)
     if name not in ("llama-3-8b", "mlp"):
         return {"forward": whole}
     steps = {"step": cg.training_step(whole, precision="bf16"), "sgd": cg.training_step(whole, optimizer=cg.SGD())}
@@ -97,7 +98,7 @@ def drawn_states(name, times):
     choices = {"B": [1, 2, 8, 32], "L": [3, 4, 40, 127], "S": [128, 1024, 8192], "T": [128, 1024, 8192]}
     for _ in range(times):
         view = draw.choice(list(views))
-        names = {s.name for s in cg.flops(cg.models.load(name, symbolic=True)).free_symbols} & choices.keys()
+        names = {s.name for s in cg.flops(load(name, symbolic=True)).free_symbols} & choices.keys()
         sizes = {n: draw.choice([56, 224] if n == "S" and name == "alexnet" else choices[n]) for n in sorted(names)}
         yield view, views[view], draw.choice(["h100-sxm", "a100-80-sxm", "mi300x"]), sizes
 
@@ -125,7 +126,7 @@ def test_a_size_that_is_typed_is_in_the_address_and_comes_back(browser, written)
     shown.page.fill("#size-S", "4099")
     address = shown.page.evaluate("location.hash")
     assert "S=4099" in address
-    peak = cg.peak_memory(cg.models.load("llama-3-8b"), B=int(shown.page.input_value("#size-B")), S=4099)
+    peak = cg.peak_memory(load("llama-3-8b"), B=int(shown.page.input_value("#size-B")), S=4099)
     driver.expect(shown.page.locator("[data-key=peak] small")).to_have_text(f"{peak:,} B")
     shown.open(address)
     assert (shown.number("peak"), shown.page.input_value("#size-S")) == (peak, "4099")
@@ -177,10 +178,10 @@ def test_the_table_is_downloaded(browser, written):
         rows = list(csv.DictReader(file))
     sizes = {n: int(shown.page.input_value(f"#size-{n}")) for n in "BS"}
     device = "h100-sxm"
-    times = cg.roofline(cg.models.load("llama-3-8b"), device, **sizes)
+    times = cg.roofline(load("llama-3-8b"), device, **sizes)
     assert [(r["op"], r["phase"]) for r in rows] == [(r.op, r.phase) for r in times.rows]
     assert sum(float(r["seconds"]) for r in rows) == pytest.approx(times.estimate, rel=1e-12)
-    assert sum(float(r["FLOPs"]) for r in rows) == cg.flops(cg.models.load("llama-3-8b"), **sizes)
+    assert sum(float(r["FLOPs"]) for r in rows) == cg.flops(load("llama-3-8b"), **sizes)
     shown.page.close()
 
 
@@ -210,7 +211,7 @@ def test_a_frame_draws_what_is_in_sight_and_the_rest_follows(browser, written):
     assert (seen["ops"], seen["sent"]) == (0, 0)
     assert seen["cards"] >= 39  # every frame has its state
     sizes = {n: int(shown.page.input_value(f"#size-{n}")) for n in "BS"}
-    longest = max(cg.roofline(cg.models.load("llama-3-8b"), "h100-sxm", **sizes).rows, key=lambda r: r.seconds)
+    longest = max(cg.roofline(load("llama-3-8b"), "h100-sxm", **sizes).rows, key=lambda r: r.seconds)
     driver.expect(shown.page.locator("#ops tbody td").first).to_have_text(longest.op)
     assert "peak memory" in shown.page.locator("#spoken").text_content()  # a screen reader hears of it once
     shown.close()
@@ -232,7 +233,7 @@ def test_every_control_has_a_name_and_keys_reach_it(browser, written):
 
 
 def test_a_rank_shows_what_it_sends(browser, tmp_path):
-    rank = cg.parallelize(cg.models.load("llama-3-8b"), tp=cg.dims("T"))
+    rank = cg.parallelize(load("llama-3-8b"), tp=cg.dims("T"))
     cg.explore(rank, tmp_path / "rank.html")
     shown = Shown(browser, tmp_path / "rank.html")
     shown.go(device="h100-sxm", B=2, S=1024, T=4)
@@ -246,7 +247,7 @@ def test_a_rank_shows_what_it_sends(browser, tmp_path):
 def test_a_stage_shows_its_memory_and_the_time_of_all(browser, tmp_path):
     view = "train precision=bf16 accumulate=m pp=P"
     cg.explore("llama-3-8b", tmp_path / "stages.html", views=["forward", view])
-    step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", accumulate=cg.dims("m"))
+    step = training_step(load("llama-3-8b"), precision="bf16", accumulate=cg.dims("m"))
     whole = cg.parallelize(step, pp=cg.dims("P"), micro_batches=cg.dims("m"))
     sizes = {"B": 2, "S": 1024, "L": 24, "P": 8, "m": 11}
     shown = Shown(browser, tmp_path / "stages.html")

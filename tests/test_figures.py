@@ -2,6 +2,7 @@
 
 import pytest
 from figures import canonical, main, read
+from shared import load
 
 import costgraph as cg
 
@@ -19,7 +20,7 @@ def test_figures_are_those_that_the_library_answers_with(written):
     found = read(written)
     assert {key.partition("\t")[0] for key in found} == set(MODELS)
     assert found["mlp\tforward params"] == "C + C*F + D*F + F + F**2*L + F*L"
-    assert found["gpt2\tforward params small"] == str(cg.param_count(cg.models.load("gpt2")))
+    assert found["gpt2\tforward params small"] == str(cg.param_count(load("gpt2")))
     assert found["gpt2\tdecode cache bytes"] == "4*B*D*L*S"
     assert found["mlp\tdecode"].startswith("GraphError: decode: nothing in graph 'mlp'")
     assert not [value for value in found.values() if value.startswith("too slow")]

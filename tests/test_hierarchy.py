@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from caches import Nest, ideal, loops_of
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.hardware.levels import levels
@@ -117,7 +118,7 @@ def test_where_all_fits_nothing_changes():
 
 def test_one_tensor_for_two_operands_in_a_loop_is_moved_once():
     # the optimizer squares gradients, layer by layer: which operands are one tensor is known inside the loop alone
-    step = cg.training_step(cg.models.load("gpt2"))
+    step = training_step(load("gpt2"))
     one, other = (cg.roofline(step, A100, hierarchical=switch, B=2, S=61) for switch in (False, True))
     assert one.estimate == other.estimate
     assert [row.memory_s for row in one.rows] == [row.memory_s for row in other.rows]
@@ -152,7 +153,7 @@ def test_with_open_sizes_times_are_formulas_and_bounds_are_conditions():
 
 def test_conditions_are_as_short_as_numbers_of_a_device_let_them_be():
     # (2304 S + 7340032)/bandwidth of memory against 117440512 S/peak, and nowhere less than through l2
-    llama = cg.models.load("llama-3-8b")
+    llama = load("llama-3-8b")
     rows = {row.op: row for row in cg.roofline(llama, A100, hierarchical=True, B=1).rows}
     gate = rows["layers/mlp/gate/matmul"].bound
     assert str(gate) == "compute where S >= 160.7, else memory"
@@ -262,7 +263,7 @@ def test_what_is_not_handed_out_need_not_be_stored():
 
 
 def test_the_bound_is_below_the_estimate_on_every_device():
-    model = cg.models.load("gpt2")
+    model = load("gpt2")
     for name in ("a100-80-sxm", "v100-sxm2-32gb", "h100-sxm", "mi300x", "l4"):
         found = cg.roofline(model, name, hierarchical=True, B=3, S=509, fallback="fp32" if "v100" in name else None)
         flat = cg.roofline(model, name, B=3, S=509, fallback="fp32" if "v100" in name else None)

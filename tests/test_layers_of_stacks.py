@@ -1,6 +1,7 @@
 """Layers of a stack: recomputed, adapted, frozen and quantized, in loops, unrolled loops and numbered scopes."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import GraphError, UnsupportedError
@@ -15,7 +16,7 @@ def answers(graph, **sizes):
 
 
 def loaded(name, layers):
-    graph = cg.models.load(name)
+    graph = load(name)
     graph.defaults = graph.defaults | {"L": layers}
     return graph
 
@@ -115,7 +116,7 @@ def test_a_number_of_layers_that_k_does_not_divide_is_refused():
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "mistral-7b", "mixtral-8x7b", "olmo-2-1b"])
 def test_views_outside_of_a_scope_do_not_split_its_region(name):
-    model = cg.models.load(name)
+    model = load(name)
     plain, part = (cg.saved_bytes(step(model, policy), **SIZES) for policy in (None, cg.selective("attention")))
     assert part["layers"] < plain["layers"]
     if name == "llama-3-8b":  # inputs of both halves, three of 14336 of the MLP, its norm and its statistics
@@ -212,7 +213,7 @@ def test_recurrent_layers_are_recomputed_as_their_loops(policy):
 
 
 def test_a_range_is_of_any_number_of_layers():
-    model = cg.models.load("llama-3.2-1b", symbolic=True)
+    model = load("llama-3.2-1b", symbolic=True)
     made = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
     D, G, K, H, L = cg.dims("D G K H L")
     grown = cg.param_count(made) - cg.param_count(model)

@@ -1,6 +1,7 @@
 """Mixtures of GGUF formats: sizes of published files, which layer has which format, and what is refused."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.errors import BindingError, FormatError, GraphError, UnsupportedError
@@ -27,7 +28,7 @@ FILES = {
 @pytest.mark.parametrize(("model", "mixture"), FILES)
 def test_weights_take_what_published_files_do(model, mixture):
     file = FILES[model, mixture]
-    found = cg.param_bytes(cg.quantize(cg.models.load(model), mixture))
+    found = cg.param_bytes(cg.quantize(load(model), mixture))
     assert file * 0.995 < found < file
 
 
@@ -44,7 +45,7 @@ def more(i, n):
 
 def decoder(layers, **sizes):
     """A decoder of small sizes, in which every matrix has rows of whole blocks."""
-    g = cg.models.load("llama-3-8b", symbolic=True)
+    g = load("llama-3-8b", symbolic=True)
     g.defaults |= {"D": 256, "H": 4, "G": 2, "K": 64, "F": 512, "V": 17, "L": layers} | sizes
     return g
 
@@ -98,7 +99,7 @@ def test_a_step_costs_what_its_layers_do_one_by_one():
 
 
 def test_layers_of_several_kinds_are_counted_in_the_order_in_which_they_run():
-    g = cg.models.load("gemma-3-1b", symbolic=True)
+    g = load("gemma-3-1b", symbolic=True)
     g.defaults |= {"D": 256, "H": 4, "G": 2, "K": 64, "F": 512, "V": 17, "L": 26, "W": 3}
     found = cg.unroll(cg.quantize(g, "Q4_K_M"))
     wide = [t for t in found.params if t.name.partition(".")[0].endswith("mlp/down/weight") and t.dtype.name == "q6_k"]
@@ -125,7 +126,7 @@ def test_rows_of_other_lengths_have_formats_of_shorter_blocks(sizes, expected):
 
 
 def test_eight_experts_and_eighty_layers():
-    g = cg.quantize(cg.models.load("mixtral-8x7b"), "Q4_K_M")
+    g = cg.quantize(load("mixtral-8x7b"), "Q4_K_M")
     found = {"/".join(t.name.partition(".")[0].split("/")[-3:]): t.dtype.name for t in g.params}
     assert {found[f"attention/{which}/weight"] for which in "kv"} == {"q8_0"}
     assert (found["attention/q/weight"], found["attention/proj/weight"]) == ("q4_k", "q5_k")
@@ -143,10 +144,10 @@ def test_what_stays():
         "up",
         "down",
     }
-    tied = cg.quantize(cg.models.load("gemma-2-2b"), "Q4_K_M")
+    tied = cg.quantize(load("gemma-2-2b"), "Q4_K_M")
     assert [t.dtype.name for t in tied.params if t.name == "tokens/table"] == ["q6_k"]
     # without rules for layers, sizes may be open
-    assert cg.param_count(cg.quantize(cg.models.load("llama-3-8b", symbolic=True), "Q8_0")).has(cg.dims("L"))
+    assert cg.param_count(cg.quantize(load("llama-3-8b", symbolic=True), "Q8_0")).has(cg.dims("L"))
 
 
 def stacked():
@@ -175,13 +176,13 @@ def stacked():
          "activations='int8' with the mixture 'Q4_K_M', expected weights alone"),
         (lambda: decoder(2), {"group": 32}, FormatError,
          "weights 'Q4_K_M' have scales of their own, expected no group="),
-        (lambda: cg.models.load("llama-3-8b", symbolic=True), {}, BindingError,
+        (lambda: load("llama-3-8b", symbolic=True), {}, BindingError,
          "weights 'Q4_K_M': iterations of 'layers' are L, expected a number: formats depend on it"),
         (lambda: decoder(5000), {}, BindingError,
          "weights 'Q4_K_M': 5000 iterations of 'layers', expected at most 4096"),
-        (lambda: cg.models.load("mamba-130m"), {}, GraphError,
+        (lambda: load("mamba-130m"), {}, GraphError,
          "weights 'Q4_K_M' names down, packed, value, none of which the graph has; expected layers of costgraph.nn"),
-        (lambda: cg.models.load("t5-base"), {}, UnsupportedError,
+        (lambda: load("t5-base"), {}, UnsupportedError,
          "weights 'Q4_K_M': 'decoder/layers/cross/q/weight' is of no decoder, which alone is known"),
         (stacked, {}, UnsupportedError,
          "weights 'Q4_K_M': 'layers' reads or writes a slice in each iteration, expected one that hands on alone"),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.errors import FormatError, GraphError, UnsupportedError
@@ -43,7 +44,7 @@ def written(tmp_path, fields):
 
 def test_the_file_of_a_preset_is_the_preset(tmp_path):
     path = written(tmp_path, LLAMA)
-    preset = cg.models.load("llama-3-8b")
+    preset = load("llama-3-8b")
     for given in (path, str(path), tmp_path, LLAMA):
         g = from_config(given)
         assert g.defaults == preset.defaults
@@ -65,7 +66,7 @@ def test_the_format_is_that_of_the_file_unless_one_is_given():
 def test_options_are_those_of_load():
     g = from_config(LLAMA, symbolic=True, attention="eager")
     assert g.defaults == {}
-    assert cg.matmul_flops(g) == cg.matmul_flops(cg.models.load("llama-3-8b", symbolic=True, attention="eager"))
+    assert cg.matmul_flops(g) == cg.matmul_flops(load("llama-3-8b", symbolic=True, attention="eager"))
     with pytest.raises(GraphError, match=r"model 'LlamaForCausalLM': routing='even', expected one of "):
         from_config(LLAMA, routing="even")
 

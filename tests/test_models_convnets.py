@@ -1,6 +1,7 @@
 """Convolutional networks and diffusion U-Nets: published counts, every question, configurations that are refused."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import models
@@ -38,14 +39,14 @@ UNETS = {"ddpm-cifar10": 35_746_307, "stable-diffusion-1.5-unet": 859_520_964}
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_what_torchvision_prints(name):
     parameters, multiply_adds = TORCHVISION[name]
-    g = models.load(name)
+    g = load(name)
     assert cg.param_count(g) == parameters
     assert round(cg.matmul_flops(g, B=1) / 2 / 10**9, 2) == multiply_adds
 
 
 @pytest.mark.parametrize("name", UNETS)
 def test_parameters_of_unets(name):
-    assert cg.param_count(models.load(name)) == UNETS[name]
+    assert cg.param_count(load(name)) == UNETS[name]
 
 
 #: One of each family, and of each kind of block.
@@ -54,7 +55,7 @@ FEW = ["alexnet", "vgg11-bn", "resnet18", "resnext50-32x4d", "ddpm-cifar10"]
 
 @pytest.mark.parametrize("name", FEW)
 def test_only_the_batch_is_open(name):
-    g = models.load(name)
+    g = load(name)
     assert {s.name for s in cg.flops(g).free_symbols | cg.peak_memory(g).free_symbols} == {"B"}
     assert cg.flops(g, B=3) > 0
     assert cg.peak_memory(g, B=3) > cg.param_bytes(g)
@@ -63,7 +64,7 @@ def test_only_the_batch_is_open(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_symbolic_leaves_every_size_open(name):
-    g, preset = models.load(name, symbolic=True), models.load(name)
+    g, preset = load(name, symbolic=True), load(name)
     assert g.defaults == {}
     free = {s.name for f in (cg.flops(g), cg.param_count(g), cg.peak_memory(g)) for s in f.free_symbols}
     assert free == {"B", *preset.defaults}
@@ -73,7 +74,7 @@ def test_symbolic_leaves_every_size_open(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_steps_of_training(name):
-    g = models.load(name, attention="eager", dtype="fp32")  # flash attention makes its scores again
+    g = load(name, attention="eager", dtype="fp32")  # flash attention makes its scores again
     step = cg.training_step(g, optimizer=cg.SGD())
     assert cg.param_count(step) == cg.param_count(g)
     # every product but that of the images, and of times, has two in the backward pass
@@ -82,41 +83,41 @@ def test_steps_of_training(name):
 
 
 def test_depth_is_a_symbol():
-    g = models.load("resnet50")
+    g = load("resnet50")
     block = 2 * 1024 * 256 + 9 * 256**2 + 2 * (256 + 256 + 1024)  # 1x1 down, 3x3, 1x1 up, and three norms
     assert cg.param_count(g, L3=23) == cg.param_count(g) + 17 * block == 44_549_160  # ResNet-101
-    assert cg.peak_memory(g, L3=23, B=1) == cg.peak_memory(models.load("resnet101"), B=1)
+    assert cg.peak_memory(g, L3=23, B=1) == cg.peak_memory(load("resnet101"), B=1)
 
 
 def test_a_side_that_is_too_small_is_refused():
     with pytest.raises(cg.BindingError, match="R=32"):
-        cg.flops(models.load("alexnet"), R=32, B=1)
-    assert cg.matmul_flops(models.load("resnet18"), R=1, B=1) > 0
+        cg.flops(load("alexnet"), R=32, B=1)
+    assert cg.matmul_flops(load("resnet18"), R=1, B=1) > 0
 
 
 def test_odd_halves_of_channels_are_refused():
     with pytest.raises(cg.BindingError, match="whole number"):
-        cg.flops(models.load("densenet121"), B=1, D=63)
+        cg.flops(load("densenet121"), B=1, D=63)
 
 
 def test_statistics_are_a_choice():
     """Frozen norms train with running statistics; what is declared runs as after `eval()`."""
-    auto, batch, frozen = (models.load("resnet18", statistics=s) for s in ("auto", "batch", "running"))
+    auto, batch, frozen = (load("resnet18", statistics=s) for s in ("auto", "batch", "running"))
     assert cg.flops(auto, B=2) == cg.flops(frozen, B=2) < cg.flops(batch, B=2)
     a, b, f = (cg.flops(cg.training_step(g), B=2) for g in (auto, batch, frozen))
     assert a == b > f
     with pytest.raises(cg.GraphError, match="statistics"):
-        models.load("resnet18", statistics="eval")
+        load("resnet18", statistics="eval")
 
 
 def test_structure_that_no_preset_has():
-    shallow = models.load("densenet121", blocks=(2, 3))
+    shallow = load("densenet121", blocks=(2, 3))
     # 64 + 2*32 = 128 channels, halved; 64 + 3*32 = 160 in the end: two rows of a norm and a row of the head each
-    assert cg.param_count(shallow, C=1) - cg.param_count(models.load("densenet121", blocks=(2, 2)), C=1) == (
+    assert cg.param_count(shallow, C=1) - cg.param_count(load("densenet121", blocks=(2, 2)), C=1) == (
         2 * 128 + 128 * 128 + 2 * 128 + 9 * 128 * 32 + 3 * 32
     )
     with pytest.raises(cg.GraphError, match="expected one of"):
-        models.load("resnet50", width=2)
+        load("resnet50", width=2)
 
 
 # -- configurations of transformers ----------------------------------------------------------------------------------

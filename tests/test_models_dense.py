@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import models
@@ -58,7 +59,7 @@ POINT = {"B": 2, "S": 13}
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_parameters(name):
-    assert cg.param_count(models.load(name)) == PARAMETERS[name]
+    assert cg.param_count(load(name)) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_parameters(name):
     ],
 )  # fmt: skip
 def test_parameters_of_the_papers(name, billions):
-    g = models.load(name)
+    g = load(name)
     tables = sum(t.name in ("tokens/table", "head/weight") for t in g.params) * g.defaults["V"] * g.defaults["D"]
     total, without = billions
     assert total is None or cg.param_count(g) == pytest.approx(total * 1e9, rel=0.009)
@@ -202,7 +203,7 @@ FILES = {
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_published_file_describes_the_preset(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 3], **FILES[name]}))
-    g, preset = models.from_config(tmp_path, dtype="bf16"), models.load(name.split()[0])
+    g, preset = models.from_config(tmp_path, dtype="bf16"), load(name.split()[0])
     assert g.defaults == preset.defaults
     for question in (cg.param_count, cg.flops, cg.bytes_moved):
         assert question(g) == question(preset)
@@ -315,7 +316,7 @@ def test_what_is_not_understood_is_refused_by_name(name, change, error, text):
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_symbolic_leaves_all_sizes_open(name, attention):
-    g, preset = models.load(name, symbolic=True, attention=attention), models.load(name, attention=attention)
+    g, preset = load(name, symbolic=True, attention=attention), load(name, attention=attention)
     free = {s.name for s in cg.flops(g).free_symbols | cg.param_count(g).free_symbols}
     # eager attention computes the whole square whatever the window
     assert free | {"W"} == {*preset.defaults, "B", "S", "W"}
@@ -327,7 +328,7 @@ def test_symbolic_leaves_all_sizes_open(name, attention):
 @pytest.mark.parametrize(("name", "depths"), [("gemma-2-2b", (2, 4, 28)), ("gemma-3-1b", (8, 14, 32)),
                                               ("mistral-7b", (1, 2, 33))])  # fmt: skip
 def test_depth_can_be_overridden_by_whole_periods(name, depths):
-    g = models.load(name)
+    g = load(name)
     period, rest = {"gemma-2-2b": (2, 0), "gemma-3-1b": (6, 2), "mistral-7b": (1, 0)}[name]
     per_period = cg.param_count(g, L=2 * period + rest) - cg.param_count(g, L=period + rest)
     for depth in depths:
@@ -339,7 +340,7 @@ def test_depth_can_be_overridden_by_whole_periods(name, depths):
 
 
 def test_the_peak_of_a_pattern_in_closed_form_is_the_peak_played_out():
-    g = models.load("gemma-3-1b", symbolic=True)
+    g = load("gemma-3-1b", symbolic=True)
     small = {"D": 12, "H": 4, "G": 2, "K": 6, "F": 20, "V": 31, "W": 3, "B": 2, "S": 7}
     for change in ({}, {"V": 1009}, {"F": 997}, {"S": 41}):
         for depth in (8, 14, 26):
@@ -350,16 +351,16 @@ def test_the_peak_of_a_pattern_in_closed_form_is_the_peak_played_out():
 
 
 def test_options_of_a_family_are_options_of_load():
-    D, H, G, K, F, V = (models.load("gemma-3-1b").defaults[n] for n in "DHGKFV")
+    D, H, G, K, F, V = (load("gemma-3-1b").defaults[n] for n in "DHGKFV")
     layer = 2 * D * H * K + 2 * D * G * K + 3 * D * F + 4 * D + 2 * K
-    g = models.load("gemma-3-1b", kinds=("local", "local", "global"), rest=0)
+    g = load("gemma-3-1b", kinds=("local", "local", "global"), rest=0)
     assert cg.param_count(g, L=3) == V * D + D + 3 * layer
-    assert cg.param_count(models.load("qwen3-8b", tied=True)) == 8_190_735_360 - 151936 * 4096
-    assert cg.matmul_flops(models.load("mistral-7b", window=False), B=1, S=8192) > cg.matmul_flops(
-        models.load("mistral-7b"), B=1, S=8192
+    assert cg.param_count(load("qwen3-8b", tied=True)) == 8_190_735_360 - 151936 * 4096
+    assert cg.matmul_flops(load("mistral-7b", window=False), B=1, S=8192) > cg.matmul_flops(
+        load("mistral-7b"), B=1, S=8192
     )
-    in_turn = models.load("falcon-7b", parallel=False, norms=2)
-    assert cg.param_count(in_turn) - cg.param_count(models.load("falcon-7b")) == 32 * 2 * 4544
+    in_turn = load("falcon-7b", parallel=False, norms=2)
+    assert cg.param_count(in_turn) - cg.param_count(load("falcon-7b")) == 32 * 2 * 4544
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ def test_options_of_a_family_are_options_of_load():
 )
 def test_options_that_are_none(name, options, text):
     with pytest.raises(cg.CostGraphError, match=text):
-        models.load(name, **options)
+        load(name, **options)
 
 
 # -- windows and caches -----------------------------------------------------------------------------------------------
@@ -394,7 +395,7 @@ def pairs(S, W):
 
 @pytest.mark.parametrize("S", [1, 2, 511, 512, 513, 1024, 5000])
 def test_a_window_counts_the_own_position(S):
-    g = models.load("gemma-3-1b")
+    g = load("gemma-3-1b")
     projections = cg.matmul_flops(g, B=1, S=S, count="full") - 26 * 4 * 4 * 256 * S * S
     # 26 layers: 4 periods of 5 local and 1 global, and 2 local ones
     attended = 4 * 4 * 256 * (22 * pairs(S, 512) + 4 * pairs(S, S))
@@ -408,23 +409,23 @@ def test_a_window_counts_the_own_position(S):
      ("falcon-7b", 8_192), ("falcon-40b", 122_880), ("olmo-2-7b", 524_288), ("gemma-2-2b", 106_496)],
 )  # fmt: skip
 def test_bytes_of_the_cache(name, bytes_a_token):
-    g = cg.decode(models.load(name))
+    g = cg.decode(load(name))
     assert cg.cache_bytes(g, B=1, S=100) == 100 * bytes_a_token
-    sizes = models.load(name).defaults
+    sizes = load(name).defaults
     K = sizes.get("K") or sizes["D"] // sizes["H"]
     assert bytes_a_token == 2 * sizes["L"] * sizes["G"] * K * 2
 
 
 def test_a_window_bounds_the_cache():
-    assert cg.cache_bytes(cg.decode(models.load("mistral-7b")), B=1, S=32_768) == 4096 * 131_072
-    assert cg.cache_bytes(cg.decode(models.load("mistral-7b-v0.3")), B=1, S=32_768) == 32_768 * 131_072
+    assert cg.cache_bytes(cg.decode(load("mistral-7b")), B=1, S=32_768) == 4096 * 131_072
+    assert cg.cache_bytes(cg.decode(load("mistral-7b-v0.3")), B=1, S=32_768) == 32_768 * 131_072
     # Gemma 2: 13 of 26 layers keep 4096 positions
-    assert cg.cache_bytes(cg.decode(models.load("gemma-2-2b")), B=1, S=8192) == 106_496 // 2 * (4096 + 8192)
+    assert cg.cache_bytes(cg.decode(load("gemma-2-2b")), B=1, S=8192) == 106_496 // 2 * (4096 + 8192)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_step_of_as_many_tokens_as_there_are_is_the_whole_pass(name):
-    g = models.load(name)
+    g = load(name)
     assert cg.matmul_flops(cg.prefill(g), **POINT) == cg.matmul_flops(g, **POINT)
     assert cg.matmul_flops(cg.decode(g, 13), **POINT) == cg.matmul_flops(g, **POINT)
     last = cg.prefill(g, logits="last")
@@ -434,9 +435,9 @@ def test_a_step_of_as_many_tokens_as_there_are_is_the_whole_pass(name):
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_reports_and_steps(name):
-    g = models.load(name)
+    g = load(name)
     assert name in str(cg.report(g, "h100-sxm", **POINT))
-    step = cg.training_step(models.load(name, attention="eager"))
+    step = training_step(load(name, attention="eager"))
     # gradients of operands and of weights: a product each for one of the forward pass
     assert cg.matmul_flops(step, **POINT, count="full") == 3 * cg.matmul_flops(g, **POINT, count="full")
     assert cg.peak_memory(step, **POINT) > 4 * cg.param_bytes(g)

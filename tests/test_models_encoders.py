@@ -1,6 +1,7 @@
 """Encoders, encoder-decoders and vision transformers: published numbers, configurations, what can be asked."""
 
 import pytest
+from shared import load, training_step
 from sympy import Symbol
 
 import costgraph as cg
@@ -45,12 +46,12 @@ OPEN = {"bert": {"B", "S"}, "t5": {"B", "S", "M"}, "whisper": {"B", "S"}, "vit":
 
 @pytest.mark.parametrize(("name", "expected"), PARAMETERS.items())
 def test_parameters(name, expected):
-    assert cg.param_count(cg.models.load(name)) == expected
+    assert cg.param_count(load(name)) == expected
 
 
 @pytest.mark.parametrize(("name", "printed"), DIT.items())
 def test_diffusion_transformers(name, printed):
-    g = cg.models.load(name)
+    g = load(name)
     millions, multiply_adds = printed
     patches, D = (32 // int(name[-1])) ** 2, g.defaults["D"]
     assert round((cg.param_count(g) - patches * D) / 1e6) == millions  # without the frozen positions
@@ -64,14 +65,14 @@ def test_diffusion_transformers(name, printed):
     [("vit-b-16", 17.56), ("vit-b-32", 4.41), ("vit-l-16", 61.55), ("vit-h-14", 167.29)],
 )
 def test_multiply_adds_of_vision_transformers(name, printed):
-    assert cg.matmul_flops(cg.models.load(name), B=1) / 2e9 == pytest.approx(printed, abs=0.006)
+    assert cg.matmul_flops(load(name), B=1) / 2e9 == pytest.approx(printed, abs=0.006)
 
 
 def test_parameters_of_t5_3b_by_hand():
     D, E, F, L = 1024, 32 * 128, 16384, 24
     encoder = L * (4 * D * E + 2 * D * F + 2 * D)  # attention, feed-forward layer, two norms
     decoder = L * (8 * D * E + 2 * D * F + 3 * D)
-    assert cg.param_count(cg.models.load("t5-3b")) == 32128 * D + encoder + decoder + 2 * D + 2 * 32 * 32
+    assert cg.param_count(load("t5-3b")) == 32128 * D + encoder + decoder + 2 * D + 2 * 32 * 32
 
 
 # -- what can be asked of each -------------------------------------------------------------------------------------
@@ -79,13 +80,13 @@ def test_parameters_of_t5_3b_by_hand():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults_bind_all_but_batch_and_length(name):
-    free = {s.name for s in cg.flops(cg.models.load(name)).free_symbols}
+    free = {s.name for s in cg.flops(load(name)).free_symbols}
     assert free == OPEN[name.split("-")[0]]
 
 
 @pytest.mark.parametrize("name", ["bert-base", "t5-3b", "whisper-tiny", "vit-h-14", "clip-vit-l-14", "dit-xl-2"])
 def test_every_size_is_a_symbol(name):
-    g, open_ = cg.models.load(name), cg.models.load(name, symbolic=True)
+    g, open_ = load(name), load(name, symbolic=True)
     assert not open_.defaults
     assert {s.name for s in cg.param_count(open_).free_symbols} <= set(g.defaults)
     assert cg.param_count(open_, **g.defaults) == cg.param_count(g)
@@ -97,21 +98,21 @@ def test_every_size_is_a_symbol(name):
 @pytest.mark.parametrize("name", ["bert-base", "t5-small", "whisper-tiny", "vit-b-16", "clip-vit-b-32", "dit-s-2"])
 def test_the_report_and_both_kernels(name):
     point = dict.fromkeys(OPEN[name.split("-")[0]], 3)
-    g, eager = cg.models.load(name), cg.models.load(name, attention="eager", dropout=0.1)
+    g, eager = load(name), load(name, attention="eager", dropout=0.1)
     assert cg.matmul_flops(g, count="full", **point) == cg.matmul_flops(eager, count="full", **point)
     assert name in str(cg.report(g, "h100-sxm", **point))
     assert cg.peak_memory(g, **point) > cg.param_bytes(g)
 
 
 def test_depths_are_apart():
-    g = cg.models.load("t5-small")
+    g = load("t5-small")
     layer = 8 * 512 * 512 + 2 * 512 * 2048 + 3 * 512  # of the decoder
     assert cg.param_count(g, N=7) - cg.param_count(g) == layer
     assert cg.param_count(g, L=7) - cg.param_count(g) == layer - 4 * 512 * 512 - 512
 
 
 def test_an_image_of_another_size_has_more_positions():
-    g = cg.models.load("vit-b-16")
+    g = load("vit-b-16")
     assert cg.param_count(g, R=384) - cg.param_count(g) == (24**2 - 14**2) * 768
     assert cg.matmul_flops(g, R=239, B=1) == cg.matmul_flops(g, B=1)  # what is left over belongs to no patch
 
@@ -119,31 +120,31 @@ def test_an_image_of_another_size_has_more_positions():
 def test_a_length_above_the_positions_is_refused():
     for name in ("bert-base", "whisper-tiny", "clip-vit-b-32"):
         with pytest.raises(BindingError, match="S <= P"):
-            cg.flops(cg.models.load(name), B=1, S=513)
+            cg.flops(load(name), B=1, S=513)
 
 
 # -- training ------------------------------------------------------------------------------------------------------
 
 
 def test_losses():
-    losses = {name: cg.models.load(name).loss for name in ("bert-base", "t5-small", "vit-b-16", "clip-vit-b-32")}
+    losses = {name: load(name).loss for name in ("bert-base", "t5-small", "vit-b-16", "clip-vit-b-32")}
     assert losses == {
         "bert-base": None, "t5-small": "cross_entropy", "vit-b-16": "cross_entropy", "clip-vit-b-32": "contrastive",
     }  # fmt: skip
     with pytest.raises(GraphError, match="has 2 outputs and names no loss"):
-        cg.training_step(cg.models.load("bert-base"))
-    step = cg.training_step(cg.models.load("bert-base"), loss=lambda _, pooled: cg.reduce(pooled, "b d -> ", "mean"))
+        training_step(load("bert-base"))
+    step = training_step(load("bert-base"), loss=lambda _, pooled: cg.reduce(pooled, "b d -> ", "mean"))
     assert cg.param_count(step) == PARAMETERS["bert-base"]
 
 
 def test_the_contrastive_loss():
     """A cross-entropy of rows and one of columns, each of B*B logits: two more products would be a mistake."""
-    g = cg.models.load("clip-vit-b-32")
+    g = load("clip-vit-b-32")
     scores = cg.training_step(g)
     assert cg.matmul_flops(scores, B=5) == cg.matmul_flops(cg.training_step(g, loss=_mean), B=5)
     assert [t.name for t in scores.tensors if t.role == "input"] == ["tokens", "ends", "images"]  # and no targets
     with pytest.raises(ShapeError, match=r"loss 'contrastive' of .*: expected as many rows as columns"):
-        cg.training_step(cg.models.load("vit-b-16"), loss="contrastive")
+        training_step(load("vit-b-16"), loss="contrastive")
 
 
 def _mean(logits):
@@ -151,7 +152,7 @@ def _mean(logits):
 
 
 def test_frozen_positions_are_not_trained():
-    g = cg.models.load("dit-s-2")
+    g = load("dit-s-2")
     step = cg.training_step(g, loss=lambda y: cg.reduce(y, "b c h w -> ", "mean"), optimizer=cg.AdamW())
     frozen = 256 * 384
     assert cg.state_bytes(step).state == 2 * 2 * (cg.param_count(g) - frozen)
@@ -162,14 +163,14 @@ def test_frozen_positions_are_not_trained():
 
 def test_decode_of_t5():
     """Queries, keys, values and the way back of one token; of the encoder's results what attends to them alone."""
-    g = cg.decode(cg.models.load("t5-small"))
+    g = cg.decode(load("t5-small"))
     D, F, L, V = 512, 2048, 6, 32128
     layer = 2 * (4 * D * D) + 2 * (2 * D * D) + 2 * (2 * D * F)
     assert cg.matmul_flops(g, B=1, S=1000, M=100) == L * layer + 2 * D * V + L * 4 * D * (1000 + 100)
 
 
 def test_decode_of_whisper():
-    g = cg.decode(cg.models.load("whisper-tiny"))
+    g = cg.decode(load("whisper-tiny"))
     D, F, L, V = 384, 1536, 4, 51865
     layer = 2 * (4 * D * D) + 2 * (2 * D * D) + 2 * (2 * D * F)
     assert cg.matmul_flops(g, B=1, S=100) == L * layer + 2 * D * V + L * 4 * D * (100 + 1500)
@@ -178,7 +179,7 @@ def test_decode_of_whisper():
 def test_encoders_keep_nothing():
     for name in ("bert-base", "vit-b-16", "clip-vit-b-32", "dit-s-2"):
         with pytest.raises(GraphError, match=r"nothing in graph .* is kept between steps"):
-            cg.decode(cg.models.load(name))
+            cg.decode(load(name))
 
 
 # -- structure that is chosen --------------------------------------------------------------------------------------
@@ -196,12 +197,12 @@ def test_encoders_keep_nothing():
 )
 def test_options_that_are_none(name, options, text):
     with pytest.raises(cg.CostGraphError, match=text):
-        cg.models.load(name, **options)
+        load(name, **options)
 
 
 def test_masked_language_model():
     # a layer and a norm before the tied head, and its bias: huggingface.co's BertForMaskedLM has 109,514,298
-    g = cg.models.load("bert-base", head="masked-lm")
+    g = load("bert-base", head="masked-lm")
     assert cg.param_count(g) == 109_514_298
     assert g.outputs[0].shape[-1] == Symbol("V", integer=True, positive=True)
 

@@ -1,6 +1,7 @@
 """ConvNeXt, Swin, MobileNet, EfficientNet and DLRM as they were published, and what cannot be read."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 
@@ -30,7 +31,7 @@ TORCHVISION = {
 
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_published_parameters_and_multiply_adds(name):
-    g = cg.models.load(name)
+    g = load(name)
     parameters, billions = TORCHVISION[name]
     assert cg.param_count(g) == parameters
     assert round(cg.matmul_flops(g, B=1, count="full") / 2e9, 3) == billions
@@ -41,16 +42,16 @@ def test_parameters_of_dlrm():
     # list them: 187,767,399 of 128 elements; networks of 13-512-256-128 and 479-1024-1024-512-256-1
     bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128
     top = 479 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 512 + 512 + 512 * 256 + 256 + 256 + 1
-    g = cg.models.load("dlrm-mlperf")
+    g = load("dlrm-mlperf")
     assert cg.param_count(g) == 187_767_399 * 128 + bottom + top
     # of Criteo Kaggle 33,762,577 rows of 16 elements, 13-512-256-64-16 and 367-512-256-1
     bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 16 + 16
     top = 367 * 512 + 512 + 512 * 256 + 256 + 256 + 1
-    assert cg.param_count(cg.models.load("dlrm-small")) == 33_762_577 * 16 + bottom + top
+    assert cg.param_count(load("dlrm-small")) == 33_762_577 * 16 + bottom + top
 
 
 def test_dlrm_reads_the_rows_that_are_looked_up():
-    g = cg.models.load("dlrm-mlperf", dtype="fp32")
+    g = load("dlrm-mlperf", dtype="fp32")
     once, again = (cg.bytes_moved(g, B=2048, N=n) for n in (1, 4))
     # a lookup reads a row of 128 numbers of 4 bytes and an index of 8; there are 26 tables
     assert again - once == 3 * 26 * 2048 * (128 * 4 + 8)
@@ -63,16 +64,16 @@ OPEN = ["mobilenet-v2", "mobilenet-v3-small", "efficientnet-b1", "convnext-tiny"
 
 @pytest.mark.parametrize("name", OPEN)
 def test_every_size_can_be_left_open(name):
-    g = cg.models.load(name, symbolic=True)
+    g = load(name, symbolic=True)
     assert g.defaults == {}
-    bound = cg.models.load(name).defaults
-    assert cg.param_count(g, **bound) == cg.param_count(cg.models.load(name))
+    bound = load(name).defaults
+    assert cg.param_count(g, **bound) == cg.param_count(load(name))
     assert {s.name for s in (cg.flops(g) + cg.param_count(g)).free_symbols} == {"B", *bound}
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_reports_and_steps(name):
-    g = cg.models.load(name, dropout=0.1)
+    g = load(name, dropout=0.1)
     assert name in str(cg.report(g, B=2))
     step = cg.training_step(g)
     assert cg.matmul_flops(step, B=2) > 2 * cg.matmul_flops(g, B=2)
@@ -80,25 +81,25 @@ def test_reports_and_steps(name):
 
 def test_an_image_of_another_size():
     # an odd side is rounded up by a stride of 2, and 33 = 32 + 1 gives 17, 9, 5, 3 and 2
-    small, large = (cg.matmul_flops(cg.models.load("mobilenet-v2"), B=1, R=n) for n in (33, 64))
-    assert small == cg.matmul_flops(cg.models.load("mobilenet-v2"), B=1, R=34)
-    assert large == cg.matmul_flops(cg.models.load("mobilenet-v2"), B=1, R=63)
+    small, large = (cg.matmul_flops(load("mobilenet-v2"), B=1, R=n) for n in (33, 64))
+    assert small == cg.matmul_flops(load("mobilenet-v2"), B=1, R=34)
+    assert large == cg.matmul_flops(load("mobilenet-v2"), B=1, R=63)
 
 
 def test_a_swin_of_an_image_that_changes_its_shifts():
-    g = cg.models.load("swin-t")
+    g = load("swin-t")
     assert cg.matmul_flops(g, B=1, R=227) == cg.matmul_flops(g, B=1, R=224)  # what is left over belongs to no patch
     with pytest.raises(cg.BindingError):  # 57 patches, and 8 in the last stage: more than its window of 7
         cg.matmul_flops(g, B=1, R=228)
-    shifted = cg.models.load("swin-t", stages=("shifted",) * 4)
+    shifted = load("swin-t", stages=("shifted",) * 4)
     assert cg.matmul_flops(shifted, B=1, R=228) > cg.matmul_flops(g, B=1, R=224)
     with pytest.raises(cg.GraphError, match="stage 2 is 'turned', expected one of shifted, shifted-odd, whole, single"):
-        cg.models.load("swin-t", stages=("shifted", "turned"))
+        load("swin-t", stages=("shifted", "turned"))
 
 
 def test_an_efficientnet_with_stages_that_are_not_told():
     with pytest.raises(cg.GraphError, match="expected one of each for every stage"):
-        cg.models.load("efficientnet-b0", windows=(3,))
+        load("efficientnet-b0", windows=(3,))
 
 
 CONVNEXT = {"architectures": ["ConvNextForImageClassification"], "id2label": {str(i): "" for i in range(1000)}}
@@ -121,7 +122,7 @@ B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "i
     ],
 )
 def test_configurations_of_published_models(fields, name):
-    g, same = cg.models.from_config(fields), cg.models.load(name)
+    g, same = cg.models.from_config(fields), load(name)
     assert cg.param_count(g) == cg.param_count(same)
     assert cg.matmul_flops(g, B=1) == cg.matmul_flops(same, B=1)
 

@@ -1,6 +1,7 @@
 """Models with experts and latent attention: published numbers, what their configurations say, steps of inference."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 
@@ -34,7 +35,7 @@ def digits(number):
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_parameters_are_those_that_are_published(name):
-    g, (whole, active, without) = cg.models.load(name), PUBLISHED[name]
+    g, (whole, active, without) = load(name), PUBLISHED[name]
     assert cg.param_count(g) / 1e9 == pytest.approx(whole, abs=digits(whole))
     met = (cg.param_count(g, active=True) - without) / 1e9
     if name == "deepseek-v2-lite":
@@ -44,7 +45,7 @@ def test_parameters_are_those_that_are_published(name):
 
 
 def test_active_parameters_are_a_formula():
-    g = cg.models.load("mixtral-8x7b", symbolic=True)
+    g = load("mixtral-8x7b", symbolic=True)
     D, E, k, Fe, L = cg.dims("D E k Fe L")
     idle = cg.param_count(g) - cg.param_count(g, active=True)
     assert (idle - 3 * D * Fe * (E - k) * L).expand() == 0
@@ -66,14 +67,14 @@ KEPT = {
 @pytest.mark.parametrize("name", sorted(KEPT))
 def test_what_is_kept_of_a_token(name, absorbed):
     options = {"absorbed": absorbed} if name.startswith("deepseek") else {}
-    g = cg.models.load(name, **options)
+    g = load(name, **options)
     for step in (cg.prefill(g), cg.decode(g)):
         assert cg.cache_bytes(step, B=1, S=1) == 2 * KEPT[name]  # bf16
         assert cg.cache_bytes(step, B=3, S=1000) == 3000 * 2 * KEPT[name]
 
 
 def test_a_window_bounds_what_is_kept():
-    step = cg.decode(cg.models.load("gpt-oss-20b"))
+    step = cg.decode(load("gpt-oss-20b"))
     # 12 layers keep all positions, 12 the last 128: 2 times 8 heads of 64 elements each
     for length in (100, 128, 5000):
         assert cg.cache_bytes(step, B=1, S=length) == 2 * 2 * 8 * 64 * 12 * (length + min(length, 128))
@@ -84,7 +85,7 @@ def test_a_window_bounds_what_is_kept():
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3"])
 def test_absorbed_projections_have_the_same_parameters_and_other_products(name):
-    plain, absorbed = cg.models.load(name, attention="eager"), cg.models.load(name, attention="eager", absorbed=True)
+    plain, absorbed = load(name, attention="eager"), load(name, attention="eager", absorbed=True)
     assert cg.param_count(plain) == cg.param_count(absorbed)
     n = plain.defaults
     B, S, T = 3, 1, 4096  # one token of each of 3 sequences, 4096 positions with it
@@ -97,7 +98,7 @@ def test_absorbed_projections_have_the_same_parameters_and_other_products(name):
 
 
 def test_absorbed_attention_reads_its_cache_once():
-    g = cg.models.load("deepseek-v3", absorbed=True, symbolic=True)
+    g = load("deepseek-v3", absorbed=True, symbolic=True)
     read = sum(
         r.amount.expr
         for r in cg.costs(cg.decode(g)).filter(kind="matmul")
@@ -114,10 +115,10 @@ def test_absorbed_attention_reads_its_cache_once():
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
 def test_routing_is_chosen_where_a_model_is_loaded(name):
     sizes = {"B": 2, "S": 3}
-    balanced, expected = (cg.models.load(name, routing=r) for r in ("balanced", "expected"))
+    balanced, expected = (load(name, routing=r) for r in ("balanced", "expected"))
     assert cg.matmul_flops(balanced, **sizes) == cg.matmul_flops(expected, **sizes)
     assert cg.bytes_moved(expected, fused=True, **sizes) < cg.bytes_moved(balanced, fused=True, **sizes)
-    filled = cg.models.load(name, routing="capacity", capacity=2)
+    filled = load(name, routing="capacity", capacity=2)
     assert cg.matmul_flops(filled, **sizes) > cg.matmul_flops(balanced, **sizes)
     n = balanced.defaults
     assert cg.bytes_moved(filled, fused=True, **sizes) > n["E"] * 3 * n["D"] * n["Fe"] * n["L"]
@@ -125,22 +126,22 @@ def test_routing_is_chosen_where_a_model_is_loaded(name):
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_sizes_may_stay_open(name):
-    g = cg.models.load(name, symbolic=True)
-    sizes = cg.models.load(name).defaults
+    g = load(name, symbolic=True)
+    sizes = load(name).defaults
     assert {s.name for s in cg.param_count(g).free_symbols} <= sizes.keys()
-    assert cg.param_count(g, **sizes) == cg.param_count(cg.models.load(name))
+    assert cg.param_count(g, **sizes) == cg.param_count(load(name))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_reports_are_made(name):
-    assert name in str(cg.report(cg.models.load(name), B=1, S=512))
+    assert name in str(cg.report(load(name), B=1, S=512))
 
 
 def test_what_a_model_does_not_have_is_refused():
     with pytest.raises(cg.GraphError, match="absorbed=True, expected one of routing, capacity"):
-        cg.models.load("mixtral-8x7b", absorbed=True)
+        load("mixtral-8x7b", absorbed=True)
     with pytest.raises(cg.GraphError, match="expected a factor with 'capacity' alone"):
-        cg.models.load("mixtral-8x7b", routing="capacity")
+        load("mixtral-8x7b", routing="capacity")
 
 
 # -- configurations as they are published ----------------------------------------------------------------------------
@@ -208,7 +209,7 @@ FILES = {
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_published_file_is_the_preset(name):
     # the format that is given is that of all weights, whatever the file stores them in
-    g, preset = cg.models.from_config(FILES[name], dtype="bf16"), cg.models.load(name)
+    g, preset = cg.models.from_config(FILES[name], dtype="bf16"), load(name)
     assert g.defaults == preset.defaults
     assert cg.flops(g) == cg.flops(preset)
     assert cg.param_bytes(g) == cg.param_bytes(preset)

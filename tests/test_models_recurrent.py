@@ -1,6 +1,7 @@
 """Recurrent models: published sizes, what decode keeps of them, and configurations from outside."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 
@@ -62,19 +63,19 @@ XLSTM = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
-    assert cg.param_count(cg.models.load(name)) == PARAMETERS[name]
+    assert cg.param_count(load(name)) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", XLSTM)
 def test_parameters_of_xlstm(name):
-    assert round(cg.param_count(cg.models.load(name)) / 1e6, 1) == XLSTM[name]
+    assert round(cg.param_count(load(name)) / 1e6, 1) == XLSTM[name]
 
 
 def test_published_numbers():
     # safetensors of state-spaces/mamba-130m-hf and mamba-2.8b-hf, of NX-AI/xLSTM-7b; the RWKV-7 World models
     numbers = {"mamba-130m": 129135360, "mamba-2.8b": 2768345600, "xlstm-7b": 6865424896, "rwkv-7-0.1b": 191034624}
     numbers |= {"rwkv-7-2.9b": 2947735040}
-    assert {n: cg.param_count(cg.models.load(n)) for n in numbers} == numbers
+    assert {n: cg.param_count(load(n)) for n in numbers} == numbers
 
 
 # -- all that is asked of a model -------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("name", "options"), WAYS)
 def test_report_training_step_and_symbols(name, options):
-    g = cg.models.load(name, **options)
+    g = load(name, **options)
     sizes = {"B": 1, "S": 512}
     assert cg.report(g, **sizes).figures["params"].value == cg.param_count(g)
     step = cg.training_step(g)
@@ -100,7 +101,7 @@ def test_report_training_step_and_symbols(name, options):
     # the table of embeddings has no product in the forward pass, so that 3 times is a little too much or little
     assert 2.5 < whole.subs("S", 512) / forward.subs("S", 512) < 3.6
     assert {str(n) for n in cg.matmul_flops(step).free_symbols} <= {"B", "S"}
-    opened = cg.models.load(name, symbolic=True, **options)
+    opened = load(name, symbolic=True, **options)
     assert not opened.defaults
     assert {"B", "S", "D", "V"} <= {str(n) for n in cg.matmul_flops(opened).free_symbols}
 
@@ -109,14 +110,14 @@ def test_report_training_step_and_symbols(name, options):
     "name", ["mamba-130m", "mamba2-130m", "rwkv-7-0.1b", "xlstm-125m-7-1", "lstm-ptb-medium", "linear-attention-mnist"]
 )
 def test_costs_are_linear_in_the_number_of_positions(name):
-    g = cg.models.load(name)
+    g = load(name)
     S = cg.dims("S")
     for formula in (cg.flops(g, B=1), cg.bytes_moved(g, B=1), cg.flops(cg.training_step(g), B=1)):
         assert formula.as_poly(S).degree() == 1
 
 
 def test_dropout_is_drawn_where_the_reference_draws_it():
-    g = cg.models.load("lstm-ptb-medium", dropout=0.5)
+    g = load("lstm-ptb-medium", dropout=0.5)
     # behind the embedding and behind each layer
     assert sorted(op.name for op in g.walk() if op.kind.name == "dropout") == ["dropout", "layers/dropout"]
 
@@ -143,7 +144,7 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_is_as_large_at_any_length(name):
-    g = cg.models.load(name)
+    g = load(name)
     assert cg.cache_bytes(cg.prefill(g), B=1, S=700) == KEPT[name]
     step = cg.decode(g)
     assert "S" not in {str(n) for n in cg.bytes_moved(step).free_symbols}
@@ -154,7 +155,7 @@ def test_what_is_kept_is_as_large_at_any_length(name):
 @pytest.mark.parametrize("name", KEPT)
 def test_a_prompt_in_steps_is_the_prompt(name):
     """As many products, but for the results of convolutions behind the last position, which a step does not make."""
-    g = cg.models.load(name)
+    g = load(name)
     whole, step = cg.matmul_flops(g, B=1).as_poly(cg.dims("S")), cg.matmul_flops(cg.decode(g), B=1, S=700)
     assert whole.coeff_monomial(cg.dims("S")) == step
 
@@ -162,7 +163,7 @@ def test_a_prompt_in_steps_is_the_prompt(name):
 @pytest.mark.parametrize(("name", "text"), [("mamba2-130m", "S/Q"), ("xlstm-7b", "S/Q")])
 def test_chunks_are_no_steps_of_inference(name, text):
     with pytest.raises(cg.UnsupportedError) as caught:
-        cg.decode(cg.models.load(name, form="chunked"))
+        cg.decode(load(name, form="chunked"))
     assert text in str(caught.value)
 
 
@@ -170,7 +171,7 @@ def test_chunks_are_no_steps_of_inference(name, text):
     ("name", "options"), [("mamba2-130m", {"form": "chunked"}), ("xlstm-7b", {}), ("gru-ptb-small", {})]
 )
 def test_files(name, options, tmp_path):
-    g = cg.models.load(name, **options)
+    g = load(name, **options)
     for made in (cg.training_step(g), *([] if options else [cg.decode(g)])):
         cg.save(made, tmp_path / "g.json")
         again = cg.load(tmp_path / "g.json")
@@ -181,14 +182,14 @@ def test_files(name, options, tmp_path):
 @pytest.mark.parametrize("name", ["mamba-130m", "rwkv-7-0.1b", "linear-attention-mnist"])
 def test_the_least_traffic_of_a_step_reads_and_writes_the_states_however_it_is_run(name):
     kernel, ops = (
-        cg.bytes_moved(cg.decode(cg.models.load(name, scan=scan)), fused=True, B=1, S=512) for scan in ("kernel", "ops")
+        cg.bytes_moved(cg.decode(load(name, scan=scan)), fused=True, B=1, S=512) for scan in ("kernel", "ops")
     )
     assert kernel == ops
 
 
 def test_a_length_that_is_no_multiple_of_the_chunk():
     with pytest.raises(cg.BindingError) as caught:
-        cg.flops(cg.models.load("mamba2-130m", form="chunked"), B=1, S=300)
+        cg.flops(load("mamba2-130m", form="chunked"), B=1, S=300)
     assert "75/64" in str(caught.value)
 
 
@@ -209,15 +210,15 @@ def test_a_length_that_is_no_multiple_of_the_chunk():
 )
 def test_unknown_structure(name, options, text):
     with pytest.raises(cg.GraphError) as caught:
-        cg.models.load(name, **options)
+        load(name, **options)
     assert text in str(caught.value)
 
 
 def test_as_many_layers_as_their_places_need():
     with pytest.raises(cg.BindingError):
-        cg.param_count(cg.models.load("xlstm-125m-7-1"), L=20)
+        cg.param_count(load("xlstm-125m-7-1"), L=20)
     with pytest.raises(cg.BindingError):
-        cg.param_count(cg.models.load("rwkv-7-0.1b"), L=1)
+        cg.param_count(load("rwkv-7-0.1b"), L=1)
 
 
 # -- configurations from outside --------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ XLSTM_7B = {
     ("fields", "name"), [(MAMBA, "mamba-130m"), (CODESTRAL, "mamba-codestral-7b"), (XLSTM_7B, "xlstm-7b")]
 )
 def test_configurations_of_the_presets(fields, name):
-    found, preset = cg.models.from_config(fields, dtype="bf16"), cg.models.load(name)
+    found, preset = cg.models.from_config(fields, dtype="bf16"), load(name)
     assert found.defaults == preset.defaults
     assert cg.flops(found) == cg.flops(preset)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import load
 
 import costgraph as cg
 
@@ -93,7 +94,7 @@ def test_the_largest_batch_is_next_to_the_capacity():
 
 
 def test_batches_that_fit_are_found_by_trying():
-    step = cg.decode(cg.models.load("llama-3-8b"))
+    step = cg.decode(load("llama-3-8b"))
     for line in shown("sweep", 'B <= {int(found.B.where(fits).max())}")').splitlines():
         name, _, _, batch = line.split()
         room = cg.load_hardware(name).capacity().value

@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import testing
@@ -179,7 +180,7 @@ def test_transfers_overlap_with_compute():
 @pytest.mark.parametrize("what", SETS)
 def test_ranks_meet_as_they_did(what):
     whole = cg.training_step(
-        cg.models.load("llama-2-7b", symbolic=True), optimizer=cg.AdamW(implementation="fused"), precision="bf16-master"
+        load("llama-2-7b", symbolic=True), optimizer=cg.AdamW(implementation="fused"), precision="bf16-master"
     )
     sizes = {"B": 4, "S": 4, "D": 8, "F": 8, "H": 4, "K": 2, "L": 3, "V": 16, "G": 4}
     rank = cg.parallelize(whole, dp=2, zero=3, offload=what)
@@ -190,7 +191,7 @@ def test_ranks_meet_as_they_did(what):
 
 
 def test_a_pass_of_inference_brings_in_a_layer_at_a_time():
-    llama = cg.decode(cg.models.load("llama-2-7b"))
+    llama = cg.decode(load("llama-2-7b"))
     away = cg.offload(llama, "parameters")
     sizes = {"B": 1, "S": 128}
     assert cg.peak_memory(away, side="host", **sizes) == cg.param_bytes(llama)
@@ -230,7 +231,7 @@ def test_refusals():
     away = cg.offload(whole, "optimizer")
     with pytest.raises(UnsupportedError, match=r"offload of graph 'g', of which something lies on the host already"):
         cg.offload(away, "activations")
-    llama = cg.training_step(cg.models.load("llama-2-7b"), precision="bf16-master")
+    llama = training_step(load("llama-2-7b"), precision="bf16-master")
     with pytest.raises(UnsupportedError, match=r"puts a parameter on the host together of parts of all ranks"):
         cg.parallelize(llama, dp=2, zero=1, offload="parameters")
     with pytest.raises(GraphError, match=r"timeline: side 'disk', expected one of device, host"):

@@ -3,9 +3,10 @@
 import pytest
 import sympy
 from budget import in_part
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 
 B, S, DP, TP = cg.dims("B S DP TP")
 
@@ -32,7 +33,7 @@ OTHERS = (
 
 
 def step(name, optimizer=None, **options):
-    model = models.load(name, symbolic=True, dtype="fp32")
+    model = load(name, symbolic=True, dtype="fp32")
     return cg.training_step(model, optimizer=optimizer or cg.SGD(), **options)
 
 
@@ -62,7 +63,7 @@ def test_a_step_with_all_of_it_leaves_the_same_numbers():
 
 
 def test_a_closed_form_of_the_peak_of_llama_3_70b():
-    whole = cg.training_step(models.load("llama-3-70b"), precision="bf16-master")
+    whole = training_step(load("llama-3-70b"), precision="bf16-master")
     rank = cg.parallelize(whole, dp=DP, tp=TP, zero=3, sequence=True, strict=True)
     box = {"B": (64, 1024), "S": (2048, 8192), "DP": (8, 512), "TP": (2, 8)}
     peak = cg.peak_memory(rank, within=box)
@@ -136,9 +137,7 @@ def test_the_last_micro_batch_reduces_by_unit_what_all_have_added_up(count):
     """HSDP in mixed precision: gathered in bf16, added up and reduced in fp32, a scatter and an all-reduce a unit."""
     times, n = (count, {}) if count == 2 else (cg.dims(count), {count: 3})
     mixed = cg.Policy("mixed", params="fp32", compute="bf16")
-    whole = cg.training_step(
-        models.load("llama-3-8b", symbolic=True), optimizer=cg.AdamW(), precision=mixed, accumulate=times
-    )
+    whole = cg.training_step(load("llama-3-8b", symbolic=True), optimizer=cg.AdamW(), precision=mixed, accumulate=times)
     split = {t.name: "n (b rep own) s" for t in whole.tensors if t.role == "input"}
     for t in whole.tensors:
         if t.producer is None and t.role in ("param", "state") and t.ndim > t.storage.pieces:
@@ -158,7 +157,7 @@ def test_the_last_micro_batch_reduces_by_unit_what_all_have_added_up(count):
 
 def test_the_first_of_the_layers_is_asked_for_before_the_backward_pass_of_the_root():
     """As `_pre_backward` of torch's FSDPParamGroup does, whether the root is still there or not."""
-    rank = cg.parallelize(cg.training_step(models.load("llama-3-8b")), dp=2, zero=3, strict=True)
+    rank = cg.parallelize(training_step(load("llama-3-8b")), dp=2, zero=3, strict=True)
     names = [op.name for op in rank.ops]
     (buffer,) = (op for op in rank.ops if op.kind.name == "empty" and op.name.startswith("layers.backward"))
     first = next(i for i, op in enumerate(rank.ops) if op.phase == "backward" and op.name.startswith("head"))
@@ -168,7 +167,7 @@ def test_the_first_of_the_layers_is_asked_for_before_the_backward_pass_of_the_ro
 
 def test_an_axis_that_ranks_divide_is_split_before_a_longer_one():
     """GPT-2 has 50,257 tokens, a prime number of rows."""
-    whole = cg.training_step(models.load("gpt2"), optimizer=cg.SGD())
+    whole = training_step(load("gpt2"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, dp=4, zero=3)
     assert rank.sharding.places["tokens/table"].dim("dp") == 1
     assert cg.param_count(rank) * 4 == cg.param_count(whole)
@@ -229,7 +228,7 @@ def test_a_graph_of_other_layers_is_refused():
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}], ids=["saved", "recomputed"])
 def test_what_a_split_sequence_gathers_is_held_for_the_backward_pass_or_gathered_again(options):
-    whole = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), **options)
+    whole = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), **options)
     again = cg.parallelize(whole, tp=2, sequence=True, hold=False, strict=True)
     held = cg.parallelize(whole, tp=2, sequence=True, strict=True)
     sizes = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 3, "V": 8}
@@ -255,7 +254,7 @@ def test_what_is_reduced_is_reduced_again_or_kept(sequence):
     A rank of sequence parallelism has its part of it. What the backward pass needs whole is gathered again.
     """
     B, S, D = cg.dims("B S D")
-    model = models.load("llama-3-8b", symbolic=True, dtype="fp32")
+    model = load("llama-3-8b", symbolic=True, dtype="fp32")
     sums = "reduce_scatter" if sequence else "all_reduce"
     for communication, kept, again in ((True, 1, 1), (False, 3, 0)):
         checkpoint = cg.every_block(communication=communication)
@@ -283,7 +282,7 @@ def test_quantized_weights_stay_where_they_are():
     # activations come to the columns and rows that each rank has of them, in the format of the product
     found, sizes = [], {"B": 3, "S": 26, "L": 2}
     for precision in ("bf16", "fp8"):
-        step = cg.training_step(cg.models.load("llama-3-8b"), precision=precision)
+        step = training_step(load("llama-3-8b"), precision=precision)
         rank = cg.parallelize(step, dp=3, tp=2, sequence=True, strict=True)
         assert 6 * cg.matmul_flops(rank, **sizes) == cg.matmul_flops(step, **sizes)
         sent = dict.fromkeys([("dp", "all_reduce"), ("tp", "reduce_scatter"), ("tp", "all_gather")], 0)

@@ -4,10 +4,11 @@ from functools import cache
 
 import pytest
 import sympy
+from shared import load
 from test_parallelize import step
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 
 B, D, F, G, H, K, L, S, V, R, TP = cg.dims("B D F G H K L S V R TP")
 SIZES = {"B": 2, "D": 8, "F": 8, "G": 2, "H": 8, "K": 2, "L": 2, "S": 4, "V": 8, "R": 2}
@@ -34,7 +35,7 @@ def test_each_of_fewer_heads_is_on_several_ranks():
     # two matrices of queries and back are split among all ranks, a head of keys and one of values is on each
     own = 2 * D * H * K / (G * R) + 2 * D * K + 3 * D * F / (G * R) + 2 * D
     assert sympy.expand(cg.param_count(rank) - L * own - 2 * V * D / (G * R) - D) == 0
-    assert sympy.expand(cg.cache_bytes(cg.parallelize(cg.decode(models.load("llama-2-13b", symbolic=True)), tp=G * R))
+    assert sympy.expand(cg.cache_bytes(cg.parallelize(cg.decode(load("llama-2-13b", symbolic=True)), tp=G * R))
                         - L * 2 * 2 * B * S * K) == 0  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def test_values_of_a_step_on_copied_heads_with_split_parameters():
 
 
 def test_values_of_a_pass_of_inference_on_copied_heads():
-    whole = cg.decode(models.load("qwen3-0.6b", symbolic=True, dtype="fp32"))
+    whole = cg.decode(load("qwen3-0.6b", symbolic=True, dtype="fp32"))
     testing.check_sharded(whole, cg.parallelize(whole, tp=G * R, strict=True), **SIZES)
 
 
@@ -94,7 +95,7 @@ def test_axes_that_have_a_name_together():
 
 
 def test_sizes_that_are_known_say_whether_heads_are_copied():
-    model = models.load("llama-3-70b")  # 64 heads of queries, 8 of keys and values
+    model = load("llama-3-70b")  # 64 heads of queries, 8 of keys and values
     assert [*cg.parallelize(model, tp=8).sharding.mesh] == ["tp"]
     rank = cg.parallelize(model, tp=16, strict=True)
     assert [*rank.sharding.mesh] == ["kv", "replica"]

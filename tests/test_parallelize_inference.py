@@ -2,10 +2,11 @@
 
 import pytest
 import sympy
+from shared import load
 from test_parallelize import DP, OTHERS, SIZES, TP
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 from costgraph.ops.cached import append
 
 #: Models that keep no heads: latent vectors, which all heads share, and states of recurrences without heads that tp
@@ -21,7 +22,7 @@ FEW = ("deepseek-v2-lite", "falcon-7b", "gemma-2-27b", "mamba-1.4b", "t5-11b")
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=LONG) for n in (*SIZES, *OTHERS)])
 def test_what_is_kept_is_split_with_the_batch_and_the_heads(name, tmp_path):
-    whole = cg.decode(models.load(name, symbolic=True))
+    whole = cg.decode(load(name, symbolic=True))
     recurrent = name.startswith(RECURRENT)  # whose products tp leaves whole, which `strict` refuses
     rank = cg.parallelize(whole, dp=DP, tp=TP, strict=not recurrent)
     assert bool(rank.sharding.replicated) == recurrent
@@ -35,13 +36,13 @@ def test_what_is_kept_is_split_with_the_batch_and_the_heads(name, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x22b", *(pytest.param(n, marks=LONG) for n in SIZES)])
 @pytest.mark.parametrize("transform", [cg.decode, cg.prefill])
 def test_a_pass_leaves_the_same_numbers_and_caches(name, transform):
-    whole = transform(models.load(name, symbolic=True, dtype="fp32"))
+    whole = transform(load(name, symbolic=True, dtype="fp32"))
     rank = cg.parallelize(whole, dp=2, tp=2, strict=True)
     testing.check_sharded(whole, rank, **SIZES[name], B=2, S=3)
 
 
 def test_memory_of_a_rank_that_generates():
-    step = cg.decode(models.load("llama-3-70b"))
+    step = cg.decode(load("llama-3-70b"))
     rank = cg.parallelize(step, dp=2, tp=8)
     sizes = {"B": 32, "S": 8192}
     # keys and values of 80 layers, 8 heads of 128 elements of 2 bytes: a head, and 16 sequences
@@ -61,7 +62,7 @@ def test_memory_of_a_rank_that_generates():
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=LONG) for n in SIZES if n != "mamba-1.4b"])
 @pytest.mark.parametrize("transform", [cg.decode, cg.prefill])
 def test_a_context_is_kept_in_parts(name, transform):
-    whole = transform(models.load(name, symbolic=True, dtype="fp32"))
+    whole = transform(load(name, symbolic=True, dtype="fp32"))
     rank = cg.parallelize(whole, cp=CP)
     assert sympy.cancel(cg.cache_bytes(rank) * CP / cg.cache_bytes(whole)) == 1
     # W = 2: windows, that whole tokens are put together for, and the last positions of which are on ranks of their own
@@ -71,7 +72,7 @@ def test_a_context_is_kept_in_parts(name, transform):
 @pytest.mark.parametrize("context", ["gather", "all_to_all", "ring"])
 @pytest.mark.parametrize("new", [1, 2, 5])
 def test_new_positions_are_kept_by_the_ranks_that_have_the_last_ones(context, new):
-    whole = cg.decode(models.load("llama-2-13b", symbolic=True, dtype="fp32"), new)
+    whole = cg.decode(load("llama-2-13b", symbolic=True, dtype="fp32"), new)
     rank = cg.parallelize(whole, cp=3, tp=2, context=context, strict=new == 1)
     testing.check_sharded(whole, rank, B=2, S=6, D=4, H=2, G=2, K=2, L=2, V=8, F=4)
     # several positions see other keys each: those of all ranks are put together, and no cache of any other layer
@@ -92,7 +93,7 @@ def test_each_rank_appends_what_it_has(new):
 
 
 def test_memory_and_traffic_of_a_rank_with_a_part_of_the_context():
-    step = cg.decode(models.load("llama-3-70b"))
+    step = cg.decode(load("llama-3-70b"))
     rank = cg.parallelize(step, cp=4, tp=8, strict=True)
     sizes = {"B": 5, "S": 131072}
     # keys and values of 80 layers, one head of 8, of 128 elements of 2 bytes: 32,768 positions
@@ -108,19 +109,19 @@ def test_memory_and_traffic_of_a_rank_with_a_part_of_the_context():
 
 
 def test_stages_have_parts_of_the_context():
-    whole = cg.decode(models.load("llama-3-8b"))
+    whole = cg.decode(load("llama-3-8b"))
     rank = cg.parallelize(whole, cp=2, pp=4)
     assert {sympy.cancel(cg.cache_bytes(g) * 8 / cg.cache_bytes(whole)) for g in rank.stages} == {1}
 
 
 def test_a_state_has_no_positions_to_split():
     with pytest.raises(cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has one position"):
-        cg.parallelize(cg.decode(models.load("mamba-1.4b")), cp=2)
+        cg.parallelize(cg.decode(load("mamba-1.4b")), cp=2)
 
 
 @pytest.mark.parametrize("new", [1, 3])
 def test_an_answer_takes_the_steps_of_the_rank_with_the_most_positions(new):
-    model, at = models.load("llama-3-8b"), {"B": 5}
+    model, at = load("llama-3-8b"), {"B": 5}
     first, step = cg.parallelize(cg.prefill(model), cp=2), cg.parallelize(cg.decode(model, new), cp=4)
     found = cg.plan.latency(first, step, "h200-sxm", prompt=1024, steps=7, **at)
     # behind 1,024 positions, each cache has room for what 4 ranks have as much of

@@ -2,9 +2,10 @@
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 from costgraph.graph.sizes import known_names
 
 B, S, DP, TP, M = cg.dims("B S DP TP M")
@@ -13,7 +14,7 @@ SMALL = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 2, "V": 8}
 
 def step(name="llama-2-13b", **options):
     options = {"precision": "megatron-bf16", "accumulate": 2, **options}
-    return cg.training_step(models.load(name, symbolic=True), optimizer=cg.AdamW(implementation="fused"), **options)
+    return training_step(load(name, symbolic=True), optimizer=cg.AdamW(implementation="fused"), **options)
 
 
 def megatron(whole, **degrees):
@@ -54,8 +55,8 @@ def test_so_are_those_of_other_models_and_axes(name, degrees, sizes):
     ),
 ])  # fmt: skip
 def test_layers_as_megatron_runs_them_leave_the_same_numbers_on_ranks(name, degrees, sizes):
-    model = models.load(name, symbolic=True, system="megatron")
-    as_published = models.load(name, symbolic=True)
+    model = load(name, symbolic=True, system="megatron")
+    as_published = load(name, symbolic=True)
     for ask in (cg.param_count, cg.matmul_flops):
         assert sympy.expand(ask(model) - ask(as_published)) == 0
     whole = cg.training_step(model, optimizer=cg.AdamW(implementation="fused"), precision="megatron-bf16", accumulate=2)

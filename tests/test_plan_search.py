@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 from budget import in_part
+from shared import load
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -305,7 +306,7 @@ def test_several_precisions_are_those_of_each(model):
 
 @pytest.mark.long
 def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
-    zoo = cg.models.load("llama-3-8b")
+    zoo = load("llama-3-8b")
     found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
     assert {p.tp for p in found.rows} == {8, 16}  # 8 heads of keys and values, two ranks with each
     plan = next(p for p in found.rows if p.tp == 16 and p.sequence and p.accumulate == 1)
@@ -374,7 +375,7 @@ def test_a_size_that_is_left_out_is_named(model):
     with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for F, S, V, expected numbers"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", B=4, D=104)
     with pytest.raises(cg.BindingError, match="search: graph 't5-small' needs sizes for M, expected numbers"):
-        cg.plan.search(cg.models.load("t5-small"), devices=2, hardware="h100-sxm", B=4, S=52)
+        cg.plan.search(load("t5-small"), devices=2, hardware="h100-sxm", B=4, S=52)
 
 
 def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
@@ -458,7 +459,7 @@ def test_what_cannot_be_derived_elsewhere_is_the_same_error(model):
     "degrees", in_part([{"cp": 2, "ep": 2}, {"cp": 1, "ep": 2}, {"cp": 2, "ep": 1}], 0, 3), ids=str
 )
 def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
-    mixture = cg.models.load("mixtral-8x7b")
+    mixture = load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
     asked = {
         "devices": 8,
@@ -494,7 +495,7 @@ def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch
 
 @pytest.mark.long
 def test_crossovers_are_where_real_searches_change_their_best_plan():
-    zoo = cg.models.load("llama-3-8b")
+    zoo = load("llama-3-8b")
     few = {
         "devices": 16,
         "hardware": "h100-sxm",
@@ -542,7 +543,7 @@ def test_what_no_size_can_be_is_an_error(few, given, says):
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
-    mixture = cg.models.load("mixtral-8x7b")
+    mixture = load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
     asked = {
         "devices": 2,

@@ -1,4 +1,5 @@
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError, SpecError
@@ -29,7 +30,7 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize("limit", [10**7, 10**8, 3 * 10**8])
 def test_the_answer_fits_and_one_more_does_not(limit):
-    g = cg.models.load("gpt2", symbolic=True)
+    g = load("gpt2", symbolic=True)
     sizes = {"S": 5, "D": 12, "H": 2, "F": 7, "L": 3, "V": 11, "P": 16}
     best = cg.largest(g, "B", memory=limit, **sizes)
     assert cg.peak_memory(g, B=best, **sizes) <= limit < cg.peak_memory(g, B=best + 1, **sizes)
@@ -85,7 +86,7 @@ def test_a_time_that_no_float_holds_is_refused():
 
 
 def gpt(**options):
-    return cg.training_step(cg.models.load("gpt2"), precision="bf16", **options)
+    return training_step(load("gpt2"), precision="bf16", **options)
 
 
 TINY = {"D": 12, "H": 3, "F": 11, "L": 3, "V": 13, "P": 17, "S": 7, "B": 2}

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 
@@ -14,7 +15,7 @@ H100 = 989.5e12  # dense bf16 FLOP/s, as rounded in print; the specification has
 
 
 def llama(**options):
-    return cg.training_step(cg.models.load("llama-2-70b"), **options)
+    return training_step(load("llama-2-70b"), **options)
 
 
 # -- FLOPs -----------------------------------------------------------------------------------------------------------
@@ -41,7 +42,7 @@ def test_the_real_model_beside_the_round_number():
 
 def test_the_split_is_a_formula_first():
     B, D, F, L, S, H, K, G, V = cg.dims("B D F L S H K G V")
-    step = cg.training_step(cg.models.load("llama-3-8b", symbolic=True))
+    step = training_step(load("llama-3-8b", symbolic=True))
     split = cg.plan.leading_term(step, T)
     assert sympy.expand(split.leading - 6 * cg.param_count(step) * T) == 0
     # embedding and norms do no products; attention does
@@ -139,7 +140,7 @@ def test_decimals_stand_for_what_is_printed():
             "sizes B, expected none beside a number of parameters",
         ),
         (
-            lambda: cg.plan.training_flops(cg.models.load("gpt2"), 1),
+            lambda: cg.plan.training_flops(load("gpt2"), 1),
             cg.GraphError,
             "'gpt2' has no gradients, expected",
         ),

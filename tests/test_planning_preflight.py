@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.plan.preflight import PreflightCheck
@@ -12,7 +13,7 @@ SIZES = {"B": 1, "S": 4096}
 
 @pytest.fixture(scope="module")
 def step():
-    return cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
+    return training_step(load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_intensity_stands_beside_the_ridge(step, found):
     row = found["arithmetic intensity"]
     assert row.figure == pytest.approx(cg.intensity(step, **SIZES))
     assert row.limit == pytest.approx(989.4 / 3.35)
-    small = cg.plan.preflight(cg.training_step(cg.models.load("mlp")), "h100-sxm", B=2)
+    small = cg.plan.preflight(training_step(load("mlp")), "h100-sxm", B=2)
     assert small["arithmetic intensity"].verdict == "memory-bound"
 
 
@@ -151,7 +152,7 @@ def test_what_cannot_be_asked_is_refused(step, options, error, text):
 
 def test_a_forward_graph_and_an_unknown_device_are_refused(step):
     with pytest.raises(cg.GraphError, match="'gpt2' has no gradients, expected what training_step returns"):
-        cg.plan.preflight(cg.models.load("gpt2"), "h100-sxm")
+        cg.plan.preflight(load("gpt2"), "h100-sxm")
     with pytest.raises(cg.SpecError, match="hardware 'h1' is unknown"):
         cg.plan.preflight(step, "h1")
     with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.bf16"):

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.analysis.training import main_format
@@ -31,7 +32,7 @@ def attention():
 
 
 def gpt(**options):
-    return cg.training_step(cg.models.load("gpt2", symbolic=True), **options)
+    return training_step(load("gpt2", symbolic=True), **options)
 
 
 # -- model and hardware FLOPs ----------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def test_accumulation_multiplies_both_counts():
 
 
 def test_products_of_the_optimizer_are_hardware_flops_alone():
-    g = cg.models.load("gpt2")  # Muon has to know which side of a matrix is the longer one
+    g = load("gpt2")  # Muon has to know which side of a matrix is the longer one
     plain, muon = cg.training_step(g), cg.training_step(g, optimizer=cg.Muon())
     assert cg.model_flops(muon) == cg.model_flops(plain)
     own = cg.costs(muon, B=2, S=7).filter(kind="matmul", phase="optimizer").total().matmul
@@ -87,7 +88,7 @@ def test_products_of_the_optimizer_are_hardware_flops_alone():
 
 
 def test_a_forward_graph_has_its_own_matmul_flops():
-    g = cg.models.load("gpt2", symbolic=True)
+    g = load("gpt2", symbolic=True)
     for count in ("executed", "full"):
         assert cg.model_flops(g, count) == cg.matmul_flops(g, count)
         assert cg.hardware_flops(g, count) == cg.matmul_flops(g, count)
@@ -110,7 +111,7 @@ def test_torch_counts_the_same_forward_and_backward():
 
 def test_tokens_are_the_inputs_of_whole_numbers():
     assert cg.step_tokens(gpt()) == B * S
-    assert cg.step_tokens(cg.training_step(cg.models.load("mlp")), B=3) == 3
+    assert cg.step_tokens(training_step(load("mlp")), B=3) == 3
     with pytest.raises(cg.GraphError, match="has as inputs of whole numbers none, expected tokens or targets"):
         cg.step_tokens(cg.training_step(layers()))
     with cg.Graph("two") as g:
@@ -240,12 +241,12 @@ def test_counters_on_the_device_are_state():
 
 
 def test_the_70b_model_of_the_books():
-    step = cg.training_step(cg.models.load("llama-2-70b"), precision="bf16")
+    step = training_step(load("llama-2-70b"), precision="bf16")
     n = cg.param_count(step)
     assert n == 68_976_648_192  # called 70B
     state = cg.state_bytes(step)
     assert (state.params, state.gradients, state.state, state.total) == (2 * n, 2 * n, 8 * n, 12 * n)
-    assert cg.state_bytes(cg.training_step(cg.models.load("llama-2-70b"), precision="fp32")).total == 16 * n
+    assert cg.state_bytes(training_step(load("llama-2-70b"), precision="fp32")).total == 16 * n
     # the round number, from the same bytes a parameter
     assert [70e9 * part / n for part in (state.params, state.gradients, state.state)] == [140e9, 140e9, 560e9]
     assert 70e9 * cg.bytes_per_param(cg.training_step(layers(), precision="fp32")) == 1.12e12
@@ -324,7 +325,7 @@ def test_model_flops_are_those_of_every_policy(policy):
 def test_a_utilization_is_of_the_peak_of_the_precision_policy(policy, wanted):
     """Grouped products and scans run in fp32 under autocast, and have most of the FLOPs of these two."""
     for name in ("gpt-oss-20b", "mamba-130m"):
-        step = cg.training_step(cg.models.load(name), precision=policy)
+        step = training_step(load(name), precision=policy)
         found = cg.mfu(step, 1, "h100-sxm", B=1, S=64)
         assert (found.dtype, found.rate) == (wanted, float(cg.load_hardware("h100-sxm").rate(wanted)))
         assert found == pytest.approx(cg.model_flops(step, B=1, S=64) / found.rate)

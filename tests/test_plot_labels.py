@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.report import plot_timeline
@@ -26,7 +27,7 @@ SIZES = {"B": 1, "S": 2039}
 
 
 def llama(kind="forward"):
-    g = cg.models.load("llama-3-8b")
+    g = load("llama-3-8b")
     return {"forward": lambda: g, "decode": lambda: cg.decode(g), "step": lambda: cg.training_step(g)}[kind]()
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from autocast_models import SIZES, gpt2_graph, llama_graph
+from shared import load
 
 import costgraph as cg
 from costgraph.transforms.backward.backward import backward
@@ -112,7 +113,7 @@ def test_tables_in_a_format_of_their_own_stay():
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mlp"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_flops_stay(policy, name, attention):
-    g = cg.models.load(name, symbolic=True, attention=attention, dropout=0.1)
+    g = load(name, symbolic=True, attention=attention, dropout=0.1)
     made = apply_precision(g, policy)
     assert cg.matmul_flops(made) == cg.matmul_flops(g)
     if policy != "fp8":  # which looks for scales and applies them

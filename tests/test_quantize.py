@@ -1,6 +1,7 @@
 """Number formats of inference: bytes with their scales, the units that products run on, and what is refused."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import testing
@@ -365,10 +366,10 @@ def test_a_window_is_read_alone():
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("name", ["llama-2-7b", "gpt2"])
 def test_caches_of_the_zoo(name, kernel):
-    step = cg.decode(cg.models.load(name, attention=kernel))
+    step = cg.decode(load(name, attention=kernel))
     half = cg.quantize(step, cache="fp8_e4m3")
     assert cg.cache_bytes(step) == 2 * cg.cache_bytes(half)
-    whole = cg.prefill(cg.models.load(name, attention=kernel))
+    whole = cg.prefill(load(name, attention=kernel))
     assert cg.cache_bytes(cg.quantize(whole, cache="fp8_e4m3")) == cg.cache_bytes(half)
     # the prompt is attended to as it is made; its keys and values are written narrow
     saved = cg.bytes_moved(whole) - cg.bytes_moved(cg.quantize(whole, cache="fp8_e4m3"))
@@ -379,7 +380,7 @@ def test_caches_of_the_zoo(name, kernel):
     "name", ["falcon-7b", "mistral-7b", "gemma-3-4b", "deepseek-v2-lite", "mixtral-8x7b", "t5-small", "whisper-tiny"]
 )
 def test_models_of_other_families(name):
-    for g in (cg.prefill(cg.models.load(name)), cg.decode(cg.models.load(name))):
+    for g in (cg.prefill(load(name)), cg.decode(load(name))):
         q = cg.quantize(g, "int8", "int8", cache="fp8_e4m3")
         assert cg.param_count(q) == cg.param_count(g)
         assert cg.matmul_flops(q) == cg.matmul_flops(g)
@@ -406,7 +407,7 @@ def test_weights_of_llama_2_7b_in_4_bits():
     linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     # two norms a layer and one at the end; tokens and head
     rest = (2 * 32 + 1) * 4096 + 2 * 32000 * 4096
-    g = cg.models.load("llama-2-7b")
+    g = load("llama-2-7b")
     assert cg.param_bytes(cg.quantize(g, "int4", group=128)) == linear / 2 + linear / 128 * 2 + rest * 2
     # zero points of 4 bits beside them, as AWQ stores it
     awq = cg.param_bytes(cg.quantize(g, "int4", group=128, zero=True))
@@ -419,12 +420,12 @@ def test_weights_of_llama_2_7b_in_4_bits():
 @pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
 def test_checkpoints_of_gpt_oss(name, published):
     # OpenAI 2025 (arXiv 2508.10925), table 1, in GiB: the experts in MXFP4, all else in bf16
-    q = cg.quantize(cg.models.load(name), "mxfp4", skip=["attention", "head", "router"])
+    q = cg.quantize(load(name), "mxfp4", skip=["attention", "head", "router"])
     assert round(cg.param_bytes(q) / 2**30, 1) == published
 
 
 def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
-    g = cg.models.load("llama-2-7b")
+    g = load("llama-2-7b")
     found = {cg.param_bytes(cg.quantize(h, "int4", group=128)) for h in (g, cg.prefill(g), cg.decode(g))}
     assert len(found) == 1
 
@@ -525,7 +526,7 @@ def test_a_product_whose_scales_have_no_place():
 
 
 def test_weights_of_a_rank_lie_as_they_did():
-    whole = cg.decode(cg.models.load("llama-3-8b"))
+    whole = cg.decode(load("llama-3-8b"))
     rank = cg.parallelize(whole, tp=4)
     made = cg.quantize(rank, "int8")
     # a byte a weight and 4 of a scale for each channel, of which a rank has a fourth, or all where it sums a fourth
@@ -539,6 +540,6 @@ def test_weights_of_a_rank_lie_as_they_did():
 
 
 def test_layers_of_a_rank_that_are_cut_by_a_mixture_lie_as_they_did():
-    rank = cg.parallelize(cg.decode(cg.models.load("llama-3-8b")), tp=2)
+    rank = cg.parallelize(cg.decode(load("llama-3-8b")), tp=2)
     made = cg.quantize(rank, "Q4_K_M")
     assert cg.communication(made, B=1, S=7).total() == cg.communication(rank, B=1, S=7).total()

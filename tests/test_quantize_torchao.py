@@ -1,6 +1,7 @@
 """Weights as torchao keeps them for products in bf16: int8 a row, int4 in groups, and in tiles of tinygemm."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import FormatError
@@ -58,7 +59,7 @@ def test_what_is_padded_is_read(linear):
 
 
 def test_a_model_takes_them():
-    model = cg.models.load("llama-2-7b")
+    model = load("llama-2-7b")
     # 17/4 bits for each weight, and of the second matrix of the perceptron 11264 columns for 11008
     names = ("int4_g128_bf16_zero_bf16", TINYGEMM.format(128))
     plain, tiles = (cg.param_bytes(cg.quantize(model, name)) for name in names)

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError, Max, Min
@@ -213,7 +214,7 @@ def test_ranges_that_are_none():
 
 
 def test_roles_add_up_to_the_case_and_are_those_of_the_timeline():
-    step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.AdamW())
+    step = training_step(load("gpt2"), optimizer=cg.AdamW())
     for case in cg.regimes(cg.peak_memory(step)):
         assert sympy.expand(sum(case.by_role.values()) - case.formula) == 0
         formula, op, phase = case
@@ -238,7 +239,7 @@ def test_text_and_latex_have_a_line_for_each_case():
 
 
 def test_ops_are_named_as_a_reader_knows_them():
-    step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.AdamW())
+    step = training_step(load("gpt2"), optimizer=cg.AdamW())
     labels = {r.op: r.label for r in cg.regimes(cg.peak_memory(step))}
     assert labels == {
         "cross_entropy/log_softmax/log_softmax_backward": "cross_entropy/log_softmax: log_softmax_backward (backward)",
@@ -251,7 +252,7 @@ def test_ops_are_named_as_a_reader_knows_them():
 
 def test_what_is_taken_out_can_be_put_back():
     N = cg.dims("N")
-    model = cg.models.load("llama-3-8b", symbolic=True)
+    model = load("llama-3-8b", symbolic=True)
     quantity = cg.param_count(model)
     step = cg.training_step(model, precision="bf16-mixed", optimizer=cg.AdamW())
     for case in cg.regimes(cg.peak_memory(step))[:8]:
@@ -309,7 +310,7 @@ def mean(*outputs):
 
 @pytest.mark.parametrize(("name", "box"), STEPS)
 def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
-    model = cg.models.load(name, symbolic=box is not None)
+    model = load(name, symbolic=box is not None)
     square = box is not None and name in SQUARE
     with model:
         model.assume(*(["F == 4*D", "D == 64*H"] if square else []))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sympy
 from budget import examples
+from shared import load
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -199,7 +200,7 @@ def holds_at_many_points(graph, pick):
 
 @pytest.mark.parametrize("name", FAMILIES[:9])
 def test_the_formula_at_numbers_is_the_estimate(name):
-    model, pick = cg.models.load(name), random.Random(name)
+    model, pick = load(name), random.Random(name)
     holds_at_numbers(model, pick, 3)
     if name == "gpt2":
         holds_at_numbers(cg.training_step(model), pick, 2)
@@ -209,7 +210,7 @@ def test_the_formula_at_numbers_is_the_estimate(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_formula_at_numbers_is_the_estimate_of_every_family(name):
-    model, pick = cg.models.load(name), random.Random(name)
+    model, pick = load(name), random.Random(name)
     made = [model]
     for change in (cg.training_step, cg.decode):
         with suppress(cg.CostGraphError):  # of what has no loss, or no cache
@@ -258,7 +259,7 @@ def test_what_needs_numbers_refuses_symbols():
     assert str(UNKNOWN.bandwidth) == "bandwidth B/s"
     with pytest.raises(cg.BindingError, match="report: rates of h100-sxm are symbols, expected a device of numbers"):
         cg.report(mlp(), UNKNOWN, B=1, D=2, F=3)
-    step = cg.decode(cg.models.load("gpt2"))
+    step = cg.decode(load("gpt2"))
     with pytest.raises(cg.BindingError, match="still unbound: bandwidth, c2c"):
         cg.plan.throughput(step, UNKNOWN, "B", [1], S=8)
     with cg.Graph("g") as g:
@@ -323,9 +324,9 @@ def test_a_device_without_a_rate_is_refused():
 
 @pytest.fixture(scope="module")
 def llamas():
-    model = cg.models.load("llama-3-8b")
+    model = load("llama-3-8b")
     steps = [cg.training_step(model, precision=p) for p in ("bf16", "fp16-mixed")]
-    half = cg.models.load("llama-3-8b", dtype="fp16")
+    half = load("llama-3-8b", dtype="fp16")
     return [model, half, cg.decode(model), cg.decode(half), *steps]
 
 
@@ -343,7 +344,7 @@ def test_every_device_answers(llamas, device):
 
 def test_a_crossover_is_a_size_that_is_allowed():
     # without the assumption S <= 1024 it would be 1450
-    assert cg.crossover(cg.models.load("gpt2"), H100, "S", B=1) == math.inf
+    assert cg.crossover(load("gpt2"), H100, "S", B=1) == math.inf
     turn = cg.crossover(mlp(), H100, "B", D=4096, F=4096)
     assert 300 < turn < 1000
     for assumed, expected in (

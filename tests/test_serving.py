@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.cli import main
@@ -15,7 +16,7 @@ S = 8192
 
 
 def step(name="llama-3-70b", **options):
-    return cg.decode(cg.models.load(name, **options))
+    return cg.decode(load(name, **options))
 
 
 LLAMA = step()
@@ -158,7 +159,7 @@ def test_what_does_not_fit_is_said():
 
 
 def test_several_new_tokens_a_sequence():
-    several = cg.decode(cg.models.load("llama-3-8b"), "n")
+    several = cg.decode(load("llama-3-8b"), "n")
     (row,) = cg.plan.throughput(several, "h100-sxm", "B", [3], S=100, n=5).rows
     assert row.tokens == 15
 
@@ -208,7 +209,7 @@ def test_a_picture(tmp_path):
 
 @pytest.mark.parametrize("time", ["estimate", "lower_bound"])
 def test_an_answer_is_its_prompt_and_its_steps(time):
-    g = cg.models.load("llama-3-8b")
+    g = load("llama-3-8b")
     whole, one = cg.prefill(g, logits="last"), cg.decode(g)
     found = cg.plan.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
     times = [getattr(cg.roofline(one, "h100-sxm", B=3, S=100 + i), time) for i in range(1, 8)]
@@ -219,7 +220,7 @@ def test_an_answer_is_its_prompt_and_its_steps(time):
 
 
 def test_steps_that_change_sides_are_added_up_one_by_one():
-    g = cg.models.load("llama-3-8b")
+    g = load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
     found = cg.plan.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
     times = [cg.roofline(one, "h100-sxm", B=400, S=1 + i).estimate for i in range(1, 41)]
@@ -227,20 +228,20 @@ def test_steps_that_change_sides_are_added_up_one_by_one():
 
 
 def test_several_new_tokens_make_the_context_grow_faster():
-    g = cg.models.load("llama-3-8b")
+    g = load("llama-3-8b")
     found = cg.plan.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
     assert found.last_token == cg.roofline(cg.decode(g, 4), "h100-sxm", B=1, S=10 + 3 * 4).estimate
 
 
 def test_an_encoder_runs_once():
-    g = cg.models.load("t5-small")
+    g = load("t5-small")
     found = cg.plan.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
     assert found.next_token == cg.roofline(cg.decode(g), "h100-sxm", B=2, M=64, S=2).estimate
     assert found.next_token <= found.last_token < found.first_token
 
 
 def test_what_latency_refuses():
-    g = cg.models.load("llama-3-8b")
+    g = load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
     with pytest.raises(cg.BindingError, match="still unbound: B"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=3)

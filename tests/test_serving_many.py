@@ -4,10 +4,11 @@ import math
 from fractions import Fraction
 
 import pytest
+from shared import load
 
 import costgraph as cg
 
-LLAMA = cg.models.load("llama-3-70b")
+LLAMA = load("llama-3-70b")
 PREFILL, DECODE = cg.prefill(LLAMA, logits="last"), cg.decode(LLAMA)
 # of each position 2 bytes of a key and a value in 8 heads of 128, in 80 layers
 CACHE = 2 * 2 * 8 * 128 * 80
@@ -102,7 +103,7 @@ def test_a_network_is_slower_than_a_domain():
 
 
 def test_experts_on_ranks_of_their_own():
-    step = cg.decode(cg.models.load("mixtral-8x7b"))
+    step = cg.decode(load("mixtral-8x7b"))
     found = cg.plan.throughput(cg.parallelize(step, ep=8), H200, "B", [64], S=1021).rows[0]
     assert (found.devices, found.tokens) == (8, 64)
     sent = cg.communication(cg.parallelize(step, ep=8), hardware=H200, B=64, S=1021)

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 from costgraph.algebra.polynomial import poly
 from costgraph.analysis.duration import of_pipeline, stages_asked
 from costgraph.analysis.exchange import exchange
 from costgraph.graph.sizes import known_names
 from costgraph.ops.hops import Receive, Send
-from costgraph.testing.reference import whole
+from costgraph.testing.values import whole
 
 P, M = cg.dims("P M")
 SMALL = {"B": 2, "S": 3, "D": 8, "H": 4, "G": 2, "K": 2, "F": 6, "L": 6, "V": 7}
@@ -52,7 +53,7 @@ def composed(stages, given, sizes):
     ]),
 ])  # fmt: skip
 def test_stages_give_the_logits_and_keep_the_caches_of_the_whole(transform, name):
-    graph = transform(models.load(name, symbolic=True, dtype="fp32"))
+    graph = transform(load(name, symbolic=True, dtype="fp32"))
     sizes = own(graph, {**SMALL, **MODELS[name]})
     s = cg.parallelize(graph, pp=3)
     random, point = np.random.default_rng(0), {n: poly(k) for n, k in sizes.items()}
@@ -76,7 +77,7 @@ def test_stages_give_the_logits_and_keep_the_caches_of_the_whole(transform, name
 
 @pytest.mark.parametrize("transform", [cg.prefill, cg.decode])
 def test_stages_have_the_work_the_weights_and_the_caches_of_the_whole(transform):
-    graph = transform(models.load("llama-2-13b", symbolic=True))
+    graph = transform(load("llama-2-13b", symbolic=True))
     first, middle, last = cg.parallelize(graph, pp=P).stages
     for ask in (cg.matmul_flops, cg.param_count, cg.cache_bytes):
         assert sympy.expand(ask(first) + (P - 2) * ask(middle) + ask(last) - ask(graph)) == 0, ask
@@ -87,7 +88,7 @@ def test_stages_have_the_work_the_weights_and_the_caches_of_the_whole(transform)
 
 
 def test_each_batch_on_its_way_has_caches_of_its_own():
-    graph = cg.decode(models.load("llama-3-70b"))
+    graph = cg.decode(load("llama-3-70b"))
     sizes = {"B": 8, "S": 4096}
     one, four = (cg.parallelize(graph, pp=4, micro_batches=m) for m in (1, 4))
     # 20 of 80 layers: of each position keys and values in 8 heads of 128 elements of 2 bytes
@@ -99,7 +100,7 @@ def test_each_batch_on_its_way_has_caches_of_its_own():
 
 
 def test_copies_and_heads_split_the_caches_of_every_stage():
-    graph = cg.decode(models.load("llama-3-70b"))
+    graph = cg.decode(load("llama-3-70b"))
     rank = cg.parallelize(graph, pp=4, dp=2, tp=8, strict=True)
     sizes = {"B": 8, "S": 4096}
     for g in rank.stages:
@@ -126,7 +127,7 @@ def simulated(times, send, m, steps):
 @pytest.mark.parametrize("times", [(5, 5, 5, 5), (7, 5, 5, 11), (13, 5, 5, 2)])
 @pytest.mark.parametrize("m", [1, 2, 4, 7])
 def test_times_of_steps_are_those_of_simulated_batches(times, m):
-    s = cg.parallelize(cg.decode(models.load("llama-3-70b")), pp=4, micro_batches=m)
+    s = cg.parallelize(cg.decode(load("llama-3-70b")), pp=4, micro_batches=m)
     stages = stages_asked(s, "h100-sxm", None, {"B": 8, "S": 4096}, "test")
     (send,) = {exchange(op, g, a.values, a.hardware)[0] for a in stages for g in [a.graph] for op in g.ops if sends(op)}
     taken = dict(zip([a.graph.name for a in stages], (times[0], times[1], times[3]), strict=True))
@@ -140,13 +141,13 @@ def sends(op):
 
 
 def test_what_no_pass_forward_has_is_refused():
-    graph = cg.decode(models.load("llama-3-8b"))
+    graph = cg.decode(load("llama-3-8b"))
     for options in ({"schedule": "gpipe"}, {"virtual": 2, "schedule": "interleaved"}):
         with pytest.raises(cg.UnsupportedError) as refused:
             cg.parallelize(graph, pp=4, micro_batches=4, **options)
         assert "that has no backward pass, expected neither to be stated" in str(refused.value)
     with pytest.raises(cg.GraphError, match=r"has 2 micro-batches, expected as many sequences in each of 7"):
         cg.plan.disaggregated(
-            cg.prefill(models.load("llama-3-8b")), cg.parallelize(graph, pp=4, micro_batches=2), "h100-sxm",
+            cg.prefill(load("llama-3-8b")), cg.parallelize(graph, pp=4, micro_batches=2), "h100-sxm",
             prompt=512, steps=8, sequences=(1, 7),
         )  # fmt: skip

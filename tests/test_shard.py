@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 
 B, S, D, F, H, G, K, L, V, T, N = cg.dims("B S D F H G K L V T N")
 #: Small sizes that two ranks of both axes divide.
@@ -27,7 +28,7 @@ SEQUENCE = {"layers.carry0": "b (s tp) d"}
 
 @cache
 def step(optimizer="foreach", **options):
-    model = models.load("llama-3-8b", symbolic=True, dtype="fp32")
+    model = load("llama-3-8b", symbolic=True, dtype="fp32")
     return cg.training_step(model, optimizer=cg.AdamW(implementation=optimizer), **options)
 
 
@@ -283,7 +284,7 @@ def test_micro_batches_and_checkpoints_leave_the_same_numbers():
 
 @pytest.mark.parametrize("pass_", [cg.prefill, cg.decode])
 def test_inference_on_two_ranks_leaves_the_same_numbers(pass_):
-    graph = pass_(models.load("llama-3-8b", symbolic=True, dtype="fp32"))
+    graph = pass_(load("llama-3-8b", symbolic=True, dtype="fp32"))
     caches = {t.name: "b (g tp) t k" for g in graph.bodies() for t in g.tensors if t.role == "cache"}
     sharded = cg.shard(graph, cg.mesh(tp=2), {**TENSOR, **caches}, strict=True)
     testing.check_sharded(graph, sharded, {"tp": 2}, **SIZES, T=3)

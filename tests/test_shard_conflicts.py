@@ -1,9 +1,10 @@
 """What is moved although nobody asked for it: said by name, an error where every placement has to be kept."""
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 
 B, D, F, L = cg.dims("B D F L")
 
@@ -108,7 +109,7 @@ def test_what_is_repeated_without_a_copy_is_moved_before_it_is_repeated():
 def test_latent_attention_gathers_the_rotated_key_of_a_split_sequence_once_for_all_heads():
     """Megatron's MLASelfAttention gathers k_pos_emb, one head of Kr, from the region of sequence parallelism."""
     sizes = {"D": 4, "H": 2, "L": 3, "Ld": 1, "V": 8, "F": 4, "Fe": 4, "E": 3, "k": 2, "Es": 2, "C": 4, "Kn": 2}
-    whole = cg.training_step(models.load("deepseek-v2-lite", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
+    whole = training_step(load("deepseek-v2-lite", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, tp=2, sequence=True, strict=True)
     width = cg.dims("Kr")
     sent = [m for m in cg.communication(rank).filter(phase="forward", scope="layers/attention") if "rotated" in m.op]

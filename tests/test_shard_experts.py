@@ -2,9 +2,10 @@
 
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 
 B, D, F, L, N, P, T = cg.dims("B D F L N P T")
 #: Tokens over two axes of a mesh, experts over one of them, their width over a third.
@@ -72,7 +73,7 @@ def test_routing_that_is_not_balanced_is_found():
 @pytest.mark.parametrize("checkpoint", [pytest.param(None, marks=pytest.mark.long), cg.every_block()])
 def test_layers_with_routers_leave_the_same_numbers(checkpoint):
     """Where a token chooses all experts, each rank sends as many rows to each, in an order of its own."""
-    model = models.load("mixtral-8x22b", symbolic=True, dtype="fp32")
+    model = load("mixtral-8x22b", symbolic=True, dtype="fp32")
     whole = cg.training_step(model, optimizer=cg.SGD(), checkpoint=checkpoint)
     places = {"tokens": "(b ep) s", "targets": "(b ep) s", "layers/*/experts/*": "(e ep) d f"}
     rank = cg.shard(whole, cg.mesh(ep=P), places, strict=True)
@@ -181,7 +182,7 @@ OTHERS = (
 
 
 def step_of(name, optimizer=None, **options):
-    model = models.load(name, symbolic=True, dtype="fp32")
+    model = load(name, symbolic=True, dtype="fp32")
     return cg.training_step(model, optimizer=optimizer or cg.SGD(), **options)
 
 
@@ -228,7 +229,7 @@ def test_a_split_sequence_of_a_mixture_leaves_the_same_numbers(name):
 def test_a_model_without_experts_is_refused():
     text = "parallelize: ep splits no parameter of graph 'gpt2', expected layers of costgraph.nn or of transformers"
     with pytest.raises(cg.GraphError, match=text):
-        cg.parallelize(models.load("gpt2"), ep=2)
+        cg.parallelize(load("gpt2"), ep=2)
 
 
 # -- GShard: products with masks (Lepikhin et al. 2020, arXiv 2006.16668, section 3.2) ----------------------------
@@ -276,7 +277,7 @@ def test_what_layers_exchange_is_kept_for_the_backward_pass():
     ids=str,
 )
 def test_weights_that_are_quantized_first_lie_as_those_that_are_split_first(name, degrees):
-    graph, sizes = cg.decode(models.load(name)), {"B": 12, "S": 26, "L": 3}
+    graph, sizes = cg.decode(load(name)), {"B": 12, "S": 26, "L": 3}
     for how in ({"weights": "int4", "group": 128, "zero": True}, {"weights": "int8"}):
         rank = cg.parallelize(cg.quantize(graph, **how), **degrees, strict=True)
         other = cg.quantize(cg.parallelize(graph, **degrees), **how)
@@ -289,7 +290,7 @@ def test_weights_that_are_quantized_first_lie_as_those_that_are_split_first(name
 
 
 def test_experts_with_scales_of_groups_leave_the_same_numbers():
-    narrow = cg.quantize(models.load("mixtral-8x7b"), "int4", group=2, zero=True)
+    narrow = cg.quantize(load("mixtral-8x7b"), "int4", group=2, zero=True)
     sizes = {"D": 4, "H": 2, "G": 2, "K": 2, "Fe": 4, "E": 4, "k": 2, "V": 6, "B": 4, "S": 3, "L": 2}
     testing.check_sharded(narrow, cg.parallelize(narrow, dp=2, ep=2, tp=2, strict=True), **sizes)
     with cg.Graph("one", dtype="bf16") as g:

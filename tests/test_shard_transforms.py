@@ -1,10 +1,11 @@
 """What may be made of the graph of one rank: it is still one, or what is asked is refused."""
 
 import pytest
+from shared import load
 from test_parallelize import step
 
 import costgraph as cg
-from costgraph import models, testing
+from costgraph import testing
 
 D, F, DP, TP = cg.dims("D F DP TP")
 SIZES = {"B": 2, "D": 4, "H": 2, "G": 2, "K": 2, "F": 6, "V": 8}
@@ -44,7 +45,7 @@ def test_fused_ops_lie_as_before(whole, rank):
     ],
 )  # fmt: skip
 def test_what_ranks_do_together_is_derived_of_all_of_them(place, transform):
-    rank = cg.parallelize(models.load("gpt2"), tp=2)
+    rank = cg.parallelize(load("gpt2"), tp=2)
     wrong = f"{place}: graph 'gpt2' is that of one rank already, expected one of all devices"
     with pytest.raises(cg.GraphError, match=wrong):
         transform(rank)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -22,11 +23,11 @@ COUNTS = json.loads(PARAMETERS.read_text(encoding="utf-8"))
 def test_every_model_is_listed_with_its_sizes():
     rows = {name: (count, sizes) for name, count, sizes in published()}
     assert list(rows) == cg.models.names() == sorted(COUNTS)
-    assert rows["mlp"][1] == cg.models.load("mlp").defaults
+    assert rows["mlp"][1] == load("mlp").defaults
 
 
 def wrong(names):
-    return {n: COUNTS[n] for n in names if cg.param_count(cg.models.load(n)) != COUNTS[n]}
+    return {n: COUNTS[n] for n in names if cg.param_count(load(n)) != COUNTS[n]}
 
 
 def test_kept_counts_are_derived_ones():

@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
-from costgraph import models
 from costgraph.algebra.dominance import NOTHING_KNOWN
 from costgraph.algebra.polynomial import poly
 from costgraph.analysis.duration import of_pipeline, shares_of
@@ -92,7 +92,7 @@ def test_stages_do_together_what_the_step_does(optimizer):
 
 def test_layers_of_another_kind_before_them_are_of_the_first_stage():
     """The first layers of DeepSeek are dense; of all it has as many as other stages have."""
-    whole, s = cut(models.load("deepseek-v2", symbolic=True))
+    whole, s = cut(load("deepseek-v2", symbolic=True))
     for ask in (cg.matmul_flops, cg.param_count):
         assert sympy.expand(together(s.stages, ask) - ask(whole)) == 0, ask
     S, Kr = cg.dims("S Kr")  # angles of positions are made on each stage
@@ -106,7 +106,7 @@ def test_layers_of_another_kind_before_them_are_of_the_first_stage():
 
 def test_tables_of_both_ends_are_on_both_and_their_gradients_are_added_up():
     D, V = cg.dims("D V")
-    whole, s = cut(models.load("gpt2", symbolic=True, dtype="fp32"))
+    whole, s = cut(load("gpt2", symbolic=True, dtype="fp32"))
     assert sympy.expand(together(s.stages, cg.param_count) - cg.param_count(whole)) == D * V
     found = [[(m.collective, m.bytes, m.ranks) for m in cg.communication(g).filter(phase="backward")] for g in s.stages]
     added = ("all_reduce", 4 * D * V, 2)
@@ -293,7 +293,7 @@ def test_what_a_step_takes_with_one_stage_is_what_it_takes_whole():
 
 
 def test_tables_of_both_ends_are_added_up_over_the_links_between_them():
-    _, s = cut(models.load("gpt2"), 4, 8, dp=2)
+    _, s = cut(load("gpt2"), 4, 8, dp=2)
     rows = cg.communication(s.stages[0], hardware="h100-sxm", B=2, S=64).rows
     (added,) = [r for r in rows if r.axis == "pp" and r.collective == "all_reduce"]
     h100 = cg.load_hardware("h100-sxm")

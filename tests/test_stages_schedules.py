@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sympy
 from limits import PROCESS
+from shared import load, training_step
 from test_stages import SIZES, M, P, cut, llama
 
 import costgraph as cg
@@ -22,7 +23,7 @@ from costgraph.analysis.work import ask as on_device
 from costgraph.graph.sizes import known_names
 from costgraph.ops.collectives import Collective
 from costgraph.ops.hops import Receive, Send
-from costgraph.testing.reference import whole
+from costgraph.testing.values import whole
 from costgraph.transforms.stages_halves import Halves
 from costgraph.transforms.stages_held import Order
 from costgraph.transforms.stages_plan import planned
@@ -307,7 +308,7 @@ def test_norms_and_flags_of_all_gradients_are_put_together():
         rows = [r for r in cg.communication(g, hardware="h100-sxm", **own_sizes(g, M=8, L=15)).rows if r.axis == "pp"]
         assert [(r.bytes, r.times, r.link) for r in rows if r.collective == "all_reduce"] == [(4, 1, "network")] * 2
     with pytest.raises(cg.UnsupportedError, match="'tokens/table' of both ends would count twice"):
-        cg.parallelize(cg.training_step(cg.models.load("gpt2"), accumulate=2, clip=1.0), pp=2, micro_batches=2)
+        cg.parallelize(training_step(load("gpt2"), accumulate=2, clip=1.0), pp=2, micro_batches=2)
 
 
 # -- how long they take ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import re
 
 import networkx as nx
 import pytest
+from shared import load
 
 import costgraph as cg
 
@@ -17,7 +18,7 @@ def rows_of(graph):
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "resnet50", "mixtral-8x7b", "t5-small", "mlp"])
 def test_parameters_and_flops_add_up_to_those_of_the_graph(name):
-    graph = cg.models.load(name)
+    graph = load(name)
     for each in (graph, cg.training_step(graph)):
         *rows, total = rows_of(each)
         if isinstance(cg.param_count(each), int):
@@ -28,7 +29,7 @@ def test_parameters_and_flops_add_up_to_those_of_the_graph(name):
 
 
 def test_an_unrolled_graph_has_at_most_40_rows():
-    graph = cg.unroll(cg.models.load("gpt2", symbolic=False), L=12)
+    graph = cg.unroll(load("gpt2", symbolic=False), L=12)
     assert len(rows_of(graph)) <= 42
 
 

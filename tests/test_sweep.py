@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError
@@ -139,7 +140,7 @@ def test_compiled_formulas_take_arrays_with_names_as_a_grid():
 def plan(layers, checkpoint):
     """A graph of its own for each candidate: what is fitted is derived anew."""
     policy = cg.every_block() if checkpoint else None
-    step = cg.training_step(cg.models.load("mlp"), checkpoint=policy)
+    step = training_step(load("mlp"), checkpoint=policy)
     return layers, checkpoint, cg.peak_memory(step, L=layers)
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import sympy
+from shared import load
 
 import costgraph as cg
 
@@ -28,7 +29,7 @@ def chain(length=2, name="chain"):
 
 
 def inference():
-    return cg.decode(cg.models.load("llama-3-8b"))
+    return cg.decode(load("llama-3-8b"))
 
 
 SHORT, LONG = chain(), chain(60)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from shared import load
 
 import costgraph as cg
 from costgraph import testing
@@ -267,11 +268,11 @@ def test_sizes_that_laws_try_fit_the_graph(how):
 
 def test_a_model_whose_width_is_that_of_its_heads_grows():
     point = {"B": 2, "D": 6, "F": 7, "H": 3, "L": 2, "P": 4, "S": 3, "V": 5}
-    testing.check(cg.models.load("gpt2", symbolic=True), ["costs_grow_with_every_size"], **point)
+    testing.check(load("gpt2", symbolic=True), ["costs_grow_with_every_size"], **point)
 
 
 def test_a_preset_is_held_to_the_laws_at_other_sizes_than_its_own():
-    testing.check(cg.models.load("gpt2"), B=2, S=2, L=2, D=4, H=2, F=3, V=5, P=3)
+    testing.check(load("gpt2"), B=2, S=2, L=2, D=4, H=2, F=3, V=5, P=3)
 
 
 def test_what_fails_in_two_ways_is_told_in_one_line():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sympy
 from caches import Nest, by_blocks, ideal, least_recently_used, loops_of
+from shared import load
 
 import costgraph as cg
 from costgraph.algebra.polynomial import Poly, poly
@@ -421,7 +422,7 @@ def test_bytes_of_a_graph_through_a_cache():
 
 def test_a_smaller_cache_moves_no_less():
     for name in ("llama-3-8b", "resnet50"):
-        graph = cg.models.load(name)
+        graph = load(name)
         dims = {"B": 3} | ({"S": 512} if name != "resnet50" else {})
         found = [cg.bytes_moved(graph, cache=2**e, **dims) for e in (34, 22, 10)]
         assert found == sorted(found)

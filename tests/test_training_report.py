@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.report import plot_timeline
@@ -17,7 +18,7 @@ SIZES = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 11, "L": 3, "V": 13, "P": 17}
 
 @pytest.fixture(scope="module")
 def step():
-    g = cg.models.load("gpt2", symbolic=True)
+    g = load("gpt2", symbolic=True)
     return cg.training_step(g, precision="bf16-mixed", checkpoint=cg.every_block())
 
 
@@ -60,7 +61,7 @@ def test_utilizations_follow_from_the_roofline(step, found):
 
 
 def test_a_forward_graph_has_no_such_part():
-    r = cg.report(cg.models.load("mlp"), "h100-sxm", B=3)
+    r = cg.report(load("mlp"), "h100-sxm", B=3)
     assert r.training is None
     assert json.loads(to_json(r))["training"] is None
     assert "MFU" not in str(r)
@@ -82,7 +83,7 @@ def test_a_step_without_matmuls_has_no_utilization():
 
 
 def test_text_has_state_and_activations_apart(step):
-    real = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16-mixed", checkpoint=cg.every_block())
+    real = training_step(load("llama-3-8b"), precision="bf16-mixed", checkpoint=cg.every_block())
     r = cg.report(real, "h100-sxm", B=1, S=4096)
     text = str(r)
     n = 8_030_261_248
@@ -143,7 +144,7 @@ def test_the_picture_stacks_roles_and_marks_phases(step):
 
 def test_phases_are_named_where_they_begin_if_they_are_few(tmp_path):
     pytest.importorskip("matplotlib")
-    plain = cg.training_step(cg.models.load("gpt2", symbolic=True))
+    plain = training_step(load("gpt2", symbolic=True))
     path = tmp_path / "line.png"
     figure = cg.timeline(plain, **SIZES).plot(path)
     assert {"forward", "backward", "optimizer"} <= {t.get_text() for t in figure.axes[0].texts}

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.errors import GraphError
@@ -140,7 +141,7 @@ def test_an_update_follows_torch():
 
 
 def test_a_zoo_model_names_its_loss():
-    step = cg.training_step(cg.models.load("gpt2", symbolic=True))
+    step = training_step(load("gpt2", symbolic=True))
     assert "targets" in [t.name for t in step.tensors]
     assert [t.sizes for t in step.outputs] == [()]
     assert {op.phase for op in step.walk()} == {"forward", "backward", "optimizer"}
@@ -150,7 +151,7 @@ def test_a_zoo_model_names_its_loss():
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 @pytest.mark.parametrize("precision", [None, "bf16-mixed", "fp8"])
 def test_models_of_the_zoo_train(name, attention, precision):
-    g = cg.models.load(name, attention=attention, dropout=0.1)
+    g = load(name, attention=attention, dropout=0.1)
     sizes = {"B": 3} if name == "mlp" else {"B": 2, "S": 128}
     for policy in (None, cg.every_block()):
         step = cg.training_step(g, precision=precision, checkpoint=policy)
@@ -193,7 +194,7 @@ def test_a_loss_may_be_a_function():
 
 @pytest.mark.parametrize("options", [{}, {"precision": "megatron-bf16"}, {"accumulate": 3}, {"set_to_none": False}])
 def test_no_gradient_is_copied(options):
-    step = cg.training_step(cg.models.load("gpt2"), **options)
+    step = training_step(load("gpt2"), **options)
     assert [op.name for op in step.walk() if op.name.rpartition("/")[2].startswith("own")] == []
 
 
@@ -217,7 +218,7 @@ def test_the_interval_that_takes_least():
 
 
 def test_the_cheapest_policy_that_fits():
-    g = cg.models.load("gpt2", attention="eager")
+    g = load("gpt2", attention="eager")
     sizes = {"B": 4, "S": 256}
     plain = cg.peak_memory(cg.training_step(g), **sizes)
     assert cg.plan.checkpoint_for(g, memory=plain, **sizes) is None

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph import BindingError, GraphError
@@ -213,7 +214,7 @@ def test_a_scope_that_cannot_be_one_kernel_is_refused():
 def test_fusion_never_adds_bytes_or_changes_flops_of_models():
     for name in ("gpt2", "llama-3-8b"):
         for attention in ("flash", "eager"):
-            g = cg.models.load(name, attention=attention)
+            g = load(name, attention=attention)
             fused = cg.fuse(g)
             assert cg.flops(fused) == cg.flops(g)
             assert cg.bytes_moved(fused, B=2, S=64) <= cg.bytes_moved(g, B=2, S=64)

@@ -8,6 +8,7 @@ import pytest
 from budget import examples
 from config_files import DECODER, file_of
 from limits import limited
+from shared import load
 
 import costgraph as cg
 from costgraph.errors import CostGraphError, FormatError
@@ -263,7 +264,7 @@ def test_scales_and_packed_elements_are_counted_by_their_bytes():
 
 def test_sizes_that_are_open_and_headers_made_to_take_long():
     with pytest.raises(cg.BindingError, match="left open, expected a size for each dimension of a parameter"):
-        cg.compare_weights(cg.models.load("mlp", symbolic=True), llama())
+        cg.compare_weights(load("mlp", symbolic=True), llama())
     many = {f"t__{'x' * i}": (24, "bf16") for i in range(5000)}
     with limited(), pytest.raises(FormatError, match="5000 tensors whose names differ in more than numbers"):
         cg.compare_weights(declared(), weights(**many))

@@ -25,9 +25,7 @@ from .grouped import merged
 from .interpreter import Run, run
 from .meanings import MEANINGS, Meaning
 from .meetings import cut, together
-from .reference import REFERENCE, whole
-from .reference import collective as alone
-from .values import RANK, Array, At, Sizes, Value
+from .values import RANK, Array, At, Sizes, Value, whole
 
 __all__ = ["check_sharded", "run_ranks"]
 
@@ -41,7 +39,7 @@ def _dropped(at: At[Dropout]) -> None:
     whole(lambda at: np.ones(x.shape), to=1)(at)
 
 
-_PLAIN: dict[type[OpKind], Meaning] = {**MEANINGS, **REFERENCE, Dropout: _dropped}
+_PLAIN: dict[type[OpKind], Meaning] = {**MEANINGS, Dropout: _dropped}
 
 # -- what a rank has -------------------------------------------------------------------------------------------------
 
@@ -151,7 +149,7 @@ class _Rank:
         self.me, self.meeting = me, meeting
         self.meanings: dict[type[OpKind], Meaning] = {
             **_PLAIN,
-            Collective: whole(self.collective),
+            Collective: self.collective,
             Part: self.part,
             Around: self.around,
             Merge: lambda at: merged(at, self.meeting.place(self.me, at.kind.axis)),
@@ -169,11 +167,14 @@ class _Rank:
 
         return chosen
 
-    def collective(self, at: At[Collective]) -> Array:
+    def collective(self, at: At[Collective]) -> None:
         """Bring what the rank has, and take what it gets."""
+        # without an axis it is declared, for ranks that all bring the same
+        (whole(self.exchanged) if at.kind.axis else _PLAIN[Collective])(at)
+
+    def exchanged(self, at: At[Collective]) -> Array:
+        """Bring what the rank has to the others of its group, and return what it gets."""
         kind = at.kind
-        if not kind.axis:  # declared, for ranks that all bring the same
-            return alone(at)
         found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
         assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
         if kind.inplace and kind.collective == "all_gather":

@@ -22,7 +22,7 @@ from ..graph.op import Op, OpKind
 from ..graph.tensor import Tensor
 from .arithmetic import Number, tally, value
 
-__all__ = ["RANK", "At", "Buffer", "Sizes", "Value", "array_of", "position_of", "storage_bytes"]
+__all__ = ["RANK", "At", "Buffer", "Sizes", "Value", "array_of", "position_of", "storage_bytes", "whole"]
 
 Array = np.ndarray[Any, Any]
 Point = tuple[int, ...]
@@ -287,3 +287,16 @@ class At(Generic[K_co]):
         self.written_at.setdefault(v.buffer, set()).add(address)
         if v.buffer.held is not None:
             v.buffer.held.add(address)
+
+
+def whole(function: Callable[[At[Any]], Array], to: int = 0) -> Callable[[At[Any]], None]:
+    """Write a whole array into a result, where it holds anything."""
+
+    def run(at: At[OpKind]) -> None:
+        found, v = function(at), at.result(to)
+        held = at.sizes.held(at.op.results[to])
+        v.array[held] = np.broadcast_to(found, v.array.shape)[held]
+        if v.buffer.held is not None:
+            v.buffer.held.update(v.address(index) for index in map(tuple, np.argwhere(held).tolist()))
+
+    return run

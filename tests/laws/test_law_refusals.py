@@ -6,6 +6,7 @@ import pytest
 from budget import drawing, in_part, multiplier
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import load
 
 import costgraph as cg
 from costgraph import models, testing
@@ -85,8 +86,8 @@ FAMILIES = [next(iter(family.presets)) for family in models.registry.FAMILIES]
 
 def published(name):
     """A model with open sizes, and the sizes it is published with."""
-    graph = models.load(name, symbolic=True)
-    return graph, {**dict.fromkeys(sorted(known_names(graph)), 64), **models.load(name).defaults}
+    graph = load(name, symbolic=True)
+    return graph, {**dict.fromkeys(sorted(known_names(graph)), 64), **load(name).defaults}
 
 
 def said(ask, *args, **sizes):

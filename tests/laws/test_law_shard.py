@@ -1,6 +1,6 @@
-"""A graph on a mesh computes what it does on one device: all ranks at once on NumPy, graphs and placements drawn.
+"""A graph on a mesh computes what it does on one device: all ranks at once, graphs and placements drawn.
 
-The oracle is the graph of all devices, run by NumPy's own functions; what is split, and along which axes, is drawn.
+The oracle is the graph of all devices, run index point by index point; what is split, and along which axes, is drawn.
 """
 
 from collections import Counter

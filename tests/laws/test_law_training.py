@@ -3,6 +3,7 @@
 import pytest
 from budget import SHARES, drawing, examples, seed
 from hypothesis import given, settings
+from shared import load
 
 import costgraph as cg
 from costgraph import testing
@@ -149,7 +150,7 @@ def test_backward_passes_of_loops_keep(make, law):
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
 def test_backward_passes_of_models_keep_the_laws(name, attention):
-    graph = cg.models.load(name, symbolic=True, attention=attention, dtype="fp32")
+    graph = load(name, symbolic=True, attention=attention, dtype="fp32")
     with graph:
         loss = cg.cross_entropy(graph.outputs[0], graph.input("targets", (B, S), dtype="int64"))
         graph.outputs[:] = [loss]

@@ -1,6 +1,7 @@
 """State in blocks: bytes of what bitsandbytes and torchao keep, and what one kernel for each parameter moves."""
 
 import pytest
+from shared import load, training_step
 from update_graphs import stacked, states, updated
 
 import costgraph as cg
@@ -84,7 +85,7 @@ def test_what_is_known_of_a_size_decides():
 
 
 def test_defaults_decide_and_another_size_is_refused():
-    step = cg.training_step(cg.models.load("gpt2"), optimizer=fused("bitsandbytes-8bit"))
+    step = training_step(load("gpt2"), optimizer=fused("bitsandbytes-8bit"))
     n = cg.param_count(step)
     # of a layer two norms, and the biases of qkv, of what comes out of attention, and of the perceptron; the last norm
     small = 12 * (4 + 3 + 1 + 4 + 1) * 768 + 2 * 768

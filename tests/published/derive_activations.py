@@ -5,9 +5,9 @@ from fractions import Fraction
 import sympy
 from derive_training import bytes_each, matmuls
 from published_rows import derives
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models
 
 B, S, D, H, L, V, T = cg.dims("B S D H L V T")
 
@@ -120,7 +120,7 @@ def equation_3(row):
 
 
 def llama(checkpoint=None):
-    return cg.training_step(models.load("llama-3-8b", symbolic=True), checkpoint=checkpoint)
+    return training_step(load("llama-3-8b", symbolic=True), checkpoint=checkpoint)
 
 
 def inputs_of_layers(tokens, **sizes):
@@ -137,7 +137,7 @@ def blocks_again(row):
 
 @derives("sb-train-q2-act", "sb-train-q3-act")
 def results_of_three_products(row):
-    n, sizes = row["inputs"], models.load("llama-2-13b").defaults
+    n, sizes = row["inputs"], load("llama-2-13b").defaults
     kept = [f"layers/mlp/{part}/matmul[0]" for part in ("gate", "up", "down")]
     made = {life.tensor: life.bytes for life in cg.lifetimes(llama())}
     each = sum(made[name] for name in kept).subs({B: 1, S: int(n["B"]), D: sizes["D"]})

@@ -5,9 +5,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from published_rows import derives
+from shared import load
 
 import costgraph as cg
-from costgraph import models
 
 DEVICE = """
 name = "as printed"
@@ -39,27 +39,27 @@ def device(peak, bandwidth, dtype="bf16"):
 
 def cache_of(name, **dims):
     """Bytes of the cache of one token."""
-    return cg.cache_bytes(cg.decode(models.load(name)), B=1, S=1, **dims)
+    return cg.cache_bytes(cg.decode(load(name)), B=1, S=1, **dims)
 
 
 @derives("kv-llama2-7b", "kv-llama3-8b", "kv-llama3-70b")
 def cache_of_a_token(row):
     n, name = row["inputs"], row["id"].removeprefix("kv-").replace("llama", "llama-")
-    assert {"L": n["layers"], "G": n["kv_heads"], "K": n["head_dim"]}.items() <= models.load(name).defaults.items()
+    assert {"L": n["layers"], "G": n["kv_heads"], "K": n["head_dim"]}.items() <= load(name).defaults.items()
     return Fraction(cache_of(name), 2**10)
 
 
 @derives("sb-tf-q1-kv")
 def byte_cache_of_a_token(row):
     # a byte each: in floats, which have no scales beside them
-    n, kept = row["inputs"], cg.quantize(cg.decode(models.load("llama-2-7b")), cache="fp8_e4m3")
+    n, kept = row["inputs"], cg.quantize(cg.decode(load("llama-2-7b")), cache="fp8_e4m3")
     return Fraction(cg.cache_bytes(kept, B=1, S=1, L=n["L"], G=n["NH"] // 128, K=128), 2**10)
 
 
 @derives("mla-dsv2")
 def latent_cache_of_a_token(row):
     n = row["inputs"]
-    assert {"L": n["layers"], "C": n["d_c"], "Kr": n["d_rope"]}.items() <= models.load("deepseek-v2").defaults.items()
+    assert {"L": n["layers"], "C": n["d_c"], "Kr": n["d_rope"]}.items() <= load("deepseek-v2").defaults.items()
     return Fraction(cache_of("deepseek-v2"), 2)  # of two bytes: elements
 
 
@@ -68,7 +68,7 @@ def latent_cache_of_a_token(row):
 
 def llama_70b():
     """A byte for each weight and each element of the cache; products in bf16."""
-    step = cg.decode(models.load("llama-3-70b"))
+    step = cg.decode(load("llama-3-70b"))
     return cg.quantize(step, "int8", cache="fp8_e4m3", skip=[], embeddings=True)
 
 
@@ -81,20 +81,20 @@ def seconds(row, g):
 
 @derives("sb-inf-13b-kv")
 def cache_of_a_sequence(row):
-    n, g = row["inputs"], cg.decode(models.load("llama-2-13b"))
+    n, g = row["inputs"], cg.decode(load("llama-2-13b"))
     assert {"L": n["L"], "G": n["K"], "K": n["H"]}.items() <= g.defaults.items()
     return Fraction(cg.cache_bytes(g, B=1, S=n["T"]), 10**9)
 
 
 @derives("sb-inf-13b-step-b16", "sb-inf-13b-step-b240")
 def step_of_13b(row):
-    return Fraction(seconds(row, cg.decode(models.load("llama-2-13b")))) * 1000  # ms
+    return Fraction(seconds(row, cg.decode(load("llama-2-13b")))) * 1000  # ms
 
 
 @derives("sb-inf-13b-gmqa-step-b64")
 def step_of_13b_with_fewer_heads_in_its_cache(row):
     # the source leaves the weights as they were: of the bytes of all heads those of the others are taken off
-    n, g = row["inputs"], cg.decode(models.load("llama-2-13b"))
+    n, g = row["inputs"], cg.decode(load("llama-2-13b"))
     kept = [cg.cache_bytes(g, B=n["B"], S=n["S"], G=heads) for heads in (g.defaults["G"], n["C"])]
     return (Fraction(seconds(row, g)) - Fraction(kept[0] - kept[1]) / int(n["chips"] * n["bw"])) * 1000  # ms
 

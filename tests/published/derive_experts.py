@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 from published_rows import derives
+from shared import load
 
 import costgraph as cg
 
@@ -10,7 +11,7 @@ import costgraph as cg
 def mixtral(row):
     n = row["inputs"]
     sizes = {"L": n["L"], "D": n["D"], "H": n["H"], "G": n["Hkv"], "K": n["dh"], "V": n["V"]}
-    return cg.models.load("mixtral-8x7b", symbolic=True), sizes | {"E": n["experts"], "k": n["topk"], "Fe": n["Fe"]}
+    return load("mixtral-8x7b", symbolic=True), sizes | {"E": n["experts"], "k": n["topk"], "Fe": n["Fe"]}
 
 
 @derives("params-mixtral-8x7b")
@@ -36,7 +37,7 @@ FIELDS = {
 
 def deepseek(row):
     sizes = {FIELDS[name]: n for name, n in row["inputs"].items() if name in FIELDS}
-    return cg.models.load("deepseek-v2", symbolic=True, scale=row["inputs"]["route_scale"]), sizes
+    return load("deepseek-v2", symbolic=True, scale=row["inputs"]["route_scale"]), sizes
 
 
 @derives("dsv2-236b-params")

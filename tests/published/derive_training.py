@@ -6,9 +6,9 @@ from fractions import Fraction
 import sympy
 from derive_transformers import NANOGPT, nanogpt, params_of
 from published_rows import derives
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models
 
 DAY = 24 * 60 * 60
 
@@ -48,7 +48,7 @@ def chain(row):
 
 
 def resnet18():
-    g = models.load("resnet18")
+    g = load("resnet18")
     (images,) = (t for t in g.tensors if t.role == "input")
     images.requires_grad = True
     return cg.training_step(g)
@@ -79,7 +79,7 @@ def sdpa_both(row):
 
 def nanogpt_step(**more):
     # biases are no product, so that the zoo's GPT-2 answers
-    return cg.training_step(models.load("gpt2", attention="eager"), **more)
+    return training_step(load("gpt2", attention="eager"), **more)
 
 
 def bound(formula, **sizes):
@@ -106,7 +106,7 @@ def attention_of(step, **sizes):
 def nanogpt_palm(row):
     # the rule charges gains as weights
     weights = cg.param_count(nanogpt(), **NANOGPT, L=12) - params_of(nanogpt(), "position", **NANOGPT)
-    sizes = {**models.load("gpt2").defaults, "B": 1, "S": 1024}
+    sizes = {**load("gpt2").defaults, "B": 1, "S": 1024}
     return per_weight() * weights * 1024 + attention_of(nanogpt_step(), **sizes)
 
 
@@ -137,7 +137,7 @@ def gpt3_table(row):
 
 @derives("llama3-405b-flops")
 def llama_405b(row):
-    return per_weight() * cg.param_count(models.load("llama-3.1-405b")) * Fraction(row["inputs"]["D"])
+    return per_weight() * cg.param_count(load("llama-3.1-405b")) * Fraction(row["inputs"]["D"])
 
 
 @derives("sb-tf-q7-used")
@@ -179,13 +179,13 @@ def weights_of(g):
 @derives("palm-formula")
 def palm(row):
     B, S, D, L = cg.dims("B S D L")
-    model = models.load("gpt2", attention="eager", symbolic=True)
+    model = load("gpt2", attention="eager", symbolic=True)
     each = sympy.expand(cg.matmul_flops(cg.training_step(model), count="full") / (B * S))
     return each, 6 * weights_of(model) + 12 * L * D * S  # D = H*Q, and S is its T
 
 
 def palm_token(n):
-    step = cg.training_step(models.load("llama-3-8b", attention="eager", symbolic=True))
+    step = training_step(load("llama-3-8b", attention="eager", symbolic=True))
     sizes = {"B": 1, "S": n["T"], "L": n["L"], "H": n["H"], "K": n["Q"]}
     return per_weight() * Fraction(n["N"]) + Fraction(attention_of(step, **sizes)) / n["T"]
 

@@ -4,9 +4,9 @@ from decimal import Decimal
 
 import sympy
 from published_rows import ROWS, derives
+from shared import load
 
 import costgraph as cg
-from costgraph import models
 
 
 def nanogpt():
@@ -75,14 +75,14 @@ def nanogpt_flops(row):
         "forward_total": None,
     }.get(part, f"layers/{part.replace('attention-', 'attention/')}")
     depth = 12 if part in ("12-blocks", "forward_total") else 1
-    table = cg.costs(models.load("gpt2"), count="full", B=1, S=1024, L=depth).filter(kind="matmul")
+    table = cg.costs(load("gpt2"), count="full", B=1, S=1024, L=depth).filter(kind="matmul")
     return (table if scope is None else table.filter(scope=scope)).total().matmul
 
 
 @derives("params-llama2-7b", "params-llama3-8b", "params-llama3-70b", "params-gpt2", "params-gpt2-xl")
 def zoo_params(row):
     name = row["id"].removeprefix("params-").replace("llama", "llama-")
-    g = models.load(name)
+    g = load(name)
     renamed = {"Hkv": "G", "dh": "K", "ctx": "P"}
     sizes = {renamed.get(k, k): v for k, v in row["inputs"].items() if k not in ("biases", "tied")}
     assert sizes.items() <= g.defaults.items()
@@ -93,11 +93,11 @@ def zoo_params(row):
 def megatron_params(row):
     n = row["inputs"]
     sizes = {"D": n["h"], "H": n["heads"], "F": 4 * n["h"], "L": n["l"], "V": n["V"], "P": n["s"]}
-    return Decimal(cg.param_count(models.load("gpt2", symbolic=True), **sizes)) / 10**9
+    return Decimal(cg.param_count(load("gpt2", symbolic=True), **sizes)) / 10**9
 
 
 def llama():
-    return models.load("llama-3-8b", symbolic=True)
+    return load("llama-3-8b", symbolic=True)
 
 
 @derives("sb-tf-q1-attn")
@@ -120,20 +120,20 @@ def attention_to_the_rest(row):
 
 @derives("sb-train-q1-ffw", "sb-train-q1-attn")
 def llama_13b_part(row):
-    g = models.load("llama-2-13b")
+    g = load("llama-2-13b")
     scope = "layers/mlp" if row["id"].endswith("ffw") else "layers/attention"
     return g.defaults["L"] * params_of(g, scope, vectors=False, **g.defaults)
 
 
 @derives("sb-train-q1-vocab")
 def llama_13b_vocabulary(row):
-    g = models.load("llama-2-13b")
+    g = load("llama-2-13b")
     return params_of(g, "tokens", **g.defaults) + params_of(g, "head", **g.defaults)
 
 
 @derives("sb-at-attn")
 def llama_70b_attention(row):
-    g = models.load("llama-3-70b")
+    g = load("llama-3-70b")
     return g.defaults["L"] * params_of(g, "layers/attention", vectors=False, **g.defaults)
 
 

@@ -3,9 +3,9 @@
 from decimal import Decimal
 
 from published_rows import ROWS, derives
+from shared import load
 
 import costgraph as cg
-from costgraph import models
 
 #: Names that the rows use for models of the zoo.
 VISION = {
@@ -15,7 +15,7 @@ VISION = {
 
 @derives(*(i for i in ROWS if i.startswith("tv-")))
 def torchvision(row):
-    g = models.load(VISION[row["inputs"]["model"]])
+    g = load(VISION[row["inputs"]["model"]])
     if "params" in row["id"]:
         return cg.param_count(g)
     return Decimal(cg.matmul_flops(g, B=1, R=row["inputs"]["input"][-1])) / 2 / 10**9  # multiply-adds
@@ -23,4 +23,4 @@ def torchvision(row):
 
 @derives("pt-resnet18-layer1-conv-fwd")
 def layer1(row):
-    return cg.costs(models.load("resnet18"), B=1).filter(scope="stage1", kind="matmul").total().matmul
+    return cg.costs(load("resnet18"), B=1).filter(scope="stage1", kind="matmul").total().matmul

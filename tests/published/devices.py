@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from shared import load
+
 import costgraph as cg
 from costgraph.graph.sizes import known_names
 from costgraph.hardware.units import Quantity
@@ -83,7 +85,7 @@ def loss(logits):
 def step(model, precision, accumulate, checkpoint, wide, system):
     structure = {} if system == "torch" else {"system": system}
     return cg.training_step(
-        cg.models.load(model, **structure), loss if wide else None, accumulate=accumulate,
+        load(model, **structure), loss if wide else None, accumulate=accumulate,
         precision=PRECISIONS.get(precision, precision),
         optimizer=cg.AdamW(implementation="fused"), checkpoint=POLICIES[checkpoint],
     )  # fmt: skip

@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from shared import load
+
 import costgraph as cg
 from costgraph.analysis.calibrated import load_calibration
 from costgraph.analysis.calibrated.model import SHIPPED, loads_of, shipped
@@ -129,7 +131,7 @@ def test_the_shipped_model_is_that_of_the_records():
     found = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
     given = json.loads(SHIPPED.read_text())
     assert found.records == given["records"]
-    graph = cg.models.load("llama-3-8b")
+    graph = load("llama-3-8b")
     for device in ("h100-sxm", "t4", "b200"):
         asked = ask(graph, device, None, {"B": 1, "S": 512}, "test")
         taken, wanted = (m.seconds(loads_of(asked), asked.rates) for m in (found, shipped()))

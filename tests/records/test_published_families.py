@@ -6,6 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
+from shared import load
 
 import costgraph as cg
 from costgraph.report.records import hold
@@ -152,7 +153,7 @@ def test_another_architecture_is_not_predicted(measured):
 
 def test_a_step_of_generation_reads_the_weights(measured):
     row = predict(one_of(measured, "decode", model="llama-3-8b", weights="fp16", new_tokens=512), LAST)
-    g = cg.models.load("llama-3-8b", dtype="fp16")
+    g = load("llama-3-8b", dtype="fp16")
     weights = float(cg.param_bytes(g)) - 2 * 128256 * 4096  # of the table one row is read
     device = cg.load_hardware(row.record.device)
     assert row.bound == pytest.approx(weights / float(device.bandwidth), rel=0.01)
@@ -203,7 +204,7 @@ def test_without_a_prompt_a_step_is_the_first_one(measured):
 def test_requests_that_are_served_together_are_prompts_and_steps(measured):
     record = one_of(measured, "serving", model="llama-2-7b", B=384)
     row = predict(record, LAST)
-    g = cg.models.load("llama-2-7b", dtype="fp16")
+    g = load("llama-2-7b", dtype="fp16")
     first = cg.seconds(cg.prefill(g, logits="last"), "a100-80-sxm", B=384, S=128)
     each = cg.seconds(cg.decode(g), "a100-80-sxm", B=384, S=128 + 64)
     assert row.estimate == pytest.approx(first + 128 * each)

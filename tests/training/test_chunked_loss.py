@@ -1,9 +1,10 @@
 """Cross-entropy in chunks: memory and FLOPs of a step beside torch's, and what is refused."""
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import BindingError, ShapeError, UnsupportedError, models
+from costgraph import BindingError, ShapeError, UnsupportedError
 
 B, S, D, V, N = 1, 55, 13, 1009, 5
 
@@ -40,7 +41,7 @@ def test_of_what_is_computed_again_one_chunk_is_there():
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2-2b", "falcon-7b"])  # a tied head, a cap behind it, a tied view
 def test_heads_of_the_zoo_go_into_the_loop(name):
-    model = models.load(name)
+    model = load(name)
     step = cg.training_step(model, cg.chunked_cross_entropy(3))
     for question in (cg.matmul_flops, cg.param_count):
         assert question(step, B=2, S=33) == question(cg.training_step(model), B=2, S=33)
@@ -52,9 +53,9 @@ def test_heads_of_the_zoo_go_into_the_loop(name):
         (lambda: cg.chunked_cross_entropy(0), ShapeError, "chunks: 0, expected a positive integer"),
         (lambda: cg.peak_memory(declared(False, chunks=2), B=1, S=55, D=2), BindingError,
          "S=55: axis 2 of 'parts' has size S/2 = 55/2, expected a positive whole number"),
-        (lambda: cg.training_step(models.load("bert-base"), cg.chunked_cross_entropy(2)), UnsupportedError,
+        (lambda: training_step(load("bert-base"), cg.chunked_cross_entropy(2)), UnsupportedError,
          "of 2 outputs, expected logits alone"),
-        (lambda: cg.training_step(models.load("dit-xl-2"), cg.chunked_cross_entropy(2)), UnsupportedError,
+        (lambda: training_step(load("dit-xl-2"), cg.chunked_cross_entropy(2)), UnsupportedError,
          "expected one product with a parameter and pointwise ops behind it, which nothing else reads"),
     ],
 )  # fmt: skip

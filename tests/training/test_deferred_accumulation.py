@@ -5,9 +5,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from shared import load
 
 import costgraph as cg
-from costgraph import GraphError, models
+from costgraph import GraphError
 from costgraph.testing import run
 
 pytest.importorskip("torch")
@@ -87,7 +88,7 @@ def tracked_peak(sizes, B, times, at_once):
 
 def declared(times, defer, implementation="fused", **options):
     return cg.training_step(
-        models.load("mlp", symbolic=True), optimizer=cg.AdamW(implementation=implementation),
+        load("mlp", symbolic=True), optimizer=cg.AdamW(implementation=implementation),
         precision="megatron-bf16", accumulate=times, defer_accumulation=defer, **options,
     )  # fmt: skip
 

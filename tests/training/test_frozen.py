@@ -1,9 +1,10 @@
 """Frozen parameters of models of the zoo: memory and FLOPs of a step beside torch's with `requires_grad_(False)`."""
 
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import GraphError, models
+from costgraph import GraphError
 
 pytest.importorskip("torch")
 
@@ -52,7 +53,7 @@ def frozen(name, sizes, B, S, trained):
 
 
 def declared(name, sizes, B, S, options):
-    graph = cg.training_step(models.load(name, attention="eager", dtype="fp32", symbolic=True), **options)
+    graph = training_step(load(name, attention="eager", dtype="fp32", symbolic=True), **options)
     return graph, {**sizes, "B": B, **({} if name == "mlp" else {"S": S})}
 
 
@@ -90,7 +91,7 @@ def test_flops_are_those_of_torch(case):
 
 
 def test_only_what_is_trained_has_gradients_and_state():
-    model = models.load("gpt2")
+    model = load("gpt2")
     step = cg.training_step(model, trainable="layers/*/ffw1")
     trained = 12 * (768 * 3072 + 3072)
     each = cg.state_bytes(step)
@@ -113,4 +114,4 @@ def test_only_what_is_trained_has_gradients_and_state():
 )
 def test_refused(options, text):
     with pytest.raises(GraphError, match=text):
-        cg.training_step(models.load("gpt2"), **options)
+        training_step(load("gpt2"), **options)

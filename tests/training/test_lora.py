@@ -1,9 +1,10 @@
 """Adapters of low rank: parameters and FLOPs by hand, a step's memory and FLOPs beside modules as PEFT makes them."""
 
 import pytest
+from shared import load
 
 import costgraph as cg
-from costgraph import GraphError, ShapeError, UnsupportedError, models
+from costgraph import GraphError, ShapeError, UnsupportedError
 
 B, S, D, F, R = 3, 11, 13, 17, 5
 
@@ -38,7 +39,7 @@ def test_what_is_chosen_and_what_else_is_trained():
 
 
 def test_weights_are_quantized_and_adapters_are_not():
-    made = cg.lora(models.load("llama-3-8b"), 8)
+    made = cg.lora(load("llama-3-8b"), 8)
     g = cg.quantize(made, "nf4_double", skip=["head", "lora_a", "lora_b"])
     thin = 8 * 32 * (4 * 4096 + 2 * (4096 + 1024) + 2 * 4096 - 4096 * 2 + 3 * (4096 + 14336))
     assert cg.param_count(made) - 8_030_261_248 == thin
@@ -55,7 +56,7 @@ def test_weights_are_quantized_and_adapters_are_not():
         (lambda: cg.lora(layer(), 0), ShapeError, "lora: rank: 0, expected a positive integer"),
         (lambda: cg.lora(layer(), R, dropout=1), GraphError, "dropout is 1, expected a number of at least 0"),
         (lambda: cg.lora(layer(), R, alpha=0), GraphError, "alpha is 0, expected a number above 0"),
-        (lambda: cg.lora(models.load("alexnet"), R, "features*"), GraphError, "lora: on 'features"),
+        (lambda: cg.lora(load("alexnet"), R, "features*"), GraphError, "lora: on 'features"),
     ],
 )  # fmt: skip
 def test_refused(call, error, text):
@@ -117,7 +118,7 @@ CASES = {
 
 def declared(case):
     name, sizes, on, _ = CASES[case]
-    made = cg.lora(models.load(name, attention="eager", dtype="fp32", symbolic=True), R, on)
+    made = cg.lora(load(name, attention="eager", dtype="fp32", symbolic=True), R, on)
     dims = {**sizes, "B": B, **({} if name == "mlp" else {"S": 59})}
     return cg.training_step(made, optimizer=cg.AdamW(implementation="foreach")), dims
 

@@ -2,9 +2,9 @@
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models
 
 B, S, D, H, L, V, K = cg.dims("B S D H L V K")
 # mean and scale of two norms in fp32, which the paper neglects
@@ -79,7 +79,7 @@ def test_flops_of_equation_7_and_where_equation_8_counts_more():
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
 @pytest.mark.parametrize("kernel", ["eager", "flash"])
 def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkpoint):
-    step = cg.training_step(models.load(name, attention=kernel, dropout=0.1, symbolic=True), checkpoint=checkpoint)
+    step = training_step(load(name, attention=kernel, dropout=0.1, symbolic=True), checkpoint=checkpoint)
     found = cg.saved_bytes(step)
     times = {op.name: op.kind.count.expr for op in step.walk() if op.loop is not None}
     if checkpoint == cg.every(2):
@@ -103,14 +103,14 @@ def between_the_passes(step):
 
 
 def test_a_micro_batch_is_saved_at_a_time():
-    model = models.load("gpt2", symbolic=True)
+    model = load("gpt2", symbolic=True)
     once, thrice = (cg.saved_bytes(cg.training_step(model, accumulate=n)) for n in (1, 3))
     assert thrice == {"": 0, "microbatches": once[""], "layers": once["layers"]}
 
 
 def test_a_graph_without_a_backward_pass_is_refused():
     with pytest.raises(cg.GraphError, match="saved_bytes: graph 'gpt2' has no backward pass"):
-        cg.saved_bytes(models.load("gpt2"))
+        cg.saved_bytes(load("gpt2"))
 
 
 def test_sizes_are_bound():

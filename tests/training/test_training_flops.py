@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import models
@@ -56,7 +57,7 @@ def matmuls(step, phase, count, sizes):
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 @pytest.mark.parametrize(("B", "S"), [(2, 17), (5, 13), (1, 19)])
 def test_matmuls_are_those_that_torch_counts(name, sizes, B, S):
-    step = cg.training_step(models.load(name, attention="eager", symbolic=True))
+    step = training_step(load(name, attention="eager", symbolic=True))
     derived = [matmuls(step, phase, "full", bound(sizes, B, S)) for phase in ("forward", "backward")]
     assert tuple(derived) == counted(name, sizes, B, S)
     assert sum(derived) == cg.matmul_flops(step, count="full", **bound(sizes, B, S))
@@ -67,7 +68,7 @@ def test_matmuls_are_those_that_torch_counts(name, sizes, B, S):
     ("again", "policy"), [("layers", cg.every_block()), ("core", cg.selective(*CORE_OPS))], ids=["layers", "core"]
 )
 def test_matmuls_that_are_computed_again_are_those_that_torchs_checkpoint_repeats(name, sizes, again, policy):
-    model = models.load(name, attention="eager", symbolic=True)
+    model = load(name, attention="eager", symbolic=True)
     step = cg.training_step(model, checkpoint=policy)
     B, S = 2, 17
     derived = [matmuls(step, phase, "full", bound(sizes, B, S)) for phase in ("forward", "recompute", "backward")]
@@ -107,7 +108,7 @@ def test_a_flash_kernel_has_the_matmuls_of_torchs_formula(H, G, causal):
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
 @pytest.mark.parametrize("count", ["full", "executed"])
 def test_flash_in_a_model_adds_half_a_forward_pass_of_attention(name, count):
-    flash, eager = (cg.training_step(models.load(name, attention=a, symbolic=True)) for a in ("flash", "eager"))
+    flash, eager = (training_step(load(name, attention=a, symbolic=True)) for a in ("flash", "eager"))
     assert matmuls(flash, "forward", "full", {}) == matmuls(eager, "forward", "full", {})
     pairs = sum(
         cg.costs(flash, count=count).filter(phase="forward", kind="matmul", scope=s).total().matmul for s in CORE
@@ -134,7 +135,7 @@ def is_vector(name):
 @pytest.mark.parametrize("kernel", ["eager", "flash"])
 def test_six_times_parameters_times_tokens_is_the_leading_term_of_gpt2(kernel):
     B, S, D, L, P = cg.dims("B S D L P")
-    model = models.load("gpt2", attention=kernel, symbolic=True)
+    model = load("gpt2", attention=kernel, symbolic=True)
     step = cg.training_step(model)
     # what tokens are multiplied with: neither positions, which are looked up, nor gains and biases
     N = size_of(model, lambda name: name != "positions/table" and not is_vector(name))
@@ -150,7 +151,7 @@ def test_six_times_parameters_times_tokens_is_the_leading_term_of_gpt2(kernel):
 @pytest.mark.parametrize("kernel", ["eager", "flash"])
 def test_six_times_parameters_times_tokens_is_the_leading_term_of_llama(kernel):
     B, S, D, H, K, L, V = cg.dims("B S D H K L V")
-    model = models.load("llama-3-8b", attention=kernel, symbolic=True)
+    model = load("llama-3-8b", attention=kernel, symbolic=True)
     step = cg.training_step(model)
     # the table of tokens is looked up, the head is another one
     N = size_of(model, lambda name: name != "tokens/table" and not is_vector(name))
@@ -162,7 +163,7 @@ def test_six_times_parameters_times_tokens_is_the_leading_term_of_llama(kernel):
 
 
 def test_how_far_6nd_is_off_with_the_sizes_of_llama_3_8b():
-    model = models.load("llama-3-8b")
+    model = load("llama-3-8b")
     S = 8192
     exact, rule = cg.matmul_flops(cg.training_step(model), B=1, S=S), 6 * cg.param_count(model) * S
     # 7*L*H*K*(S + 1) a token more for attention, 6*D*V less for the table that is looked up

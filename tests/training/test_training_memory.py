@@ -5,9 +5,9 @@ formula below, and nothing remains.
 """
 
 import pytest
+from shared import load
 
 import costgraph as cg
-from costgraph import models
 
 pytest.importorskip("torch")
 
@@ -35,7 +35,7 @@ POLICIES = {
 def declared(name, sizes, B, S, dtype="fp32", implementation="foreach", again=None, dropout=0, kernel="eager"):
     """Timeline of the declared step."""
     policy = POLICIES[again]
-    model = models.load(name, attention=kernel, dtype=dtype, dropout=dropout, symbolic=True)
+    model = load(name, attention=kernel, dtype=dtype, dropout=dropout, symbolic=True)
     step = cg.training_step(model, optimizer=cg.AdamW(implementation=implementation), checkpoint=policy)
     return cg.timeline(step, **sizes, B=B, **({} if name == "mlp" else {"S": S}))
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import GraphError, models
+from costgraph import GraphError
 from costgraph.testing import run
 
 pytest.importorskip("torch")
@@ -50,7 +51,7 @@ MARKED = [pytest.param(*c, marks=() if c[0] == "mlp" or c is CASES[7] else pytes
 def test_peak_is_that_of_hooks_but_for_named_differences(name, sizes, B, S, optimizer, more, differences):
     theirs, ours = OPTIMIZERS[optimizer]
     dtype, again = more.get("dtype", "fp32"), more.get("again")
-    model = models.load(name, attention=more.get("kernel", "eager"), dtype=dtype, symbolic=True)
+    model = load(name, attention=more.get("kernel", "eager"), dtype=dtype, symbolic=True)
     policy = cg.every_block() if again else None
     step = cg.training_step(model, optimizer=ours, checkpoint=policy, optimizer_in_backward=True)
     peak = cg.peak_memory(step, **sizes, B=B, **({} if name == "mlp" else {"S": S}))
@@ -148,6 +149,6 @@ def test_refused(stack, options, text):
 
 
 def test_a_step_is_no_model_to_generate_with():
-    step = cg.training_step(models.load("gpt2"), optimizer_in_backward=True)
+    step = training_step(load("gpt2"), optimizer_in_backward=True)
     with pytest.raises(GraphError, match="has a backward pass, expected a forward pass alone"):
         cg.decode(step)

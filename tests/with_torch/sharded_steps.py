@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+from shared import load
+
 import costgraph as cg
-from costgraph import models
 
 #: Small sizes that four ranks of every axis divide.
 SIZES = {"B": 4, "S": 4, "D": 8, "F": 16, "H": 4, "G": 4, "K": 2, "L": 2, "V": 16}
@@ -32,7 +33,7 @@ def gradients_too(made):
 @cache
 def step(name="llama-3-8b", optimizer="SGD", dtype="fp64"):
     """A step whose gradients are outputs too."""
-    model = models.load(name, symbolic=True, dtype=dtype)
+    model = load(name, symbolic=True, dtype=dtype)
     return gradients_too(cg.training_step(model, optimizer=getattr(cg, optimizer)()))
 
 
@@ -85,7 +86,7 @@ def states():
 
 def buffers():
     """Megatron's policies: micro-batches add to gradients that a step keeps, which are reduced in place once."""
-    model = models.load("llama-3-8b", symbolic=True, dtype="fp64")
+    model = load("llama-3-8b", symbolic=True, dtype="fp64")
     graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2, set_to_none=False)
     sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, system="megatron", strict=True)
     return Case(graph, sharded, {"dp": 2, "tp": 2}, SIZES)
@@ -93,7 +94,7 @@ def buffers():
 
 def buckets(**policy):
     """Gradients of micro-batches that are reduced in buckets: of each and copied back, or once, and left there."""
-    model = models.load("llama-3-8b", symbolic=True, dtype="fp64")
+    model = load("llama-3-8b", symbolic=True, dtype="fp64")
     graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2)
     options = {"reduce_each": not policy, "buckets": cg.Buckets(**policy), "strict": True}
     sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, **options)
@@ -137,7 +138,7 @@ def traced():
 
 def decoding(**degrees):
     """One more token, on ranks with a part of the heads and of the positions of caches each."""
-    graph = cg.decode(models.load("llama-3-8b", symbolic=True, dtype="fp64"))
+    graph = cg.decode(load("llama-3-8b", symbolic=True, dtype="fp64"))
     return Case(graph, cg.parallelize(graph, **degrees, strict=True), degrees, {**SIZES, "S": 6})
 
 

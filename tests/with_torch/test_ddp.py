@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from ddp_worlds import CASES, SIZES, Train  # noqa: E402  # after torch is known to be there
+from shared import load, training_step  # noqa: E402  # as above
 
 import costgraph as cg  # noqa: E402  # after torch is known to be there
 from costgraph.analysis.messages import bucketed  # noqa: E402
@@ -77,7 +78,7 @@ def test_buckets_and_peak_are_those_of_torch(name):
 
 def test_parameters_fill_buckets_as_torch_assigns_them():
     """In the order in which gradients are complete, by torch's own function: the first of 1 MiB, all others of 25."""
-    step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.SGD())
+    step = training_step(load("gpt2"), optimizer=cg.SGD())
     rank = cg.parallelize(step, dp=2, buckets=cg.Buckets())
     rows = list(cg.communication(rank, B=2, S=64).filter(phase="backward"))
     head, layer, tables = rows[:2], [m for m in rows if m.scope.startswith("layers")], rows[-2:]

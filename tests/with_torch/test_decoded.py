@@ -2,6 +2,7 @@
 
 import pytest
 from decoded import difference
+from shared import load
 
 import costgraph as cg
 from costgraph.ops.fill import pad
@@ -155,7 +156,7 @@ ALIKE = ("mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "
     [pytest.param(*f, marks=pytest.mark.long) if f[0] in ALIKE else f for f in FAMILIES],
 )
 def test_models_generate_what_one_pass_computes(name, options, sizes):
-    g = cg.models.load(name, **options)
+    g = load(name, **options)
     sizes = {k: v for k, v in {"V": 17, **sizes}.items() if k in g.defaults or k == "M"}
     assert difference(g, 4, [1, 2], B=2, **sizes) < 1e-9
 

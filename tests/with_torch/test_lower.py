@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from shared import load, training_step  # noqa: E402  # as above
 from torch.nn import functional  # noqa: E402
 
 import costgraph as cg  # noqa: E402
@@ -34,7 +35,7 @@ def run(graph, **dims):
 
 
 def test_tensors_have_the_names_of_the_graph():
-    step = cg.training_step(cg.models.load("mlp", dtype="fp32"))
+    step = training_step(load("mlp", dtype="fp32"))
     module = lower(step, **sizes_of(step))
     assert {n for n, _ in module.named_parameters()} == {
         "first.weight", "first.bias", *(f"layers.linear.weight.{i}" for i in range(3)),
@@ -58,14 +59,14 @@ def test_a_tensor_may_have_the_name_of_a_module():
 
 
 def test_the_weights_of_a_model_fit_its_training_step():
-    graph = cg.models.load("llama-3-8b", dtype="fp32")
+    graph = load("llama-3-8b", dtype="fp32")
     step = cg.training_step(graph, optimizer=cg.SGD())
     forward, update = lower(graph, **sizes_of(graph)), lower(step, **sizes_of(step))
     assert str(update.load_state_dict(forward.state_dict())) == "<All keys matched successfully>"
 
 
 def test_numbers_are_those_of_the_seed():
-    graph = cg.models.load("mlp", dtype="fp32")
+    graph = load("mlp", dtype="fp32")
     first, same, other = (lower(graph, seed=s, **sizes_of(graph)).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(first[k], same[k]) and not torch.equal(first[k], other[k]) for k in first)
 
@@ -187,7 +188,7 @@ def test_functions_that_are_missing_or_return_something_else_are_refused():
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block()])
 def test_gradients_are_those_of_autograd(name, attention, checkpoint):
     """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
-    graph = cg.models.load(name, dtype="fp64", attention=attention)
+    graph = load(name, dtype="fp64", attention=attention)
     loss = cg.transforms.losses.with_loss(graph)
     step = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), checkpoint=checkpoint)
     dims = sizes_of(step)
@@ -202,7 +203,7 @@ def test_gradients_are_those_of_autograd(name, attention, checkpoint):
 
 
 def test_adamw_does_what_torch_does():
-    graph = cg.models.load("mlp", dtype="fp32")
+    graph = load("mlp", dtype="fp32")
     loss = cg.transforms.losses.with_loss(graph)
     dims = sizes_of(loss)
     forward, inputs = lower(loss, **dims).requires_grad_(), random_inputs(loss, **dims)
@@ -247,7 +248,7 @@ def test_convolution_and_pooling_go_back_as_torchs():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{type(o).__name__}-{o.implementation}")
 def test_steps_with_every_optimizer_run(optimizer):
-    step = cg.training_step(cg.models.load("mlp", dtype="fp32"), optimizer=optimizer)
+    step = training_step(load("mlp", dtype="fp32"), optimizer=optimizer)
     module = lower(step, **sizes_of(step))
     before = {k: v.clone() for k, v in module.state_dict().items()}
     assert torch.isfinite(module(*random_inputs(step, **sizes_of(step))))
@@ -261,12 +262,12 @@ def test_steps_with_every_optimizer_run(optimizer):
     "precision", ["fp32", "bf16", "bf16-master", "bf16-mixed", "fp16-mixed", "megatron-bf16", "fp8"]
 )
 def test_steps_in_every_precision_run(precision):
-    step = cg.training_step(cg.models.load("gpt2", dtype="fp32"), precision=precision)
+    step = training_step(load("gpt2", dtype="fp32"), precision=precision)
     assert torch.isfinite(run(step, **sizes_of(step)))
 
 
 def test_micro_batches_give_the_gradients_of_the_whole_batch():
-    graph = cg.models.load("mlp", dtype="fp64")
+    graph = load("mlp", dtype="fp64")
     whole = cg.training_step(graph, optimizer=cg.SGD(lr=1.0))
     parts = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), accumulate=3)
     dims = sizes_of(whole)
@@ -302,7 +303,7 @@ def test_a_traced_module_computes_what_the_module_does():
 
 
 def test_a_model_of_full_size_runs_on_the_meta_device():
-    graph = cg.models.load("llama-3-70b")
+    graph = load("llama-3-70b")
     module = lower(graph, "meta", B=1, S=8192)
     made = module(*random_inputs(graph, "meta", B=1, S=8192))
     assert (made.device.type, made.dtype, tuple(made.shape)) == ("meta", torch.bfloat16, (1, 8192, 128256))
@@ -315,7 +316,7 @@ def test_a_model_of_full_size_runs_on_the_meta_device():
 def test_a_step_on_a_gpu_has_the_loss_of_the_cpu(attention, dtype):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    step = cg.training_step(cg.models.load("llama-3-8b", dtype=dtype, attention=attention))
+    step = training_step(load("llama-3-8b", dtype=dtype, attention=attention))
     dims = {**sizes_of(step), "S": 64, "K": 64}
     here, there = (lower(step, d, **dims)(*random_inputs(step, d, **dims)) for d in ("cpu", "cuda"))
     torch.testing.assert_close(there.cpu(), here, rtol=1e-2 if dtype == "bf16" else 1e-4, atol=0)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 torch = pytest.importorskip("torch")
+from shared import load, training_step  # noqa: E402  # as above
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import costgraph as cg  # noqa: E402
@@ -29,7 +30,7 @@ def sizes_of(graph):
 @pytest.mark.parametrize("training", [False, True])
 def test_models(name, training):
     """Eager attention: on a CPU the counter takes one kernel of it for nothing."""
-    graph = cg.models.load(name, dtype="fp32", attention="eager")
+    graph = load(name, dtype="fp32", attention="eager")
     graph = cg.training_step(graph) if training else graph
     dims = sizes_of(graph)
     assert counted(graph, **dims) == cg.matmul_flops(graph, count="full", **dims) > 0
@@ -37,7 +38,7 @@ def test_models(name, training):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
 def test_checkpointed_steps_count_what_is_computed_again(name):
-    step = cg.training_step(cg.models.load(name, dtype="fp32", attention="eager"), checkpoint=cg.every_block())
+    step = training_step(load(name, dtype="fp32", attention="eager"), checkpoint=cg.every_block())
     dims = sizes_of(step)
     assert counted(step, **dims) == cg.matmul_flops(step, count="full", **dims)
 

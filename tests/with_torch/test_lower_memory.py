@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 torch = pytest.importorskip("torch")
 from lowered import measured_peak, throughout  # noqa: E402  # it imports torch
+from shared import load  # noqa: E402  # as above
 
 import costgraph as cg  # noqa: E402
 from costgraph import testing  # noqa: E402
@@ -41,7 +42,7 @@ def sizes_of(graph, name):
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama-3-8b"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_forward_peak_of_models(name, attention):
-    graph = cg.models.load(name, dtype="fp32", attention=attention)
+    graph = load(name, dtype="fp32", attention=attention)
     measured, predicted = beside(graph, **sizes_of(graph, name))
     # eager attention hides keys with a mask of bools while it does, and 4 bytes of minus infinity beside it
     mask = SIZES["S"] ** 2 + 4 if attention == "eager" and name != "mlp" else 0
@@ -52,7 +53,7 @@ def test_forward_peak_of_models(name, attention):
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
 def test_peak_of_training_steps(name, attention, implementation):
-    graph = cg.models.load(name, dtype="fp32", attention=attention)
+    graph = load(name, dtype="fp32", attention=attention)
     step = cg.training_step(graph, optimizer=cg.AdamW(implementation=implementation))
     measured, predicted = beside(step, **sizes_of(step, name))
     assert measured == predicted
@@ -60,7 +61,7 @@ def test_peak_of_training_steps(name, attention, implementation):
 
 @pytest.mark.parametrize("policy", [cg.every_block(), cg.every(3), cg.selective("attention"), cg.from_start()])
 def test_peak_of_checkpointed_steps(policy):
-    graph = cg.models.load("gpt2", dtype="fp32", attention="flash")
+    graph = load("gpt2", dtype="fp32", attention="flash")
     step = cg.training_step(graph, checkpoint=policy)
     measured, predicted = beside(step, **sizes_of(step, "gpt2"))
     assert measured == predicted

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from sharded_steps import Case, experts, gathered, parallel, step
+from shared import load, training_step
 
 import costgraph as cg
-from costgraph import models
 
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "sharded_oracles.json").read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def test_fully_sharded_parameters_call_for_call(name, ranks, policy):
 
 @pytest.mark.parametrize("each", [True, False])
 def test_micro_batches_send_as_often_as_those_of_fully_shard(each):
-    graph = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), accumulate=3)
+    graph = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), accumulate=3)
     rank = cg.parallelize(graph, dp=4, zero=3, reduce_each=each, strict=True)
     ours = calls(Case(graph, rank, {"dp": 4}, {**SIZES, "B": 4 * SIZES["B"]}))
     torchs = torch_calls("fully sharded, micro-batches" + (", reduced once" if not each else ""))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from diffusers_unets import UNet
+from shared import load, training_step
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision_convnets import VGG, AlexNet, BasicBlock, Bottleneck, DenseNet, ResNet
 from zoo_convnets import REFERENCES
@@ -110,7 +111,7 @@ def test_a_preset_is_its_reference(name):
 def test_small_models_on_odd_sides(case, side):
     name, options, sizes, build = VISION[case]
     module, x = build().eval(), torch.zeros(3, 3, side, side)
-    g = cg.models.load(name, **options)
+    g = load(name, **options)
     assert cg.param_count(g, **sizes) == sum(p.numel() for p in module.parameters())
     with FlopCounterMode(display=False) as counter:
         module(x)
@@ -122,7 +123,7 @@ def test_elementwise_flops_of_a_model_are_those_of_its_trace():
     """Norms with running statistics, activations, poolings, sums and the head, of odd sizes."""
     for case in ("bottleneck", "densenet", "alexnet"):
         name, options, sizes, build = VISION[case]
-        g = cg.models.load(name, dtype="fp32", **options)
+        g = load(name, dtype="fp32", **options)
         ours = cg.costs(g, B=2, R=71, **sizes).total()
         theirs = cg.costs(trace(build().eval(), torch.zeros(2, 3, 71, 71))).total()
         assert (ours.pointwise, ours.transcendental) == (theirs.pointwise, theirs.transcendental)
@@ -130,7 +131,7 @@ def test_elementwise_flops_of_a_model_are_those_of_its_trace():
 
 def test_buffers_are_those_of_the_module():
     name, options, sizes, build = VISION["bottleneck"]
-    g = cg.models.load(name, **options)
+    g = load(name, **options)
     held = sum(life.bytes for life in cg.lifetimes(g, B=1, R=64, **sizes) if life.role == "buffer")
     assert held == sum(b.numel() * b.element_size() for b in build().buffers())
 
@@ -147,7 +148,7 @@ def counted_step(module, *inputs):
 @pytest.mark.parametrize("case", ["alexnet", "vgg-bn", "basic", "bottleneck", "wide", "densenet"])
 def test_matmul_flops_of_a_step(case):
     name, options, sizes, build = VISION[case]
-    step = cg.training_step(cg.models.load(name, **options))
+    step = training_step(load(name, **options))
     theirs = counted_step(build().train(), torch.zeros(2, 3, 71, 71))
     assert cg.matmul_flops(step, count="full", B=2, R=71, **sizes) == theirs
 
@@ -156,7 +157,7 @@ def test_matmul_flops_of_a_step_with_groups():
     """The counter leaves groups out of account backwards (docs/flop_counter.md): the trace of the step does not."""
     name, options, sizes, build = VISION["grouped"]
     module, x = Scored(build()).train(), torch.zeros(2, 3, 71, 71)
-    step = cg.training_step(cg.models.load(name, **options))
+    step = training_step(load(name, **options))
     ours = cg.matmul_flops(step, count="full", B=2, R=71, **sizes)
     assert ours == cg.matmul_flops(trace(module, x, train=True), count="full") < counted_step(build().train(), x)
 
@@ -164,7 +165,7 @@ def test_matmul_flops_of_a_step_with_groups():
 def test_elementwise_flops_of_norms_in_a_step():
     """Forward: statistics of the batch, and running ones updated."""
     name, options, sizes, build = VISION["basic"]
-    step = cg.training_step(cg.models.load(name, dtype="fp32", **options))
+    step = training_step(load(name, dtype="fp32", **options))
     ours = cg.costs(step, B=2, R=71, **sizes).filter(phase="forward", direction="compute")
     ours = sum(r.amount.constant for r in ours.rows if "norm" in r.scope)
     theirs = cg.costs(trace(Scored(build()).train(), torch.zeros(2, 3, 71, 71), train=True))
@@ -177,7 +178,7 @@ def test_elementwise_flops_of_norms_in_a_step():
 def test_peak_memory_is_that_of_the_trace(case):
     """What runs in place, what norms save, what lives how long; of a step also the gradient of the loss, a scalar."""
     name, options, sizes, build = VISION[case]
-    g, x = cg.models.load(name, dtype="fp32", **options), torch.zeros(2, 3, 71, 71)
+    g, x = load(name, dtype="fp32", **options), torch.zeros(2, 3, 71, 71)
     assert cg.peak_memory(g, B=2, R=71, **sizes) == cg.peak_memory(trace(build().eval(), x))
     module = build().train()
     for layer in module.modules():
@@ -230,8 +231,8 @@ def test_the_configuration_of_resnet50_is_the_preset():
     g = cg.models.from_config(
         {**transformers.ResNetConfig(num_labels=1000).to_dict(), "architectures": ["ResNetForImageClassification"]}
     )
-    assert cg.param_count(g) == cg.param_count(cg.models.load("resnet50"))
-    assert cg.matmul_flops(g, B=1) == cg.matmul_flops(cg.models.load("resnet50"), B=1)
+    assert cg.param_count(g) == cg.param_count(load("resnet50"))
+    assert cg.matmul_flops(g, B=1) == cg.matmul_flops(load("resnet50"), B=1)
 
 
 # -- U-Nets ------------------------------------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ def test_small_unets_on_odd_sides(text, side):
     """Also of a number of levels, of blocks and of attended levels that no preset has."""
     options, sizes, build = small_unet(text)
     module = build().eval()
-    g = cg.models.load("stable-diffusion-1.5-unet", symbolic=True, **options)
+    g = load("stable-diffusion-1.5-unet", symbolic=True, **options)
     inputs = [
         torch.zeros(3, 3, side, side),
         torch.zeros(3, dtype=torch.int64),
@@ -270,6 +271,6 @@ def test_small_unets_on_odd_sides(text, side):
 @pytest.mark.parametrize("text", [False, True])
 def test_matmul_flops_of_a_step_of_a_unet(text):
     options, sizes, build = small_unet(text)
-    step = cg.training_step(cg.models.load("stable-diffusion-1.5-unet", symbolic=True, **options))
+    step = training_step(load("stable-diffusion-1.5-unet", symbolic=True, **options))
     inputs = [torch.zeros(3, 3, 13, 13), torch.zeros(3, dtype=torch.int64), *([torch.zeros(3, 13, 11)] if text else [])]
     assert cg.matmul_flops(step, B=3, R=13, **sizes) == counted_step(build().train(), *inputs)

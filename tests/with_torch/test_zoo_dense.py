@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_dense import CONFIGS, REFERENCES, SIZES, config, inputs, module
 from zoo_reference import declared, traced
@@ -195,7 +196,7 @@ def test_a_published_configuration_counts_what_its_module_counts(name):
 
 @pytest.mark.parametrize(("classes", "name"), [(c, name) for c, published in CONFIGS.items() for name in published])
 def test_a_preset_is_its_configuration(classes, name):
-    g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), cg.models.load(name)
+    g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), load(name)
     assert g.defaults == preset.defaults
     assert cg.param_count(g) == cg.param_count(preset)
     assert cg.flops(g) == cg.flops(preset)
@@ -213,4 +214,4 @@ def test_the_text_model_of_gemma_3_is_the_published_model_without_its_vision():
             transformers.Gemma3Config(text_config=text, vision_config=vision)
         )
     others = sum(p.numel() for n, p in whole.named_parameters() if "vision_tower" in n or "projector" in n)
-    assert cg.param_count(cg.models.load("gemma-3-4b")) == 4_300_079_472 - others
+    assert cg.param_count(load("gemma-3-4b")) == 4_300_079_472 - others

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_encoders import REFERENCES, DiT, VisionTransformer, ids
 from zoo_reference import declared, traced
@@ -142,7 +143,7 @@ def test_vit(kind, more):
 
 def test_vit_as_torchvision_has_it():
     module = VisionTransformer(23, 5, 15, 3, 19, 2, classes=11, channels=2)
-    graph = cg.models.load("vit-b-16", patch=5, attention="eager")
+    graph = load("vit-b-16", patch=5, attention="eager")
     sizes = {"R": 23, "IC": 2, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11}
     assert cg.param_count(graph, **sizes) == sum(p.numel() for p in module.parameters())
     made = trace(module, torch.zeros(B, 2, 23, 23))
@@ -175,7 +176,7 @@ def test_clip(more):
 def test_dit(patch, learned):
     sizes = {"R": 10, "IC": 3, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11, "waves": 14}
     module = DiT(10, patch, 15, 3, 19, 2, classes=11, channels=3, waves=14, learn_sigma=learned)
-    graph = cg.models.load("dit-xl-2", patch=patch, learned_variance=learned, attention="eager")
+    graph = load("dit-xl-2", patch=patch, learned_variance=learned, attention="eager")
     assert cg.param_count(graph, **sizes) == sum(p.numel() for p in module.parameters())
     made = trace(module, torch.zeros(B, 3, 10, 10), ids(B), ids(B))
     counted = cg.matmul_flops(graph, count="full", B=B, **sizes)
@@ -250,7 +251,7 @@ def test_a_step_of_clip():
 def test_a_step_of_dit():
     sizes = {"R": 10, "IC": 3, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11, "waves": 14}
     module = DiT(10, 2, 15, 3, 19, 2, classes=11, channels=3, waves=14)
-    graph = cg.models.load("dit-xl-2", attention="eager")
+    graph = load("dit-xl-2", attention="eager")
     trained(module, graph, (torch.zeros(B, 3, 10, 10), ids(B), ids(B)), B=B, **sizes)
 
 
@@ -275,7 +276,7 @@ def test_gradients_are_those_of_autograd(name, attention):
     """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
     # autograd does not go through the lowered quick_gelu, which works in place
     options = {"text_activation": "gelu", "vision_activation": "silu"} if name.startswith("clip") else {}
-    graph = cg.models.load(name, dtype="fp64", attention=attention, **options)
+    graph = load(name, dtype="fp64", attention=attention, **options)
     chosen = None if graph.loss else summed
     loss = cg.transforms.losses.with_loss(graph, chosen)
     step = cg.training_step(graph, loss=chosen, optimizer=cg.SGD(lr=1.0))

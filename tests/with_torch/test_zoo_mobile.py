@@ -5,6 +5,7 @@ from math import prod
 import pytest
 import torch
 import transformers
+from shared import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_mobile import DLRM, REFERENCES, convnext, efficientnet, mobilenet_v2, mobilenet_v3
@@ -156,7 +157,7 @@ def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
     ],
 )
 def test_modules_of_torchvision_at_another_size(name, module):
-    g = cg.models.load(name)
+    g = load(name)
     images = torch.zeros(3, 3, 47, 47)
     assert (cg.param_count(g, C=13), cg.matmul_flops(g, B=3, R=47, C=13)) == _counted(module(13).eval(), images)
 
@@ -167,7 +168,7 @@ def test_dlrm(itself):
     module = DLRM(rows, bottom, top, itself)
     sizes = {"dense": 7, "F1": 11, "D": 3, "T1": 13, "T2": 19, "N": 5, "B": 23}
     sizes |= {f"V{i}": n for i, n in enumerate(rows, 1)}
-    g = cg.models.load("dlrm-small", symbolic=True, tables=4, bottom=2, top=3, itself=itself)
+    g = load("dlrm-small", symbolic=True, tables=4, bottom=2, top=3, itself=itself)
     inputs = torch.zeros(23, 7), *(torch.zeros(23, 5, dtype=torch.int64) for _ in rows)
     assert (cg.param_count(g, **sizes), cg.matmul_flops(g, **sizes)) == _counted(module, *inputs)
     targets = torch.zeros(23, 1)
@@ -187,13 +188,13 @@ def _classes(logits):
     ],
 )
 def test_a_training_step_of_mobile_models(name, module):
-    _step_agrees(cg.models.load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
+    _step_agrees(load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
 
 
 def test_a_training_step_of_convnext():
     module = convnext([6, 10, 14, 22], [1, 2, 3, 1], 7)
     sizes = {"B": 2, "R": 67, "C": 7, "D1": 6, "D2": 10, "D3": 14, "D4": 22, "L1": 1, "L2": 2, "L3": 3, "L4": 1}
-    _step_agrees(cg.models.load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
+    _step_agrees(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
 
 
 def test_a_training_step_of_swin():

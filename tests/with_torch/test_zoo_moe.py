@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_moe import CONFIGS, SIZES, Logits, config, tokens
 
@@ -216,7 +217,7 @@ def test_both_forms_of_latent_attention_compute_the_same():
 
 @pytest.mark.parametrize(("classes", "name"), [(c, name) for c, published in CONFIGS.items() for name in published])
 def test_a_preset_is_its_configuration(classes, name):
-    g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), cg.models.load(name)
+    g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), load(name)
     assert g.defaults == preset.defaults
     assert cg.param_count(g) == cg.param_count(preset)
     assert cg.flops(g) == cg.flops(preset)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from recurrent_modules import RWKV7, XLSTM, LinearTransformer, WordLanguageModel
+from shared import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
@@ -138,7 +139,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_models_that_transformers_does_not_have(name):
     build, sizes, options = SMALL[name]
-    equal(cg.models.load(name, **options), build(), 7, **sizes)
+    equal(load(name, **options), build(), 7, **sizes)
 
 
 @pytest.mark.parametrize("name", ["mamba-130m", "rwkv-7-0.1b", "lstm-ptb-large", "gru-ptb-large"])
@@ -251,7 +252,7 @@ def test_step_of_models_that_transformers_does_not_have(name, scan):
     if not name.startswith(("lstm", "gru")):  # whose cells are kernels either way
         options = {**options, "scan": scan}
     expected = step_flops(build(), tokens(7)) + STEPS[name](7, again=scan == "kernel")
-    assert declared_step(cg.models.load(name, dtype="fp32", **options), 7, **sizes) == expected
+    assert declared_step(load(name, dtype="fp32", **options), 7, **sizes) == expected
 
 
 # -- a step of inference ----------------------------------------------------------------------------------------------

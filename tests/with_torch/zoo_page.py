@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from shared import load
+
 import costgraph as cg
 from costgraph.models.published import PARAMETERS
 
@@ -58,7 +60,7 @@ def counted():
 def keep(kept):
     parameters = {name: row["parameters"] for name, row in kept["models"].items()}
     alone = [name for name in cg.models.names() if name not in parameters]
-    parameters |= {name: cg.param_count(cg.models.load(name)) for name in alone}
+    parameters |= {name: cg.param_count(load(name)) for name in alone}
     rows = {name: {k: v for k, v in row.items() if k != "parameters"} for name, row in kept["models"].items()}
     for path, data in ((COUNTS, kept | {"models": rows}), (PARAMETERS, parameters)):
         path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -86,7 +88,7 @@ def count(names):
 
 def declared(name, row):
     """Parameters and matmul FLOPs of the declaration of a model."""
-    g = cg.models.load(name, **row.get("options", {}))
+    g = load(name, **row.get("options", {}))
     return cg.param_count(g), cg.matmul_flops(g, count="full", **row["sizes"])
 
 

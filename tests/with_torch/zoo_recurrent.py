@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from recurrent_modules import RWKV7, XLSTM, LinearTransformer, WordLanguageModel
+from shared import load
 from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
 from zoo_reference import Reference
-
-import costgraph as cg
 
 _BATCH, _STEPS = 2, 3  # modules that go position by position are traced that often
 
@@ -25,7 +24,7 @@ def _reference(
     """A module built from the sizes of a preset."""
 
     def build() -> Reference:
-        sizes = cg.models.load(name, **options).defaults
+        sizes = load(name, **options).defaults
         return Reference(
             partial(module, sizes), partial(_tokens, sizes["V"], steps), {"B": _BATCH, "S": steps}, options
         )

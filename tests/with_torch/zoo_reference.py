@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from shared import load
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import costgraph as cg
@@ -51,5 +52,5 @@ def traced(reference: Reference) -> tuple[int, int]:
 
 def declared(name: str, reference: Reference) -> tuple[int, int]:
     """Parameters and matmul FLOPs of the declaration."""
-    graph = cg.models.load(name, **reference.options)
+    graph = load(name, **reference.options)
     return cg.param_count(graph), cg.matmul_flops(graph, count="full", **reference.sizes)
