@@ -1,29 +1,37 @@
-"""How many examples a randomised test draws: a fixed number, times what COSTGRAPH_EXAMPLES says."""
+"""How many examples a randomised test draws: a share of what it says in a plain run, all or more in a long one."""
 
 import os
 import random
+from fractions import Fraction
+from math import ceil
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 VARIABLE = "COSTGRAPH_EXAMPLES"
 
+#: What a plain run draws, the same examples each time.
+PLAIN = Fraction(1, 10)
 
-def multiplier() -> int:
-    """The integer that the environment gives; 1 without it, so that a plain run is short and always the same."""
-    text = os.environ.get(VARIABLE, "1")
+
+def is_plain() -> bool:
+    """Whether the environment asks for no number of examples: each run is the same then."""
+    return VARIABLE not in os.environ
+
+
+def multiplier() -> Fraction | int:
+    """The integer that the environment gives, or the share of a plain run."""
+    if is_plain():
+        return PLAIN
+    text = os.environ[VARIABLE]
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError(f"{VARIABLE}={text!r}: expected a positive whole number")
     return int(text)
 
 
 def examples(n: int) -> int:
-    """`n` examples, times the multiplier."""
-    return n * multiplier()
-
-
-#: For tests that draw much: a plain run holds an eighth of the examples, a long test all of them.
-SHARES = [pytest.param(8, id="some"), pytest.param(1, id="all", marks=pytest.mark.long)]
+    """`n` examples, times the multiplier; one at least."""
+    return ceil(n * multiplier())
 
 
 def in_part(cases, nth: int, of: int = 2) -> list:
@@ -36,16 +44,16 @@ def in_part(cases, nth: int, of: int = 2) -> list:
 
 
 def seed() -> int | None:
-    """None, with which a search draws the same each time; a larger budget draws new examples."""
-    return None if multiplier() == 1 else random.SystemRandom().getrandbits(32)
+    """None, with which a search draws the same each time; a run of all examples draws new ones."""
+    return None if is_plain() else random.SystemRandom().getrandbits(32)
 
 
 def drawing(n: int) -> settings:
-    """Settings for drawn graphs: a plain run draws half of `n`, the same ones each time, a larger budget new ones."""
+    """Settings for drawn graphs: in a plain run the same ones each time."""
     return settings(
-        max_examples=examples(n) if multiplier() > 1 else -(-n // 2),
+        max_examples=examples(n),
         deadline=None,  # an interpreter is slow, and a machine may be busy
-        derandomize=multiplier() == 1,
+        derandomize=is_plain(),
         database=None,
         suppress_health_check=list(HealthCheck),
     )

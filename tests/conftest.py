@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from budget import multiplier
+from budget import is_plain
 from hypothesis import HealthCheck, settings
 
 # the first two are limits in seconds of the clock, which a busy machine passes; a plain run is always the same
 settings.register_profile(
-    "costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=multiplier() == 1
+    "costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=is_plain()
 )
 settings.load_profile("costgraph")
 

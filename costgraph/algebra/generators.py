@@ -77,7 +77,7 @@ def names_in(key: str) -> frozenset[str]:
 
 
 def atom_key(expr: sympy.Expr) -> str:
-    """Return the key of an atom, the same for equal expressions, or raise ShapeError if it is no exact size."""
+    """Return the key of an atom, the same for equal expressions, or raise ShapeError: no exact size, or a huge one."""
     key = _by_expr.get(expr)
     if key is not None:
         return key
@@ -86,13 +86,23 @@ def atom_key(expr: sympy.Expr) -> str:
     with _lock:
         key = _by_expr.get(expr)
         if key is None:
-            text = f"~{expr}"
+            text = _text(expr)
             while text in _by_text:  # equal text, another expression: the owners of a maximum may differ
                 text += "'"
             key = _Key(text)
             key.expr, key.root, key.names = expr, _root(expr), frozenset(s.name for s in expr.free_symbols)
             _by_expr[expr] = _by_text[text] = key
         return key
+
+
+def _text(expr: sympy.Expr) -> str:
+    try:
+        return f"~{expr}"
+    except ValueError:  # Python refuses to write out integers of more than 4,300 digits
+        bits = max(int(n.p).bit_length() for n in expr.atoms(sympy.Rational))
+        raise ShapeError(
+            f"{type(expr).__name__} of a number of {bits} bits: no size of a tensor, expected at most 4,300 digits"
+        ) from None
 
 
 def _root(expr: sympy.Expr) -> tuple[str, int] | None:

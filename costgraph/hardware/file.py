@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,10 +76,29 @@ _NEEDED = {"memory": ("bandwidth", "capacity")}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file says of a device, by field of `Hardware`.
+    """Return what a file says of a device, by field of `Hardware`; a file that has not changed is read once.
 
     SpecError if it cannot be read, or is no specification: the text names place, key, value, and what was expected.
     """
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # which reading it reports, with what was expected
+        return _read(path)
+    found: dict[str, Any] = _copied(_read_version(path, stat.st_mtime_ns, stat.st_size))
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """Return tables that a caller can change, of the same entries."""
+    return {key: _copied(v) for key, v in value.items()} if isinstance(value, dict) else value
+
+
+@lru_cache(maxsize=128)
+def _read_version(path: Path, _changed: int, _size: int) -> dict[str, Any]:
+    return _read(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
     place, data = str(path), _parsed(path, "device")
     _refuse_sparsity(place, data)
     optional = (*TABLES, "arch", "disagreements", "sources")

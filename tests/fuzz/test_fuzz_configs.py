@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from budget import examples, multiplier
+from budget import examples, seed
 from config_files import FILES, file_of
 from guard import outcome, refused
 from hostile import TEXTS, VALUES, nested
@@ -36,7 +36,7 @@ def need_amounts(made):
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_hostile_value_gives_a_model_or_a_refusal(name):
-    draw = random.Random(f"{name} {multiplier()}")
+    draw = random.Random(seed() or name)
     for _ in range(examples(12)):
         field, value = draw.choice(fields_of(name)), draw.choice(HOSTILE)
         made = outcome(cg.models.from_config, {**file_of(name), field: value}, about=(name, field[:40]))

@@ -47,7 +47,7 @@ def held(case, spread, seen):
     seen["collectives"] += bool(cg.communication(sharded).rows)
 
 
-@pytest.mark.parametrize("examples", [120, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.long)])
 def test_drawn_graphs_compute_on_a_mesh_what_they_do_on_one_device(examples):
     seen = Counter()
 

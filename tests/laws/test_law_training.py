@@ -1,8 +1,8 @@
 """Drawn graphs with a loss: their backward passes are held to every law of training."""
 
 import pytest
-from budget import SHARES, drawing, examples, seed
-from hypothesis import given, settings
+from budget import drawing, examples, seed
+from hypothesis import given
 from shared import load
 
 import costgraph as cg
@@ -27,28 +27,17 @@ def held(case, laws=None):
     testing.check_training(case.graph, laws, **case.point)
 
 
-@pytest.mark.parametrize("law", testing.TRAINING)
-@drawn
-@given(case=testing.losses())
-def test_every_backward_pass_keeps(law, case):
-    held(case, [law])
+LOSSES = {
+    "graphs": (testing.losses(), 40),
+    "large graphs": (testing.losses(most=8), 25),
+    "nested loops and kernels": (testing.losses(most=3, kinds=("repeat", "kernel", "pointwise", "einsum")), 40),
+}
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_long_backward_passes_keep_all_laws(share):
-    testing.search(testing.losses(most=8), held, examples(25) // share, seed=seed())
-
-
-def test_some_backward_passes_of_nested_loops_and_kernels_keep_all_laws():
-    nested = testing.losses(most=3, kinds=("repeat", "kernel", "pointwise", "einsum"))
-    testing.search(nested, held, examples(10), seed=seed())
-
-
-@pytest.mark.long
-@settings(drawn, max_examples=examples(40))
-@given(case=testing.losses(most=3, kinds=("repeat", "kernel", "pointwise", "einsum")))
-def test_backward_passes_of_nested_loops_and_kernels_keep_all_laws(case):
-    held(case)
+@pytest.mark.parametrize("what", LOSSES)
+def test_backward_passes_of_drawn_graphs_keep_all_laws(what):
+    strategy, count = LOSSES[what]
+    testing.search(strategy, held, examples(count), seed=seed())
 
 
 @drawn
@@ -140,10 +129,9 @@ POINT = {"B": 2, "D": 3, "F": 5, "L": 4, "S": 3}
 
 
 @pytest.mark.parametrize("make", [stack, shared, recurrent])
-@pytest.mark.parametrize("law", testing.TRAINING)
-def test_backward_passes_of_loops_keep(make, law):
+def test_backward_passes_of_loops_keep_all_laws(make):
     graph = make()
-    testing.check_training(graph, [law], **{n: POINT[n] for n in known_names(graph)})
+    testing.check_training(graph, **{n: POINT[n] for n in known_names(graph)})
 
 
 @pytest.mark.long  # loops are held above, and what models have in them by drawn graphs
