@@ -31,6 +31,7 @@ assert "<script" in Path("page.html").read_text(encoding="utf-8")
 
 
 def run(*words: str) -> str:
+    """Return what a command prints."""
     command = [sys.executable, "-m", "costgraph", *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
