@@ -1,7 +1,8 @@
 """Which tests hold each op kind to what: `python -m pytest -q -n 2 -p kinds_covered` writes docs/kinds.md anew.
 
 A pytest plugin. It notes the kinds of the graphs that reach five places: the laws of costs, the laws of training and
-comparisons with finite differences, the comparison of ranks with one device, the lowering to torch, and the tracer. Of each kind and place the page names the test that is run in the least time, and counts the others.
+comparisons with finite differences, the comparison of ranks with one device, the lowering to torch, and the tracer.
+Of each kind and place the page names the test that takes the least time, and counts the others.
 """
 
 from __future__ import annotations

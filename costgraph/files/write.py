@@ -33,7 +33,7 @@ from ..text_file import place_of, read_text, unique, write_file
 from .ranks import ranks_data, read_ranks
 from .reader import MALFORMED, Reader, kept, need, node_id, texts
 
-__all__ = ["load", "save"]
+__all__ = ["graph_of", "load", "save", "text_of"]
 
 _SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2, "costgraph/graph/3": 3}
 _SCHEMA = "costgraph/graph/3"
@@ -158,11 +158,15 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> None:
     FormatError
         If the file cannot be written, or an attribute of an op has no form in a file.
     """
+    write_file(path, text_of(graph, place_of(path)) + "\n")
+
+
+def text_of(graph: Graph, place: str) -> str:
+    """Return what a file of a graph holds, or raise FormatError with the place in front."""
     try:
-        text = json.dumps(_graph_data(graph), indent=1, allow_nan=False)
+        return json.dumps(_graph_data(graph), indent=1, allow_nan=False)
     except (ValueError, TypeError) as error:
-        raise FormatError(f"{place_of(path)}: cannot be written, {error}") from None
-    write_file(path, text + "\n")
+        raise FormatError(f"{place}: cannot be written, {error}") from None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
@@ -191,7 +195,11 @@ def load(path: str | os.PathLike[str]) -> Graph:
         If the file cannot be read, or is anything else than a graph: the text says where.
     """
     place = place_of(path)
-    data = _data(path, place)
+    return graph_of(_data(path, place), place)
+
+
+def graph_of(data: Any, place: str) -> Graph:
+    """Return the graph that a file with this content holds, or raise FormatError with the place in front."""
     try:
         with opened(levels=()):  # names in a file are complete
             return _read(place, data)
