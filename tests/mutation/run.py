@@ -1,11 +1,14 @@
 """Mutation testing: which small wrong changes of the library do its tests notice?
 
     python tests/mutation/run.py rules domain analysis/costs
+    python tests/mutation/run.py --worth --tests tests/test_dominance.py tests/test_conditions.py -- algebra/dominance
 
 Nothing on disk changes. The parent imports what is heavy and collects the tests once; each mutant is a fork of it, in
 which the code of one function is exchanged. What runs at import (tables, defaults) is changed by an import in a fork
 of a parent that has not imported the library. A mutant meets the tests that reach its line, those of its own module
-first, until one fails or the time for it (--limit) is spent. Results go to --out as json, one file for each module.
+first, until one fails or the time for it (--limit) is spent. With --worth it meets all of them: each record has the set
+of tests that fail, and a table says how many mutants die by each test, and by it alone. Results go to --out as json,
+one file for each module.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import resource
 import signal
 import time
 import tomllib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import _lru_cache_wrapper
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -47,6 +51,7 @@ class Exchange:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        gc.unfreeze()  # the conftest sets aside what lives, and that is not listed
         things = gc.get_objects()  # isinstance would ask some of them for their class
         self.functions = [f for f in things if type(f) is FunctionType and f.__code__.co_filename == str(path)]
         self.caches = [f for f in things if type(f) is _lru_cache_wrapper and f.__module__.startswith("costgraph")]
@@ -66,16 +71,19 @@ class Exchanging:
     """A pytest plugin that runs mutants instead of tests."""
 
     def __init__(
-        self, module: str, todo: list[Mutant], choice: Choice, limit: float, done: Callable[..., None]
+        self, module: str, todo: list[Mutant], choice: Choice, limit: float, done: Callable[..., None], *, worth: bool
     ) -> None:
+        self.worth = worth
         self.path = ROOT / "costgraph" / f"{module}.py"
         self.todo, self.choice, self.limit, self.done = todo, choice, limit, done
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         expected = pytest.skip.Exception, pytest.xfail.Exception
         if call.excinfo is not None and not isinstance(call.excinfo.value, expected):
-            say(item.nodeid)
-            os._exit(1)
+            say(f"{item.nodeid}\n")
+            self.failed = True
+            if not self.worth:
+                os._exit(1)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
@@ -87,7 +95,7 @@ class Exchanging:
             status, by = in_child(lambda m=mutant, c=chosen: self.meet(m, c), self.limit)
             self.done(mutant, status, by, len(chosen))
             if status == 1:
-                self.choice.kills[mutant.function][by] += 1
+                self.choice.kills[mutant.function].update(by.splitlines())
         return True
 
     def meet(self, mutant: Mutant, items: list[pytest.Item]) -> int:
@@ -95,13 +103,14 @@ class Exchanging:
         if not self.exchange(mutant):
             return 4
         until = time.perf_counter() + self.limit
+        self.failed = False
         for item in items:
             expected = self.choice.seconds[item.nodeid]
             if time.perf_counter() + expected > until:
-                return 5
+                return 1 if self.failed else 5
             signal.setitimer(signal.ITIMER_REAL, 3 + 10 * expected)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-        return 0
+        return int(self.failed)
 
 
 # -- a mutant of what runs at import: the library is imported with it --------------------------------------------
@@ -118,7 +127,7 @@ class Only:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            say(report.nodeid)
+            say(f"{report.nodeid}\n")
             os._exit(1)
 
 
@@ -148,7 +157,9 @@ def outcome(status: int) -> str:
     return "timeout" if status == -signal.SIGALRM else "not run" if status == 4 else "killed"
 
 
-def run(module: str, todo: list[Mutant], found: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+def run(
+    module: str, todo: list[Mutant], found: dict[str, Any], limit: float, tests: list[str], *, worth: bool
+) -> list[dict[str, Any]]:
     """Let the tests meet mutants; return a record for each."""
     choice = Choice(module, found)
     path = ROOT / "costgraph" / f"{module}.py"
@@ -156,13 +167,13 @@ def run(module: str, todo: list[Mutant], found: dict[str, Any], limit: float) ->
 
     def note(mutant: Mutant, status: int, by: str, met: int) -> None:
         record = {"line": mutant.lines[1], "code": mutant.code, "change": mutant.change, "function": mutant.function}
-        say(json.dumps(record | {"outcome": outcome(status), "by": by, "tests": met}) + "\n")
+        say(json.dumps(record | {"outcome": outcome(status), "by": by.splitlines(), "tests": met}) + "\n")
 
     def functions() -> int:
         quiet()
         inside = [m for m in todo if not choice.at_import(m)]
-        plugin = Exchanging(module, inside, choice, limit, note)
-        return int(pytest.main([*ARGUMENTS, *TESTS], plugins=[plugin]))
+        plugin = Exchanging(module, inside, choice, limit, note, worth=worth)
+        return int(pytest.main([*ARGUMENTS, *tests], plugins=[plugin]))
 
     def at_import() -> int:
         for m in todo:
@@ -198,6 +209,16 @@ def summary(module: str, records: list[dict[str, Any]], every: int) -> str:
     return f"{module:22} {len(records):5} {killed:5} {share:5.1f}% {known:4} {len(left) - known:4}  1/{every}"
 
 
+def worth_of(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each test that fails by a mutant: how many die by it, and how many by it alone."""
+    kills, alone = Counter[str](), Counter[str]()
+    for record in records:
+        kills.update(record["by"])
+        alone.update(record["by"] if len(record["by"]) == 1 else ())
+    for test, count in sorted(kills.items(), key=lambda row: (-alone[row[0]], -row[1], row[0])):
+        yield f"{count:6} {alone[test]:6}  {test}"
+
+
 def main() -> None:
     """Run mutants of the modules that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,12 +226,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="each n-th mutant alone")
     parser.add_argument("--limit", type=float, default=8, help="seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="meet what survived without a reason again")
+    parser.add_argument("--worth", action="store_true", help="meet all tests, and say what each of them is worth")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="files of tests, in place of all")
     parser.add_argument("--out", type=Path, default=Path("/tmp/mutation"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     prepare()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found = reached(options.out / "reached.json")
+    found = reached(options.out / "reached.json", options.tests)
     for module in options.modules:
         file = options.out / f"{module.replace('/', '.')}.json"
         all_of_it = mutants((ROOT / "costgraph" / f"{module}.py").read_text())
@@ -221,9 +244,11 @@ def main() -> None:
             again = {key_of(r) for r in before if r["outcome"].startswith("survived")} - accepted(module)
             kept = [r for r in before if key_of(r) not in again and key_of(r) in there]
             todo = [m for m in all_of_it if key_of(m) in again]
-        records = kept + run(module, todo, found, options.limit)
+        records = kept + run(module, todo, found, options.limit, options.tests, worth=options.worth)
         file.write_text(json.dumps(records, indent=1))
         print(summary(module, records, options.every), flush=True)
+        for line in worth_of(records) if options.worth else ():
+            print(line)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The runner itself, on a module of a few lines whose mutants can be listed by hand."""
 
 import ast
+import gc
 import importlib.util
 import time
 
@@ -67,7 +68,9 @@ def toy(tmp_path):
     spec = importlib.util.spec_from_file_location("costgraph_toy", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module, Exchange(path)
+    gc.freeze()  # as the conftest does before any mutant is met
+    yield module, Exchange(path)
+    gc.unfreeze()
 
 
 def test_mutants_of_a_toy_are_those_listed_by_hand():
