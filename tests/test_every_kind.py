@@ -1,6 +1,7 @@
 """What is said of every op kind of the library: its record, what it does, how it is drawn, differentiated and run."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from costgraph import testing
 from costgraph.ops.registry import KINDS
@@ -40,3 +41,15 @@ def test_everything_is_said_of_every_kind_or_it_is_said_why_not():
     needless = [f"{what} of {name}" for name, what in sorted(WHY.keys() - found) if what in also or what != "lowering"]
     assert not needless, f"a reason in WHY, and not missing: {', '.join(needless)}"
     assert all(WHY.values())
+
+
+def test_the_page_of_what_holds_each_kind_is_that_of_these_tests():
+    """Each kind has a row, and each cell names a test that is there: `kinds_covered` writes the page anew."""
+    page = (Path(__file__).parents[1] / "docs" / "kinds.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    own = {name for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
+    assert {row[0].strip("`") for row in rows} == own
+    named = {cell.split("`")[1].split("[")[0] for row in rows for cell in row[1:] if "`" in cell}
+    for file, _, function in (name.partition("::") for name in named):
+        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        assert f"def {function}(" in text, f"{file}::{function}"
