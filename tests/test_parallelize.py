@@ -34,7 +34,7 @@ OTHERS = (
 
 def step(name, optimizer=None, **options):
     model = load(name, symbolic=True, dtype="fp32")
-    return cg.training_step(model, optimizer=optimizer or cg.SGD(), **options)
+    return training_step(model, optimizer=optimizer or cg.SGD(), **options)
 
 
 @pytest.mark.parametrize("name", [*SIZES, *OTHERS])
