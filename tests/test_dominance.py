@@ -82,7 +82,7 @@ def test_signs_that_are_met_spare_proofs_that_would_fail_and_no_others(x):
     assert found(p) == proved
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     st.one_of(sums(coefficients=st.integers(-4, 4)), atoms(), mixed()), some_known, st.randoms(use_true_random=False)
 )
@@ -257,7 +257,7 @@ def best(exprs, point, largest):
     return (max if largest else min)(value(e, point) for e in exprs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.one_of(sums(0, 2, 4, st.integers(-2, 4)), mixed()), min_size=1, max_size=6),
     some_known,
@@ -296,7 +296,7 @@ def test_the_order_of_the_candidates_has_no_say(exprs, chosen, largest, rnd):
     assert one == other
 
 
-@fast
+@settings(max_examples=20, deadline=None)
 @given(st.lists(mixed(), min_size=2, max_size=6), st.booleans(), st.permutations([A, B, C, D]))
 def test_renaming_symbols_renames_what_is_kept(exprs, largest, new):
     renaming = dict(zip((A, B, C, D), new, strict=True))
@@ -325,23 +325,11 @@ def test_pruning_many_candidates_leaves_few_comparisons():
     names = dims("A B C D E F G H")
     rows = [
         sympy.Add(*(rnd.randint(1, 9) * sympy.Mul(*rnd.sample(names, 3)) for _ in range(12))) * (i % 17 + 1)
-        for i in range(150)
+        for i in range(60)
     ]
     kept = [p for p, _ in prune((poly(r), None) for r in rows)]
     for p in kept:
         assert not any(q is not p and NOTHING_KNOWN.nonnegative(q - p) for q in kept)
-
-
-def test_the_result_does_not_depend_on_the_hash_seed():
-    code = (
-        "from costgraph.algebra.dominance import Relations\n"
-        "from costgraph.algebra.pruning import prune\n"
-        "from costgraph.notation.grammar import parse_formula as f, parse_relation as r\n"
-        "known = Relations(map(r, ['F >= D', 'D == H*K', 'S <= 1024']))\n"
-        "texts = ['B*F', 'B*D', 'B*H*K', 'B*S', 'S**2', 'Max(B*D, S*F)', '2*B*floor(S/2)', 'Min(B, S)*F']\n"
-        "print([(str(p), t) for p, t in prune([(f(t), t) for t in texts], known)])\n"
-    )
-    assert len(outputs_under_hash_seeds(code)) == 1
 
 
 def relations_of(*texts):
@@ -665,6 +653,7 @@ def test_a_whole_part_that_is_all_is_put_in_everywhere(text):
 
 
 @pytest.mark.parametrize("up", [False, True])
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from([2, 3, 4, 6, 8]), min_size=1, max_size=3), st.permutations(range(3)))
 def test_equal_multiples_of_whole_parts_are_one_size(up, steps, order):
     """Held against all sizes that the assumptions leave, as of the levels of a U-Net."""

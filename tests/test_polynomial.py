@@ -288,13 +288,19 @@ def test_one_name_is_one_symbol():
     assert poly(dims("A")) == poly(A) == poly(sympy.Symbol("A", integer=True, positive=True))
 
 
-def test_text_and_order_do_not_depend_on_the_hash_seed():
+def test_text_order_and_what_is_pruned_do_not_depend_on_the_hash_seed():
     code = (
         "from costgraph import Max, Min, dims\n"
         "from costgraph.algebra.polynomial import poly\n"
         "A, B, C, D = dims('A B C D')\n"
         "p = poly((A + B/C + Max(A*D, B*C, C**2) + Min(A, B) + 2**C)**3)\n"
-        "print(p, p.sort_key())"
+        "print(p, p.sort_key())\n"
+        "from costgraph.algebra.dominance import Relations\n"
+        "from costgraph.algebra.pruning import prune\n"
+        "from costgraph.notation.grammar import parse_formula as f, parse_relation as r\n"
+        "known = Relations(map(r, ['F >= D', 'D == H*K', 'S <= 1024']))\n"
+        "texts = ['B*F', 'B*D', 'B*H*K', 'B*S', 'S**2', 'Max(B*D, S*F)', '2*B*floor(S/2)', 'Min(B, S)*F']\n"
+        "print([(str(p), t) for p, t in prune([(f(t), t) for t in texts], known)])\n"
     )
     assert len(outputs_under_hash_seeds(code)) == 1
 

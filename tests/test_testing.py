@@ -57,7 +57,7 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
     with pytest.raises(cg.UnsupportedError, match="'twice' has no sample, expected one from"):
         testing.hold("twice")
     testing.sample(twice)(draws_twice(twice))
-    testing.hold("twice", examples=10)
+    testing.hold("twice", examples=5)
     with pytest.raises(cg.GraphError, match="'twice' has a meaning already, expected a new name"):
         testing.meaning(twice)(means_twice)
     with pytest.raises(cg.GraphError, match="'twice' has a sample already, expected a new name"):
@@ -77,10 +77,10 @@ def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
     testing.sample(twice)(draws_twice(twice))
     setattr(twice, field, rule)
     if law is None:  # another format is another op, and a right record of it
-        testing.hold("twice", examples=10)
+        testing.hold("twice", examples=5)
         return
     with pytest.raises(AssertionError, match=law):
-        testing.hold("twice", examples=20)
+        testing.hold("twice", examples=5)
 
 
 def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
@@ -297,5 +297,5 @@ def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):
     twice.flops = lambda kind, op: rules.Flops(pointwise=3 * rules.points(op.operands[0]))
     text = r"^law 'flops_of_each.*' at {.*}: pointwise FLOPs of '.*twice': \d+ derived, \d+ counted$"
     with pytest.raises(AssertionError, match=text) as caught:
-        testing.hold("twice", examples=20)
+        testing.hold("twice", examples=5)
     assert len(str(caught.value).splitlines()) == 1

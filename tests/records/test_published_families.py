@@ -252,10 +252,10 @@ def test_adapters_and_narrow_weights(measured):
 
 
 def test_an_optimizer_on_the_host_takes_no_memory(measured):
-    rows = [predict(r, LAST) for r in measured if r.family == "stas-zero3" and r.what == "peak memory"]
+    rows = [predict(r, LAST) for r in [r for r in measured if r.family == "stas-zero3" and r.what == "peak memory"][::-3]]
     assert all(abs(row.peak / row.bytes - 1) < 0.06 for row in rows)
     # weights of an eighth in bf16; the input of each of 32 layers is kept
-    assert rows[-1].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[-1].record.inputs["S"] * 4096
+    assert rows[0].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[0].record.inputs["S"] * 4096
 
 
 def test_what_does_not_fit_is_not_what_ran(measured):
@@ -290,7 +290,7 @@ def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
     assert other.reason == "inputs: gmacs 3, expected the 1.81 of resnet18: another model"
 
 
-@pytest.mark.parametrize("device", ["rtx4090", "rtx5090"])
+@pytest.mark.parametrize("device", ["rtx4090", pytest.param("rtx5090", marks=pytest.mark.long)])
 def test_compiled_vision_models_do_not_beat_the_estimate_of_the_fused_ones(measured, device):
     compiled = [r for r in measured if r.family == "timm-infer" and r.device == device and r.inputs.get("compiled")]
     rows = [predict(r, LAST) for r in compiled if r.inputs["zoo"] in ("resnet50", "vgg16-bn", "mobilenet-v2")]
@@ -371,8 +371,10 @@ HOSTILE = [None, True, -1, 0, 10**400, 1.5, "", "x" * 10**4, "int4", "bool", "mx
 )
 def test_hostile_inputs_are_listed(measured, family):
     record = next(r for r in measured if r.family == family and predict(r, LAST).reason == "")
-    for key in record.inputs:
-        for value in HOSTILE:
+    # a step takes long to derive: each of its facts has a third of the values
+    every = 3 if FAMILIES[family].subject not in ("products", "streams") else 1
+    for i, key in enumerate(record.inputs):
+        for value in HOSTILE[i % every :: every]:
             row = predict(replace(record, inputs=record.inputs | {key: value}), LAST)
             assert row.reason or (row.estimate > 0 and row.bound >= 0), (key, value)
 
