@@ -1,4 +1,4 @@
-"""Tables of cases that take milliseconds each: one test goes over all of them, which saves collecting and setting up."""
+"""Tables of cases that take milliseconds each: one test goes over all, which saves collecting and setting up."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,8 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: object = None) -
             if failed:
                 error, _ = failed[0]
                 for _, row in failed[:_MOST]:
-                    error.add_note(f"with {', '.join(f'{name}={value!r}' for name, value in zip(names, row, strict=True))}")
+                    told = (f"{name}={value!r}" for name, value in zip(names, row, strict=True))
+                    error.add_note(f"with {', '.join(told)}")
                 if len(failed) > _MOST:
                     error.add_note(f"and {len(failed) - _MOST} more of {len(rows)} cases")
                 raise error

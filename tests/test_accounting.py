@@ -1,4 +1,5 @@
 import pytest
+from each import each
 from sympy import Rational, limit, oo, simplify
 
 import costgraph as cg
@@ -22,7 +23,7 @@ def test_two_small_tensors_take_8192_bytes():
     assert cg.peak_memory(g) == 2 * 32 * 32 * 4 == 8192
 
 
-@pytest.mark.parametrize(("dtype", "mib"), [("fp32", 2304), ("bf16", 1152), ("fp16", 1152), ("fp8_e4m3", 576)])
+@each(("dtype", "mib"), [("fp32", 2304), ("bf16", 1152), ("fp16", 1152), ("fp8_e4m3", 576)])
 def test_the_feed_forward_matrix_of_gpt3_takes_whole_mebibytes(dtype, mib):
     with cg.Graph("g", dtype=dtype) as g:
         g.param("w", (12288, 49152))

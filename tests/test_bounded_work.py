@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from budget import drawing
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def ops(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("power", range(5, 60, 9))
+@each("power", range(5, 60, 9))
 def test_more_iterations_than_anyone_waits_for_are_refused(power, ops):
     g = stack()
     before = ops[0]

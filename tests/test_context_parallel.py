@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -88,7 +89,7 @@ def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
             assert cg.evaluate(formula(poly(S / N), poly(S)).expr, **values) == pytest.approx(float(number), rel=1e-15)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@each("ranks", [1, 2, 3, 5])
 def test_blocks_from_both_ends_of_a_causal_square_are_the_mean_on_every_rank(ranks):
     """Rank r of torch's head-tail load balancer has blocks r and 2N - 1 - r of 2N."""
     size = 3 * 2 * ranks
@@ -141,7 +142,7 @@ def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
 # -- what is sent ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [name for name in KERNELS if name != "flash, sinks"])
+@each("what", [name for name in KERNELS if name != "flash, sinks"])
 def test_keys_and_values_are_gathered_each_way_and_their_gradients_scattered(what):
     """K and V of all ranks are B*G*S*K elements each, of 4 bytes; what else is reduced are gradients of parameters."""
     whole, rank = sharded(what)

@@ -64,13 +64,6 @@ def formulas(page):
     return ["".join(re.sub(r"<[^>]*>", "", b).split()) for b in blocks]
 
 
-@needs_sphinx
-def test_a_formula_is_evaluated_where_it_stands(tmp_path):
-    code, said, page = build(tmp_path, PAGE)
-    assert code == 0, said
-    assert formulas(page) == ["first=2BD", "max{BD,BF}"]
-
-
 DRAWN = """# Page
 
 ```python
@@ -88,18 +81,22 @@ DRAWN = """# Page
 
 
 @needs_sphinx
-def test_a_picture_is_drawn_into_the_page(tmp_path):
+def test_a_formula_is_evaluated_where_it_stands_and_a_picture_is_drawn_into_the_page(tmp_path):
     pytest.importorskip("matplotlib")
-    code, said, page = build(tmp_path, DRAWN)
+    code, said, page = build(tmp_path, PAGE, drawn=DRAWN)
     assert code == 0, said
-    ((alt, drawn),) = re.findall(r'alt="(.*?)" src="data:image/png;base64,(.*?)"', page.read_text(encoding="utf-8"))
+    assert formulas(page) == ["first=2BD", "max{BD,BF}"]
+    text = page.with_name("drawn.html").read_text(encoding="utf-8")
+    ((alt, drawn),) = re.findall(r'alt="(.*?)" src="data:image/png;base64,(.*?)"', text)
     assert alt == "a &lt;step&gt;"
     assert base64.b64decode(drawn).startswith(b"\x89PNG")
 
 
 #: Pages that fail, each for its own reason: the warnings of a build name the page.
 FAILING = {
-    "unknown_name": (PAGE.replace("{derived} size\n```", "{derived} width\n```"), "NameError: name 'width' is not defined"),
+    "unknown_name": (
+        PAGE.replace("{derived} size\n```", "{derived} width\n```"), "NameError: name 'width' is not defined",
+    ),
     "failing_example": (
         PAGE.replace(">>> size = 2 * B * D\n", ">>> 2 * B * D\nB*D\n>>> size = 2 * B * D\n"), "Expected:",
     ),
@@ -114,8 +111,10 @@ FAILING = {
 def test_what_cannot_be_derived_or_drawn_fails_the_build(tmp_path):
     code, said, _ = build(tmp_path, "# Page\n", **{name: page for name, (page, _) in FAILING.items()})
     assert code != 0
-    # a warning is one of a page, and as long as nothing else is said of another one
-    warnings = dict(re.findall(r"^\S*?(\w+)\.md\S* (?:WARNING|ERROR): (.*?)(?=^\S+\.md\S* (?:WARNING|ERROR): |\Z)", said, re.M | re.S))
+    # a warning is one of a page, up to that of another one
+    starts = r"^\S*?(\w+)\.md\S* (?:WARNING|ERROR): "
+    _, *parts = re.split(starts, said, flags=re.MULTILINE)
+    warnings = dict(zip(parts[::2], parts[1::2], strict=True))
     assert warnings.keys() == FAILING.keys(), said
     for name, (_, text) in FAILING.items():
         assert text in warnings[name], name

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import sympy
-from algebra import NAMES, A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums
+from algebra import NAMES, A, B, C, D, atoms, mixed, points, sums
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,12 +142,12 @@ PROVED = [
 ]
 
 
-@pytest.mark.parametrize(("texts", "formula"), PROVED)
+@each(("texts", "formula"), PROVED)
 def test_what_is_known_to_be_nonnegative(texts, formula):
     assert Relations(map(parse_relation, texts)).nonnegative(parse_formula(formula))
 
 
-@pytest.mark.parametrize(
+@each(
     ("texts", "formula"),
     [
         ([], "A - B"),
@@ -164,7 +165,7 @@ def test_what_is_not_proved_because_it_is_wrong(texts, formula):
     assert not Relations(map(parse_relation, texts)).nonnegative(parse_formula(formula))
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "least"),
     [
         ("0", 0),
@@ -190,7 +191,7 @@ def test_lower_bounds(formula, least):
 # -- contradictions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("texts", "against"),
     [
         (["S <= 0"], "'S <= 0': contradicts every positive integer"),
@@ -234,7 +235,7 @@ def test_bound_sizes_are_checked():
         parse_relation("2**A > 2**B").check({"A": as_poly(2), "B": as_poly(2)})
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "prefer", "expected"),
     [
         ("D - H*K", ["D"], ("D", "H*K")),

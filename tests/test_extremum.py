@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sympy
 from algebra import SYMBOLS, A, B, C, D, mixed, points, sums
+from each import each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -122,9 +123,7 @@ def test_arguments_are_pruned_and_flattened():
     assert Max(A, B).is_real
 
 
-@pytest.mark.parametrize(
-    "wrong", ["A", None, True, [A], sympy.true, A > 1, sympy.nan, sympy.I, sympy.oo, sympy.zoo, object]
-)
+@each("wrong", ["A", None, True, [A], sympy.true, A > 1, sympy.nan, sympy.I, sympy.oo, sympy.zoo, object])
 def test_what_is_no_formula_is_refused(wrong):
     with pytest.raises(ShapeError):
         Max(A, wrong)
@@ -287,7 +286,7 @@ def test_owners_stay_with_their_arguments():
     assert str(OWNED + Max(A * B, C, D**2)) == "Max(A*B, C, D**2) + Max(A*B, C, D**2)"
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "expected"),
     [
         (Max(A, B), [A, B]),

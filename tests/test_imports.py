@@ -9,6 +9,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from each import each
 
 import costgraph
 from costgraph.ops.registry import KINDS
@@ -168,7 +169,7 @@ def test_what_is_imported_later_is_what_readers_of_types_see(package):
     assert {(m, n) for m, names in found.items() for n in names} == later
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m and not m.startswith("models")])
+@each("module", [m for m in MODULES if m and not m.startswith("models")])
 def test_a_module_imports_from_its_own_room_and_those_above_it(module):
     later = sorted(
         f"costgraph.{n or '(the package itself)'}" for n in imported(module) if place(n or PACKAGE) > place(module)
@@ -176,7 +177,7 @@ def test_a_module_imports_from_its_own_room_and_those_above_it(module):
     assert not later, f"costgraph.{module} imports from later rooms: {', '.join(later)}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("models.") and m not in ZOO_EXCEPT])
+@each("module", [m for m in MODULES if m.startswith("models.") and m not in ZOO_EXCEPT])
 def test_the_zoo_uses_public_names_alone(module):
     private = sorted(n for n in imported(module) if n and not n.startswith("models"))
     assert not private, f"costgraph.{module} imports {private}, expected 'import costgraph as cg' alone"
@@ -218,7 +219,7 @@ def test_the_walk_sees_every_import_of_torch(source):
     assert not loads_torch("from ..torch import trace\nfrom . import torch\nimport torchvision")
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "expected"),
     [
         ("from ..errors import A", {"errors"}),

@@ -1,6 +1,7 @@
 """Latent attention in both forms, and attention with sinks: FLOPs, bytes, caches, laws."""
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import testing
@@ -77,7 +78,7 @@ def test_gradients_of_latent_attention(absorbed):
     assert (cg.matmul_flops(step) - 3 * cg.matmul_flops(g)).expand() == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"absorbed": 1}, "latent_attention: absorbed is 1, expected True or False"),

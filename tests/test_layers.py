@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import testing
@@ -43,8 +44,8 @@ PATTERNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("periods", [1, 2, 3, 5])
-@pytest.mark.parametrize(("kinds", "rest"), PATTERNS)
+@each("periods", [1, 2, 3, 5])
+@each(("kinds", "rest"), PATTERNS)
 def test_layers_in_a_pattern_cost_what_they_cost_one_after_the_other(kinds, rest, periods):
     depth = periods * len(kinds) + rest
     g, same = stacked(kinds, rest), unrolled(kinds, depth)
@@ -61,7 +62,7 @@ def test_depth_stays_a_symbol():
     assert cg.matmul_flops(g).expand() == (2 * B * cg.param_count(g)).expand()
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 5, 7, 8, 9])
+@each("depth", [2, 3, 4, 5, 7, 8, 9])
 def test_a_depth_that_is_no_number_of_whole_periods_is_refused(depth):
     g = stacked(("one", "one", "one", "two"), 2)
     with pytest.raises(cg.BindingError, match=rf"L={depth}: count of 'layers' has size L/4 - 1/2"):
@@ -102,7 +103,7 @@ def test_a_step_trains_through_a_pattern():
     assert (cg.matmul_flops(step) - 3 * forward + weights).expand() == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "text"),
     [
         ({"kinds": ()}, r"kinds \(\), expected one of one, two"),

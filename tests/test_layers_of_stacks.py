@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -101,7 +102,7 @@ def test_the_outer_one_of_two_stacks_has_the_layers_unless_all_of_its_children_d
     assert len(runs(graph((2, 3, 5), 2))) == 6  # a hierarchy
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "text"),
     [
         (cg.every_block(), "graph 'flat' has no layers to recompute"),

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.analysis.streams import finished
@@ -133,7 +134,7 @@ def heights(parents, n):
     return out
 
 
-@pytest.mark.parametrize("n", [5, 7, 13, 31])
+@each("n", [5, 7, 13, 31])
 def test_a_small_all_reduce_goes_up_and_down_two_trees(n):
     numbers, hardware = 11, device(domain=(127, "1"))
     trees = two_trees(n)

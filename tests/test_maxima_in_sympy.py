@@ -4,6 +4,7 @@ import random
 
 import pytest
 import sympy
+from each import each
 
 import costgraph as cg
 from costgraph.algebra.extremum import Owner
@@ -13,7 +14,7 @@ OWNED = cg.Max(8 * B * S, 4 * B * S + 4 * D, 7 * D**2, owners=[Owner(n, "forward
 FORMULAS = [cg.Max(30, 2 * B), OWNED, cg.Min(S, B), 1 + 2 * OWNED, OWNED + cg.Max(D, B) / S]
 
 
-@pytest.mark.parametrize(
+@each(
     ("write", "text"),
     [
         (sympy.jscode, "Math.max(8*B*S, 7*Math.pow(D, 2), 4*B*S + 4*D)"),

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import sympy
+from each import each
 from limits import PROCESS
 
 import costgraph as cg
@@ -116,22 +117,22 @@ def test_an_unknown_model_is_answered_with_near_names():
         models.load(None)
 
 
-@pytest.mark.parametrize("options", [{"attention": "sdpa"}, {"attention": None}, {"attention": ["flash"]}])
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("options", [{"attention": "sdpa"}, {"attention": None}, {"attention": ["flash"]}])
+@each("name", sorted(SMALL))
 def test_unknown_attention(name, options):
     with pytest.raises(cg.GraphError, match="expected 'flash' or 'eager'"):
         models.load(name, **options)
 
 
-@pytest.mark.parametrize("dropout", [1, -0.1, True, "0.1", None, float("nan"), 1j])
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("dropout", [1, -0.1, True, "0.1", None, float("nan"), 1j])
+@each("name", sorted(SMALL))
 def test_dropout_is_a_probability(name, dropout):
     with pytest.raises(cg.GraphError, match="dropout"):
         models.load(name, dropout=dropout)
 
 
-@pytest.mark.parametrize("dtype", ["bf17", "int8", "bool", None, 16])
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("dtype", ["bf17", "int8", "bool", None, 16])
+@each("name", sorted(SMALL))
 def test_dtype_is_a_floating_format(name, dtype):
     with pytest.raises(cg.FormatError):
         models.load(name, dtype=dtype)

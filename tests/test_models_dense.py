@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -267,7 +268,7 @@ def test_patterns_of_layers_are_read():
     assert kept == 21 * 200_000 + 7 * 131_072
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "change", "error", "text"),
     [
         ("mistral-7b", {"quantization_config": {"bits": 4}}, cg.UnsupportedError, "quantization_config is"),
@@ -363,7 +364,7 @@ def test_options_of_a_family_are_options_of_load():
     assert cg.param_count(in_turn) - cg.param_count(load("falcon-7b")) == 32 * 2 * 4544
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "text"),
     [
         ("gemma-3-1b", {"kinds": ("lokal",)}, "kinds 'lokal', expected one of local, global"),

@@ -1,4 +1,5 @@
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.transforms.precision.autocast import word
@@ -180,7 +181,7 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected two axes at least"),

@@ -5,6 +5,7 @@ from functools import cache
 from random import Random
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.algebra.dominance import NOTHING_KNOWN
@@ -145,7 +146,7 @@ def test_stages_that_take_unequal_times():
     assert found.busy == (3 * 14, 3 * 7)
 
 
-@pytest.mark.parametrize(
+@each(
     ("actions", "named", "text"),
     [
         ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a time that is not negative"),

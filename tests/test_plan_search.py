@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 from budget import in_part
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -347,7 +348,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
     assert repr(found) == f"Search('lm' on 26 h100-sxm, {len(found.rows)} plans)"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         ({"devices": 0}, "search: devices=0: expected a positive integer"),
@@ -499,7 +500,11 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
 
 
 def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch):
-    asked, derived, forms = {**MANY, "devices": 6, "B": 12, "cp": None, "zero": (0, 3), "sequence": True}, [], Family.forms
+    asked, derived, forms = (
+        {**MANY, "devices": 6, "B": 12, "cp": None, "zero": (0, 3), "sequence": True},
+        [],
+        Family.forms,
+    )
     monkeypatch.setattr(Family, "forms", lambda family, s: derived.append(s) or forms(family, s))
     found, few = cg.plan.search(lm(), **asked, checkpoint="none"), len(derived)
     monkeypatch.setattr(fitting, "whole", lambda *_: True)
@@ -545,7 +550,7 @@ def test_where_nothing_fits_no_plan_is_the_fastest(model):
     assert "from S" in str(made)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         (("B", (1, 9)), "crossovers: 'B' had no size in the search, expected one of D, F, S, V"),

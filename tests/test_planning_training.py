@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -156,7 +157,7 @@ def test_the_main_format_decides_which_peak_counts():
     assert [main_format(g, B=3, D=5, F=n) for n in (1, 2)] == ["bf16", "fp8_e4m3"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "options", "error", "text"),
     [
         ((5e13, 0, 1e15), {}, cg.BindingError, "mfu: seconds: 0, expected a positive number or a formula"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import sympy
 from algebra import A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums
+from each import each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from limits import limited
@@ -90,7 +91,7 @@ def test_division_of_a_product_is_exact(x, y):
     assert (p * q) / q == p
 
 
-@pytest.mark.parametrize(
+@each(
     ("above", "below", "expected"),
     [
         (A**3 - 1, A - 1, A**2 + A + 1),  # more terms than the dividend has
@@ -136,7 +137,7 @@ def test_a_hopeless_division_ends_soon():
 # -- powers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other"),
     [
         (2 * 2**C, 2 ** (C + 1)),
@@ -255,7 +256,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given_value", "named"), REFUSED, ids=[n for _, n in REFUSED])
+@each(("given_value", "named"), REFUSED, ids=[n for _, n in REFUSED])
 def test_what_is_no_exact_size_is_refused_by_name(given_value, named):
     with pytest.raises(CostGraphError) as caught:
         poly(given_value)
@@ -265,7 +266,7 @@ def test_what_is_no_exact_size_is_refused_by_name(given_value, named):
         poly(A) * given_value
 
 
-@pytest.mark.parametrize("exact", [3, np.int64(3), np.uint8(3), sympy.Integer(3), Fraction(3), np.array(3)])
+@each("exact", [3, np.int64(3), np.uint8(3), sympy.Integer(3), Fraction(3), np.array(3)])
 def test_whole_numbers_of_every_kind_are_sizes(exact):
     assert poly(exact) == 3
     assert type(poly(exact).constant) is int

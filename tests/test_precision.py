@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from autocast_models import SIZES, gpt2_graph, llama_graph
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -256,7 +257,7 @@ def test_unknown_policies_are_refused(policy, text):
     assert str(error.value).startswith(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         ({"params": "bf61"}, "policy 'p': params: number format 'bf61' is unknown"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def test_slices_that_are_apart_add_up_and_of_others_the_widest_counts(parts):
     assert reading(parts) == (together if apart else widest)
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "elements"),
     [
         ([(7, 5, 1), (0, 7, 1)], 12 * 3),  # side by side, the later one first
@@ -82,7 +83,7 @@ def slice_rows(x, start, size):
 ORDERS = [(0,), (2,), (0, 2), (2, 0), (1, 0, 2), (2, 1), (2, 1, 0), (0, 1, 2), (1, 2, 0)]
 
 
-@pytest.mark.parametrize("read", ORDERS)
+@each("read", ORDERS)
 def test_parts_of_a_split_add_up_in_any_order_with_symbols_as_sizes(read):
     sizes = (S, D, T)
     with cg.Graph("g") as g:
@@ -183,7 +184,7 @@ def test_a_loop_reads_half_of_each_slice_where_its_body_does():
     assert elements_read(g, xs) == poly(3 * 2 * L)
 
 
-@pytest.mark.parametrize(
+@each(
     ("a", "b", "known"),
     [(S, 0, True), (S, S, True), (S + 1, S, True), (2 * S, S, True), (S, S + 1, False), (S, D, False), (S, 1, True)],
 )
@@ -191,7 +192,7 @@ def test_what_is_at_least_something_for_all_sizes(a, b, known):
     assert at_least(poly(a), poly(b)) is known
 
 
-@pytest.mark.parametrize(("a", "b"), [(0, S), (S, 0), (S, 2 * S), (2 * S, S), (S, D), (D + 1, S * T)])
+@each(("a", "b"), [(0, S), (S, 0), (S, 2 * S), (2 * S, S), (S, D), (D + 1, S * T)])
 def test_the_larger_of_two_amounts_is_that_of_python_at_every_size(a, b):
     made = larger(poly(a), poly(b)).expr
     for point in ({S: 2, D: 3, T: 5}, {S: 7, D: 3, T: 1}, {S: 1, D: 1, T: 1}):

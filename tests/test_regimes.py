@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -39,7 +40,7 @@ def upper_hull(rows):
     return set(chain)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@each("seed", range(25))
 def test_in_two_columns_the_corners_of_the_hull_are_left(seed):
     rnd = random.Random(seed)
     most = rnd.choice([7, 97, 10**6])
@@ -298,7 +299,9 @@ BOXES = {
 #: Held there to layers four times as wide as the model, and to heads of 64.
 SQUARE = ("vit-b-16", "bert-base")
 #: Steps with their published sizes, and with every size in a box around these.
-STEPS = [(name, None) for name in BOXES] + [
+STEPS = [
+    pytest.param(name, None, marks=pytest.mark.long if name in ("gpt2", "bert-base") else ()) for name in BOXES
+] + [
     pytest.param(name, box, marks=pytest.mark.long if name in ("llama-3-8b", "mixtral-8x7b") else ())
     for name, box in BOXES.items()
 ]
@@ -310,7 +313,7 @@ def mean(*outputs):
 
 @pytest.mark.parametrize(("name", "box"), STEPS)
 def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
-    model = load(name, symbolic=box is not None)
+    model = cg.models.load(name, symbolic=box is not None)  # its own, of which more is assumed
     square = box is not None and name in SQUARE
     with model:
         model.assume(*(["F == 4*D", "D == 64*H"] if square else []))

@@ -2,6 +2,7 @@ from fractions import Fraction
 from math import ceil, floor
 
 import pytest
+from each import each
 
 import costgraph as cg
 
@@ -60,7 +61,7 @@ def test_gradient_of_adaptive_pooling():
 # -- nearest neighbours ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
+@each(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
 def test_upsample(factor, rank):
     g = made(cg.nn.upsample, (B, C, *[R] * rank), factor)
     assert g.outputs[0].shape == (B, C, *[factor * R] * rank)
@@ -89,7 +90,7 @@ def test_gradient_of_upsample_adds_each_element_once():
     assert back.flops == 2 * 3 * 10 * 10
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         (lambda x: cg.nn.upsample(x, 0), "factor 0, expected an integer of at least 1"),

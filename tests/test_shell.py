@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -75,7 +76,7 @@ def beginning(names, start):
     return [n for n in names if n.startswith(start)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "expected"),
     [
         ("costgraph re", ["report"]),

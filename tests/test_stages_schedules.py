@@ -9,6 +9,7 @@ from threading import Barrier, Thread
 import numpy as np
 import pytest
 import sympy
+from each import each
 from limits import PROCESS
 from shared import load, parallelize, training_step
 from test_stages import SGD, SIZES, M, P, cut, llama
@@ -98,7 +99,7 @@ def states(name, p, m, v, rank):
             weights.remove((stage, k))
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), LISTS)
+@each(("name", "p", "m", "v"), LISTS)
 def test_what_waits_is_what_is_counted(name, p, m, v):
     order = Order(name, poly(p), poly(m), poly(v))
     for rank in range(p):
@@ -130,7 +131,7 @@ def after(name, p, m, v, rank):
             made.add(stage)
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), LISTS)
+@each(("name", "p", "m", "v"), LISTS)
 def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
     order = Order(name, poly(p), poly(m), poly(v))
     for rank in range(p):
@@ -140,7 +141,7 @@ def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
         assert max(n.constant for n in held) + v - 1 == max(counted, v - 1)
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), [case for case in LISTS if case[3] > 1])
+@each(("name", "p", "m", "v"), [case for case in LISTS if case[3] > 1])
 def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
     order, both = Order(name, poly(p), poly(m), poly(v)), name == "dualpipe"
     folded, half = both or name in ("zbv", "dualpipev"), p // 2 if both else p

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import sympy
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -193,7 +194,7 @@ def pandas(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("name", RESULTS)
+@each("name", RESULTS)
 def test_a_frame_has_every_row(pandas, name):
     found = made(name)
     frame = found.to_pandas()

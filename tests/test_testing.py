@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -154,7 +155,7 @@ def small():
     return g
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda g: testing.run(g, A=2, B=3), cg.BindingError, "run of graph 'g': D not bound, expected a size"),
@@ -192,7 +193,7 @@ def test_the_interpreter_counts_by_hand():
 OTHERWISE = ("cast", "where", "masked_fill", "masked_scale", "causal_mask")
 
 
-@pytest.mark.parametrize("name", sorted(n for n in FUNCTIONS if n not in OTHERWISE and "backward" not in n))
+@each("name", sorted(n for n in FUNCTIONS if n not in OTHERWISE and "backward" not in n))
 def test_functions_compute_what_torch_does(name):
     """The meaning whose arithmetic is counted is the function that the name stands for."""
     x = np.array([-2.5, -0.6, 0.3, 0.7, 1.9])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sympy
 from caches import Nest, by_blocks, ideal, least_recently_used, loops_of
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -141,7 +142,7 @@ def window(stride=1):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("names", "arrays", "wanted"),
     [
         # Hong and Kung 1981; Irony, Toledo and Tiskin 2004: traffic falls as 1/sqrt(M)
@@ -435,7 +436,7 @@ def test_three_operands_in_one_op_are_moved_once():
     assert cg.bytes_moved(op.graph, cache=64, **dims) == cg.bytes_moved(op.graph, **dims)
 
 
-@pytest.mark.parametrize("cache", [0, -1, True, 1.5, "x", "50", "0 B", "5 s", "MB", (), "1/0 B"])
+@each("cache", [0, -1, True, 1.5, "x", "50", "0 B", "5 s", "MB", (), "1/0 B"])
 def test_a_cache_is_a_positive_number_of_bytes(cache):
     op, dims = declared("product")
     with pytest.raises(cg.BindingError, match=r"cache .*, expected a positive number of bytes, a text such as"):

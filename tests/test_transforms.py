@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -57,7 +58,7 @@ def test_unrolling_nested_repeats(count):
             assert question(cg.unroll(g, L=count, N=inner), **SIZES) == question(flat, **SIZES)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@each("count", [1, 2, 3, 5])
 def test_unrolling_a_scan_keeps_its_stack(count):
     with cg.Graph("rnn") as g:
         xs = cg.rearrange(g.input("xs", (B, T, D)), "b t d -> t b d")

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.analysis.caching import CachingAllocator
@@ -92,7 +93,7 @@ def test_a_device_is_one_that_is_known():
 # -- blocks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "taken"),
     [
         (1, 512), (513, 1024), (MIB, MIB),  # cut from a segment of 2 MiB

@@ -1,6 +1,7 @@
 """State in blocks: bytes of what bitsandbytes and torchao keep, and what one kernel for each parameter moves."""
 
 import pytest
+from each import each
 from shared import load, training_step
 from update_graphs import stacked, states, updated
 
@@ -102,7 +103,7 @@ def test_a_step_with_them_is_written_and_read(tmp_path):
     assert cg.peak_memory(cg.load(tmp_path / "step.json")) == cg.peak_memory(g)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "text"),
     [
         (lambda: AdamW(states="8bit"), "AdamW: states '8bit', expected one of bitsandbytes-8bit, torchao-8bit"),

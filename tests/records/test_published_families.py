@@ -6,6 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -64,8 +65,8 @@ def test_the_best_of_several_products_is_predicted_for_the_best_size(measured):
     assert row.ratio == pytest.approx(peak("fp16") / 700e12)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward-weights", "backward-inputs"])
-@pytest.mark.parametrize("stride", [1, 2])
+@each("direction", ["forward", "backward-weights", "backward-inputs"])
+@each("stride", [1, 2])
 def test_a_convolution_and_its_gradients(measured, direction, stride):
     n, c, k, h, w, r, s, pad = 7, 61, 127, 53, 59, 3, 5, 1
     high, wide = (h + 2 * pad - r) // stride + 1, (w + 2 * pad - s) // stride + 1
@@ -84,7 +85,7 @@ def test_a_convolution_whose_result_the_source_has_otherwise_is_not_predicted(me
     assert row.reason.startswith("inputs: a result of ")
 
 
-@pytest.mark.parametrize(
+@each(
     ("op", "arrays"),
     [("init", 1), ("read", 1), ("dot", 2), ("copy", 2), ("scale", 2), ("mul", 2), ("add", 3), ("triad", 3)],
 )
@@ -115,8 +116,8 @@ def test_attention_counts_two_products_for_each_pair(measured):
     assert row.seconds == pytest.approx(products / 500e12)
 
 
-@pytest.mark.parametrize(("op", "gates"), [("vanilla", 1), ("gru", 3), ("lstm", 4)])
-@pytest.mark.parametrize("direction", ["forward", "backward-inputs", "backward-weights"])
+@each(("op", "gates"), [("vanilla", 1), ("gru", 3), ("lstm", 4)])
+@each("direction", ["forward", "backward-inputs", "backward-weights"])
 def test_a_recurrent_layer_has_a_product_for_each_gate_and_step(measured, op, gates, direction):
     hidden, n, steps = 1021, 61, 13
     row = timed(
@@ -252,7 +253,9 @@ def test_adapters_and_narrow_weights(measured):
 
 
 def test_an_optimizer_on_the_host_takes_no_memory(measured):
-    rows = [predict(r, LAST) for r in [r for r in measured if r.family == "stas-zero3" and r.what == "peak memory"][::-3]]
+    rows = [
+        predict(r, LAST) for r in [r for r in measured if r.family == "stas-zero3" and r.what == "peak memory"][::-3]
+    ]
     assert all(abs(row.peak / row.bytes - 1) < 0.06 for row in rows)
     # weights of an eighth in bf16; the input of each of 32 layers is kept
     assert rows[0].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[0].record.inputs["S"] * 4096
@@ -263,7 +266,7 @@ def test_what_does_not_fit_is_not_what_ran(measured):
     assert row.reason == "peak memory: 36.5 GB, more than rtx4090 has: something that saves memory is not stated"
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "reason"),
     [
         ({"packed": False}, "inputs: packed False: sequences are as long as those of a set of data, not stated"),
@@ -338,7 +341,7 @@ def test_another_generation_of_devices_is_predicted(measured, family):
 # -- what is not predicted -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "change", "reason"),
     [
         ("squares", {"device": "h1000"}, "device 'h1000' has no specification, did you mean b100 or h100-sxm"),

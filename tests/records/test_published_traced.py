@@ -4,6 +4,7 @@ from dataclasses import replace
 from decimal import Decimal
 
 import pytest
+from each import each
 
 pytest.importorskip("torch.utils.flop_counter")
 
@@ -64,7 +65,7 @@ def test_every_program_is_traced_with_open_sizes(name):
     assert cg.bytes_moved(g, **program.bound(facts)) > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "reason"),
     [
         ({"provider": "liger"}, "inputs: provider 'liger' has kernels of its own, expected plain torch"),

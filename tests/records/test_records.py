@@ -7,6 +7,7 @@ from statistics import median
 
 import predictions
 import pytest
+from each import each
 from raw_records import FACTS, Row, raw_records
 
 RECORDS = raw_records()
@@ -116,7 +117,7 @@ def test_a_peak_that_is_off_is_found(factor, held):
     assert not {place.partition("(")[2].rstrip(")") for (place, _), _ in without} & set(predictions.WORKSPACES)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "elements", "more", "why"),
     [
         ("relu", 3 * 2**20, 2**20, predictions.WHOLE),

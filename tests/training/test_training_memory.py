@@ -178,7 +178,9 @@ def test_a_norm_that_is_an_op_each_keeps_more(dtype):
 @pytest.mark.parametrize(
     ("name", "sizes", "B", "S"),
     [
-        pytest.param(*("gpt2", {"D": 768, "H": 12, "F": 3072, "L": 12, "V": 50257, "P": 1024}, 4, 512), marks=pytest.mark.long),
+        pytest.param(
+            *("gpt2", {"D": 768, "H": 12, "F": 3072, "L": 12, "V": 50257, "P": 1024}, 4, 512), marks=pytest.mark.long
+        ),
         ("llama-2-7b", {"D": 2048, "H": 16, "G": 16, "K": 128, "F": 5504, "L": 3, "V": 32000}, 4, 1024),
     ],
 )
