@@ -191,30 +191,31 @@ def test_some_layers_are_not_quantized(name):
 
 CHAINS = {
     "adapted and not quantized": (
-        "bert-base", lambda g: cg.quantize(cg.lora(g, 4, "layers[-1]"), "int8", skip=["layers[2:]"]),
+        "bert-base", 4, lambda g: cg.quantize(cg.lora(g, 4, "layers[-1]"), "int8", skip=["layers[2:]"]),
     ),
-    "adapters not quantized": ("bert-base", lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["lora_a", "tokens"])),
+    "adapters not quantized": ("bert-base", 2, lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["lora_a", "tokens"])),
     "quantized and kept": (
-        "mixtral-8x7b", lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
+        "mixtral-8x7b", 3, lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
     ),
-    "offloaded": ("qwen3-0.6b", lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
+    "offloaded": ("qwen3-0.6b", 2, lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
     "offloaded with accumulation": (
-        "gpt2", lambda g: cg.offload(cg.training_step(g, precision="bf16", accumulate=3), "optimizer"),
+        "gpt2", 2, lambda g: cg.offload(training_step(g, precision="bf16", accumulate=3), "optimizer"),
     ),
-    "clipped": ("gpt2", lambda g: step(g, cg.every(2), clip=1.0)),
-    "offloaded in groups": ("gpt2", lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
+    "clipped": ("gpt2", 4, lambda g: step(g, cg.every(2), clip=1.0)),
+    "offloaded in groups": ("gpt2", 4, lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
     "cast in groups": (
         "llama-3.2-1b",
+        4,
         lambda g: cg.training_step(cg.quantize(g, "nf4"), precision="bf16-mixed", checkpoint=UNROLLED[-1]),
     ),
-    "orthogonal": ("gpt2", lambda g: cg.training_step(g, optimizer=cg.Muon(ns_steps=1))),
+    "orthogonal": ("gpt2", 2, lambda g: cg.training_step(g, optimizer=cg.Muon(ns_steps=1))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_transforms_of_an_unrolled_model_are_those_of_its_loop(chain):
-    name, applied = CHAINS[chain]
-    made, written_out = (applied(g) for g in (loaded(name, 4), unrolled(loaded(name, 4))))
+    name, layers, applied = CHAINS[chain]
+    made, written_out = (applied(g) for g in (loaded(name, layers), unrolled(loaded(name, layers))))
     assert answers(made) == answers(written_out)
 
 

@@ -72,6 +72,8 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
     lists = cg.plan.schedule(name, ranks, many, chunks)
     looped = name.startswith("interleaved")
     sizes = {"p": ranks, "m": many, **({"v": chunks} if looped else {})}
+    open_times = cg.plan.bubble(name, p, m, chunks, forward=f, backward_input=i, backward_weight=w)
+    asked = {s.name for s in open_times.free_symbols}
     for times in TIMES:
         found = played(lists, times)
         idle = Fraction(found.idle[0]) / Fraction(found.busy[0])
@@ -84,8 +86,6 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
                 float(idle), rel=1e-14
             )
             if all(isinstance(t, int) for t in times):
-                open_times = cg.plan.bubble(name, p, m, chunks, forward=f, backward_input=i, backward_weight=w)
-                asked = {s.name for s in open_times.free_symbols}
                 every = {**sizes, "f": forward, "i": inputs, "w": weights}
                 assert cg.evaluate(open_times, **{k: n for k, n in every.items() if k in asked}) == float(idle)
 

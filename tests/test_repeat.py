@@ -90,7 +90,7 @@ def test_a_repeat_costs_what_the_same_loop_in_python_costs(name, first, after):
     holds_from = cg.timeline(looped, **sizes).holds_from["L"]
     closed = cg.peak_memory(looped, **sizes)
     assert 1 <= holds_from <= 3 + 2 * carries
-    for n in range(1, 9):
+    for n in (1, 2, 3, 5, 8):
         loop = program(body, carries, n, looped=False, first=first, after=after)
         unrolled = answers(loop, **sizes)
         if name == "doubled":  # the loop in Python sees that both carries are one tensor
