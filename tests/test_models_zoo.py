@@ -58,6 +58,7 @@ def test_sizes_are_bound_but_for_what_a_caller_brings(name):
     free = {s.name for formula in asked for s in getattr(formula, "free_symbols", ())}
     assert "B" in free
     assert free <= set(OPEN)
+    assert cg.param_count(g) == PARAMETERS.get(name, cg.param_count(g))
     assert isinstance(cg.param_count(g), int)
     assert set(g.defaults) <= known_names(g)  # each says something
     assert name in repr(g)
