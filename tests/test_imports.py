@@ -73,6 +73,11 @@ NOT_LOADED = (
 )
 
 
+@cache
+def parsed(source):
+    return ast.parse(source)
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
@@ -108,7 +113,7 @@ def imports(module: str, source: str, *, types: bool = True) -> set[str]:
 
     `types`: those that are imported for annotations alone too.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     skipped = set() if types else type_checking_only(tree)
     is_package = MODULES[module].name == "__init__.py"
     package = module.split(".") if is_package and module else module.split(".")[:-1]
@@ -151,7 +156,7 @@ def test_what_the_library_knows_of_a_kind_of_op_stands_in_ops():
 
 def listed(source: str) -> dict[str, tuple[str, ...]]:
     """Names by module that a package imports for those who read types."""
-    later = next(n for n in ast.parse(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    later = next(n for n in parsed(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     found: dict[str, tuple[str, ...]] = {}
     for node in later.body:
         assert isinstance(node, ast.ImportFrom)
@@ -199,7 +204,7 @@ def test_the_types_of_the_graph_alone_name_each_other():
 
 def loads_torch(source):
     """Whether a module imports torch itself, at any level of nesting."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     names += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return any(name.split(".")[0] == "torch" for name in names)

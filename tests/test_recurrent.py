@@ -154,12 +154,12 @@ def looped(scan):
 LOSSES = {
     "recurrence in a kernel": lambda: looped("kernel"),
     "recurrence of ops": lambda: looped("ops"),
-    "lstm": lambda: total(lambda g: cg.nn.lstm(g.param("x", (2, 4, 3)), 2)),
-    "gru": lambda: total(lambda g: cg.nn.gru(g.param("x", (2, 4, 3)), 2)),
-    "cumulative_sum": lambda: total(lambda g: cg.nn.cumulative_sum(g.param("x", (2, 4, 3)), 1)),
-    "token_shift": lambda: total(lambda g: cg.nn.token_shift(g.param("x", (2, 4, 3)))),
-    "causal_conv": lambda: total(lambda g: cg.nn.causal_conv(g.param("x", (2, 4, 3)), 3)),
-    "head_norm": lambda: total(lambda g: cg.nn.head_norm(g.param("x", (2, 4, 3)))),
+    "lstm": lambda: total(lambda g: cg.nn.lstm(g.param("x", (2, 3, 2)), 2)),
+    "gru": lambda: total(lambda g: cg.nn.gru(g.param("x", (2, 3, 2)), 2)),
+    "cumulative_sum": lambda: total(lambda g: cg.nn.cumulative_sum(g.param("x", (2, 3, 2)), 1)),
+    "token_shift": lambda: total(lambda g: cg.nn.token_shift(g.param("x", (2, 3, 2)))),
+    "causal_conv": lambda: total(lambda g: cg.nn.causal_conv(g.param("x", (2, 3, 2)), 3)),
+    "head_norm": lambda: total(lambda g: cg.nn.head_norm(g.param("x", (2, 3, 2)))),
 }
 
 

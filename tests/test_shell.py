@@ -41,7 +41,7 @@ def test_all_kept_counts_are_derived_ones():
     assert wrong(cg.models.names()) == {}
 
 
-@pytest.mark.parametrize("words", [["models"], ["hardware"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["models"], ["hardware"], ["--help"]])
 def test_a_list_loads_what_it_lists_alone(words):
     code = (
         "import sys\nfrom costgraph.cli import main\nassert main(sys.argv[1:]) == 0\n"
