@@ -1,7 +1,8 @@
 """Recurrent models: published sizes, what decode keeps of them, and configurations from outside."""
 
 import pytest
-from shared import load
+from budget import in_part
+from shared import load, training_step
 
 import costgraph as cg
 
@@ -91,12 +92,12 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), WAYS)
+@pytest.mark.parametrize(("name", "options"), in_part(WAYS, 0))
 def test_report_training_step_and_symbols(name, options):
     g = load(name, **options)
     sizes = {"B": 1, "S": 512}
     assert cg.report(g, **sizes).figures["params"].value == cg.param_count(g)
-    step = cg.training_step(g)
+    step = training_step(g)
     forward, whole = (cg.matmul_flops(t, B=1) for t in (g, step))
     # the table of embeddings has no product in the forward pass, so that 3 times is a little too much or little
     assert 2.5 < whole.subs("S", 512) / forward.subs("S", 512) < 3.6
@@ -112,7 +113,7 @@ def test_report_training_step_and_symbols(name, options):
 def test_costs_are_linear_in_the_number_of_positions(name):
     g = load(name)
     S = cg.dims("S")
-    for formula in (cg.flops(g, B=1), cg.bytes_moved(g, B=1), cg.flops(cg.training_step(g), B=1)):
+    for formula in (cg.flops(g, B=1), cg.bytes_moved(g, B=1), cg.flops(training_step(g), B=1)):
         assert formula.as_poly(S).degree() == 1
 
 

@@ -51,7 +51,7 @@ def loss_of(g):
 # -- every model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", in_part([n for n in models.names() if n not in SMALLEST], 0, 5) + SMALLEST)
 def test_sizes_are_bound_but_for_what_a_caller_brings(name):
     g = models.load(name)
     asked = (cg.flops(g), cg.param_count(g), cg.param_bytes(g), cg.bytes_moved(g))
@@ -64,10 +64,8 @@ def test_sizes_are_bound_but_for_what_a_caller_brings(name):
     assert name in repr(g)
 
 
-@pytest.mark.parametrize("name", models.names())
-def test_names_are_those_that_users_write(name):
-    assert name == name.lower()
-    assert "_" not in name
+def test_names_are_those_that_users_write():
+    assert [n for n in models.names() if n != n.lower() or "_" in n] == []
 
 
 # -- one of each family ----------------------------------------------------------------------------------------
@@ -83,8 +81,10 @@ def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
     assert {"B"} < free
 
 
-@pytest.mark.parametrize(("attention", "dtype"), [("flash", "bf16"), ("eager", "fp32"), ("flash", "fp8_e4m3")])
-@pytest.mark.parametrize("name", SMALLEST)
+OPTIONS = [("flash", "fp16"), ("eager", "fp32"), ("flash", "fp8_e4m3")]
+
+
+@pytest.mark.parametrize(("name", "attention", "dtype"), [(n, *OPTIONS[i % 3]) for i, n in enumerate(SMALLEST)])
 def test_every_option_builds_and_binds(name, attention, dtype):
     g = models.load(name, attention=attention, dropout=0.1, dtype=dtype)
     answers = [q(g, **point(g)) for q in (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory)]
