@@ -6,6 +6,7 @@ import json
 
 import pytest
 from shared import load, training_step
+from test_cli_ranks import model
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -14,9 +15,6 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from costgraph.cli.training_commands import OPTIMIZERS, read_checkpoint
-
-TINY = ["D=12", "H=3", "F=11", "L=4", "V=13", "P=17", "B=2", "S=7"]
-SIZES = {k: int(v) for k, v in (word.split("=") for word in TINY)}
 
 
 def run(capsys, *words):
@@ -30,10 +28,6 @@ def good(capsys, *words):
     code, out, err = run(capsys, *words)
     assert (code, err) == (0, "")
     return out
-
-
-def trained(capsys, *words):
-    return json.loads(good(capsys, "train", "gpt2", *TINY, "--json", "-", *words))
 
 
 def of_mlp(capsys, *words):
@@ -51,7 +45,7 @@ def test_times_take_levels_of_memory_into_account(capsys):
     assert of_mlp(capsys, *words[:2])["roofline"]["levels"] == []
     out = good(capsys, "report", "mlp", "B=2", "--hardware", "gb300", "--hierarchical")
     assert "note                    gb300 has no bandwidth of a cache" in out
-    code, _, err = run(capsys, "report", "gpt2", *TINY, "hierarchical=2")
+    code, _, err = run(capsys, "report", "mlp", "B=2", "hierarchical=2")
     assert (code, "hierarchical" in err) == (2, True)
 
 
@@ -83,21 +77,26 @@ def test_every_optimizer_has_a_name(capsys, name):
     assert of_mlp(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, B=2)
 
 
-def test_options_change_the_step(capsys):
+def test_options_change_the_step(capsys, tmp_path):
+    cg.save(model(), tmp_path / "lm.json")
+    sizes = {"D": 24, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
+    words = ["train", str(tmp_path / "lm.json"), *(f"{name}={n}" for name, n in sizes.items()), "--json", "-"]
+
+    def asked(*options):
+        return json.loads(good(capsys, *words, *options))
+
     def expected(**options):
-        return cg.peak_memory(training_step(load("gpt2"), **options), **SIZES)
+        return cg.peak_memory(training_step(model(), **options), **sizes)
 
-    def peak(*words):
-        return trained(capsys, *words)["peak_memory"]["value"]
-
-    fused, core = cg.AdamW(implementation="fused"), cg.selective("attention")
-    assert peak() == expected()
-    assert peak("--implementation", "fused", "--precision", "fp32") == expected(optimizer=fused, precision="fp32")
-    assert peak("--checkpoint", "selective:attention") == expected(checkpoint=core)
-    data = trained(capsys, "--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
-    step = training_step(load("gpt2"), clip=1.0, checkpoint=cg.every(2), accumulate=3)
-    assert data["figures"]["flops"]["value"] == cg.flops(step, **SIZES)
-    assert data["peak_memory"]["value"] == cg.peak_memory(step, **SIZES)
+    fused, mlp = cg.AdamW(implementation="fused"), cg.selective("mlp")
+    assert asked()["peak_memory"]["value"] == expected()
+    found = asked("--implementation", "fused", "--precision", "fp32")
+    assert found["peak_memory"]["value"] == expected(optimizer=fused, precision="fp32")
+    assert asked("--checkpoint", "selective:mlp")["peak_memory"]["value"] == expected(checkpoint=mlp)
+    found = asked("--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
+    step = training_step(model(), clip=1.0, checkpoint=cg.every(2), accumulate=3)
+    assert found["figures"]["flops"]["value"] == cg.flops(step, **sizes)
+    assert found["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
 
 
 def test_checkpoints_as_they_are_written():

@@ -25,7 +25,7 @@ from costgraph.algebra.solving import solve
 from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.testing import value
 
-fast = settings(max_examples=60, deadline=None)
+fast = settings(max_examples=40, deadline=None)
 
 # Assumptions as text, and the same as a Python test of a point.
 KNOWN = [

@@ -112,7 +112,7 @@ def drawn(data, views, times):
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_engine_says_what_the_library_says(name):
     views, data = page_of(name)
-    asked = list(drawn(data, views, 6))
+    asked = list(drawn(data, views, 4))
     answers = in_node(PROGRAM, {"data": data, "asked": [state for state, _ in asked]})
     for (state, sizes), answer in zip(asked, answers, strict=True):
         graph = list(views.values())[state["view"]]

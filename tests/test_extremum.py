@@ -20,7 +20,7 @@ from costgraph.algebra.extremum import Owner, extremum
 from costgraph.algebra.polynomial import poly
 from costgraph.testing import value
 
-fast = settings(max_examples=40, deadline=None)
+fast = settings(max_examples=25, deadline=None)
 several = st.lists(st.one_of(sums(0, 2, 3, st.integers(-3, 5)), mixed()), min_size=1, max_size=5)
 extremes = st.sampled_from([(Max, max), (Min, min)])
 

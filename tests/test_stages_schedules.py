@@ -174,7 +174,8 @@ def test_peaks_are_those_of_real_processes(name, p, m, v, depth):
         line = cg.timeline(g, **own_sizes(g, M=m, L=depth))
         beside = tokens + returned * (i == (0 if name in ("zbv", "dualpipev") else 2))
         assert line.by_role["param"] + line.by_role["buffer"] + beside + left * HANDED == between
-        assert line.peak == cg.peak_memory(g, **own_sizes(g, M=m, L=depth))
+        if p == 4:  # of each schedule once
+            assert line.peak == cg.peak_memory(g, **own_sizes(g, M=m, L=depth))
         found = line.peak - line.by_role.get("input", 0) + beside
         assert found == pytest.approx(peak, rel=FURTHER.get((name, i), 0.01))
 
