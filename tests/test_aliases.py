@@ -1,6 +1,5 @@
 """Loops in which tensors are one in some iterations: the same model with a Python loop reads what it reads."""
 
-import pytest
 import sympy
 from each import each
 
@@ -59,8 +58,8 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.parametrize("count", range(1, 9))
+@each("name", BODIES)
+@each("count", range(1, 9))
 def test_a_loop_reads_what_it_reads_written_out(name, count):
     body, start = BODIES[name]
     plain = by_hand(body, start, count)
@@ -160,7 +159,7 @@ def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin
     assert cg.bytes_moved(g, L=count) == 4 * (first + 10 * (count - 1) + (5 + 10) * count)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@each("count", [1, 2, 3])
 def test_numbers_in_a_row_are_read_one_in_each_step(count):
     with cg.Graph("g") as g:
         row, other, h = g.input("row", (L,)), g.input("other", (L,)), g.input("h", ())
@@ -227,8 +226,8 @@ def of_rows(state, rows):
     return cg.scan(L, rows_before, state, rows)[0], ()
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@each("nested", [False, True])
+@each("count", [1, 2, 3, 7])
 def test_a_slice_that_is_handed_on_is_not_the_next_one(count, nested):
     with cg.Graph("differences") as g:
         x = g.input("x", (N, L, B) if nested else (L, B))

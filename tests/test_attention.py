@@ -109,7 +109,7 @@ def test_eager_without_a_mask_has_no_mask_op():
     assert not any("mask" in n for n in names)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("kernel", ["flash", "eager"])
 def test_softcap_and_dropout_are_charged_for_each_score(kernel):
     plain, more = (
         made(2, 3, 3, 5, 5, 7, 7, kernel=kernel, causal=False, **o) for o in ({}, {"softcap": 30.0, "p": 0.1})

@@ -118,7 +118,7 @@ def test_refused_evaluations(formula, dims, what):
     assert what in str(caught.value)
 
 
-@pytest.mark.parametrize("question", [
+@each("question", [
     cg.flops, cg.bytes_moved, cg.peak_memory, cg.activation_memory, lambda *a, **dims: cg.saved_bytes(*a, **dims)[""],
 ])  # fmt: skip
 def test_sizes_that_a_preset_or_a_question_has_bound_are_given_again_or_refused(question):
@@ -191,7 +191,7 @@ def test_compile_agrees_with_evaluate(x, rows):
     assert call(**only(x, rows[0])) == cg.evaluate(x, **only(x, rows[0]))
 
 
-@pytest.mark.parametrize("k", [3, 5, 7, 49, 100, 128])
+@each("k", [3, 5, 7, 49, 100, 128])
 def test_rounding_is_exact_where_the_division_is(k):
     sizes = np.arange(1, 4001)
     assert np.array_equal(cg.compile(sympy.floor(A / k))(A=sizes), sizes // k)
@@ -367,7 +367,7 @@ def test_a_count_that_is_no_whole_number_is_refused_by_the_name_of_its_loop():
         cg.flops(g, L=7, B=5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "good", "bad", "becomes"),
     [
         (S - 2, 3, 2, "0"),

@@ -191,7 +191,7 @@ def test_a_product_of_numpy_does_not_wrap_around():
 # -- folds and fallbacks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", ["L", "F", "N"])
+@each("count", ["L", "F", "N"])
 def test_a_folded_count_has_no_default(count):
     flat = cg.unroll(cg.models.load("mlp"), L=3)
     folded = cg.fold(flat, "layers", count)
@@ -217,6 +217,6 @@ def test_a_fallback_is_looked_at_though_nobody_needs_it(fallback):
             call()
 
 
-@pytest.mark.parametrize("fallback", ["bf16", "peak.fp8", "vector.fp32", "fp4", {"nvfp4": "peak.fp8"}], ids=repr)
+@each("fallback", ["bf16", "peak.fp8", "vector.fp32", "fp4", {"nvfp4": "peak.fp8"}], ids=repr)
 def test_good_fallbacks_are_taken(fallback):
     assert cg.load_hardware("h100-sxm").rate("bf16", fallback=fallback) == cg.load_hardware("h100-sxm").rate("bf16")

@@ -97,7 +97,7 @@ def test_blocks_of_bitsandbytes_run_over_the_flattened_weight(name, rows, row, b
     assert ceil(stored) == (n + 1) // 2 + 4 * -(n // -block)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"weights": "fp4", "activations": "fp8"}, "activations='fp8' with weights 'fp4', expected nvfp4 or mxfp4"),
@@ -163,7 +163,7 @@ def test_defaults_are_those_of_torch(optimizer):
     assert {n: getattr(ours, n) for n in shared - skipped} == {n: theirs[n].default for n in shared - skipped}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+@each("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 def test_state_is_that_of_torch(optimizer):
     torch = pytest.importorskip("torch")
     name, settings = OPTIMIZERS[optimizer]

@@ -349,7 +349,7 @@ def step():
     return training_step(load("gpt2"))
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@each("question", QUESTIONS)
 def test_every_question_of_a_step_refuses_sequences_that_are_too_long(step, question):
     formula = QUESTIONS[question](step)
     names = {s.name for s in formula.free_symbols}

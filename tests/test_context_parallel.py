@@ -72,7 +72,7 @@ def seen(causal, window, queries, size):
     }
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 4), (True, 99), (False, 1), (False, 4)])
+@each(("causal", "window"), [(True, None), (True, 1), (True, 4), (True, 99), (False, 1), (False, 4)])
 def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
     for ranks, block in product((1, 2, 3, 5), (1, 2, 3, 7)):
         size = ranks * block
@@ -130,7 +130,7 @@ def test_formulas_are_the_mean_of_what_ranks_do(what):
         assert len({run.matmul for run in runs}) > 1
 
 
-@pytest.mark.parametrize("what", ["flash", "flash, window", "eager"])
+@each("what", ["flash", "flash, window", "eager"])
 def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
     whole, rank = sharded(what)
     assert cg.flops(rank, **SIZES, N=1) == cg.flops(whole, **SIZES)
@@ -342,7 +342,7 @@ def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
     assert cg.flops(cg.unroll(loaded), **SIZES, N=3) == cg.flops(rank, **SIZES, N=3)
 
 
-@pytest.mark.parametrize("pattern", ["b s t ->", "b s t -> b", "b s t -> b s"])
+@each("pattern", ["b s t ->", "b s t -> b", "b s t -> b s"])
 def test_a_mean_over_queries_that_see_other_numbers_of_keys_is_none_of_means(pattern):
     with cg.Graph("scores") as g:
         q, k = g.input("q", (2, S, 3)), g.input("k", (2, S, 3))

@@ -344,7 +344,7 @@ def numbers(**sizes):
 # -- lower bounds ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "least"),
     [
         ("A**2", 1),
@@ -394,7 +394,7 @@ def test_a_whole_part_lies_less_than_one_from_what_it_rounds(q, shift, r, up, a,
     assert lower(alone) == (None if a * q + b < 0 else lowest)
 
 
-@pytest.mark.parametrize("formula", ["A + 1/B", "A/B", "A**2/B + 1/A", "2 + A/B"])
+@each("formula", ["A + 1/B", "A/B", "A**2/B + 1/A", "2 + A/B"])
 def test_a_sum_with_reciprocals_is_not_bounded_by_its_value_at_one(formula):
     p = parse_formula(formula)
     low = min(p.bind(numbers(A=a, B=b)).constant for a in (1, 1000) for b in (1, 1000))
@@ -404,7 +404,7 @@ def test_a_sum_with_reciprocals_is_not_bounded_by_its_value_at_one(formula):
 ROOTS = ["sqrt(42)", "1/sqrt(698)", "1/(sqrt(14) + 84)", "2**(1/3)", "sqrt(10**30 + 1)", "sqrt(2)/10**12"]
 
 
-@pytest.mark.parametrize("text", ROOTS)
+@each("text", ROOTS)
 def test_a_root_of_a_number_lies_between_fractions(text):
     p = poly(sympy.sympify(text))
     (key,) = p.generators()
@@ -418,7 +418,7 @@ ROOT = sympy.sqrt(42)  # 6.48074069840786...
 BELOW, ABOVE = (sympy.Rational(n, 10**10) for n in (64807406984, 64807406985))
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "proved"),
     [
         (ROOT * A - BELOW * A, True), (ROOT * A - ABOVE * A, False), (ABOVE * A - ROOT * A, True),
@@ -434,7 +434,7 @@ def test_what_is_proved_of_roots(formula, proved):
 # -- proofs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("texts", "formula"),
     [
         (["S >= 0"], "S - 1"),  # says less than that it is a size
@@ -468,7 +468,7 @@ def test_what_assumptions_prove(texts, formula):
     assert relations_of(*texts).nonnegative(parse_formula(formula))
 
 
-@pytest.mark.parametrize(
+@each(
     ("texts", "formula"),
     [
         ([], "1/(A*Min(A - 5, B))"),  # the sign of one factor is not known
@@ -491,7 +491,7 @@ def test_what_assumptions_do_not_prove(texts, formula):
     assert not relations_of(*texts).nonnegative(parse_formula(formula))
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "positive"),
     [
         ("A", True),
@@ -510,7 +510,7 @@ def test_what_is_above_zero_for_all_sizes(formula, positive):
     assert NOTHING_KNOWN.positive(parse_formula(formula)) is positive
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "multiple"),
     [
         ("A/2 - B/3", "3*A - 2*B"),
@@ -529,7 +529,7 @@ def test_a_positive_multiple_that_is_a_whole_number(formula, multiple):
 # -- solving -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "prefer", "expected"),
     [
         ("A**2*B - 12", [], ("B", "12/A**2")),
@@ -548,7 +548,7 @@ def test_products_are_solved_for_a_factor_that_occurs_once(formula, prefer, expe
     assert found == (None if expected is None else (expected[0], parse_formula(expected[1])))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "one", "other"),
     [
         ("K == D/H", "K*H + 1", "D + 1"),
@@ -567,7 +567,7 @@ def test_equal_sizes_become_the_same_polynomial(text, one, other):
 # -- bound sizes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "admitted", "refused"),
     [
         ("2**A > 2**B", {"A": 3, "B": 2}, {"A": 2, "B": 3}),
@@ -585,7 +585,7 @@ def test_sizes_that_break_an_assumption_are_refused_and_others_are_not(text, adm
         relation.check(numbers(**refused))
 
 
-@pytest.mark.parametrize(
+@each(
     "texts",
     [["S <= 1"], ["S == 1"], ["S <= 4", "S >= 4"], ["A + B <= 2"], ["2*S >= 3", "2*S <= 4"], ["A >= B", "B >= A"]],
 )
@@ -593,7 +593,7 @@ def test_assumptions_that_one_point_satisfies_are_no_contradiction(texts):
     relations_of(*texts)
 
 
-@pytest.mark.parametrize("texts", [["A + B <= 2", "A >= 2"], ["S < 1"], ["2*S >= 3", "2*S <= 3"], ["S == 1/2"]])
+@each("texts", [["A + B <= 2", "A >= 2"], ["S < 1"], ["2*S >= 3", "2*S <= 3"], ["S == 1/2"]])
 def test_assumptions_that_no_point_satisfies_are_refused(texts):
     with pytest.raises(PatternError, match="contradicts"):
         relations_of(*texts)
@@ -602,7 +602,7 @@ def test_assumptions_that_no_point_satisfies_are_refused(texts):
 # -- pruning -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("texts", "candidates", "largest", "smallest"),
     [
         ([], ["A", "A + 1"], {"A + 1"}, {"A"}),
@@ -639,7 +639,7 @@ def test_of_many_candidates_those_remain_that_are_the_largest_somewhere():
     assert prune([(poly(3), "a"), (poly(2), "b")]) == [(poly(3), "a")]
 
 
-@pytest.mark.parametrize("text", ["S == 4*floor(S/4)", "32*B*S == 128*B*floor(S/4)", "S - 4*ceiling(S/4) == 0"])
+@each("text", ["S == 4*floor(S/4)", "32*B*S == 128*B*floor(S/4)", "S - 4*ceiling(S/4) == 0"])
 def test_a_whole_part_that_is_all_is_put_in_everywhere(text):
     """Held against all sizes that the assumption leaves: multiples of 4."""
     part = "ceiling(S/4)" if "ceiling" in text else "floor(S/4)"

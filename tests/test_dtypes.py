@@ -54,7 +54,7 @@ def test_integers_are_those_of_numpy(name):
     assert (dtype(name).bits, dtype(name).max, dtype(name).min) == (info.bits, info.max, info.min)
 
 
-@pytest.mark.parametrize(("name", "other"), [("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")])
+@each(("name", "other"), [("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")])
 def test_ieee_formats_are_those_of_numpy(name, other):
     info = np.finfo(other)
     ours = dtype(name)
@@ -113,7 +113,7 @@ def test_small_integers_and_bool():
     assert (dtype("bool").min, dtype("bool").max) == (0, 1)
 
 
-@pytest.mark.parametrize("what", ["epsilon", "smallest_normal", "smallest_subnormal"])
+@each("what", ["epsilon", "smallest_normal", "smallest_subnormal"])
 def test_integers_have_no_epsilon(what):
     with pytest.raises(FormatError) as error:
         getattr(dtype("int8"), what)
@@ -160,7 +160,7 @@ def test_rounding_is_that_of_torch(name):
     assert [ours.round(x) for x in values] == theirs
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "bits", "exponent", "mantissa"),
     [("fp4_e2m1", 4, 2, 1), ("fp6_e2m3", 6, 2, 3), ("fp6_e3m2", 6, 3, 2)],
 )
@@ -391,7 +391,7 @@ def test_promotion_beyond_torch(a, b, expected):
     assert promote(a, b).name == promote(b, a).name == expected
 
 
-@pytest.mark.parametrize(("a", "b"), [("fp8_e4m3", "fp8_e5m2"), ("mxfp4", "nvfp4"), ("fp4", "mxfp8")])
+@each(("a", "b"), [("fp8_e4m3", "fp8_e5m2"), ("mxfp4", "nvfp4"), ("fp4", "mxfp8")])
 def test_two_narrow_floats_have_to_be_cast(a, b):
     with pytest.raises(FormatError) as error:
         promote(a, b)

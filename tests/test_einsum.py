@@ -356,7 +356,7 @@ def test_operands_under_two_domains_are_refused():
             cg.einsum(one, two, "s t, s t -> s")
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"causal": False}, "neither causal nor a window"),

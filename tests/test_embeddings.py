@@ -147,7 +147,7 @@ def test_times_become_sinusoids():
     assert cg.param_count(g) == 0  # the frequencies are a buffer
 
 
-@pytest.mark.parametrize(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
+@each(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
 def test_patches(side, patch):
     with cg.Graph("g") as g:
         g.output(cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), patch, D))

@@ -342,7 +342,7 @@ def test_a_large_maximum_works_in_every_use():
 # -- derivatives -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "by", "sizes", "expected"),
     [
         (Max(2**A, 16 * B), A, {A: 10, B: 3}, 1024 * sympy.log(2)),  # 1024 > 48
@@ -391,7 +391,7 @@ def test_the_second_derivative_is_that_of_the_same_argument():
 # -- what is known of them ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "positive"),
     [
         (Max(A - 5, B), True),  # one that is positive is enough
@@ -405,7 +405,7 @@ def test_a_maximum_is_positive_with_one_argument_a_minimum_with_all(formula, pos
     assert formula.is_positive is positive
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "whole"), [(Max(A / 2, B), None), (Max(A, B), True), (Min(A / 2, B / 2), None), (Min(A, 3 * B), True)]
 )
 def test_whole_numbers_only_where_all_arguments_are(formula, whole):

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 from budget import drawing
+from each import each
 from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
@@ -511,7 +512,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_what_cannot_be_folded_is_refused(name):
     make, scope, count, text = REFUSED[name]
     with pytest.raises(cg.GraphError) as error:

@@ -216,9 +216,7 @@ def test_torch_is_imported_in_its_room_alone():
     assert {m for m in found if m.split(".")[0] != "torch"} == set()
 
 
-@pytest.mark.parametrize(
-    "source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"]
-)
+@each("source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"])
 def test_the_walk_sees_every_import_of_torch(source):
     assert loads_torch(source)
     assert not loads_torch("from ..torch import trace\nfrom . import torch\nimport torchvision")

@@ -198,8 +198,8 @@ def attended(**options):
     return g
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "out_bias": True}, {"qk_norm": "head"}, {"qk_norm": "all"}])
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("options", [{}, {"bias": True, "out_bias": True}, {"qk_norm": "head"}, {"qk_norm": "all"}])
+@each("kernel", ["flash", "eager"])
 def test_one_layer_for_queries_keys_and_values_computes_the_same(kernel, options):
     apart, packed = (attended(kernel=kernel, packed=p, **options) for p in (False, True))
     assert cg.param_count(apart) == cg.param_count(packed)

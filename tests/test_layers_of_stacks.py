@@ -234,7 +234,7 @@ def test_a_range_is_of_any_number_of_layers():
     assert (grown - (8 * (D + H * K) * (L - 4) + 16 * (D + G * K))).expand() == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "error", "text"),
     [
         ("layers[40:]", GraphError, r"'layers\[40:\]' of 4 layers in 'layers': expected at most 4"),

@@ -161,7 +161,7 @@ def test_expanded_tensor_stores_and_moves_its_own_elements():
     assert cg.bytes_moved(g, B=7, S=3, D=5) == 4 * 3 * 5 + 4 * 7 * 3 * 5
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@each("axis", [0, 1, -1])
 def test_concat_and_split_have_numpys_shapes_and_concat_moves_every_byte_twice(axis):
     parts = [torch.empty(2, 3), torch.empty(2, 3)]
     g, mine = graph_of(lambda a, b: cg.ops.concat([a, b], axis), (2, 3), (2, 3))

@@ -81,7 +81,7 @@ def gathered(size, m, k):
     return ring(k, size / m, FAR) + ring(m, size, NEAR)
 
 
-@pytest.mark.parametrize(("ranks", "m", "k"), [(2, 2, 1), (5, 5, 1), (15, 5, 3), (35, 5, 7), (7, 3.5, 2)])
+@each(("ranks", "m", "k"), [(2, 2, 1), (5, 5, 1), (15, 5, 3), (35, 5, 7), (7, 3.5, 2)])
 def test_parts_go_around_rings_within_domains_and_between_them(ranks, m, k):
     part = 30_030_030
     row = on_links("all_gather", ranks, part)
@@ -348,8 +348,8 @@ def test_what_is_overwritten_has_been_read(apart):
     assert streams(g, N=15 * 10007) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("ranks", "size"), [(2, 10007), (15, 10007), (15, 101)])
+@each("packed", [False, True])
+@each(("ranks", "size"), [(2, 10007), (15, 10007), (15, 101)])
 def test_what_each_layer_gathers_is_gathered_while_the_one_before_it_runs(ranks, size, packed):
     L, count = cg.dims("L"), 7
     with cg.Graph("g") as g:
@@ -444,7 +444,7 @@ def test_a_report_names_the_link():
 # -- what is missing ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("table", "key", "says"),
     [
         ("interconnect", "domain", "h100-sxm: interconnect.domain is missing; expected how many devices"),

@@ -57,7 +57,7 @@ def test_cases_with_conditions_and_functions_have_its_values(formula):
             assert float(call(*map(int, at.values()))) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "limit"),
     [
         (cg.Max(30, 2 * B), sympy.oo),
@@ -88,7 +88,7 @@ def test_equations_are_solved_or_refused():
     assert sympy.solveset(cg.Max(30, 2 * B) - 40, B, sympy.S.Reals) == {20}
 
 
-@pytest.mark.parametrize(
+@each(
     "formula",
     [cg.Min(S, B), cg.Max(2 * B, 3 * S), D * cg.Max(2 * B, 3 * S), 2 / cg.Min(S, B), cg.Max(2 * B, 3 * S) + B,
      cg.Max(B, S) - cg.Max(D, 2 * B), cg.Max(30, 2 * B) / B, cg.Max(30, 2 * B).diff(B), cg.Min(S, B).diff(B)],

@@ -27,29 +27,29 @@ def point(name, **dims):
 # -- parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-        # 96*(12*D**2 + 13*D) + (50257 + 2048)*D + 2*D with D = 12288; printed as 174,600 M
-        ("gpt3-175b", 174_604_259_328),
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
-        ("llama-2-70b", 68_976_648_192),
-        ("llama-3-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
-        ("llama-3.1-8b", 8_030_261_248),
-        ("llama-3.1-70b", 70_553_706_496),
-        ("llama-3.1-405b", 405_853_388_800),
-        ("llama-3.2-1b", 1_235_814_400),
-        ("llama-3.2-3b", 3_212_749_824),
-        ("llama-3.3-70b", 70_553_706_496),
-        ("mlp", 669_706),  # 784*512 + 512 + 512*512 + 512 + 512*10 + 10
-    ],
-)
+PARAMETERS = [
+    ("gpt2", 124_439_808),
+    ("gpt2-medium", 354_823_168),
+    ("gpt2-large", 774_030_080),
+    ("gpt2-xl", 1_557_611_200),
+    # 96*(12*D**2 + 13*D) + (50257 + 2048)*D + 2*D with D = 12288; printed as 174,600 M
+    ("gpt3-175b", 174_604_259_328),
+    ("llama-2-7b", 6_738_415_616),
+    ("llama-2-13b", 13_015_864_320),
+    ("llama-2-70b", 68_976_648_192),
+    ("llama-3-8b", 8_030_261_248),
+    ("llama-3-70b", 70_553_706_496),
+    ("llama-3.1-8b", 8_030_261_248),
+    ("llama-3.1-70b", 70_553_706_496),
+    ("llama-3.1-405b", 405_853_388_800),
+    ("llama-3.2-1b", 1_235_814_400),
+    ("llama-3.2-3b", 3_212_749_824),
+    ("llama-3.3-70b", 70_553_706_496),
+    ("mlp", 669_706),  # 784*512 + 512 + 512*512 + 512 + 512*10 + 10
+]
+
+
+@each(("name", "expected"), PARAMETERS)
 def test_parameters(name, expected):
     g = load(name)
     assert cg.param_count(g) == expected
@@ -57,14 +57,13 @@ def test_parameters(name, expected):
 
 
 def test_every_model_has_its_count_above():
-    counted = test_parameters.pytestmark[0].args[1]
-    assert sorted(NAMES) == sorted(name for name, _ in counted)
+    assert sorted(NAMES) == sorted(name for name, _ in PARAMETERS)
 
 
 # -- default bindings ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_defaults_bind_all_but_batch_and_length(name):
     free = {s.name for s in cg.flops(load(name)).free_symbols}
     assert free == ({"B"} if name == "mlp" else {"B", "S"})
@@ -156,7 +155,7 @@ def test_every_option_builds_and_binds(name, attention, dropout, dtype):
     assert all(isinstance(a, int) and a > 0 for a in answers)
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("name", sorted(SMALL))
 def test_dropout_adds_what_the_reference_drops(name):
     # 2 an element: of the embedding or first activation, and in each layer of probabilities and residuals
     B, S, D, H, L, F = cg.dims("B S D H L F")
@@ -188,7 +187,7 @@ def test_forward_is_2nd_with_a_remainder_llama():
     assert sympy.expand(cg.matmul_flops(g, count="full") - expected) == 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@each("name", ["gpt2", "llama-3-8b"])
 def test_the_leading_term_in_the_width_is_2nd(name):
     B, S, D, H, F, K = cg.dims("B S D H F K")
     g = load(name, symbolic=True)
@@ -275,8 +274,8 @@ def test_gpt2_cuts_queries_keys_and_values_out_of_one_tensor_without_a_copy():
     assert all(t.storage is kqv.storage for t in kernel.operands)
 
 
-@pytest.mark.parametrize(("attention", "copies"), [("flash", False), ("eager", True)])
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@each(("attention", "copies"), [("flash", False), ("eager", True)])
+@each("name", ["gpt2", "llama-3-8b"])
 def test_heads_are_merged_by_a_copy_after_eager_attention_alone(name, attention, copies):
     # flash kernels write (b, s, h, k), eager ones (b, h, s, k)
     g = load(name, attention=attention)

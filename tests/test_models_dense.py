@@ -59,12 +59,12 @@ SEVERAL = [
 POINT = {"B": 2, "S": 13}
 
 
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
+@each("name", sorted(PARAMETERS))
 def test_parameters(name):
     assert cg.param_count(load(name)) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "billions"),
     # what papers say: Jiang et al. 2023; Qwen 2.5 (2412.15115) and 3 without embeddings; Gemma 2, table 2, and Gemma 3,
     # table 1, embeddings and the rest; Phi-3 (2404.14219); Almazrouei et al. 2023
@@ -327,7 +327,7 @@ def test_symbolic_leaves_all_sizes_open(name, attention):
         assert question(g, **preset.defaults, **POINT) == question(preset, **POINT)
 
 
-@pytest.mark.parametrize(("name", "depths"), [("gemma-2-2b", (2, 4, 28)), ("gemma-3-1b", (8, 14, 32)),
+@each(("name", "depths"), [("gemma-2-2b", (2, 4, 28)), ("gemma-3-1b", (8, 14, 32)),
                                               ("mistral-7b", (1, 2, 33))])  # fmt: skip
 def test_depth_can_be_overridden_by_whole_periods(name, depths):
     g = load(name)

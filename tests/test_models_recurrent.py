@@ -2,6 +2,7 @@
 
 import pytest
 from budget import in_part
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -161,7 +162,7 @@ def test_a_prompt_in_steps_is_the_prompt(name):
     assert whole.coeff_monomial(cg.dims("S")) == step
 
 
-@pytest.mark.parametrize(("name", "text"), [("mamba2-130m", "S/Q"), ("xlstm-7b", "S/Q")])
+@each(("name", "text"), [("mamba2-130m", "S/Q"), ("xlstm-7b", "S/Q")])
 def test_chunks_are_no_steps_of_inference(name, text):
     with pytest.raises(cg.UnsupportedError) as caught:
         cg.decode(load(name, form="chunked"))
@@ -197,7 +198,7 @@ def test_a_length_that_is_no_multiple_of_the_chunk():
 # -- structure that is refused ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "text"),
     [
         ("mamba-130m", {"scan": "fused"}, "scan 'fused', expected one of kernel, ops"),
@@ -259,16 +260,14 @@ XLSTM_7B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"), [(MAMBA, "mamba-130m"), (CODESTRAL, "mamba-codestral-7b"), (XLSTM_7B, "xlstm-7b")]
-)
+@each(("fields", "name"), [(MAMBA, "mamba-130m"), (CODESTRAL, "mamba-codestral-7b"), (XLSTM_7B, "xlstm-7b")])
 def test_configurations_of_the_presets(fields, name):
     found, preset = cg.models.from_config(fields, dtype="bf16"), load(name)
     assert found.defaults == preset.defaults
     assert cg.flops(found) == cg.flops(preset)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "changed", "error", "text"),
     [
         (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a field that is known"),

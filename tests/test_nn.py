@@ -78,7 +78,7 @@ def test_log_softmax_takes_one_logarithm_a_row():
     assert cg.bytes_moved(g) == F32 * 30
 
 
-@pytest.mark.parametrize(("affine", "bias", "params"), [(True, True, 2), (True, False, 1), (False, True, 0)])
+@each(("affine", "bias", "params"), [(True, True, 2), (True, False, 1), (False, True, 0)])
 def test_layer_norm_is_one_kernel(affine, bias, params):
     g, _ = graph_of(lambda x: cg.layer_norm(x, affine=affine, bias=bias), (3, 5, 7))
     total = cg.costs(g).total()

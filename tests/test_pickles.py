@@ -69,7 +69,7 @@ def test_a_copy_refuses_what_the_graph_refuses(way):
 
 
 @ways
-@pytest.mark.parametrize("first", [True, False])
+@each("first", [True, False])
 def test_changes_of_one_are_none_of_the_other(way, first):
     g = net()
     before = answers(g), facts(g)

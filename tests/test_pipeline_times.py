@@ -53,7 +53,7 @@ def played(lists, times, send=0):
     return cg.plan.simulate(lists, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
 
 
-@pytest.mark.parametrize(("name", "chunks", "ranks", "many"), CASES)
+@each(("name", "chunks", "ranks", "many"), CASES)
 def test_events_are_those_of_a_recursion(name, chunks, ranks, many):
     lists = cg.plan.schedule(name, ranks, many, chunks)
     for times, send in ((TIMES[1], 0), (TIMES[5], Fraction(3, 11))):

@@ -240,7 +240,7 @@ def test_products_of_a_backward_pass_read_narrow_copies():
 # -- errors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "text"),
     [
         ("bf61", "policy 'bf61', expected one of fp32, bf16, bf16-master, bf16-mixed, fp16-mixed, megatron-bf16, fp8"),

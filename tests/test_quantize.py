@@ -345,9 +345,9 @@ def test_separate_ops_read_a_wide_copy():
     assert [op.name for op in q.ops if op.name.endswith("cast")] == ["attention/scores/cast"]
 
 
-@pytest.mark.parametrize("cache", ["fp8_e4m3", "int8", "mxfp8"])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("cache", ["fp8_e4m3", "int8", "mxfp8"])
+@each("window", [None, 3])
+@each("kernel", ["flash", "eager"])
 def test_formulas_of_a_narrow_cache_are_what_an_interpreter_counts(cache, window, kernel):
     q = cg.quantize(attention(kernel, window), cache=cache)
     counted = testing.run(q, **CACHED)

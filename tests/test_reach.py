@@ -1,7 +1,6 @@
 """Elements that the ops of a graph read of a tensor, against the marks that NumPy leaves in an array."""
 
 import numpy as np
-import pytest
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,7 +95,7 @@ def test_parts_of_a_split_add_up_in_any_order_with_symbols_as_sizes(read):
         assert elements_read(g, tensor).expr.expand() == (sum(sizes[i] for i in read) * B).expand()
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 7), (5, 3, 7), (7, 2, 1)])
+@each("shape", [(3, 5, 7), (5, 3, 7), (7, 2, 1)])
 def test_slices_that_may_meet_count_the_widest_at_every_size(shape):
     with cg.Graph("g") as g:
         x = g.input("x", (S + D + T, B))
@@ -144,7 +143,7 @@ def test_what_nobody_reads_is_not_read():
     assert elements_read(g, x) == 0
 
 
-@pytest.mark.parametrize(("b", "s"), [(3, 11), (11, 3), (5, 5)])
+@each(("b", "s"), [(3, 11), (11, 3), (5, 5)])
 def test_of_two_lookups_the_longer_one_counts(b, s):
     with cg.Graph("g") as g:
         table = g.param("table", (1000, D))

@@ -251,7 +251,7 @@ def in_kernel(d, call):
 # -- the laws ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_a_call_that_is_refused_halfway_changes_nothing(name, failing):
     call = CALLS[name]
     plain, other = Declared(), Declared()

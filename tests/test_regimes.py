@@ -52,8 +52,8 @@ def test_in_two_columns_the_corners_of_the_hull_are_left(seed):
     assert len(found) == len(set(found))
 
 
-@pytest.mark.parametrize("scale", [1, 10**30])  # the second is beyond int64
-@pytest.mark.parametrize("seed", range(10))
+@each("scale", [1, 10**30])  # the second is beyond int64
+@each("seed", range(10))
 def test_no_weight_of_the_columns_misses_a_row_that_was_left_out(seed, scale):
     rnd = random.Random(seed)
     rows = [[rnd.randint(0, 9) * scale for _ in range(6)] for _ in range(30)]
@@ -134,7 +134,7 @@ def brute(formula, box):
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "box"),
     [
         (("A*B", "7*A", "11*B"), {"A": (1, 13), "B": (1, 5)}),

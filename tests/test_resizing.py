@@ -69,7 +69,7 @@ def test_upsample(factor, rank):
     assert cg.bytes_moved(g, B=2, C=3, R=5) == 4 * 6 * (5**rank + (factor * 5) ** rank)
 
 
-@pytest.mark.parametrize("side", [8, 9, 13])
+@each("side", [8, 9, 13])
 def test_upsample_to_what_an_odd_size_was(side):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))

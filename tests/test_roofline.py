@@ -396,7 +396,7 @@ def test_a_toml_file_of_ones_own(own):
 # -- where operands start ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [64, 512, 2048, 2956, 2957, 16384])
+@each("n", [64, 512, 2048, 2956, 2957, 16384])
 def test_a_warm_start_subtracts_what_the_last_level_cache_holds(n):
     """Three bf16 matrices of an H100 with 50 MiB of L2; 2956 is the last size that fits."""
     with cg.Graph("g", dtype="bf16") as g:

@@ -50,7 +50,7 @@ def test_decode_of_one_sequence_is_bound_by_memory(device):
 # -- how large -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["b200", "b300", "mi300x", "mi325x", "mi355x", "gb200", "tpu-v7x"])
+@each("name", ["b200", "b300", "mi300x", "mi325x", "mi355x", "gb200", "tpu-v7x"])
 def test_the_largest_batch_is_what_is_left_beside_the_weights(name):
     room = cg.load_hardware(name).capacity().value - cg.param_bytes(LLAMA)
     found = cg.largest(LLAMA, "B", hardware=name, S=S)

@@ -99,7 +99,7 @@ def test_no_simulated_schedule_moves_less_than_the_bound(name):
                 assert found.bound <= replaced(nest, accesses, 4 * elements)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_a_tile_fits_and_moves_what_it_says(name):
     nest = simulated(name)
     for elements, found in tilings(name):

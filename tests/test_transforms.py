@@ -38,8 +38,8 @@ QUESTIONS = [cg.flops, cg.matmul_flops, cg.bytes_moved, cg.param_count, cg.param
 SIZES = {"B": 3, "D": 5, "F": 7}
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+@each("question", QUESTIONS, ids=lambda f: f.__name__)
+@each("count", [1, 2, 3, 4, 6])
 def test_unrolling_is_the_model_written_out(question, count):
     expected = question(by_hand(block, count), **SIZES)
     assert question(cg.unroll(looped(block, L), L=count), **SIZES) == expected

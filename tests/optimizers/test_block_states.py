@@ -31,7 +31,7 @@ def fused(name):
     return AdamW(implementation="fused", states=name)
 
 
-@pytest.mark.parametrize(("name", "dtype"), MEASURED)
+@each(("name", "dtype"), MEASURED)
 def test_state_is_that_of_the_library(name, dtype):
     kept = states(updated(fused(name), SHAPES, dtype))
     for i, moment in enumerate(MEASURED[name, dtype]):
@@ -58,7 +58,7 @@ def test_layers_of_a_stack_are_large_or_small_each_by_itself():
     assert sum(t.storage.bytes.constant for t in states(stack)) == 3 * of_one + 2 * 1024
 
 
-@pytest.mark.parametrize(("optimizer", "moments"), [(SGD, 1), (AdaGrad, 1), (Adam, 2)])
+@each(("optimizer", "moments"), [(SGD, 1), (AdaGrad, 1), (Adam, 2)])
 def test_any_fused_optimizer_has_them(optimizer, moments):
     options = {"momentum": 0.9} if optimizer is SGD else {}
     g = updated(optimizer(implementation="fused", states="torchao-fp8", **options), ((128, 64),))

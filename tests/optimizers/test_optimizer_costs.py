@@ -73,7 +73,7 @@ def test_state_has_the_format_of_what_is_updated():
     assert {t.dtype.name for t in states(with_masters)} == {"fp32"}
 
 
-@pytest.mark.parametrize("ours", [Adam, AdaGrad])
+@each("ours", [Adam, AdaGrad])
 def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
     names = [(t.name, t.shape, t.dtype.name) for t in states(update_of(ours(implementation="fused"), N))]
     assert names[-1] == ("w.step", (), "fp32")

@@ -223,7 +223,7 @@ def test_as_many_requests_are_in_flight_as_memory_holds(measured):
     assert requests == pytest.approx((float(device.capacity().value) - weights) / (kept * 130 / 128), rel=0.03)
 
 
-@pytest.mark.parametrize("quantity", ["model size", "peak memory"])
+@each("quantity", ["model size", "peak memory"])
 def test_bytes_of_a_model_that_generates(measured, quantity):
     row = predict(one_of([r for r in measured if r.quantity == quantity], "decode-memory", weights="bf16"), LAST)
     assert row.peak == pytest.approx(2 * 8_030_261_248, rel=0.002 if quantity == "peak memory" else 0)
