@@ -72,7 +72,7 @@ def test_stages_take_what_their_graphs_take_alone(model, depth):
     found = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1), tp=(1, 13), sequence=True)
     assert {p.pp for p in found.rows} == {2, 4}
     assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in found.rows)
-    for plan in found.rows[:: len(found.rows) // 7]:
+    for plan in found.rows[:: len(found.rows) // 5]:
         same(model, plan, depth)
 
 
