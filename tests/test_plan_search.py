@@ -271,6 +271,17 @@ def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
 
 
+def test_gradients_are_reduced_in_each_micro_batch_by_default_where_ranks_keep_no_whole_ones(model):
+    limits = {**FEW, "zero": (1, 2), "tp": 1, "accumulate": 3, "checkpoint": "none"}
+    each, once, default = (
+        {p.zero: p.seconds for p in cg.plan.search(model, **{**limits, "reduce_each": how}).rows}
+        for how in (True, False, None)
+    )
+    assert once[1] < each[1]
+    assert once[2] < each[2]
+    assert default == {1: once[1], 2: each[2]}
+
+
 def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
     limits = {**MANY, "precision": "megatron-bf16", "zero": 1, "tp": 1, "sequence": False, "checkpoint": "none"}
     at_once, found = (
