@@ -139,18 +139,18 @@ def test_a_file_says_the_same(name, tmp_path):
 GENERATING = [n for n in SMALLEST if not n.startswith(("bert", "clip"))]
 
 
-@pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "gemma-3-27b", "xlstm-125m-7-1", "t5-11b"}))
+@pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "xlstm-125m-7-1"}))
 def test_steps_of_one_token_add_up_to_the_prompt(name):
     # not absorbed, keys and values of all positions are made again at each step
     g = models.load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
     if "S" not in known_names(g):
         pytest.skip("takes no tokens")
-    step, at = cg.decode(g), point(g)
+    step, at = cg.decode(g), {**point(g), "S": 4}
     assert cg.param_count(step) == cg.param_count(g)
     assert cg.cache_bytes(step, **_of(step, at)) == cg.cache_bytes(cg.prefill(g), **at)
     # where nothing else runs in the prompt, such as an encoder, and no convolution has padding behind it
     if not any(getattr(op.kind, "causal", None) for op in g.walk()) and "M" not in known_names(g):
-        steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, OPEN["S"] + 1)]
+        steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, at["S"] + 1)]
         assert sum(steps) == cg.matmul_flops(g, **at)
 
 

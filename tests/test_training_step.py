@@ -68,7 +68,8 @@ def combinations():
     for precision in [None, *BYTES_A_PARAMETER, "fp8"]:
         for accumulate in (1, M):
             for policy, name in zip(POLICIES, ["none", "block", "every", "selective", "start"], strict=True):
-                few = precision == "bf16-mixed" or (accumulate is M and policy is None)
+                alone = accumulate is M and policy is None and precision in ("bf16-master", "megatron-bf16", "fp8")
+                few = (precision == "bf16-mixed" and (accumulate is M or name in ("none", "every"))) or alone
                 marks = () if few or (precision is None and accumulate == 1) else pytest.mark.long
                 yield pytest.param(precision, accumulate, policy, marks=marks, id=f"{name}-{accumulate}-{precision}")
 
