@@ -1,4 +1,4 @@
-import pytest
+from each import each
 from sympy import Rational, limit, oo, simplify
 
 import costgraph as cg
@@ -22,7 +22,7 @@ def test_two_small_tensors_take_8192_bytes():
     assert cg.peak_memory(g) == 2 * 32 * 32 * 4 == 8192
 
 
-@pytest.mark.parametrize(("dtype", "mib"), [("fp32", 2304), ("bf16", 1152), ("fp16", 1152), ("fp8_e4m3", 576)])
+@each(("dtype", "mib"), [("fp32", 2304), ("bf16", 1152), ("fp16", 1152), ("fp8_e4m3", 576)])
 def test_the_feed_forward_matrix_of_gpt3_takes_whole_mebibytes(dtype, mib):
     with cg.Graph("g", dtype=dtype) as g:
         g.param("w", (12288, 49152))
@@ -30,7 +30,7 @@ def test_the_feed_forward_matrix_of_gpt3_takes_whole_mebibytes(dtype, mib):
     assert cg.param_count(g) == 12288 * 49152
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "expected"),
     [
         ("mxfp8", 8 * 64 * 4096 + 8 * 64 * 128),  # a scale of 8 bits for each of 4096/32 blocks of a row
@@ -67,7 +67,7 @@ def test_matmul_is_a_multiply_and_an_add_for_each_i_j_k():
     assert cg.flops(product((B, D), (D, K), "b d, d k -> b k")) == 2 * B * D * K
 
 
-@pytest.mark.parametrize("function", ["add", "mul", "relu"])
+@each("function", ["add", "mul", "relu"])
 def test_elementwise_is_one_an_element(function):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
@@ -107,8 +107,8 @@ def test_embedding_lookups_are_no_matmuls():
     assert not any(r.kind == "matmul" for r in cg.costs(transformer()).filter(op="embedding"))
 
 
-@pytest.mark.parametrize("s", [1, 2, 7, 16])
-@pytest.mark.parametrize("w", [1, 3, 7, 50])
+@each("s", [1, 2, 7, 16])
+@each("w", [1, 3, 7, 50])
 def test_causal_and_window_are_exact_counts(s, w):
     for window, pairs in (
         (None, s * (s + 1) // 2),

@@ -1,7 +1,7 @@
 """Loops in which tensors are one in some iterations: the same model with a Python loop reads what it reads."""
 
-import pytest
 import sympy
+from each import each
 
 import costgraph as cg
 from costgraph.graph.tensor import ALIASES
@@ -58,8 +58,8 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.parametrize("count", range(1, 9))
+@each("name", BODIES)
+@each("count", range(1, 9))
 def test_a_loop_reads_what_it_reads_written_out(name, count):
     body, start = BODIES[name]
     plain = by_hand(body, start, count)
@@ -74,7 +74,7 @@ def test_a_loop_reads_what_it_reads_written_out(name, count):
     assert not ALIASES.get()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         # x + x reads D, h + x reads 2*D in the other iterations, each writes D; 4 bytes an element
@@ -128,9 +128,9 @@ def handing_on_a_part(loop, inner, w, x, y):
     return body
 
 
-@pytest.mark.parametrize("case", [multiplied, from_elsewhere, handing_on_a_part])
-@pytest.mark.parametrize("inner", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@each("case", [multiplied, from_elsewhere, handing_on_a_part])
+@each("inner", [1, 2, 3])
+@each("count", [1, 2, 3, 4])
 def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(case, count, inner):
     found = []
     for rolled_up in (True, False):
@@ -147,8 +147,8 @@ def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(case, count, inne
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("begin", [0, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@each("begin", [0, 2, 3])
+@each("count", [1, 2, 3])
 def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin, count):
     with cg.Graph("g") as g:
         w = g.input("w", (13,))
@@ -159,7 +159,7 @@ def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin
     assert cg.bytes_moved(g, L=count) == 4 * (first + 10 * (count - 1) + (5 + 10) * count)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@each("count", [1, 2, 3])
 def test_numbers_in_a_row_are_read_one_in_each_step(count):
     with cg.Graph("g") as g:
         row, other, h = g.input("row", (L,)), g.input("other", (L,)), g.input("h", ())
@@ -168,8 +168,8 @@ def test_numbers_in_a_row_are_read_one_in_each_step(count):
     assert cg.bytes_moved(g, L=count) == 4 * count * (2 + 1 + 2 + 1)
 
 
-@pytest.mark.parametrize("first", ["same", "apart", "elsewhere"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@each("first", ["same", "apart", "elsewhere"])
+@each("count", [1, 2, 3, 5])
 def test_parts_of_a_captured_tensor_are_told_apart_by_where_they_begin(first, count):
     def body(h, w):
         begin = {"same": 2, "apart": 5, "elsewhere": 0}[first]
@@ -188,8 +188,8 @@ def test_parts_of_a_captured_tensor_are_told_apart_by_where_they_begin(first, co
     assert cg.bytes_moved(g, L=count) == cg.bytes_moved(plain)
 
 
-@pytest.mark.parametrize("pair", ["same", "shifted", "captured"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@each("pair", ["same", "shifted", "captured"])
+@each("count", [1, 2, 3, 5])
 def test_slices_of_one_tensor_in_step_are_one_and_shifted_ones_are_two(pair, count):
     def pieces(rows, length):
         return {"same": (rows[:length], rows[:length]), "shifted": (rows[:length], rows[1:])}.get(
@@ -226,8 +226,8 @@ def of_rows(state, rows):
     return cg.scan(L, rows_before, state, rows)[0], ()
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@each("nested", [False, True])
+@each("count", [1, 2, 3, 7])
 def test_a_slice_that_is_handed_on_is_not_the_next_one(count, nested):
     with cg.Graph("differences") as g:
         x = g.input("x", (N, L, B) if nested else (L, B))

@@ -7,22 +7,40 @@ import costgraph as cg
 B, D = cg.dims("B D")
 
 
-def odd_values(g):
+def odd_values():
+    """Values that are no argument, or an odd one; in place of the text "own" stands a tensor of the graph."""
     foreign = cg.Graph("other").input("f", (2, 3))
     numbers = [3.5, -1, 0, 10**30, float("nan"), float("inf"), True, 1j, np.float64(2), np.int64(3), -5, 2]
     formulas = [sympy.Symbol("q"), sympy.oo, sympy.nan, sympy.I, sympy.Rational(1, 2), sympy.Float(2.5)]
     texts = ["x", "", "a b -> b a", "a -> a", "\u00e9", "a" * 100_000, b"x"]
     containers = [[], (), {}, [None], ("a",), {"a": 1}, {1, 2}, np.array([1, 2])]
-    return [None, object(), int, foreign, g.tensors[0], *numbers, *formulas, *texts, *containers]
+    return [None, object(), int, foreign, "own", *numbers, *formulas, *texts, *containers]
+
+
+TENSORS = {
+    "x": lambda g: g.input("x", (B, 3)), "n": lambda g: g.input("n", (2, 3)), "w": lambda g: g.param("w", (3, 5)),
+    "ids": lambda g: g.input("ids", (B,), dtype="int64"), "q": lambda g: g.input("q", (2, 4, 5, 6)),
+    "im": lambda g: g.input("im", (2, 4, 9, 9)), "p": lambda g: g.input("p", (5,), dtype="int64"),
+    "cos": lambda g: g.input("cos", (5, 3)),
+}  # fmt: skip
+
+
+class Tensors(dict):
+    """Tensors of a graph, which are declared when they are asked for: a call needs one or two of them."""
+
+    def __init__(self, g):
+        self.g = g
+
+    def __missing__(self, name):
+        self[name] = TENSORS[name](self.g)
+        return self[name]
 
 
 def setting():
     g = cg.Graph("g")
-    return g, {
-        "x": g.input("x", (B, 3)), "n": g.input("n", (2, 3)), "w": g.param("w", (3, 5)),
-        "ids": g.input("ids", (B,), dtype="int64"), "q": g.input("q", (2, 4, 5, 6)), "im": g.input("im", (2, 4, 9, 9)),
-        "p": g.input("p", (5,), dtype="int64"), "cos": g.input("cos", (5, 3)),
-    }  # fmt: skip
+    tensors = Tensors(g)
+    assert tensors["x"] is g.tensors[0]
+    return g, tensors
 
 
 def in_kernel(g, e, a):
@@ -210,9 +228,9 @@ def arguments(call):
 def test_odd_arguments_are_refused_or_give_an_answer_that_is_not_negative(name):
     call = CALLS[name]
     for number in arguments(call):
-        for k in range(len(odd_values(setting()[0]))):
+        for odd in odd_values():
             g, e = setting()
-            value = odd_values(g)[k]
+            value = g.tensors[0] if isinstance(odd, str) and odd == "own" else odd
             try:
                 with g:
                     call(g, e, lambda i, default, number=number, value=value: value if i == number else default)

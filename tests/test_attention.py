@@ -1,5 +1,6 @@
 import pytest
 import torch
+from each import each
 from oracles import counted, pairs
 from sympy import expand
 
@@ -26,8 +27,8 @@ def eager(q, k, v):
 SHAPES = [(2, 4, 4, 5, 5, 3, 3), (2, 6, 2, 5, 5, 3, 7), (1, 4, 1, 1, 11, 5, 5), (2, 6, 3, 3, 11, 5, 2)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("shape", SHAPES)
+@each("kernel", ["flash", "eager"])
 def test_full_count_is_that_of_torchs_counter(shape, kernel):
     b, h, g, s, t, k, v = shape
     graph = made(*shape, kernel=kernel)
@@ -39,9 +40,9 @@ def test_full_count_is_that_of_torchs_counter(shape, kernel):
         assert counted(sdpa, (b, h, s, k), (b, g, t, k), (b, g, t, v)) == program
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("causal", [True, False])
+@each("shape", SHAPES)
+@each("window", [None, 1, 3, 100])
+@each("causal", [True, False])
 def test_flash_executes_the_pairs_that_are_seen_and_moves_q_k_v_and_the_result(shape, window, causal):
     b, h, g, s, t, k, v = shape
     if window is not None and not causal and s != t:
@@ -108,7 +109,7 @@ def test_eager_without_a_mask_has_no_mask_op():
     assert not any("mask" in n for n in names)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("kernel", ["flash", "eager"])
 def test_softcap_and_dropout_are_charged_for_each_score(kernel):
     plain, more = (
         made(2, 3, 3, 5, 5, 7, 7, kernel=kernel, causal=False, **o) for o in ({}, {"softcap": 30.0, "p": 0.1})
@@ -118,7 +119,7 @@ def test_softcap_and_dropout_are_charged_for_each_score(kernel):
     assert cg.matmul_flops(more) == cg.matmul_flops(plain)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "text"),
     [
         ({"kernel": "paged"}, GraphError, "kernel 'paged', expected one of flash, eager"),
@@ -132,13 +133,13 @@ def test_softcap_and_dropout_are_charged_for_each_score(kernel):
         ({"name": "a b"}, GraphError, "'a b': expected (an identifier|identifiers)"),
     ],
 )
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("kernel", ["flash", "eager"])
 def test_options_are_checked(options, error, text, kernel):
     with pytest.raises(error, match=text):
         made(2, 3, 3, 5, 5, 7, 7, **{"kernel": kernel, **options})
 
 
-@pytest.mark.parametrize(
+@each(
     ("shapes", "error", "text"),
     [
         ([(2, 3, 5), (2, 3, 5, 7), (2, 3, 5, 7)], ShapeError, "q is q.*, expected four axes"),

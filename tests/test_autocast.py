@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 from autocast_models import SIZES, gpt2_graph, gpt2_rows, in_order, llama_graph, llama_rows, rows
+from each import each
 
 import costgraph as cg
 from costgraph.graph.graph import apply
@@ -48,7 +49,7 @@ SAME_NAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@each("device", ["cuda", "cpu"])
 def test_the_lists_are_those_that_torch_registers(device):
     torch = pytest.importorskip("torch")
     key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[device]

@@ -120,8 +120,7 @@ def test_layers_of_a_stack_keep_one_storage_each():
     assert {t.storage.pieces for t in forward.results[1:]} == {1}
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("shared", "grad"), [(False, True), (True, False)])
 @pytest.mark.parametrize("policy", [None, cg.every_block(), cg.selective("mlp"), cg.from_start()])
 def test_symbolic_depth_is_the_unrolled_graph(shared, grad, policy):
     step = cg.backward(stack(shared=shared, grad=grad), checkpoint=policy)

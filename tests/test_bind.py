@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import sympy
 from algebra import NAMES, SYMBOLS, A, B, C, D, atoms, mixed, points
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limited
@@ -78,7 +79,7 @@ WRONG_SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "named"), WRONG_SIZES, ids=[n for _, n in WRONG_SIZES])
+@each(("wrong", "named"), WRONG_SIZES, ids=[n for _, n in WRONG_SIZES])
 def test_a_size_is_a_positive_integer(wrong, named):
     with pytest.raises(BindingError) as caught:
         cg.evaluate(A * B, A=wrong, B=2)
@@ -89,14 +90,14 @@ def test_a_size_is_a_positive_integer(wrong, named):
         bindings(small_graph(), {"B": wrong})
 
 
-@pytest.mark.parametrize("size", [3, np.int64(3), np.uint8(3), sympy.Integer(3), np.array(3)])
+@each("size", [3, np.int64(3), np.uint8(3), sympy.Integer(3), np.array(3)])
 def test_integers_of_every_kind_are_sizes(size):
     assert size_of("A", size) == 3
     assert type(size_of("A", size)) is int
     assert cg.evaluate(A * B, A=size, B=2) == 6
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "dims", "what"),
     [
         (A * B, {"A": 1}, "no size for B"),
@@ -117,7 +118,7 @@ def test_refused_evaluations(formula, dims, what):
     assert what in str(caught.value)
 
 
-@pytest.mark.parametrize("question", [
+@each("question", [
     cg.flops, cg.bytes_moved, cg.peak_memory, cg.activation_memory, lambda *a, **dims: cg.saved_bytes(*a, **dims)[""],
 ])  # fmt: skip
 def test_sizes_that_a_preset_or_a_question_has_bound_are_given_again_or_refused(question):
@@ -142,7 +143,7 @@ def test_sizes_that_a_preset_or_a_question_has_bound_are_given_again_or_refused(
     assert cg.evaluate(ratio, **free, C=5) == pytest.approx(question(step, **point) / at_one)
 
 
-@pytest.mark.parametrize("wrong", ["A*B", None, True, [A], A > 1, object(), sympy.Symbol("A"), sympy.Symbol("A") * A])
+@each("wrong", ["A*B", None, True, [A], A > 1, object(), sympy.Symbol("A"), sympy.Symbol("A") * A])
 def test_what_is_no_formula(wrong):
     with pytest.raises(ShapeError, match="expected"):
         cg.evaluate(wrong, A=1)
@@ -190,7 +191,7 @@ def test_compile_agrees_with_evaluate(x, rows):
     assert call(**only(x, rows[0])) == cg.evaluate(x, **only(x, rows[0]))
 
 
-@pytest.mark.parametrize("k", [3, 5, 7, 49, 100, 128])
+@each("k", [3, 5, 7, 49, 100, 128])
 def test_rounding_is_exact_where_the_division_is(k):
     sizes = np.arange(1, 4001)
     assert np.array_equal(cg.compile(sympy.floor(A / k))(A=sizes), sizes // k)
@@ -215,7 +216,7 @@ def test_shapes():
         f(A=np.ones(3, int), B=np.ones(2, int), C=1)
 
 
-@pytest.mark.parametrize("two", [2, np.int64(2), np.array(2), sympy.Integer(2)])
+@each("two", [2, np.int64(2), np.array(2), sympy.Integer(2)])
 def test_scalars_are_exact(two):
     N, T = cg.dims("N T")
     found = cg.compile(6 * N * T)(N=10**24, T=two)
@@ -235,7 +236,7 @@ def test_what_overflows_int64_is_a_float():
         cg.compile(10**400 * N)
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         *([0], [-1], [1, 0], [1.5], [np.nan], [np.inf], [True, False], ["1"], [None], [1j], [2**80], 1.5, True, "1"),
@@ -366,7 +367,7 @@ def test_a_count_that_is_no_whole_number_is_refused_by_the_name_of_its_loop():
         cg.flops(g, L=7, B=5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "good", "bad", "becomes"),
     [
         (S - 2, 3, 2, "0"),

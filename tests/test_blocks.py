@@ -1,4 +1,5 @@
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import GraphError, ShapeError
@@ -146,7 +147,7 @@ def test_scan_may_emit_nothing_several_or_read_nothing():
     assert cg.flops(g) == B * T
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.repeat(3, lambda x: cg.ops.cast(x, "bf16"), x), ShapeError,

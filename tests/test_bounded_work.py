@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from budget import drawing
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def ops(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("power", range(5, 60, 9))
+@each("power", range(5, 60, 9))
 def test_more_iterations_than_anyone_waits_for_are_refused(power, ops):
     g = stack()
     before = ops[0]
@@ -190,7 +191,7 @@ def test_a_product_of_numpy_does_not_wrap_around():
 # -- folds and fallbacks -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", ["L", "F", "N"])
+@each("count", ["L", "F", "N"])
 def test_a_folded_count_has_no_default(count):
     flat = cg.unroll(cg.models.load("mlp"), L=3)
     folded = cg.fold(flat, "layers", count)
@@ -216,6 +217,6 @@ def test_a_fallback_is_looked_at_though_nobody_needs_it(fallback):
             call()
 
 
-@pytest.mark.parametrize("fallback", ["bf16", "peak.fp8", "vector.fp32", "fp4", {"nvfp4": "peak.fp8"}], ids=repr)
+@each("fallback", ["bf16", "peak.fp8", "vector.fp32", "fp4", {"nvfp4": "peak.fp8"}], ids=repr)
 def test_good_fallbacks_are_taken(fallback):
     assert cg.load_hardware("h100-sxm").rate("bf16", fallback=fallback) == cg.load_hardware("h100-sxm").rate("bf16")

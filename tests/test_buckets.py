@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -183,7 +184,7 @@ def test_gradients_that_are_scattered_are_in_no_bucket():
     assert str(refused.value).endswith(": expected gradients that every rank has whole")
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"axes": (1,)}, "Buckets: axes=(1,), expected a name or several"),

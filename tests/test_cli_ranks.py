@@ -2,9 +2,10 @@
 
 import json
 import math
+from functools import cache
 
 import pytest
-from shared import load, training_step
+from shared import load, parallelize, training_step
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -14,19 +15,43 @@ from costgraph.report.formula import formula_text
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-SIZES = {"D": 24, "H": 6, "G": 2, "K": 4, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
+SIZES = {"D": 24, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
 WORDS = [f"{name}={size}" for name, size in SIZES.items()]
 SPLIT = {"dp": 4, "tp": 2, "zero": 3}
 
 
+@cache
+def model():
+    """A language model of two products a layer: steps of it are derived in no time."""
+    B, S, D, F, V, L = cg.dims("B S D F V L")
+    with cg.Graph("lm", dtype="bf16") as g:
+
+        def block(x):
+            with cg.scope("mlp"):
+                h = cg.relu(cg.linear(x, "b s d -> b s f", f=F, name="up"))
+                return x + cg.linear(h, "b s f -> b s d", d=D, name="down")
+
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("tokens/table", (V, D)))
+        x = cg.repeat(L, block, x, name="layers")
+        g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.loss = "cross_entropy"
+    return g
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cg.save(model(), "lm.json")
+
+
 def run(capsys, *words):
-    code = cli.main(["train", "llama-3-8b", *words])
+    code = cli.main(["train", "lm.json", *words])
     done = capsys.readouterr()
     return code, done.out, done.err
 
 
 def rank(**more):
-    return cg.parallelize(training_step(load("llama-3-8b")), **SPLIT, **more)
+    return parallelize(training_step(model()), **SPLIT, **more)
 
 
 def test_a_degree_makes_it_the_report_of_one_rank(capsys):
@@ -47,7 +72,7 @@ def test_a_degree_makes_it_the_report_of_one_rank(capsys):
 def test_a_degree_may_stay_open(capsys):
     code, out, err = run(capsys, *WORDS, "--dp", "n", "--zero", "2")
     assert (code, err) == (0, "")
-    step = training_step(load("llama-3-8b"))
+    step = training_step(model())
     graph = cg.parallelize(step, dp=cg.dims("n"), zero=2)
     reduced = cg.communication(graph, **SIZES).filter(collective="reduce_scatter")
     assert cg.dims("n") in reduced.total().free_symbols
@@ -58,7 +83,7 @@ PIPELINE = ["--pp", "2", "--micro-batches", "4", "--hardware", "h100-sxm"]
 
 
 def test_stages_make_it_the_report_of_one_of_them(capsys):
-    step = training_step(load("llama-3-8b"), accumulate=4)
+    step = training_step(model(), accumulate=4)
     cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual=2)
     words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual", "2"]
     for name, stage in zip(("first", "last"), cut.stages, strict=True):
@@ -127,7 +152,7 @@ def test_what_is_refused(capsys, words, text):
 
 # -- inference -----------------------------------------------------------------------------------------------------
 
-OWN = {name: n for name, n in SIZES.items() if name not in ("B", "S")}
+OWN = {"D": 24, "H": 6, "G": 2, "K": 4, "F": 44, "L": 4, "V": 52}
 SERVED = [f"{name}={n}" for name, n in OWN.items()]
 MESHES = [{"dp": 3}, {"tp": 2, "cp": 7}, {"pp": 2, "tp": 2, "micro_batches": 3}]
 

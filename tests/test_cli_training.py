@@ -6,6 +6,7 @@ import json
 
 import pytest
 from shared import load, training_step
+from test_cli_ranks import model
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -14,9 +15,6 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from costgraph.cli.training_commands import OPTIMIZERS, read_checkpoint
-
-TINY = ["D=12", "H=3", "F=11", "L=4", "V=13", "P=17", "B=2", "S=7"]
-SIZES = {k: int(v) for k, v in (word.split("=") for word in TINY)}
 
 
 def run(capsys, *words):
@@ -32,22 +30,22 @@ def good(capsys, *words):
     return out
 
 
-def trained(capsys, *words):
-    return json.loads(good(capsys, "train", "gpt2", *TINY, "--json", "-", *words))
+def of_mlp(capsys, *words):
+    return json.loads(good(capsys, "train", "mlp", "B=2", "--json", "-", *words))
 
 
 def test_times_take_levels_of_memory_into_account(capsys):
     words = ("--hardware", "a100-80-sxm", "--hierarchical")
-    found = trained(capsys, *words)["roofline"]
-    step = training_step(load("gpt2"))
-    asked = cg.roofline(step, "a100-80-sxm", hierarchical=True, **SIZES)
+    found = of_mlp(capsys, *words)["roofline"]
+    step = training_step(load("mlp"))
+    asked = cg.roofline(step, "a100-80-sxm", hierarchical=True, B=2)
     assert found["estimate"]["value"] == asked.estimate
     assert [level["level"] for level in found["levels"]] == ["memory", "l2"]
     assert [op["caches"]["l2"]["value"] for op in found["ops"]] == [row.caches_s["l2"] for row in asked.rows]
-    assert trained(capsys, *words[:2])["roofline"]["levels"] == []
-    out = good(capsys, "report", "gpt2", *TINY, "--hardware", "gb300", "--hierarchical")
+    assert of_mlp(capsys, *words[:2])["roofline"]["levels"] == []
+    out = good(capsys, "report", "mlp", "B=2", "--hardware", "gb300", "--hierarchical")
     assert "note                    gb300 has no bandwidth of a cache" in out
-    code, _, err = run(capsys, "report", "gpt2", *TINY, "hierarchical=2")
+    code, _, err = run(capsys, "report", "mlp", "B=2", "hierarchical=2")
     assert (code, "hierarchical" in err) == (2, True)
 
 
@@ -75,29 +73,30 @@ def test_a_step_of_llama_with_all_options(capsys):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_a_name(capsys, name):
-    g = load("gpt2")
-    expected = cg.training_step(g, optimizer=OPTIMIZERS[name]())
-    assert trained(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, **SIZES)
+    expected = cg.training_step(load("mlp"), optimizer=OPTIMIZERS[name]())
+    assert of_mlp(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, B=2)
 
 
-def test_options_change_the_step(capsys):
+def test_options_change_the_step(capsys, tmp_path):
+    cg.save(model(), tmp_path / "lm.json")
+    sizes = {"D": 24, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
+    words = ["train", str(tmp_path / "lm.json"), *(f"{name}={n}" for name, n in sizes.items()), "--json", "-"]
+
+    def asked(*options):
+        return json.loads(good(capsys, *words, *options))
+
     def expected(**options):
-        return cg.peak_memory(training_step(load("gpt2"), **options), **SIZES)
+        return cg.peak_memory(training_step(model(), **options), **sizes)
 
-    def peak(*words):
-        return trained(capsys, *words)["peak_memory"]["value"]
-
-    assert peak() == expected()
-    assert peak("--implementation", "fused") == expected(optimizer=cg.AdamW(implementation="fused"))
-    assert peak("--precision", "fp32") == expected(precision="fp32")
-    assert peak("--checkpoint", "every-block") == expected(checkpoint=cg.every_block())
-    assert peak("--checkpoint", "every:2") == expected(checkpoint=cg.every(2))
-    assert peak("--checkpoint", "selective:attention") == expected(checkpoint=cg.selective("attention"))
-    assert peak("--checkpoint", "none", "--accumulate", "3") == expected(accumulate=3)
-    data = trained(capsys, "--clip", "1.0")
-    assert data["figures"]["flops"]["value"] == cg.flops(
-        training_step(load("gpt2"), clip=1.0), **SIZES
-    )  # fmt: skip
+    fused, mlp = cg.AdamW(implementation="fused"), cg.selective("mlp")
+    assert asked()["peak_memory"]["value"] == expected()
+    found = asked("--implementation", "fused", "--precision", "fp32")
+    assert found["peak_memory"]["value"] == expected(optimizer=fused, precision="fp32")
+    assert asked("--checkpoint", "selective:mlp")["peak_memory"]["value"] == expected(checkpoint=mlp)
+    found = asked("--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
+    step = training_step(model(), clip=1.0, checkpoint=cg.every(2), accumulate=3)
+    assert found["figures"]["flops"]["value"] == cg.flops(step, **sizes)
+    assert found["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
 
 
 def test_checkpoints_as_they_are_written():
@@ -112,11 +111,11 @@ def test_checkpoints_as_they_are_written():
 def test_open_sizes_and_outputs(capsys, tmp_path):
     out = good(capsys, "train", "gpt2", "B=2")
     assert "unbound  S" in out
-    rows = list(csv.DictReader(io.StringIO(good(capsys, "train", "gpt2", *TINY, "--csv", "-"))))
+    rows = list(csv.DictReader(io.StringIO(good(capsys, "train", "mlp", "B=2", "--csv", "-"))))
     value = next(r["value"] for r in rows if r["quantity"] == "model-flops")
-    assert int(value) == cg.model_flops(training_step(load("gpt2")), **SIZES)
-    good(capsys, "train", "gpt2", *TINY, "--json", str(tmp_path / "r.json"))
-    assert json.loads((tmp_path / "r.json").read_text()) == trained(capsys)
+    assert int(value) == cg.model_flops(training_step(load("mlp")), B=2)
+    good(capsys, "train", "mlp", "B=2", "--json", str(tmp_path / "r.json"))
+    assert json.loads((tmp_path / "r.json").read_text()) == of_mlp(capsys)
     assert "peak memory [B]" in good(capsys, "train", "mlp", "B=2", "--formulas")
 
 
@@ -124,7 +123,7 @@ def test_pictures(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     roof, memory = tmp_path / "roof.png", tmp_path / "memory.png"
     words = ["--hardware", "h100-sxm", "--plot", str(roof), "--memory-plot", str(memory)]
-    good(capsys, "train", "gpt2", *TINY, *words)
+    good(capsys, "train", "mlp", "B=2", *words)
     assert roof.stat().st_size > 10_000
     assert memory.stat().st_size > 10_000
 
@@ -170,13 +169,13 @@ def test_plans_as_files(capsys, tmp_path):
     assert (data["schema"], data["ok"], data["devices"]) == ("costgraph/plan/1", True, 1024)
     assert [c["figure"] for c in data["checks"]] == [row.figure for row in found.rows]
     assert [c["verdict"] for c in data["checks"]] == [row.verdict for row in found.rows]
-    rows = list(csv.DictReader(io.StringIO(good(capsys, *PLAN, "S=8192", "--csv", "-"))))
+    out = good(capsys, *PLAN, "S=8192", "--csv", "-", "--json", str(tmp_path / "plan.json"))
+    rows = list(csv.DictReader(io.StringIO(out)))
     assert [r["check"] for r in rows] == [row.name.strip() for row in found.rows]
     assert [float(r["figure"]) for r in rows] == [float(row.figure) for row in found.rows]
     open_ = json.loads(good(capsys, *PLAN, "--json", "-"))
     assert open_["ok"] is None
     assert "S" in next(c["figure"] for c in open_["checks"] if c["check"] == "training time")
-    good(capsys, *PLAN, "S=8192", "--json", str(tmp_path / "plan.json"))
     assert json.loads((tmp_path / "plan.json").read_text()) == data
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -79,15 +80,15 @@ def test_every_format_of_weights_has_a_row():
     assert not ELEMENTS & WEIGHTS.keys()
 
 
-@pytest.mark.parametrize("name", [*WEIGHTS, *sorted(ELEMENTS)])
+@each("name", [*WEIGHTS, *sorted(ELEMENTS)])
 def test_bits_of_a_weight(name):
     bits = WEIGHTS[name][0] if name in WEIGHTS else cg.dtypes.DTYPES[name].bits + CHANNEL
     stored = cg.param_bytes(cg.quantize(linear(SIDE, SIDE), name))
     assert 0 <= stored - bits * SIDE**2 / 8 <= 4  # a scale or a mean of the whole tensor
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp4"])
-@pytest.mark.parametrize(("rows", "row", "block"), [(30, 100, 64), (7, 63, 64), (5, 64, 64), (30, 100, 32)])
+@each("name", ["nf4", "fp4"])
+@each(("rows", "row", "block"), [(30, 100, 64), (7, 63, 64), (5, 64, 64), (30, 100, 32)])
 def test_blocks_of_bitsandbytes_run_over_the_flattened_weight(name, rows, row, block):
     """`quantize_4bit` of bitsandbytes/functional.py: -(n // -blocksize) blocks of n elements, two to a byte."""
     n = rows * row
@@ -96,7 +97,7 @@ def test_blocks_of_bitsandbytes_run_over_the_flattened_weight(name, rows, row, b
     assert ceil(stored) == (n + 1) // 2 + 4 * -(n // -block)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"weights": "fp4", "activations": "fp8"}, "activations='fp8' with weights 'fp4', expected nvfp4 or mxfp4"),
@@ -151,7 +152,7 @@ def test_every_optimizer_has_a_row():
     assert {name: getattr(cg.Lion(), name) for name in LION} == LION
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+@each("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 def test_defaults_are_those_of_torch(optimizer):
     torch = pytest.importorskip("torch")
     theirs = inspect.signature(getattr(torch.optim, OPTIMIZERS[optimizer][0])).parameters
@@ -162,7 +163,7 @@ def test_defaults_are_those_of_torch(optimizer):
     assert {n: getattr(ours, n) for n in shared - skipped} == {n: theirs[n].default for n in shared - skipped}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+@each("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 def test_state_is_that_of_torch(optimizer):
     torch = pytest.importorskip("torch")
     name, settings = OPTIMIZERS[optimizer]
@@ -287,7 +288,7 @@ HELD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@each("name", SCHEDULES)
 def test_micro_batches_in_flight(name):
     """Action lists are held against those of torch in tests/with_torch/test_torch_schedules.py."""
     formula, chunks, _ = HELD[name]

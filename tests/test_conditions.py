@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -67,7 +68,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each("way", WAYS)
 def test_a_formula_refuses_what_its_graph_refuses(short, way):
     f = WAYS[way](cg.flops(short))
     sizes = {s.name: 7 for s in f.free_symbols} | {"S": 3}
@@ -206,8 +207,8 @@ def test_points_of_an_array_that_are_outside(short):
         cg.compile(f, outside="zero")
 
 
-@pytest.mark.parametrize("scale", [1, 2**30, 2**50, 2**60, 10**30])
-@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.float64])
+@each("scale", [1, 2**30, 2**50, 2**60, 10**30])
+@each("kind", [np.int64, np.uint64, np.float64])
 def test_whole_sizes_are_told_from_others_exactly(scale, kind):
     with cg.Graph("split") as g:
         g.output(cg.relu(cg.rearrange(g.input("x", (D * T,)), "(h k) -> h k", h=H)))
@@ -348,7 +349,7 @@ def step():
     return training_step(load("gpt2"))
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@each("question", QUESTIONS)
 def test_every_question_of_a_step_refuses_sequences_that_are_too_long(step, question):
     formula = QUESTIONS[question](step)
     names = {s.name for s in formula.free_symbols}

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -71,7 +72,7 @@ def seen(causal, window, queries, size):
     }
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 4), (True, 99), (False, 1), (False, 4)])
+@each(("causal", "window"), [(True, None), (True, 1), (True, 4), (True, 99), (False, 1), (False, 4)])
 def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
     for ranks, block in product((1, 2, 3, 5), (1, 2, 3, 7)):
         size = ranks * block
@@ -88,7 +89,7 @@ def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
             assert cg.evaluate(formula(poly(S / N), poly(S)).expr, **values) == pytest.approx(float(number), rel=1e-15)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@each("ranks", [1, 2, 3, 5])
 def test_blocks_from_both_ends_of_a_causal_square_are_the_mean_on_every_rank(ranks):
     """Rank r of torch's head-tail load balancer has blocks r and 2N - 1 - r of 2N."""
     size = 3 * 2 * ranks
@@ -129,7 +130,7 @@ def test_formulas_are_the_mean_of_what_ranks_do(what):
         assert len({run.matmul for run in runs}) > 1
 
 
-@pytest.mark.parametrize("what", ["flash", "flash, window", "eager"])
+@each("what", ["flash", "flash, window", "eager"])
 def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
     whole, rank = sharded(what)
     assert cg.flops(rank, **SIZES, N=1) == cg.flops(whole, **SIZES)
@@ -141,7 +142,7 @@ def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
 # -- what is sent ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [name for name in KERNELS if name != "flash, sinks"])
+@each("what", [name for name in KERNELS if name != "flash, sinks"])
 def test_keys_and_values_are_gathered_each_way_and_their_gradients_scattered(what):
     """K and V of all ranks are B*G*S*K elements each, of 4 bytes; what else is reduced are gradients of parameters."""
     whole, rank = sharded(what)
@@ -341,7 +342,7 @@ def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
     assert cg.flops(cg.unroll(loaded), **SIZES, N=3) == cg.flops(rank, **SIZES, N=3)
 
 
-@pytest.mark.parametrize("pattern", ["b s t ->", "b s t -> b", "b s t -> b s"])
+@each("pattern", ["b s t ->", "b s t -> b", "b s t -> b s"])
 def test_a_mean_over_queries_that_see_other_numbers_of_keys_is_none_of_means(pattern):
     with cg.Graph("scores") as g:
         q, k = g.input("q", (2, S, 3)), g.input("k", (2, S, 3))

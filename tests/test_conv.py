@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each import each
 from oracles import counted, graph_of, touched
 
 import costgraph as cg
@@ -31,8 +32,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("bias", [False, True])
+@each("case", CASES)
+@each("bias", [False, True])
 def test_shapes_and_flops_are_torchs_and_each_input_element_is_read_once(case, bias):
     rank, size, channels, out, window, stride, padding, dilation, groups = case
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -92,11 +93,11 @@ def test_depthwise_convolution_with_symbolic_groups():
     assert cg.param_count(g) == 4 * C
 
 
-@pytest.mark.parametrize(
+@each(
     ("rank", "size", "window", "stride", "padding"),
     [(1, (11,), 3, None, 0), (2, (11, 13), (2, 3), (1, 2), 1), (2, (14, 14), 3, 2, 1), (3, (5, 7, 9), 2, None, 0)],
 )
-@pytest.mark.parametrize("operation", ["max", "mean"])
+@each("operation", ["max", "mean"])
 def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank, size, window, stride, padding):
     name = {"max": "max_pool", "mean": "avg_pool"}[operation]
     run = getattr(torch.nn.functional, f"{name}{rank}d")
@@ -110,7 +111,7 @@ def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank
     assert cg.matmul_flops(g) == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.conv(3, "b c h w -> b o h w", window=3, o=5), GraphError, "conv: x is 3, expected a tensor"),

@@ -1,6 +1,7 @@
 """The table of costs, and the formats that ops calculate in."""
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import BindingError, GraphError
@@ -97,7 +98,7 @@ def test_asking_twice_and_in_any_order_gives_the_same(model):
     assert cg.flops(model, **SIZES) == cg.evaluate(first[0], **SIZES) + 15
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda g: cg.costs(g).filter(colour="red"), GraphError, "column 'colour', expected one of op, scope, phase"),

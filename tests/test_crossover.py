@@ -5,6 +5,7 @@ import random
 
 import pytest
 import sympy
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -42,14 +43,14 @@ def stated(flops, *shape):
     return g
 
 
-@pytest.mark.parametrize("turn", [2, 3, 7, 8, 9, 2**31 - 1, 2**58 + 5, 2**59, 2**59 + 12345, 2**60 - 1, 2**60])
+@each("turn", [2, 3, 7, 8, 9, 2**31 - 1, 2**58 + 5, 2**59, 2**59 + 12345, 2**60 - 1, 2**60])
 def test_a_search_finds_the_size_that_was_put_in(own, turn):
     # N^5 / turn^2 against N^3: the same at N = turn, compute-bound from there on
     g = stated(80 * N**5 / turn**2, N, N, N)
     assert cg.crossover(g, own, "N") == turn
 
 
-@pytest.mark.parametrize("turn", [2, 3, 7, 100, 2**40 + 1])
+@each("turn", [2, 3, 7, 100, 2**40 + 1])
 def test_a_search_finds_where_growth_makes_it_memory_bound(own, turn):
     # turn^2 * N against N^3: the same at N = turn, and memory-bound from the next size on
     assert cg.crossover(stated(80 * turn**2 * N, N, N, N), own, "N") == turn + 1

@@ -48,9 +48,11 @@ PAGE = """# Page
 """
 
 
-def build(folder, page):
+def build(folder, page, **others):
+    """Build a site of a page, and of others by their names, each of which is built whatever fails in another one."""
     (folder / "conf.py").write_text(CONF)
-    (folder / "index.md").write_text(page)
+    for name, text in {"index": page, **others}.items():
+        (folder / f"{name}.md").write_text(text if name == "index" else f"---\norphan: true\n---\n\n{text}")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", folder, folder / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr, folder / "out" / "index.html"
@@ -60,29 +62,6 @@ def formulas(page):
     """Text of each block of mathematics."""
     blocks = re.findall(r'<div class="math">(.*?)</div>', page.read_text(encoding="utf-8"), re.DOTALL)
     return ["".join(re.sub(r"<[^>]*>", "", b).split()) for b in blocks]
-
-
-@needs_sphinx
-def test_a_formula_is_evaluated_where_it_stands(tmp_path):
-    code, said, page = build(tmp_path, PAGE)
-    assert code == 0, said
-    assert formulas(page) == ["first=2BD", "max{BD,BF}"]
-
-
-@needs_sphinx
-@pytest.mark.parametrize(
-    ("page", "text"),
-    [
-        (PAGE.replace("{derived} size\n```", "{derived} width\n```"), "NameError: name 'width' is not defined"),
-        (PAGE.replace(">>> size = 2 * B * D\n", ">>> 2 * B * D\nB*D\n>>> size = 2 * B * D\n"), "Expected:"),
-        (PAGE.replace("{derived} size\n```", "{derived} 'size'\n```"), "SympifyError"),
-    ],
-    ids=["unknown name", "failing example", "text"],
-)
-def test_what_cannot_be_derived_fails_the_build(tmp_path, page, text):
-    code, said, _ = build(tmp_path, page)
-    assert code != 0
-    assert text in said
 
 
 DRAWN = """# Page
@@ -102,29 +81,43 @@ DRAWN = """# Page
 
 
 @needs_sphinx
-def test_a_picture_is_drawn_into_the_page(tmp_path):
+def test_a_formula_is_evaluated_where_it_stands_and_a_picture_is_drawn_into_the_page(tmp_path):
     pytest.importorskip("matplotlib")
-    code, said, page = build(tmp_path, DRAWN)
+    code, said, page = build(tmp_path, PAGE, drawn=DRAWN)
     assert code == 0, said
-    ((alt, drawn),) = re.findall(r'alt="(.*?)" src="data:image/png;base64,(.*?)"', page.read_text(encoding="utf-8"))
+    assert formulas(page) == ["first=2BD", "max{BD,BF}"]
+    text = page.with_name("drawn.html").read_text(encoding="utf-8")
+    ((alt, drawn),) = re.findall(r'alt="(.*?)" src="data:image/png;base64,(.*?)"', text)
     assert alt == "a &lt;step&gt;"
     assert base64.b64decode(drawn).startswith(b"\x89PNG")
 
 
+#: Pages that fail, each for its own reason: the warnings of a build name the page.
+FAILING = {
+    "unknown_name": (
+        PAGE.replace("{derived} size\n```", "{derived} width\n```"), "NameError: name 'width' is not defined",
+    ),
+    "failing_example": (
+        PAGE.replace(">>> size = 2 * B * D\n", ">>> 2 * B * D\nB*D\n>>> size = 2 * B * D\n"), "Expected:",
+    ),
+    "text": (PAGE.replace("{derived} size\n```", "{derived} 'size'\n```"), "SympifyError"),
+    "without_words": (DRAWN.replace(":alt: a <step>\n", ""), "expected the option alt"),
+    "size": (DRAWN.replace("B=7", "B=-7"), "BindingError"),
+    "no_figure": (DRAWN.replace("cg.timeline(g, B=7).plot()", "g.name"), "AttributeError"),
+}  # fmt: skip
+
+
 @needs_sphinx
-@pytest.mark.parametrize(
-    ("page", "text"),
-    [
-        (DRAWN.replace(":alt: a <step>\n", ""), "expected the option alt"),
-        (DRAWN.replace("B=7", "B=-7"), "BindingError"),
-        (DRAWN.replace("cg.timeline(g, B=7).plot()", "g.name"), "AttributeError"),
-    ],
-    ids=["without words", "size", "no figure"],
-)
-def test_what_cannot_be_drawn_fails_the_build(tmp_path, page, text):
-    code, said, _ = build(tmp_path, page)
+def test_what_cannot_be_derived_or_drawn_fails_the_build(tmp_path):
+    code, said, _ = build(tmp_path, "# Page\n", **{name: page for name, (page, _) in FAILING.items()})
     assert code != 0
-    assert text in said
+    # a warning is one of a page, up to that of another one
+    starts = r"^\S*?(\w+)\.md\S* (?:WARNING|ERROR): "
+    _, *parts = re.split(starts, said, flags=re.MULTILINE)
+    warnings = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert warnings.keys() == FAILING.keys(), said
+    for name, (_, text) in FAILING.items():
+        assert text in warnings[name], name
 
 
 @needs_sphinx

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import pytest
 import sympy
+from each import each
 from public import FUNCTIONS, NAMESPACES, PUBLIC, RECORDS
 
 import costgraph as cg
@@ -24,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 B, D = cg.dims("B D")
 
 
-@pytest.mark.parametrize(
+@each(
     ("hint", "good", "odd"),
     [
         (bool, [True], [1, None, np.bool_(True)]),
@@ -55,7 +56,7 @@ def test_a_rule_holds_for_what_the_annotation_says(hint, good, odd):
     assert [v for v in odd if asked.holds(v)] == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("hint", "text"),
     [
         (int | None, "a whole number"),
@@ -81,7 +82,7 @@ def stated(**facts):
         setattr(cg.Graph("g"), name, value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         (lambda: cg.roofline(5, "h100-sxm"), "roofline: graph is 5, expected a graph"),
@@ -122,7 +123,7 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, text):
         call()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("name", FUNCTIONS)
 def test_a_checked_function_is_what_it_was_to_python(name):
     function = FUNCTIONS[name]
     assert pickle.loads(pickle.dumps(function)) is function

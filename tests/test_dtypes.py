@@ -6,6 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.dtypes import ALIASES, DTYPES, DType, bits_per_element, dtype, promote
@@ -25,7 +26,7 @@ TORCH_COMPLEX = {name: name for name in ("complex64", "complex128")}
 TORCH_INTS = {name: name for name in ("int64", "int32", "int16", "int8", "uint8")}
 
 
-@pytest.mark.parametrize(("name", "other"), TORCH_FLOATS.items())
+@each(("name", "other"), TORCH_FLOATS.items())
 def test_ranges_are_those_of_torch(name, other):
     torch = pytest.importorskip("torch")
     info = torch.finfo(getattr(torch, other))
@@ -47,13 +48,13 @@ def test_complex_formats_are_two_parts(name):
     assert (ours.max, ours.round(0.1)) == (dtype(ours.element).max, dtype(ours.element).round(0.1))
 
 
-@pytest.mark.parametrize("name", TORCH_INTS)
+@each("name", TORCH_INTS)
 def test_integers_are_those_of_numpy(name):
     info = np.iinfo(name)
     assert (dtype(name).bits, dtype(name).max, dtype(name).min) == (info.bits, info.max, info.min)
 
 
-@pytest.mark.parametrize(("name", "other"), [("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")])
+@each(("name", "other"), [("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")])
 def test_ieee_formats_are_those_of_numpy(name, other):
     info = np.finfo(other)
     ours = dtype(name)
@@ -62,7 +63,7 @@ def test_ieee_formats_are_those_of_numpy(name, other):
     assert Fraction(float(info.max)) == ours.max
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "exponent", "mantissa", "largest", "normal", "subnormal"),
     [
         # exponent bits 1-e-m; the largest value worked out by hand
@@ -84,7 +85,7 @@ def test_formats_by_hand(name, exponent, mantissa, largest, normal, subnormal):
     assert ours.smallest_subnormal == subnormal
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [n for n, f in DTYPES.items() if f.kind == "float" and f.signed and not f.scale and not f.codes],
 )
@@ -112,7 +113,7 @@ def test_small_integers_and_bool():
     assert (dtype("bool").min, dtype("bool").max) == (0, 1)
 
 
-@pytest.mark.parametrize("what", ["epsilon", "smallest_normal", "smallest_subnormal"])
+@each("what", ["epsilon", "smallest_normal", "smallest_subnormal"])
 def test_integers_have_no_epsilon(what):
     with pytest.raises(FormatError) as error:
         getattr(dtype("int8"), what)
@@ -150,7 +151,7 @@ def samples(ours: DType) -> list[float]:
     return base + [-x for x in base]
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
+@each("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
 def test_rounding_is_that_of_torch(name):
     torch = pytest.importorskip("torch")
     ours = dtype(name)
@@ -159,7 +160,7 @@ def test_rounding_is_that_of_torch(name):
     assert [ours.round(x) for x in values] == theirs
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "bits", "exponent", "mantissa"),
     [("fp4_e2m1", 4, 2, 1), ("fp6_e2m3", 6, 2, 3), ("fp6_e3m2", 6, 3, 2)],
 )
@@ -210,7 +211,7 @@ def test_nan_and_the_sign_of_zero():
     assert math.copysign(1, dtype("fp16").round(-1e-9)) == -1
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "x", "text"),
     [
         ("mxfp4", 1.0, "mxfp4: cannot round 1.0 alone, blocks share scales; expected a format without them"),
@@ -229,7 +230,7 @@ def test_what_has_no_rounding_is_refused(name, x, text):
     assert str(error.value) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "block", "scale_bits", "tensor_bits", "bits"),
     [
         ("mxfp8", 32, 8, 0, 8.25),  # 8 + 8/32
@@ -273,7 +274,7 @@ STRUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTS)
+@each("name", STRUCTS)
 def test_a_block_of_gguf_takes_the_bytes_of_its_struct(name):
     elements, struct = STRUCTS[name]
     size = ctypes.sizeof(struct)
@@ -347,7 +348,7 @@ def test_names():
     assert all(name == f.name for name, f in DTYPES.items())
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "hint"),
     [("bf61", "did you mean 'bf16'? "), ("BF16", "did you mean 'bf16'? "), ("zzz", ""), ("", "")],
 )
@@ -371,7 +372,7 @@ def test_promotion_is_that_of_torch():
         assert promote(a, b).name == back[theirs], (a, b)
 
 
-@pytest.mark.parametrize(
+@each(
     ("a", "b", "expected"),
     [
         ("fp8_e4m3", "bf16", "bf16"),
@@ -390,7 +391,7 @@ def test_promotion_beyond_torch(a, b, expected):
     assert promote(a, b).name == promote(b, a).name == expected
 
 
-@pytest.mark.parametrize(("a", "b"), [("fp8_e4m3", "fp8_e5m2"), ("mxfp4", "nvfp4"), ("fp4", "mxfp8")])
+@each(("a", "b"), [("fp8_e4m3", "fp8_e5m2"), ("mxfp4", "nvfp4"), ("fp4", "mxfp8")])
 def test_two_narrow_floats_have_to_be_cast(a, b):
     with pytest.raises(FormatError) as error:
         promote(a, b)

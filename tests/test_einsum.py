@@ -6,6 +6,7 @@ import numpy as np
 import opt_einsum
 import pytest
 import torch
+from each import each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import graph_of, index_points, pairs, touched
@@ -23,7 +24,7 @@ def made(pattern, *shapes, **options):
     return g
 
 
-@pytest.mark.parametrize(
+@each(
     "pattern",
     [
         "b d, d f -> b f",
@@ -47,7 +48,7 @@ def test_flops_are_two_an_index_point_where_an_axis_is_summed_and_one_elsewhere(
     assert cg.matmul_flops(g) == (cg.flops(g) if summed else 0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "shapes", "options", "equation", "result"),
     [
         ("b s (h k), (h k) d -> b s d", ((2, 3, 10), (10, 7)), {"h": 2}, "abc,cd->abd", (2, 3, 7)),
@@ -196,10 +197,10 @@ def test_an_assumption_can_decide_the_order():
 # -- affine indices ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3, 5])
-@pytest.mark.parametrize("dilation", [1, 2, 3])
-@pytest.mark.parametrize("padding", [0, 1, 2, 4])
-@pytest.mark.parametrize(("size", "window"), [(11, 3), (11, 1), (11, 2), (7, 3), (13, 4)])
+@each("stride", [1, 2, 3, 5])
+@each("dilation", [1, 2, 3])
+@each("padding", [0, 1, 2, 4])
+@each(("size", "window"), [(11, 3), (11, 1), (11, 2), (7, 3), (13, 4)])
 def test_affine_index_reads_what_a_convolution_reads(size, window, stride, dilation, padding):
     assert size + 2 * padding >= dilation * (window - 1) + 1  # it fits
     index = f"h*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
@@ -229,7 +230,7 @@ def test_positive_offset_of_an_index_skips_the_first_positions():
     assert cg.costs(g).total().read == 4 * (5 + 3)
 
 
-@pytest.mark.parametrize("size", [5, 6, 7, 9])
+@each("size", [5, 6, 7, 9])
 def test_two_dimensional_window_touches_the_product_of_its_axes(size):
     g = made("b c h*2+r-1 w*3+q, o c r q -> b o h w", (2, 3, size, W), (5, 3, 3, 2))
     out = [(size + 2 - 3) // 2 + 1, (8 - 2) // 3 + 1]
@@ -251,7 +252,7 @@ _SHAPES = [(1, 1), (5, 5), (7, 7), (3, 7), (1, 7), (7, 3), (6, 11)]
 _WINDOWS = [(True, None), (True, 1), (True, 3), (True, 7), (True, 20), (False, 1), (False, 3), (False, 20)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("queries", "keys", "causal", "window"),
     # a window to both sides needs as many queries as keys
     [(*shape, *domain) for shape in _SHAPES for domain in _WINDOWS if domain[0] or shape[0] == shape[1]],
@@ -290,7 +291,7 @@ def test_domain_is_inherited_by_what_reads_the_scores():
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "shapes", "options", "error", "text"),
     [
         ("b d, d f -> b f", [(2, 3), (5, 7)], {}, ShapeError, "axis 'd' has size 3 in operand 1 .* and 5 in operand 2"),
@@ -355,7 +356,7 @@ def test_operands_under_two_domains_are_refused():
             cg.einsum(one, two, "s t, s t -> s")
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"causal": False}, "neither causal nor a window"),

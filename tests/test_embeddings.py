@@ -1,5 +1,6 @@
 import pytest
 import torch
+from each import each
 from sympy import expand
 
 import costgraph as cg
@@ -15,7 +16,7 @@ def inputs(graph, **shapes):
 # -- what is added to scores ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "read"),
     [
         # a causal kernel of S queries and keys reads the S*(S + 1)/2 pairs that it computes
@@ -47,7 +48,7 @@ def test_eager_adds_it_to_the_whole_square():
     assert made == {"compute": square, "read": 4 * square + 4 * H * S * T, "write": 4 * square}
 
 
-@pytest.mark.parametrize("shape", [(S, S), (2, H, S, S), (1, G, S, S), (1, H, S, T)])
+@each("shape", [(S, S), (2, H, S, S), (1, G, S, S), (1, H, S, T)])
 def test_a_bias_of_another_shape_is_refused(shape):
     with cg.Graph("g") as g:
         q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K), bias=shape)
@@ -146,7 +147,7 @@ def test_times_become_sinusoids():
     assert cg.param_count(g) == 0  # the frequencies are a buffer
 
 
-@pytest.mark.parametrize(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
+@each(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
 def test_patches(side, patch):
     with cg.Graph("g") as g:
         g.output(cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), patch, D))

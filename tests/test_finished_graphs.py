@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import networkx as nx
 import pytest
+from each import each
 
 import costgraph as cg
 
@@ -213,7 +214,7 @@ def test_a_graph_that_is_entered_again_goes_on(graph):
         cg.relu(made)
 
 
-@pytest.mark.parametrize("make", [declared, stepped, folded])
+@each("make", [declared, stepped, folded])
 def test_bodies_are_finished_with_their_graph(make):
     g = make()
     bodies = [b for b in g.bodies() if b is not g]

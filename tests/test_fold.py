@@ -4,7 +4,9 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import HealthCheck, assume, given, reject, settings
+from budget import drawing
+from each import each
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
 import costgraph as cg
@@ -114,8 +116,13 @@ def turning(period):
     return body
 
 
-@pytest.mark.parametrize(("period", "count"), [(2, 8), (2, 9), (3, 14), (4, 20), (5, 24)])
-@pytest.mark.parametrize("what", ["forward", "step", "step, folded first"])
+@pytest.mark.parametrize(
+    ("what", "period", "count"),
+    [
+        ("forward", 2, 8), ("forward", 2, 9), ("forward", 3, 14), ("forward", 4, 20), ("forward", 5, 24),
+        ("step", 2, 9), ("step", 3, 14), ("step, folded first", 2, 8), ("step, folded first", 3, 14),
+    ],
+)  # fmt: skip
 def test_layers_that_take_turns_are_folded_by_turns(period, count, what):
     def made(n, fold):
         graph = model(turning(period), n)
@@ -288,7 +295,7 @@ def folded_back(graph, loop, sizes):
 
 
 @given(case=testing.ops("repeat"))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@drawing(30)
 def test_a_drawn_loop_that_is_unrolled_and_folded_back_costs_the_same(case):
     graph, point = case
     loop, name = alone(graph, point)
@@ -300,7 +307,7 @@ def test_a_drawn_loop_that_is_unrolled_and_folded_back_costs_the_same(case):
 
 
 @given(case=testing.losses(5, around="repeat"), optimizer=st.sampled_from(["foreach", "for-loop"]))
-@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@drawing(16)
 def test_a_drawn_training_step_is_folded_back(case, optimizer):
     graph, point = case
     loop, name = alone(graph, point)
@@ -505,7 +512,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_what_cannot_be_folded_is_refused(name):
     make, scope, count, text = REFUSED[name]
     with pytest.raises(cg.GraphError) as error:

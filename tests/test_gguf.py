@@ -4,6 +4,7 @@ import random
 from contextlib import suppress
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.errors import FormatError
@@ -43,9 +44,7 @@ def test_formats_and_file_types_are_those_of_the_package():
         assert NAMES.get(name, name.upper()) == known
 
 
-@pytest.mark.parametrize(
-    "name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4"]
-)
+@each("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4"])
 def test_blocks_have_the_bytes_of_the_library(name):
     elements, size = next((e, s) for n, e, s in FORMATS.values() if n == name)
     assert cg.bits_per_element(name) * elements == 8 * size

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import sympy
 from algebra import A, B, C, D, atoms, mixed, points
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limited
@@ -78,7 +79,7 @@ def test_text_means_what_it_means_in_python(text, point):
     assert found == as_poly(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("2**3**2", 512),
@@ -111,7 +112,7 @@ def test_numbers(text, expected):
         assert parse_formula(text) == as_poly(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("2*A*(B + 1)", 2 * A * B + 2 * A),
@@ -140,7 +141,7 @@ def test_what_is_printed_can_be_read(x):
     assert parse_formula(str(p)) == p
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "what"),
     [
         ("", "the end of the text"),
@@ -201,7 +202,7 @@ def test_refusals_name_place_and_value(text, what):
     assert len(message) < 600
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["(" * 10**6, "-" * 10**6 + "A", "2**" * 10**6, "A+" * 10**6, "floor(" * 10**6, "\n" * 10**6],
     ids=lambda t: repr(t[:8]),
@@ -224,14 +225,14 @@ def test_the_longest_texts_are_read():
             parse_formula(text)
 
 
-@pytest.mark.parametrize("wrong", [None, 5, b"A", ["A"], sympy.Symbol("A")])
+@each("wrong", [None, 5, b"A", ["A"], sympy.Symbol("A")])
 def test_what_is_no_text_is_refused(wrong):
     for parse in (parse_formula, parse_relation):
         with pytest.raises(PatternError, match=re.escape(repr(wrong)) + ", expected text"):
             parse(wrong)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "difference", "equal"),
     [
         ("A >= B", A - B, False),
@@ -258,7 +259,7 @@ def test_a_strict_relation_of_fractions_stays_strict():
     assert found.difference == poly(1 / (A + B) - 1 / (C + D))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "what"),
     [
         ("A", "the end of the text, expected one of == >= <= > <"),

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from each import each
 
 from costgraph.dtypes import dtype
 from costgraph.errors import FormatError, SpecError
@@ -69,7 +70,7 @@ def test_h100_ridge():
     assert round(h100.ridge("bf16")) == 295
 
 
-@pytest.mark.parametrize("name", list_hardware())
+@each("name", list_hardware())
 def test_every_device_loads_with_sources_for_every_number(name):
     device = load_hardware(name)
     assert device.id == name
@@ -80,7 +81,7 @@ def test_every_device_loads_with_sources_for_every_number(name):
     assert {key for key in device.sources if key not in used and key not in cited} == set()
 
 
-@pytest.mark.parametrize(("pattern", "arch"), [
+@each(("pattern", "arch"), [
     ("v100-", "sm_70"), ("t4", "sm_75"), ("a100-", "sm_80"), ("a10", "sm_86"), ("rtx3090", "sm_86"), ("l40s", "sm_89"),
     ("rtx4090", "sm_89"), ("h100-", "sm_90"), ("gh200-", "sm_90"), ("b200", "sm_100"), ("b300", "sm_103"),
     ("rtx5090", "sm_120"),
@@ -96,7 +97,7 @@ def test_who_is_not_nvidia_has_no_compute_capability():
                for name in list_hardware())  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list_hardware())
+@each("name", list_hardware())
 def test_every_device_is_of_a_plausible_size(name):
     """Factors of 1000 and of 2 (sparsity) would stand out here."""
     device = load_hardware(name)
@@ -108,7 +109,7 @@ def test_every_device_is_of_a_plausible_size(name):
     assert order == sorted(order)  # narrower formats are never slower
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "flops_per_core_and_cycle", "cores", "clock", "key"),
     [
         # one fused multiply-add is 2 FLOPs
@@ -183,7 +184,7 @@ def test_links():
 # rates and fallbacks
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "asked", "key"),
     [
         ("h100-sxm", "fp8_e4m3", "fp8"),
@@ -269,7 +270,7 @@ def test_unknown_name_proposes_the_nearest():
     assert text.endswith(f"expected the path of a .toml file or one of {', '.join(list_hardware())}")
 
 
-@pytest.mark.parametrize("given", [None, 5, b"h100-sxm", ["h100-sxm"]])
+@each("given", [None, 5, b"h100-sxm", ["h100-sxm"]])
 def test_what_is_no_name_is_refused(given):
     assert error_of(load_hardware, given).endswith(": expected a name or the path of a TOML file")
 
@@ -358,7 +359,7 @@ MEMORY = "type, capacity, measured, reported, bandwidth"
 SPARSE_RUN = '[measured]\nsparse_matmul = { value = 1, unit = "TFLOP/s", source = ["RUN"] }\n[peak]'
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "text"),
     [
         # numbers

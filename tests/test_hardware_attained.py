@@ -1,6 +1,7 @@
 """The rates of a specification that were measured on the device, beside those of the vendor."""
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.errors import SpecError
@@ -89,7 +90,7 @@ def test_a_device_that_was_never_measured_has_none():
         cg.load_hardware("h100-sxm").attained()
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "text"),
     [
         (

@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import SpecError
@@ -58,8 +59,8 @@ def test_times_follow_and_results_name_the_limit():
     assert "0.5 of its clock" in limited.hardware.name
 
 
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, True, "half", None, float("nan"), float("inf")])
-@pytest.mark.parametrize(("way", "text"), [("part", "share"), ("at_clock", "share of the clock")])
+@each("share", [0, -0.5, 1.5, True, "half", None, float("nan"), float("inf")])
+@each(("way", "text"), [("part", "share"), ("at_clock", "share of the clock")])
 def test_what_is_no_share_is_refused(way, text, share):
     with pytest.raises(SpecError, match=rf"hardware l4: {text} is .*expected a number above 0 and at most 1"):
         getattr(cg.load_hardware("l4"), way)(share)

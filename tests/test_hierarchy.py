@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from caches import Nest, ideal, loops_of
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -70,7 +71,7 @@ def test_levels_are_those_that_the_specification_has():
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "bound"),
     [({}, "l2"), ({"l2_bandwidth": 700}, "memory"), ({"peak": 100}, "compute"), ({"l2_bandwidth": 10**9}, "memory")],
 )

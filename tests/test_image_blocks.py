@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import testing
@@ -29,8 +30,8 @@ def given(*shape):
     return np.arange(1.0, 1.0 + np.prod(shape)).reshape(shape)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 3, -1, -4, 7, -7])
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@each("shift", [0, 1, 3, -1, -4, 7, -7])
+@each("axis", [0, 1, -1])
 def test_roll_is_numpys(shift, axis):
     x = given(7, 7, 7)
     g = declared(lambda g: cg.ops.roll(g.input("x", x.shape), shift, axis) * 1)
@@ -66,7 +67,7 @@ def cut(x, side, shift):
     return x.reshape(b, down, side, across, side, c).transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, c)
 
 
-@pytest.mark.parametrize(("shape", "side", "shift"), [((2, 6, 6, 3), 3, 1), ((2, 5, 7, 1), 3, 1), ((1, 2, 4, 2), 4, 0)])
+@each(("shape", "side", "shift"), [((2, 6, 6, 3), 3, 1), ((2, 5, 7, 1), 3, 1), ((1, 2, 4, 2), 4, 0)])
 def test_windows_and_back(shape, side, shift):
     x = given(*shape)
 
@@ -136,7 +137,7 @@ def test_squeeze_and_excitation():
         declared(lambda g: cg.nn.squeeze_excitation(g.input("x", (B, C, R, R)), Q, gate="gated"))
 
 
-@pytest.mark.parametrize(("stride", "dilation", "side"), [(1, 1, 7), (2, 1, 4), (1, 2, 7), (3, 1, 3)])
+@each(("stride", "dilation", "side"), [(1, 1, 7), (2, 1, 4), (1, 2, 7), (3, 1, 3)])
 def test_an_inverted_residual(stride, dilation, side):
     def build(g):
         x = g.input("x", (B, C, 7, 7))
@@ -157,7 +158,7 @@ def test_an_inverted_residual_that_cannot_be():
         declared(lambda g: cg.nn.inverted_residual(g.input("x", (B, C, 7, 7)), E, D, residual=True))
 
 
-@pytest.mark.parametrize(("mode", "meaning"), [("sum", np.sum), ("mean", np.mean), ("max", np.max)])
+@each(("mode", "meaning"), [("sum", np.sum), ("mean", np.mean), ("max", np.max)])
 def test_a_bag_of_embeddings(mode, meaning):
     table, ids = given(5, 3), np.array([[0, 1], [4, 4], [2, 3]])
     g = declared(lambda g: cg.nn.embedding_bag(g.input("ids", (3, 2), "int64"), g.param("table", (5, 3)), mode=mode))

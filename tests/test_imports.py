@@ -9,6 +9,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from each import each
 
 import costgraph
 from costgraph.ops.registry import KINDS
@@ -72,6 +73,11 @@ NOT_LOADED = (
 )
 
 
+@cache
+def parsed(source):
+    return ast.parse(source)
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
@@ -107,7 +113,7 @@ def imports(module: str, source: str, *, types: bool = True) -> set[str]:
 
     `types`: those that are imported for annotations alone too.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     skipped = set() if types else type_checking_only(tree)
     is_package = MODULES[module].name == "__init__.py"
     package = module.split(".") if is_package and module else module.split(".")[:-1]
@@ -150,7 +156,7 @@ def test_what_the_library_knows_of_a_kind_of_op_stands_in_ops():
 
 def listed(source: str) -> dict[str, tuple[str, ...]]:
     """Names by module that a package imports for those who read types."""
-    later = next(n for n in ast.parse(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    later = next(n for n in parsed(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     found: dict[str, tuple[str, ...]] = {}
     for node in later.body:
         assert isinstance(node, ast.ImportFrom)
@@ -168,7 +174,7 @@ def test_what_is_imported_later_is_what_readers_of_types_see(package):
     assert {(m, n) for m, names in found.items() for n in names} == later
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m and not m.startswith("models")])
+@each("module", [m for m in MODULES if m and not m.startswith("models")])
 def test_a_module_imports_from_its_own_room_and_those_above_it(module):
     later = sorted(
         f"costgraph.{n or '(the package itself)'}" for n in imported(module) if place(n or PACKAGE) > place(module)
@@ -176,7 +182,7 @@ def test_a_module_imports_from_its_own_room_and_those_above_it(module):
     assert not later, f"costgraph.{module} imports from later rooms: {', '.join(later)}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("models.") and m not in ZOO_EXCEPT])
+@each("module", [m for m in MODULES if m.startswith("models.") and m not in ZOO_EXCEPT])
 def test_the_zoo_uses_public_names_alone(module):
     private = sorted(n for n in imported(module) if n and not n.startswith("models"))
     assert not private, f"costgraph.{module} imports {private}, expected 'import costgraph as cg' alone"
@@ -198,7 +204,7 @@ def test_the_types_of_the_graph_alone_name_each_other():
 
 def loads_torch(source):
     """Whether a module imports torch itself, at any level of nesting."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     names += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return any(name.split(".")[0] == "torch" for name in names)
@@ -210,15 +216,13 @@ def test_torch_is_imported_in_its_room_alone():
     assert {m for m in found if m.split(".")[0] != "torch"} == set()
 
 
-@pytest.mark.parametrize(
-    "source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"]
-)
+@each("source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"])
 def test_the_walk_sees_every_import_of_torch(source):
     assert loads_torch(source)
     assert not loads_torch("from ..torch import trace\nfrom . import torch\nimport torchvision")
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "expected"),
     [
         ("from ..errors import A", {"errors"}),

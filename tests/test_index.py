@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from each import each
 from oracles import graph_of, strides
 
 import costgraph as cg
@@ -45,8 +46,8 @@ def test_take_along_picks_one_element_for_each_index():
     assert cg.bytes_moved(g) == 4 * 5 + 8 * 5 + 4 * 5
 
 
-@pytest.mark.parametrize("mode", ["add", "set"])
-@pytest.mark.parametrize("inplace", [True, False])
+@each("mode", ["add", "set"])
+@each("inplace", [True, False])
 def test_scatter_touches_its_rows_and_a_result_of_its_own_the_whole_target(mode, inplace):
     with cg.Graph("g") as g:
         target = cg.relu(g.input("x", (100, 7)))
@@ -70,7 +71,7 @@ def test_arange_writes_its_numbers_and_needs_an_open_graph():
         cg.ops.arange(3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x, i: cg.ops.gather(x, x), ShapeError, "indices x.*: expected an integer format"),

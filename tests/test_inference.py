@@ -1,6 +1,7 @@
 """Prefill and decode: counts by hand, by brute force, and laws that tie steps to one pass over everything."""
 
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -208,7 +209,7 @@ def test_a_training_step_is_no_forward_pass():
         cg.prefill(step)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "error", "text"),
     [
         (0, ShapeError, "decode: tokens: 0, expected a positive integer"),
@@ -257,7 +258,7 @@ def test_no_head():
         cg.prefill(g, logits="last")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         (("b s",), "expected a name for each axis"),

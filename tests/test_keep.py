@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.errors import FormatError, GraphError
@@ -104,7 +105,7 @@ def test_a_file_with_something_else_is_refused(tmp_path, change, text):
         load(path)
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "x"])
+@each("wrong", [None, 3, "x"])
 def test_what_is_no_tensor_is_refused(wrong):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))

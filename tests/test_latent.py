@@ -1,6 +1,7 @@
 """Latent attention in both forms, and attention with sinks: FLOPs, bytes, caches, laws."""
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph import testing
@@ -49,8 +50,7 @@ def test_what_is_kept_does_not_depend_on_the_heads(absorbed, kernel):
     assert not any(op.kind.name == "cache" for op in latent(kernel, absorbed=absorbed, cached=False).walk())
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@pytest.mark.parametrize(("absorbed", "kernel"), [(False, "flash"), (True, "eager")])
 def test_latent_attention_keeps_the_laws(absorbed, kernel):
     testing.check(latent(kernel, absorbed=absorbed, query_latent=2), B=2, S=3, D=2, H=2)
 
@@ -77,7 +77,7 @@ def test_gradients_of_latent_attention(absorbed):
     assert (cg.matmul_flops(step) - 3 * cg.matmul_flops(g)).expand() == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"absorbed": 1}, "latent_attention: absorbed is 1, expected True or False"),

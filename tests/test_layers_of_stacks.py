@@ -1,7 +1,10 @@
 """Layers of a stack: recomputed, adapted, frozen and quantized, in loops, unrolled loops and numbered scopes."""
 
+from functools import cache
+
 import pytest
-from shared import load
+from each import each
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph import GraphError, UnsupportedError
@@ -15,14 +18,20 @@ def answers(graph, **sizes):
     return [ask(graph, **(sizes or SIZES)) for ask in ASKED]
 
 
+SGD = cg.SGD()
+#: The same graph for the same sizes, as nothing changes it.
+unrolled = cache(cg.unroll)
+
+
+@cache
 def loaded(name, layers):
-    graph = load(name)
+    graph = cg.models.load(name)
     graph.defaults = graph.defaults | {"L": layers}
     return graph
 
 
 def step(graph, checkpoint=None, **more):
-    return cg.training_step(graph, precision="bf16", optimizer=cg.SGD(), checkpoint=checkpoint, **more)
+    return training_step(graph, precision="bf16", optimizer=SGD, checkpoint=checkpoint, **more)
 
 
 def numbered(layers=4, stack="h"):
@@ -53,13 +62,17 @@ UNROLLED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gemma-2-2b", 4), ("llama-3.2-1b", 4)])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("policy", UNROLLED)
-def test_an_unrolled_model_is_recomputed_as_its_loop(name, layers, micro_batches, policy):
-    model = loaded(name, layers)
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "policy"),
+    [
+        # layers that take turns, and micro-batches
+        *(("gemma-2-2b", 1, UNROLLED[i]) for i in (0, 1, 4)), *(("llama-3.2-1b", 4, policy) for policy in UNROLLED),
+    ],
+)  # fmt: skip
+def test_an_unrolled_model_is_recomputed_as_its_loop(name, micro_batches, policy):
+    model = loaded(name, 4)
     wanted = step(model, policy, accumulate=micro_batches)
-    made = step(cg.unroll(model), policy, accumulate=micro_batches)
+    made = step(unrolled(model), policy, accumulate=micro_batches)
     assert answers(made) == answers(wanted)
     assert cg.costs(made, **SIZES).filter(phase="recompute").total().matmul > 0
 
@@ -89,7 +102,7 @@ def test_the_outer_one_of_two_stacks_has_the_layers_unless_all_of_its_children_d
     assert len(runs(graph((2, 3, 5), 2))) == 6  # a hierarchy
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "text"),
     [
         (cg.every_block(), "graph 'flat' has no layers to recompute"),
@@ -155,7 +168,7 @@ def test_a_recomputed_kernel_is_read_from_a_file(tmp_path, policy):
 def test_adapters_of_some_layers(pattern, layers):
     model = loaded("llama-3.2-1b", 4)
     rank, hidden = 8, 2048
-    made = [cg.lora(g, rank, [pattern]) for g in (model, cg.unroll(model))]
+    made = [cg.lora(g, rank, [pattern]) for g in (model, unrolled(model))]
     assert [cg.param_count(g) - cg.param_count(model) for g in made] == [layers * rank * 2 * hidden] * 2
     assert answers(made[0]) == answers(made[1])
 
@@ -163,7 +176,7 @@ def test_adapters_of_some_layers(pattern, layers):
 @pytest.mark.parametrize("pattern", ["layers[:2]", "layers/3", "layers[1:]/mlp", "*/norm"])
 def test_some_layers_are_frozen(pattern):
     model = loaded("llama-3.2-1b", 4)
-    made = [step(g, cg.every_block(), freeze=pattern) for g in (model, cg.unroll(model))]
+    made = [step(g, cg.every_block(), freeze=pattern) for g in (model, unrolled(model))]
     assert answers(made[0]) == answers(made[1])
     assert answers(made[0]) != answers(step(model, cg.every_block()))
 
@@ -171,43 +184,44 @@ def test_some_layers_are_frozen(pattern):
 @pytest.mark.parametrize("name", ["layers[:2]", "layers/3", "layers[1:]/mlp", "q", "attention"])
 def test_some_layers_are_not_quantized(name):
     model = loaded("llama-3.2-1b", 4)
-    made = [cg.quantize(g, "int8", skip=[name]) for g in (model, cg.unroll(model))]
+    made = [cg.quantize(g, "int8", skip=[name]) for g in (model, unrolled(model))]
     assert answers(made[0]) == answers(made[1])
     assert cg.param_bytes(made[0]) > cg.param_bytes(cg.quantize(model, "int8"))
 
 
 CHAINS = {
     "adapted and not quantized": (
-        "bert-base", lambda g: cg.quantize(cg.lora(g, 4, "layers[-1]"), "int8", skip=["layers[2:]"]),
+        "bert-base", 4, lambda g: cg.quantize(cg.lora(g, 4, "layers[-1]"), "int8", skip=["layers[2:]"]),
     ),
-    "adapters not quantized": ("bert-base", lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["lora_a", "tokens"])),
+    "adapters not quantized": ("bert-base", 2, lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["lora_a", "tokens"])),
     "quantized and kept": (
-        "mixtral-8x7b", lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
+        "mixtral-8x7b", 3, lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
     ),
-    "offloaded": ("qwen3-0.6b", lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
+    "offloaded": ("qwen3-0.6b", 2, lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
     "offloaded with accumulation": (
-        "gpt2", lambda g: cg.offload(cg.training_step(g, precision="bf16", accumulate=3), "optimizer"),
+        "gpt2", 2, lambda g: cg.offload(training_step(g, precision="bf16", accumulate=3), "optimizer"),
     ),
-    "clipped": ("gpt2", lambda g: step(g, cg.every(2), clip=1.0)),
-    "offloaded in groups": ("gpt2", lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
+    "clipped": ("gpt2", 4, lambda g: step(g, cg.every(2), clip=1.0)),
+    "offloaded in groups": ("gpt2", 4, lambda g: cg.offload(step(g, cg.every(2)), "optimizer")),
     "cast in groups": (
         "llama-3.2-1b",
+        4,
         lambda g: cg.training_step(cg.quantize(g, "nf4"), precision="bf16-mixed", checkpoint=UNROLLED[-1]),
     ),
-    "orthogonal": ("gpt2", lambda g: cg.training_step(g, optimizer=cg.Muon(ns_steps=1))),
+    "orthogonal": ("gpt2", 2, lambda g: cg.training_step(g, optimizer=cg.Muon(ns_steps=1))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_transforms_of_an_unrolled_model_are_those_of_its_loop(chain):
-    name, applied = CHAINS[chain]
-    made, unrolled = (applied(g) for g in (loaded(name, 4), cg.unroll(loaded(name, 4))))
-    assert answers(made) == answers(unrolled)
+    name, layers, applied = CHAINS[chain]
+    made, written_out = (applied(g) for g in (loaded(name, layers), unrolled(loaded(name, layers))))
+    assert answers(made) == answers(written_out)
 
 
 @pytest.mark.parametrize("policy", [None, cg.every_block(), cg.every_block(keep=["matmul"])])
 def test_recurrent_layers_are_recomputed_as_their_loops(policy):
-    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), cg.unroll(loaded("lstm-ptb-small", 2), S=8))]
+    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=8))]
     for ask in (cg.flops, cg.matmul_flops, cg.peak_memory):
         assert ask(made[0], B=2, S=8) == ask(made[1], B=2)
 
@@ -220,7 +234,7 @@ def test_a_range_is_of_any_number_of_layers():
     assert (grown - (8 * (D + H * K) * (L - 4) + 16 * (D + G * K))).expand() == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "error", "text"),
     [
         ("layers[40:]", GraphError, r"'layers\[40:\]' of 4 layers in 'layers': expected at most 4"),

@@ -7,6 +7,7 @@ import einops
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import graph_of, same_layout
@@ -90,7 +91,7 @@ def test_views_copies_shapes_strides_and_offsets_are_those_of_torch(data):
             same_layout(mine, theirs, base)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "shape", "sizes"),
     [
         ("b s (h k) -> b h s k", (2, 3, 10), {"h": 5}),
@@ -160,7 +161,7 @@ def test_expanded_tensor_stores_and_moves_its_own_elements():
     assert cg.bytes_moved(g, B=7, S=3, D=5) == 4 * 3 * 5 + 4 * 7 * 3 * 5
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@each("axis", [0, 1, -1])
 def test_concat_and_split_have_numpys_shapes_and_concat_moves_every_byte_twice(axis):
     parts = [torch.empty(2, 3), torch.empty(2, 3)]
     g, mine = graph_of(lambda a, b: cg.ops.concat([a, b], axis), (2, 3), (2, 3))
@@ -207,7 +208,7 @@ def test_views_of_a_restricted_tensor_keep_the_domain():
     assert cg.costs(g).filter(op="relu").total().pointwise == 5 * 6 // 2  # one batch of a causal square
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.rearrange(x, "a b -> b"), PatternError, "expected the same axes on both sides, each once"),

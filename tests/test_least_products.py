@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.analysis.work import works
@@ -32,7 +33,7 @@ def products_of_polynomials(n, r):
     return len(values)
 
 
-@pytest.mark.parametrize(("n", "r"), [(2, 3), (4, 3), (7, 5), (1, 3), (11, 1)])
+@each(("n", "r"), [(2, 3), (4, 3), (7, 5), (1, 3), (11, 1)])
 def test_a_window_needs_one_product_for_each_of_its_places(n, r):
     found, executed = least(window=r)
     place = {N: n + r - 1}  # n outputs

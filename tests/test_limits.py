@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from each import each
 from limits import TooSlowError, limited
 
 TESTS = Path(__file__).parent
@@ -38,7 +39,7 @@ def test_no_test_reads_the_clock():
     assert not found
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["import time\nassert time.monotonic() - start < 5", "from time import perf_counter", "run(timeout=60)",
      "signal.setitimer(signal.ITIMER_REAL, 8)", "settings(deadline=200)", "signal.alarm(5)"],

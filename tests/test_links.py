@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.analysis.streams import finished
@@ -80,7 +81,7 @@ def gathered(size, m, k):
     return ring(k, size / m, FAR) + ring(m, size, NEAR)
 
 
-@pytest.mark.parametrize(("ranks", "m", "k"), [(2, 2, 1), (5, 5, 1), (15, 5, 3), (35, 5, 7), (7, 3.5, 2)])
+@each(("ranks", "m", "k"), [(2, 2, 1), (5, 5, 1), (15, 5, 3), (35, 5, 7), (7, 3.5, 2)])
 def test_parts_go_around_rings_within_domains_and_between_them(ranks, m, k):
     part = 30_030_030
     row = on_links("all_gather", ranks, part)
@@ -133,7 +134,7 @@ def heights(parents, n):
     return out
 
 
-@pytest.mark.parametrize("n", [5, 7, 13, 31])
+@each("n", [5, 7, 13, 31])
 def test_a_small_all_reduce_goes_up_and_down_two_trees(n):
     numbers, hardware = 11, device(domain=(127, "1"))
     trees = two_trees(n)
@@ -347,8 +348,8 @@ def test_what_is_overwritten_has_been_read(apart):
     assert streams(g, N=15 * 10007) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("ranks", "size"), [(2, 10007), (15, 10007), (15, 101)])
+@each("packed", [False, True])
+@each(("ranks", "size"), [(2, 10007), (15, 10007), (15, 101)])
 def test_what_each_layer_gathers_is_gathered_while_the_one_before_it_runs(ranks, size, packed):
     L, count = cg.dims("L"), 7
     with cg.Graph("g") as g:
@@ -443,7 +444,7 @@ def test_a_report_names_the_link():
 # -- what is missing ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("table", "key", "says"),
     [
         ("interconnect", "domain", "h100-sxm: interconnect.domain is missing; expected how many devices"),

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import sympy
+from each import each
 
 import costgraph as cg
 from costgraph.algebra.extremum import Owner
@@ -13,7 +14,7 @@ OWNED = cg.Max(8 * B * S, 4 * B * S + 4 * D, 7 * D**2, owners=[Owner(n, "forward
 FORMULAS = [cg.Max(30, 2 * B), OWNED, cg.Min(S, B), 1 + 2 * OWNED, OWNED + cg.Max(D, B) / S]
 
 
-@pytest.mark.parametrize(
+@each(
     ("write", "text"),
     [
         (sympy.jscode, "Math.max(8*B*S, 7*Math.pow(D, 2), 4*B*S + 4*D)"),
@@ -56,7 +57,7 @@ def test_cases_with_conditions_and_functions_have_its_values(formula):
             assert float(call(*map(int, at.values()))) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("formula", "limit"),
     [
         (cg.Max(30, 2 * B), sympy.oo),
@@ -87,7 +88,7 @@ def test_equations_are_solved_or_refused():
     assert sympy.solveset(cg.Max(30, 2 * B) - 40, B, sympy.S.Reals) == {20}
 
 
-@pytest.mark.parametrize(
+@each(
     "formula",
     [cg.Min(S, B), cg.Max(2 * B, 3 * S), D * cg.Max(2 * B, 3 * S), 2 / cg.Min(S, B), cg.Max(2 * B, 3 * S) + B,
      cg.Max(B, S) - cg.Max(D, 2 * B), cg.Max(30, 2 * B) / B, cg.Max(30, 2 * B).diff(B), cg.Min(S, B).diff(B)],

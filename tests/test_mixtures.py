@@ -45,7 +45,7 @@ def more(i, n):
 
 def decoder(layers, **sizes):
     """A decoder of small sizes, in which every matrix has rows of whole blocks."""
-    g = load("llama-3-8b", symbolic=True)
+    g = cg.models.load("llama-3-8b", symbolic=True)  # its own, whose sizes are stated
     g.defaults |= {"D": 256, "H": 4, "G": 2, "K": 64, "F": 512, "V": 17, "L": layers} | sizes
     return g
 
@@ -99,7 +99,7 @@ def test_a_step_costs_what_its_layers_do_one_by_one():
 
 
 def test_layers_of_several_kinds_are_counted_in_the_order_in_which_they_run():
-    g = load("gemma-3-1b", symbolic=True)
+    g = cg.models.load("gemma-3-1b", symbolic=True)
     g.defaults |= {"D": 256, "H": 4, "G": 2, "K": 64, "F": 512, "V": 17, "L": 26, "W": 3}
     found = cg.unroll(cg.quantize(g, "Q4_K_M"))
     wide = [t for t in found.params if t.name.partition(".")[0].endswith("mlp/down/weight") and t.dtype.name == "q6_k"]

@@ -4,7 +4,9 @@ import sys
 
 import pytest
 import sympy
+from each import each
 from limits import PROCESS
+from shared import load
 
 import costgraph as cg
 from costgraph import models
@@ -25,51 +27,50 @@ def point(name, **dims):
 # -- parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-        # 96*(12*D**2 + 13*D) + (50257 + 2048)*D + 2*D with D = 12288; printed as 174,600 M
-        ("gpt3-175b", 174_604_259_328),
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
-        ("llama-2-70b", 68_976_648_192),
-        ("llama-3-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
-        ("llama-3.1-8b", 8_030_261_248),
-        ("llama-3.1-70b", 70_553_706_496),
-        ("llama-3.1-405b", 405_853_388_800),
-        ("llama-3.2-1b", 1_235_814_400),
-        ("llama-3.2-3b", 3_212_749_824),
-        ("llama-3.3-70b", 70_553_706_496),
-        ("mlp", 669_706),  # 784*512 + 512 + 512*512 + 512 + 512*10 + 10
-    ],
-)
+PARAMETERS = [
+    ("gpt2", 124_439_808),
+    ("gpt2-medium", 354_823_168),
+    ("gpt2-large", 774_030_080),
+    ("gpt2-xl", 1_557_611_200),
+    # 96*(12*D**2 + 13*D) + (50257 + 2048)*D + 2*D with D = 12288; printed as 174,600 M
+    ("gpt3-175b", 174_604_259_328),
+    ("llama-2-7b", 6_738_415_616),
+    ("llama-2-13b", 13_015_864_320),
+    ("llama-2-70b", 68_976_648_192),
+    ("llama-3-8b", 8_030_261_248),
+    ("llama-3-70b", 70_553_706_496),
+    ("llama-3.1-8b", 8_030_261_248),
+    ("llama-3.1-70b", 70_553_706_496),
+    ("llama-3.1-405b", 405_853_388_800),
+    ("llama-3.2-1b", 1_235_814_400),
+    ("llama-3.2-3b", 3_212_749_824),
+    ("llama-3.3-70b", 70_553_706_496),
+    ("mlp", 669_706),  # 784*512 + 512 + 512*512 + 512 + 512*10 + 10
+]
+
+
+@each(("name", "expected"), PARAMETERS)
 def test_parameters(name, expected):
-    g = models.load(name)
+    g = load(name)
     assert cg.param_count(g) == expected
     assert cg.param_bytes(g) == 2 * expected
 
 
 def test_every_model_has_its_count_above():
-    counted = test_parameters.pytestmark[0].args[1]
-    assert sorted(NAMES) == sorted(name for name, _ in counted)
+    assert sorted(NAMES) == sorted(name for name, _ in PARAMETERS)
 
 
 # -- default bindings ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_defaults_bind_all_but_batch_and_length(name):
-    free = {s.name for s in cg.flops(models.load(name)).free_symbols}
+    free = {s.name for s in cg.flops(load(name)).free_symbols}
     assert free == ({"B"} if name == "mlp" else {"B", "S"})
 
 
 def test_a_default_can_be_overridden():
-    g = models.load("llama-3-8b")
+    g = load("llama-3-8b")
     per_layer = cg.flops(g, L=41, B=1, S=8) - cg.flops(g, L=40, B=1, S=8)
     assert cg.flops(g, L=40, B=1, S=8) == cg.flops(g, L=1, B=1, S=8) + 39 * per_layer
     assert g.defaults["L"] == 32
@@ -77,29 +78,29 @@ def test_a_default_can_be_overridden():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_symbolic_drops_the_defaults(name):
-    g = models.load(name, symbolic=True)
+    g = load(name, symbolic=True)
     assert g.defaults == {}
     free = {s.name for s in cg.flops(g).free_symbols | cg.param_count(g).free_symbols}
-    assert free == set(models.load(name).defaults) | ({"B"} if name == "mlp" else {"B", "S"})
+    assert free == set(load(name).defaults) | ({"B"} if name == "mlp" else {"B", "S"})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_the_symbolic_graph_with_its_sizes(name):
-    preset, symbolic = models.load(name), models.load(name, symbolic=True)
+    preset, symbolic = load(name), load(name, symbolic=True)
     bound = {**preset.defaults, **point(name)}
     for question in (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory):
         assert question(preset, **point(name)) == question(symbolic, **bound)
 
 
 def test_positions_end_where_the_table_ends():
-    g = models.load("gpt2")
+    g = load("gpt2")
     assert cg.flops(g, B=1, S=1024) > cg.flops(g, B=1, S=1023)
     with pytest.raises(cg.BindingError, match="S <= P"):
         cg.flops(g, B=1, S=1025)
     with pytest.raises(cg.BindingError, match="whole number"):
         cg.flops(g, B=1, S=8, H=7)  # a head of 768/7
     with pytest.raises(cg.BindingError, match="whole number"):
-        cg.flops(models.load("llama-3-8b"), B=1, S=8, G=3)  # 32 heads in groups of 32/3
+        cg.flops(load("llama-3-8b"), B=1, S=8, G=3)  # 32 heads in groups of 32/3
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
@@ -116,22 +117,22 @@ def test_an_unknown_model_is_answered_with_near_names():
         models.load(None)
 
 
-@pytest.mark.parametrize("options", [{"attention": "sdpa"}, {"attention": None}, {"attention": ["flash"]}])
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("options", [{"attention": "sdpa"}, {"attention": None}, {"attention": ["flash"]}])
+@each("name", sorted(SMALL))
 def test_unknown_attention(name, options):
     with pytest.raises(cg.GraphError, match="expected 'flash' or 'eager'"):
         models.load(name, **options)
 
 
-@pytest.mark.parametrize("dropout", [1, -0.1, True, "0.1", None, float("nan"), 1j])
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("dropout", [1, -0.1, True, "0.1", None, float("nan"), 1j])
+@each("name", sorted(SMALL))
 def test_dropout_is_a_probability(name, dropout):
     with pytest.raises(cg.GraphError, match="dropout"):
         models.load(name, dropout=dropout)
 
 
-@pytest.mark.parametrize("dtype", ["bf17", "int8", "bool", None, 16])
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("dtype", ["bf17", "int8", "bool", None, 16])
+@each("name", sorted(SMALL))
 def test_dtype_is_a_floating_format(name, dtype):
     with pytest.raises(cg.FormatError):
         models.load(name, dtype=dtype)
@@ -142,9 +143,9 @@ def test_dtype_is_a_floating_format(name, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8"])
 @pytest.mark.parametrize(("attention", "dropout"), [("flash", 0), ("eager", 0), ("flash", 0.1)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(SMALL))
 def test_every_option_builds_and_binds(name, attention, dropout, dtype):
-    g = models.load(name, attention=attention, dropout=dropout, dtype=dtype)
+    g = load(name, attention=attention, dropout=dropout, dtype=dtype)
     assert name in repr(g)
     assert g.loss == "cross_entropy"
     (logits,) = g.outputs
@@ -154,7 +155,7 @@ def test_every_option_builds_and_binds(name, attention, dropout, dtype):
     assert all(isinstance(a, int) and a > 0 for a in answers)
 
 
-@pytest.mark.parametrize("name", sorted(SMALL))
+@each("name", sorted(SMALL))
 def test_dropout_adds_what_the_reference_drops(name):
     # 2 an element: of the embedding or first activation, and in each layer of probabilities and residuals
     B, S, D, H, L, F = cg.dims("B S D H L F")
@@ -163,7 +164,7 @@ def test_dropout_adds_what_the_reference_drops(name):
         "llama-3-8b": L * B * H * S**2,
         "mlp": B * F * (L + 1),
     }[name]
-    plain, dropped = (models.load(name, symbolic=True, attention="eager", dropout=p, dtype="fp32") for p in (0, 0.1))
+    plain, dropped = (load(name, symbolic=True, attention="eager", dropout=p, dtype="fp32") for p in (0, 0.1))
     assert sympy.expand(cg.flops(dropped) - cg.flops(plain)) == sympy.expand(2 * drops)
     assert cg.param_count(dropped) == cg.param_count(plain)
 
@@ -173,7 +174,7 @@ def test_dropout_adds_what_the_reference_drops(name):
 
 def test_forward_is_2nd_with_a_remainder_gpt2():
     B, S, D, F, L, P = cg.dims("B S D F L P")
-    g = models.load("gpt2", symbolic=True)
+    g = load("gpt2", symbolic=True)
     vectors = L * (4 * D + 3 * D + D + F + D) + 2 * D  # norms and biases multiply nothing
     expected = 2 * B * S * (cg.param_count(g) - P * D - vectors) + 4 * B * S**2 * D * L
     assert sympy.expand(cg.matmul_flops(g, count="full") - expected) == 0
@@ -181,15 +182,15 @@ def test_forward_is_2nd_with_a_remainder_gpt2():
 
 def test_forward_is_2nd_with_a_remainder_llama():
     B, S, D, H, K, L, V = cg.dims("B S D H K L V")
-    g = models.load("llama-3-8b", symbolic=True)
+    g = load("llama-3-8b", symbolic=True)
     expected = 2 * B * S * (cg.param_count(g) - V * D - (2 * L + 1) * D) + 4 * B * S**2 * H * K * L
     assert sympy.expand(cg.matmul_flops(g, count="full") - expected) == 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@each("name", ["gpt2", "llama-3-8b"])
 def test_the_leading_term_in_the_width_is_2nd(name):
     B, S, D, H, F, K = cg.dims("B S D H F K")
-    g = models.load(name, symbolic=True)
+    g = load(name, symbolic=True)
     # the shape of a family: heads of one size, F in proportion to D
     wide = {F: 4 * D, H: D / K} if name == "llama-3-8b" else {F: 4 * D}
     flops, params = cg.matmul_flops(g).subs(wide), cg.param_count(g).subs(wide)
@@ -200,7 +201,7 @@ def test_the_leading_term_in_the_width_is_2nd(name):
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_depth_as_a_symbol_is_depth_bound(name):
     L = cg.dims("L")
-    symbolic = models.load(name, symbolic=True)
+    symbolic = load(name, symbolic=True)
     for depth in (1, 2, 3, 97):
         for question in (cg.flops, cg.bytes_moved, cg.param_count):
             assert sympy.expand(question(symbolic).subs(L, depth)) == question(symbolic, L=depth)
@@ -210,7 +211,7 @@ def test_depth_as_a_symbol_is_depth_bound(name):
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_peak_in_closed_form_is_the_peak_played_out(name, attention, dropout):
-    g = models.load(name, symbolic=True, attention=attention, dropout=dropout)
+    g = load(name, symbolic=True, attention=attention, dropout=dropout)
     closed = cg.peak_memory(g)
     least = cg.timeline(g).holds_from["L"]
     assert least <= 3
@@ -230,7 +231,7 @@ def only(formula, sizes):
 
 
 def formulas(name):
-    g = models.load(name, symbolic=True)
+    g = load(name, symbolic=True)
     return [str(f) for f in (cg.flops(g), cg.bytes_moved(g), cg.peak_memory(g), cg.param_count(g))]
 
 
@@ -267,17 +268,17 @@ def ops_of(g, part):
 
 
 def test_gpt2_cuts_queries_keys_and_values_out_of_one_tensor_without_a_copy():
-    g = models.load("gpt2", attention="flash")
+    g = load("gpt2", attention="flash")
     (kqv,) = [t for op in ops_of(g, "attention/kqv/addmm") if op.body is not None for t in op.results]
     (kernel,) = [op for op in g.walk() if op.name.endswith("layers/attention")]
     assert all(t.storage is kqv.storage for t in kernel.operands)
 
 
-@pytest.mark.parametrize(("attention", "copies"), [("flash", False), ("eager", True)])
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@each(("attention", "copies"), [("flash", False), ("eager", True)])
+@each("name", ["gpt2", "llama-3-8b"])
 def test_heads_are_merged_by_a_copy_after_eager_attention_alone(name, attention, copies):
     # flash kernels write (b, s, h, k), eager ones (b, h, s, k)
-    g = models.load(name, attention=attention)
+    g = load(name, attention=attention)
     (merge,) = ops_of(g, "attention/merge")
     assert merge.results[0].is_view is not copies
 
@@ -308,7 +309,7 @@ def test_matmul_flops_are_those_of_plain_torch(name, change, attention):
     sizes = {k: v for k, v in bound.items() if k not in "BS"}
     with torch.device("meta"):
         module = (GPT2 if name == "gpt2" else Llama)(**sizes)
-    g = models.load(name, attention=attention)
+    g = load(name, attention=attention)
     assert cg.matmul_flops(g, count="full", **bound) == counted_by_torch(module, (B, S))
     assert cg.param_count(g, **sizes) == sum(p.numel() for p in module.parameters())
 
@@ -334,7 +335,7 @@ def test_matmul_flops_are_those_of_transformers(name):
         build, config = transformers.LlamaForCausalLM, transformers.LlamaConfig
     # building its mask reads values, which the meta device has not
     module = build(config(vocab_size=n["V"], bos_token_id=0, eos_token_id=0, **sizes, **common)).eval()
-    g = models.load(name)
+    g = load(name)
     expected = counted_by_torch(module, (2, 5))
     assert cg.matmul_flops(g, count="full", **n, B=2, S=5) == expected
     assert cg.param_count(g, **n) == sum(p.numel() for p in module.parameters())

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -77,7 +78,7 @@ def test_a_mapping_is_not_changed():
     assert json.dumps(LLAMA) == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "text"),
     [
         ({"architectures": ["LlamaForCausalLn"]}, UnsupportedError, "'LlamaForCausalLn' is not known, expected one of"),
@@ -149,7 +150,7 @@ def test_a_format_that_is_given_is_that_of_all_weights():
         assert cg.param_bytes(from_config(quantized(method), dtype="bf16")) == cg.param_bytes(from_config(LLAMA))
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "error", "text"),
     [
         ("banana", FormatError, "quantization_config is 'banana', expected an object"),

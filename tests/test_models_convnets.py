@@ -36,7 +36,13 @@ TORCHVISION = {
 UNETS = {"ddpm-cifar10": 35_746_307, "stable-diffusion-1.5-unet": 859_520_964}
 
 
-@pytest.mark.parametrize("name", TORCHVISION)
+#: Models of which parameters alone are held to a published number each time, in test_models_zoo.py.
+LARGER = ("-bn", "161", "169", "201")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n.endswith(LARGER) else n for n in TORCHVISION]
+)
 def test_what_torchvision_prints(name):
     parameters, multiply_adds = TORCHVISION[name]
     g = load(name)
@@ -72,7 +78,9 @@ def test_symbolic_leaves_every_size_open(name):
         assert question(g, B=2, **preset.defaults) == question(preset, B=2)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [n if n in ("alexnet", "resnet18") else pytest.param(n, marks=pytest.mark.long) for n in FEW]
+)
 def test_steps_of_training(name):
     g = load(name, attention="eager", dtype="fp32")  # flash attention makes its scores again
     step = cg.training_step(g, optimizer=cg.SGD())

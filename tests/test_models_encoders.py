@@ -1,6 +1,7 @@
 """Encoders, encoder-decoders and vision transformers: published numbers, configurations, what can be asked."""
 
 import pytest
+from each import each
 from shared import load, training_step
 from sympy import Symbol
 
@@ -59,7 +60,7 @@ def test_diffusion_transformers(name, printed):
     assert cg.matmul_flops(g, B=1) / 2e9 == pytest.approx(multiply_adds, rel=2e-4, abs=0.0065)
 
 
-@pytest.mark.parametrize(
+@each(
     # torchvision's documentation, GFLOPS of multiply-adds at 224x224
     ("name", "printed"),
     [("vit-b-16", 17.56), ("vit-b-32", 4.41), ("vit-l-16", 61.55), ("vit-h-14", 167.29)],
@@ -78,7 +79,7 @@ def test_parameters_of_t5_3b_by_hand():
 # -- what can be asked of each -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_defaults_bind_all_but_batch_and_length(name):
     free = {s.name for s in cg.flops(load(name)).free_symbols}
     assert free == OPEN[name.split("-")[0]]
@@ -185,7 +186,7 @@ def test_encoders_keep_nothing():
 # -- structure that is chosen --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "text"),
     [
         ("vit-b-16", {"head": "none"}, "head='none', expected 'classifier' or 'pooler'"),
@@ -271,7 +272,7 @@ def test_configurations(fields, parameters):
     assert cg.param_count(g) == parameters
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "more", "text"),
     [
         (BERT_BASE, {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', expected"),
@@ -291,7 +292,7 @@ def test_what_is_not_understood(fields, more, text):
         cg.models.from_config({**fields, **more})
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "missing"),
     [(BERT_BASE, "hidden_size"), (FLAN_T5_BASE, "d_kv"), (VIT_BASE, "intermediate_size"), (DISTILLED, "d_model")],
 )

@@ -1,7 +1,9 @@
 """Recurrent models: published sizes, what decode keeps of them, and configurations from outside."""
 
 import pytest
-from shared import load
+from budget import in_part
+from each import each
+from shared import load, training_step
 
 import costgraph as cg
 
@@ -91,12 +93,12 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), WAYS)
+@pytest.mark.parametrize(("name", "options"), in_part([pytest.param(*way) for way in WAYS], 0))
 def test_report_training_step_and_symbols(name, options):
     g = load(name, **options)
     sizes = {"B": 1, "S": 512}
     assert cg.report(g, **sizes).figures["params"].value == cg.param_count(g)
-    step = cg.training_step(g)
+    step = training_step(g)
     forward, whole = (cg.matmul_flops(t, B=1) for t in (g, step))
     # the table of embeddings has no product in the forward pass, so that 3 times is a little too much or little
     assert 2.5 < whole.subs("S", 512) / forward.subs("S", 512) < 3.6
@@ -112,7 +114,7 @@ def test_report_training_step_and_symbols(name, options):
 def test_costs_are_linear_in_the_number_of_positions(name):
     g = load(name)
     S = cg.dims("S")
-    for formula in (cg.flops(g, B=1), cg.bytes_moved(g, B=1), cg.flops(cg.training_step(g), B=1)):
+    for formula in (cg.flops(g, B=1), cg.bytes_moved(g, B=1), cg.flops(training_step(g), B=1)):
         assert formula.as_poly(S).degree() == 1
 
 
@@ -160,7 +162,7 @@ def test_a_prompt_in_steps_is_the_prompt(name):
     assert whole.coeff_monomial(cg.dims("S")) == step
 
 
-@pytest.mark.parametrize(("name", "text"), [("mamba2-130m", "S/Q"), ("xlstm-7b", "S/Q")])
+@each(("name", "text"), [("mamba2-130m", "S/Q"), ("xlstm-7b", "S/Q")])
 def test_chunks_are_no_steps_of_inference(name, text):
     with pytest.raises(cg.UnsupportedError) as caught:
         cg.decode(load(name, form="chunked"))
@@ -196,7 +198,7 @@ def test_a_length_that_is_no_multiple_of_the_chunk():
 # -- structure that is refused ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "text"),
     [
         ("mamba-130m", {"scan": "fused"}, "scan 'fused', expected one of kernel, ops"),
@@ -258,16 +260,14 @@ XLSTM_7B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"), [(MAMBA, "mamba-130m"), (CODESTRAL, "mamba-codestral-7b"), (XLSTM_7B, "xlstm-7b")]
-)
+@each(("fields", "name"), [(MAMBA, "mamba-130m"), (CODESTRAL, "mamba-codestral-7b"), (XLSTM_7B, "xlstm-7b")])
 def test_configurations_of_the_presets(fields, name):
     found, preset = cg.models.from_config(fields, dtype="bf16"), load(name)
     assert found.defaults == preset.defaults
     assert cg.flops(found) == cg.flops(preset)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "changed", "error", "text"),
     [
         (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a field that is known"),

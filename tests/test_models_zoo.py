@@ -51,22 +51,21 @@ def loss_of(g):
 # -- every model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", in_part([n for n in models.names() if n not in SMALLEST], 0, 5) + SMALLEST)
 def test_sizes_are_bound_but_for_what_a_caller_brings(name):
     g = models.load(name)
     asked = (cg.flops(g), cg.param_count(g), cg.param_bytes(g), cg.bytes_moved(g))
     free = {s.name for formula in asked for s in getattr(formula, "free_symbols", ())}
     assert "B" in free
     assert free <= set(OPEN)
+    assert cg.param_count(g) == PARAMETERS.get(name, cg.param_count(g))
     assert isinstance(cg.param_count(g), int)
     assert set(g.defaults) <= known_names(g)  # each says something
     assert name in repr(g)
 
 
-@pytest.mark.parametrize("name", models.names())
-def test_names_are_those_that_users_write(name):
-    assert name == name.lower()
-    assert "_" not in name
+def test_names_are_those_that_users_write():
+    assert [n for n in models.names() if n != n.lower() or "_" in n] == []
 
 
 # -- one of each family ----------------------------------------------------------------------------------------
@@ -82,8 +81,10 @@ def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
     assert {"B"} < free
 
 
-@pytest.mark.parametrize(("attention", "dtype"), [("flash", "bf16"), ("eager", "fp32"), ("flash", "fp8_e4m3")])
-@pytest.mark.parametrize("name", SMALLEST)
+OPTIONS = [("flash", "fp16"), ("eager", "fp32"), ("flash", "fp8_e4m3")]
+
+
+@pytest.mark.parametrize(("name", "attention", "dtype"), [(n, *OPTIONS[i % 3]) for i, n in enumerate(SMALLEST)])
 def test_every_option_builds_and_binds(name, attention, dtype):
     g = models.load(name, attention=attention, dropout=0.1, dtype=dtype)
     answers = [q(g, **point(g)) for q in (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory)]
@@ -91,7 +92,7 @@ def test_every_option_builds_and_binds(name, attention, dtype):
     assert cg.matmul_flops(g, count="full", **point(g)) >= cg.matmul_flops(g, **point(g))
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 0))
+@pytest.mark.parametrize("name", in_part(SMALLEST, 0, 3))
 def test_a_step_of_training(name):
     g = models.load(name)
     step = cg.training_step(g, loss_of(g), optimizer=cg.AdamW(), precision="bf16")
@@ -105,7 +106,7 @@ def test_a_step_of_training(name):
     assert cg.peak_memory(step, **at) > state.total
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 1))
+@pytest.mark.parametrize("name", in_part(SMALLEST, 1, 3))
 def test_a_report(name):
     g = models.load(name)
     text = str(cg.report(g, "h100-sxm", **point(g)))
@@ -113,7 +114,7 @@ def test_a_report(name):
     assert f"{cg.param_count(g):,}" in text
 
 
-@pytest.mark.parametrize("name", SMALLEST[::13])
+@pytest.mark.parametrize("name", SMALLEST[::20])
 def test_plots(name, tmp_path):
     g = models.load(name)
     cg.roofline(g, "h100-sxm", **point(g)).plot(tmp_path / "roofline.svg")
@@ -121,7 +122,7 @@ def test_plots(name, tmp_path):
     assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 0))
+@pytest.mark.parametrize("name", in_part(SMALLEST, 2, 3))
 def test_a_file_says_the_same(name, tmp_path):
     g = models.load(name)
     cg.save(g, tmp_path / "g.json")
@@ -138,18 +139,18 @@ def test_a_file_says_the_same(name, tmp_path):
 GENERATING = [n for n in SMALLEST if not n.startswith(("bert", "clip"))]
 
 
-@pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "gemma-3-27b", "xlstm-125m-7-1", "t5-11b"}))
+@pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "xlstm-125m-7-1"}))
 def test_steps_of_one_token_add_up_to_the_prompt(name):
     # not absorbed, keys and values of all positions are made again at each step
     g = models.load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
     if "S" not in known_names(g):
         pytest.skip("takes no tokens")
-    step, at = cg.decode(g), point(g)
+    step, at = cg.decode(g), {**point(g), "S": 4}
     assert cg.param_count(step) == cg.param_count(g)
     assert cg.cache_bytes(step, **_of(step, at)) == cg.cache_bytes(cg.prefill(g), **at)
     # where nothing else runs in the prompt, such as an encoder, and no convolution has padding behind it
     if not any(getattr(op.kind, "causal", None) for op in g.walk()) and "M" not in known_names(g):
-        steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, OPEN["S"] + 1)]
+        steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, at["S"] + 1)]
         assert sum(steps) == cg.matmul_flops(g, **at)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from each import each
 from torch.nn import functional
 
 import costgraph as cg
@@ -72,7 +73,7 @@ def test_a_comparison_each_of_a_scatter_that_keeps_the_larger():
     assert cg.bytes_moved(g) == 2 * 4 * N * D + 4 * E * D + 8 * E
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         (lambda g: cg.ops.gather(g.input("x", (3, 5)), g.input("i", (2, 4), "int64"), batch=1), "first 1 axes of both"),
@@ -133,7 +134,7 @@ def test_a_sort_is_that_of_torch(rng, descending):
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("mine", "theirs"),
     [
         (lambda a, b: a < b, torch.lt), (lambda a, b: a <= b, torch.le), (lambda a, b: a > b, torch.gt),
@@ -203,7 +204,7 @@ def test_the_gradients_of_a_transposed_convolution():
     testing.check_training(g, B=2, C=3, H=4, O=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=3, output_padding=1, o=2), "output_padding=1"),

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from each import each
 from oracles import counted, graph_of
 from sympy import expand
 
@@ -21,7 +22,7 @@ def test_linear_counts_as_torchs_addmm_and_a_bias_is_one_flop_an_element(bias):
     assert y.shape == (6, 7)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "sizes", "weight", "shape"),
     [
         ("b s d -> b s h k", {"h": 2, "k": 3}, (5, 2, 3), (2, 3, 2, 3)),
@@ -77,7 +78,7 @@ def test_log_softmax_takes_one_logarithm_a_row():
     assert cg.bytes_moved(g) == F32 * 30
 
 
-@pytest.mark.parametrize(("affine", "bias", "params"), [(True, True, 2), (True, False, 1), (False, True, 0)])
+@each(("affine", "bias", "params"), [(True, True, 2), (True, False, 1), (False, True, 0)])
 def test_layer_norm_is_one_kernel(affine, bias, params):
     g, _ = graph_of(lambda x: cg.layer_norm(x, affine=affine, bias=bias), (3, 5, 7))
     total = cg.costs(g).total()
@@ -141,7 +142,7 @@ def test_mlp_is_two_products_and_gated_mlp_three(bias):
     assert expand(rest - (B * S * (2 * F + D) if bias else 0)) == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "flops"),
     [
         (cg.relu, 1),
@@ -157,7 +158,7 @@ def test_activations_cost_what_their_docstrings_say(function, flops):
     assert cg.flops(g) == flops * B * D
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x, i: cg.linear(x, "b d -> d b"), PatternError, r"contracts \[\] and adds \[\], expected both"),

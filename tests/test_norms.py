@@ -1,4 +1,5 @@
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.transforms.precision.autocast import word
@@ -46,7 +47,7 @@ def test_statistics_of_the_batch():
     assert cg.bytes_moved(g, **SIZES) == 2 * 4 * 150 + 6 * 4 * 3
 
 
-@pytest.mark.parametrize("statistics", ["auto", "batch", "running"])
+@each("statistics", ["auto", "batch", "running"])
 def test_buffers_are_fp32_and_no_parameters(statistics):
     g = normed(cg.nn.batch_norm, dtype="bf16", statistics=statistics)
     held = {life.tensor: life.bytes for life in cg.lifetimes(g, **SIZES) if life.role == "buffer"}
@@ -61,7 +62,7 @@ def test_without_scale_and_shift():
     assert cg.param_count(g, **SIZES) == 0
 
 
-@pytest.mark.parametrize("shape", [(B, C), (B, C, R), (B, C, R, R, R)])
+@each("shape", [(B, C), (B, C, R), (B, C, R, R, R)])
 def test_any_number_of_axes_after_the_channels(shape):
     elements = 2 * 3 * 5 ** (len(shape) - 2)
     dims = {k: SIZES[k] for k in ("B", "C", "R") if cg.dims(k) in shape}
@@ -180,7 +181,7 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected two axes at least"),

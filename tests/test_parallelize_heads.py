@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import sympy
+from each import each
 from shared import load
 from test_parallelize import step
 
@@ -132,7 +133,7 @@ UNEVEN = {"B": 2, "S": 3, "D": 8, "H": 6, "G": 6, "K": 2, "F": 8, "L": 2, "V": 8
 TEXT = "H=6, TP=4: axis [0-9] of 'layers/attention/q.*' has size H/TP = 3/2, expected a positive whole number"
 
 
-@pytest.mark.parametrize(
+@each(
     "question",
     [
         cg.flops, cg.matmul_flops, cg.bytes_moved, cg.param_count, cg.param_bytes, cg.peak_memory, cg.saved_bytes,

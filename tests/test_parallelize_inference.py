@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from each import each
 from shared import load
 from test_parallelize import DP, OTHERS, SIZES, TP
 
@@ -81,7 +82,7 @@ def test_new_positions_are_kept_by_the_ranks_that_have_the_last_ones(context, ne
     )
 
 
-@pytest.mark.parametrize("new", [1, 2, 5, 7])
+@each("new", [1, 2, 5, 7])
 def test_each_rank_appends_what_it_has(new):
     with cg.Graph("g") as g:
         g.output(append(g.buffer("held", (6, 3)), g.input("x", (new, 3)), 0))

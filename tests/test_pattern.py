@@ -1,6 +1,7 @@
 """Every production of a pattern, and the text of every refusal."""
 
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limited
@@ -13,7 +14,7 @@ def axes(*names):
     return tuple(Axes((n,)) for n in names)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "operands", "result"),
     [
         ("a b, b c -> a c", (axes("a", "b"), axes("b", "c")), axes("a", "c")),
@@ -53,7 +54,7 @@ def test_parts():
     assert hash(pattern) == hash(parse_pattern("b  (h k) 2*x+y-1,1->b k"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "ranks", "expected"),
     [
         ("... a -> ...", (3,), "_1 _0 a -> _1 _0"),
@@ -71,7 +72,7 @@ def test_ellipsis(text, ranks, expected):
     assert parse_pattern(expected, ranks) == pattern
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "ranks", "what"),
     [
         ("", None, "expected exactly one '->'"),
@@ -124,15 +125,13 @@ def test_refusals(text, ranks, what):
     assert len(message) < 400
 
 
-@pytest.mark.parametrize("wrong", [None, 5, ["a -> b"], b"a -> a", ("a",), {}])
+@each("wrong", [None, 5, ["a -> b"], b"a -> a", ("a",), {}])
 def test_what_is_no_text(wrong):
     with pytest.raises(PatternError, match="expected text such as 'b s d -> b s'"):
         parse_pattern(wrong)
 
 
-@pytest.mark.parametrize(
-    "text", ["a " * 10**6, "(" * 10**6 + "->", "a*2+" * 10**6, "->" * 10**6, "," * 10**6 + "->"], ids=lambda t: t[:8]
-)
+@each("text", ["a " * 10**6, "(" * 10**6 + "->", "a*2+" * 10**6, "->" * 10**6, "," * 10**6 + "->"], ids=lambda t: t[:8])
 def test_a_million_characters_are_refused_at_once(text):
     with pytest.raises(PatternError, match=r"pattern of \d+ characters, expected at most 4000"):
         parse_pattern(text)

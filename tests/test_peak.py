@@ -2,6 +2,7 @@
 
 import oracles
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def test_the_worked_example_has_its_two_regimes():
     assert found == {"relu": 8 * B * F, "second": 4 * B * F + 4 * B * K}
 
 
-@pytest.mark.parametrize(("b", "d", "f", "k"), [(2, 3, 5, 7), (2, 3, 7, 5), (11, 3, 5, 5), (1, 1, 1, 1)])
+@each(("b", "d", "f", "k"), [(2, 3, 5, 7), (2, 3, 7, 5), (11, 3, 5, 5), (1, 1, 1, 1)])
 def test_the_worked_example_bound(b, d, f, k):
     expected = 4 * (d * f + f * k + b * d) + max(8 * b * f, 4 * b * f + 4 * b * k)
     assert cg.peak_memory(worked(), B=b, D=d, F=f, K=k) == expected

@@ -4,10 +4,12 @@ import copy
 import pickle
 import subprocess
 import sys
+from functools import cache
 
 import networkx as nx
 import pytest
 import sympy
+from each import each
 from hypothesis import given, settings
 
 import costgraph as cg
@@ -67,7 +69,7 @@ def test_a_copy_refuses_what_the_graph_refuses(way):
 
 
 @ways
-@pytest.mark.parametrize("first", [True, False])
+@each("first", [True, False])
 def test_changes_of_one_are_none_of_the_other(way, first):
     g = net()
     before = answers(g), facts(g)
@@ -210,7 +212,7 @@ FORMULAS = {
 
 
 @ways
-@pytest.mark.parametrize("name", FORMULAS)
+@each("name", FORMULAS)
 def test_formulas_and_their_compiled_forms(way, name):
     formula = FORMULAS[name]()
     assert way(formula) == formula
@@ -254,10 +256,15 @@ RESULTS = {
 }
 
 
+@cache
+def result(name):
+    return RESULTS[name](net())
+
+
 @ways
 @pytest.mark.parametrize("name", RESULTS)
 def test_results(way, name):
-    found = RESULTS[name](net())
+    found = result(name)
     out = way(found)
     assert out == found
     assert type(out) is type(found)

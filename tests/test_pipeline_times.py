@@ -5,6 +5,7 @@ from functools import cache
 from random import Random
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.algebra.dominance import NOTHING_KNOWN
@@ -52,7 +53,7 @@ def played(lists, times, send=0):
     return cg.plan.simulate(lists, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
 
 
-@pytest.mark.parametrize(("name", "chunks", "ranks", "many"), CASES)
+@each(("name", "chunks", "ranks", "many"), CASES)
 def test_events_are_those_of_a_recursion(name, chunks, ranks, many):
     lists = cg.plan.schedule(name, ranks, many, chunks)
     for times, send in ((TIMES[1], 0), (TIMES[5], Fraction(3, 11))):
@@ -71,6 +72,8 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
     lists = cg.plan.schedule(name, ranks, many, chunks)
     looped = name.startswith("interleaved")
     sizes = {"p": ranks, "m": many, **({"v": chunks} if looped else {})}
+    open_times = cg.plan.bubble(name, p, m, chunks, forward=f, backward_input=i, backward_weight=w)
+    asked = {s.name for s in open_times.free_symbols}
     for times in TIMES:
         found = played(lists, times)
         idle = Fraction(found.idle[0]) / Fraction(found.busy[0])
@@ -83,8 +86,6 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
                 float(idle), rel=1e-14
             )
             if all(isinstance(t, int) for t in times):
-                open_times = cg.plan.bubble(name, p, m, chunks, forward=f, backward_input=i, backward_weight=w)
-                asked = {s.name for s in open_times.free_symbols}
                 every = {**sizes, "f": forward, "i": inputs, "w": weights}
                 assert cg.evaluate(open_times, **{k: n for k, n in every.items() if k in asked}) == float(idle)
 
@@ -145,7 +146,7 @@ def test_stages_that_take_unequal_times():
     assert found.busy == (3 * 14, 3 * 7)
 
 
-@pytest.mark.parametrize(
+@each(
     ("actions", "named", "text"),
     [
         ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a time that is not negative"),

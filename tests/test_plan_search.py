@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import pytest
 from budget import in_part
-from shared import load
+from each import each
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -26,6 +27,9 @@ SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
 PLAIN = {"overlap": "none", "reduce_each": True}
 MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **SIZES, **PLAIN}
 FEW = {**MANY, "zero": (1, 3), "checkpoint": "every-block"}
+
+
+EVERY_BLOCK = cg.every_block()
 
 
 def lm(**defaults):
@@ -51,7 +55,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return cg.plan.search(model, **MANY)
+    return cg.plan.search(model, **MANY, sequence=True, checkpoint="none")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ OTHERS = [
 def test_what_a_search_leaves_with_a_model_is_of_the_same_question_alone(monkeypatch):
     steps = []
     monkeypatch.setattr(structures, "training_step", lambda *a, **k: steps.append(a) or cg.training_step(*a, **k))
-    model, one = lm(), {**FEW, "devices": 2, "B": 4, "zero": 1, "tp": 1, "accumulate": 1}
+    model, one = lm(), {**FEW, "devices": 2, "B": 4, "zero": 1, "tp": 1, "accumulate": 1, "checkpoint": "none"}
     first, made = cg.plan.search(model, **one), len(steps)
     assert cg.plan.search(model, **one).rows == first.rows
     assert len(steps) == made > 0
@@ -89,17 +93,25 @@ def test_what_a_search_leaves_with_a_model_is_of_the_same_question_alone(monkeyp
 
 def alone(model, plan, overlap="none", precision="bf16", sizes=SIZES, **options):
     """Return bytes and seconds of a plan that is derived with its own numbers."""
-    how = {"none": None, "every-block": cg.every_block()}[plan.checkpoint]
-    step = cg.training_step(model, precision=precision, checkpoint=how, accumulate=plan.accumulate)
+    how = {"none": None, "every-block": EVERY_BLOCK}[plan.checkpoint]
+    step = training_step(model, precision=precision, checkpoint=how, accumulate=plan.accumulate)
     rank = cg.parallelize(step, dp=plan.dp, tp=plan.tp, zero=plan.zero, sequence=plan.sequence, **options)
     sizes = {**sizes, "B": plan.micro_batch * plan.dp}
     return cg.peak_memory(rank, **sizes), cg.seconds(rank, "h100-sxm", overlap=overlap, **sizes)
 
 
-def test_each_plan_takes_what_its_graph_takes_alone(model, found):
+def of_each_kind(rows):
+    """Return the first plan of each kind of graph: degrees of 1 and of more, ZeRO, split sequences, checkpoints."""
+    kinds = {}
+    for p in rows:
+        kinds.setdefault((p.dp > 1, p.tp > 1, p.accumulate > 1, p.zero, p.sequence, p.checkpoint, p.offload), p)
+    return [*kinds.values()]
+
+
+def test_each_plan_takes_what_its_graph_takes_alone(model, found, few):
     assert {(p.dp, p.tp) for p in found.rows} == {(26, 1), (13, 2), (2, 13), (1, 26)}
     assert {p.zero for p in found.rows} == {0, 1, 2, 3}
-    for plan in found.rows[::3]:
+    for plan in (*of_each_kind(found.rows), *few.rows[::9]):
         peak, taken = alone(model, plan)
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
@@ -250,13 +262,24 @@ def test_another_axis_is_split_where_ranks_do_not_divide_the_longest_one():
 
 
 def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model):
-    limits = {**FEW, "precision": "bf16-mixed", "zero": (0, 1, 2, 3), "tp": (1, 2)}
+    limits = {**FEW, "precision": "bf16-mixed", "zero": (0, 1, 2, 3), "tp": 2, "sequence": True}
     once = cg.plan.search(model, **{**limits, "reduce_each": False})
     assert {p.zero for p in once.rows if p.accumulate > 1} == {0, 1, 2, 3}
-    for plan in once.rows[::3]:
+    for plan in of_each_kind(once.rows):
         peak, taken = alone(model, plan, precision="bf16-mixed", reduce_each=False)
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
+
+
+def test_gradients_are_reduced_in_each_micro_batch_by_default_where_ranks_keep_no_whole_ones(model):
+    limits = {**FEW, "zero": (1, 2), "tp": 1, "accumulate": 3, "checkpoint": "none"}
+    each, once, default = (
+        {p.zero: p.seconds for p in cg.plan.search(model, **{**limits, "reduce_each": how}).rows}
+        for how in (True, False, None)
+    )
+    assert once[1] < each[1]
+    assert once[2] < each[2]
+    assert default == {1: once[1], 2: each[2]}
 
 
 def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
@@ -273,14 +296,14 @@ def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
     assert max(p.memory for p in found) > max(p.memory for p in at_once)
 
 
-@pytest.mark.parametrize("away", ["optimizer", "parameters+optimizer", "activations"])
+@pytest.mark.parametrize("away", ["parameters+optimizer", "activations"])
 def test_what_lies_on_the_host_takes_what_its_graph_takes_alone(model, few, away):
-    limits = {**FEW, "zero": 3, "tp": (1, 2), "memory": 1e12}
+    limits = {**FEW, "zero": 3, "tp": 2, "sequence": True, "memory": 1e12}
     found = cg.plan.search(model, **limits, offload=("none", away))
     names = tuple(sorted(away.split("+")))
     assert {p.offload for p in found.rows} == {(), names}
-    for plan in [p for p in found.rows if p.offload][::5]:
-        step = cg.training_step(model, precision="bf16", checkpoint=cg.every_block(), accumulate=plan.accumulate)
+    for plan in of_each_kind(p for p in found.rows if p.offload):
+        step = training_step(model, precision="bf16", checkpoint=EVERY_BLOCK, accumulate=plan.accumulate)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": 3, "sequence": plan.sequence, "offload": names}
         rank, sizes = cg.parallelize(step, **split), {**SIZES, "B": plan.micro_batch * plan.dp}
         assert plan.memory == cg.peak_memory(rank, **sizes), plan
@@ -290,7 +313,7 @@ def test_what_lies_on_the_host_takes_what_its_graph_takes_alone(model, few, away
 
 def test_several_precisions_are_those_of_each(model):
     several = ("bf16", "bf16-mixed", {"matmul": "bf16"}, {"matmul": "fp16"})
-    limits = {**FEW, "zero": 1, "tp": 1}
+    limits = {**FEW, "zero": 1, "tp": 1, "accumulate": 3}
     found = cg.plan.search(model, **{**limits, "precision": several})
     rows = {
         name: [p for p in found.rows if p.precision == name] for name in ("bf16", "bf16-mixed", "custom", "custom 2")
@@ -336,7 +359,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
     assert repr(found) == f"Search('lm' on 26 h100-sxm, {len(found.rows)} plans)"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         ({"devices": 0}, "search: devices=0: expected a positive integer"),
@@ -381,9 +404,11 @@ def test_a_size_that_is_left_out_is_named(model):
 def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
     cg.save(model, tmp_path / "lm.json")
     words = "--devices 26 --hardware h100-sxm --precision bf16 --tp 1,2 --zero 0,3 --checkpoint none --overlap none"
-    words += " --reduce-each"
+    words += " --reduce-each --sequence yes --accumulate 1"
     sizes = [f"{name}={n}" for name, n in {"B": 78, **SIZES}.items()]
-    expected = cg.plan.search(model, **MANY, tp=(1, 2), zero=(0, 3), checkpoint="none")
+    own = {"tp": (1, 2), "zero": (0, 3), "checkpoint": "none", "sequence": True, "accumulate": 1}
+    expected = cg.plan.search(model, **MANY, **own)
+    assert len({(p.tp, p.zero) for p in expected.rows}) == len(expected.rows) == 4
     for form, read in (("--json", json.loads), ("--csv", lambda text: list(csv.DictReader(text.splitlines())))):
         assert main(["search", str(tmp_path / "lm.json"), *words.split(), *sizes, form, "-"]) == 0
         rows = read(capsys.readouterr().out)
@@ -398,7 +423,7 @@ def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
 
 
 def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_so(model, monkeypatch):
-    limits = {**FEW, "zero": 1, "accumulate": (1, 3), "tp": (1, 2)}
+    limits = {**FEW, "zero": 1, "accumulate": 3, "tp": (1, 2), "sequence": True}
     expected, derived = cg.plan.search(model, **limits), Family.forms
 
     def only_bound(family, structure):
@@ -429,8 +454,10 @@ class Elsewhere(Executor):
 
 @pytest.mark.parametrize("kind", ["pickled", pytest.param("processes", marks=pytest.mark.long)])
 def test_structures_side_by_side_give_the_same(model, few, kind):
+    limits = {**FEW, "sequence": True} if kind == "pickled" else FEW
     with Elsewhere() if kind == "pickled" else ProcessPoolExecutor(2) as executor:
-        found = cg.plan.search(model, **FEW, executor=executor)
+        found = cg.plan.search(model, **limits, executor=executor)
+    few = cg.plan.search(model, **limits)
     assert found.rows == few.rows
     assert (found.tried, found.notes) == (few.tried, few.notes)
 
@@ -469,13 +496,14 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
         "pp": 1,
         "zero": 1,
         "tp": (1, 2),
+        "sequence": True,
         **PLAIN,
     }
     found = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
     assert {(p.cp, p.ep) for p in found.rows} == {(degrees["cp"], degrees["ep"])}
     assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in found.rows)
-    for plan in found.rows[::5]:
-        step = cg.training_step(mixture, precision="bf16", accumulate=plan.accumulate)
+    for plan in of_each_kind(found.rows):
+        step = training_step(mixture, precision="bf16", accumulate=plan.accumulate)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
         rank, at = cg.parallelize(step, **split, **degrees), {**sizes, "B": plan.micro_batch * plan.dp * plan.ep}
         assert plan.memory == cg.peak_memory(rank, **at), plan
@@ -483,13 +511,17 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
 
 
 def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch):
-    asked, derived, forms = {**MANY, "devices": 12, "B": 24, "cp": None, "pp": 1, "zero": (0, 3)}, [], Family.forms
+    asked, derived, forms = (
+        {**MANY, "devices": 6, "B": 12, "cp": None, "zero": (0, 3), "sequence": True},
+        [],
+        Family.forms,
+    )
     monkeypatch.setattr(Family, "forms", lambda family, s: derived.append(s) or forms(family, s))
     found, few = cg.plan.search(lm(), **asked, checkpoint="none"), len(derived)
     monkeypatch.setattr(fitting, "whole", lambda *_: True)
     every = cg.plan.search(lm(), **asked, checkpoint="none")
     assert (found.rows, found.tried, found.notes) == (every.rows, every.tried, every.notes)
-    assert {p.cp for p in found.rows} == {1, 2, 4}  # of 52 positions
+    assert {p.cp for p in found.rows} == {1, 2}  # of 52 positions
     assert few < 0.6 * (len(derived) - few)
 
 
@@ -518,16 +550,18 @@ def test_crossovers_are_where_real_searches_change_their_best_plan():
         assert (row.seconds, row.memory) == (pytest.approx(at.seconds, rel=1e-9), at.memory)
 
 
-def test_where_nothing_fits_no_plan_is_the_fastest(few):
+def test_where_nothing_fits_no_plan_is_the_fastest(model):
+    few = cg.plan.search(model, **{**FEW, "zero": 3, "tp": (1, 2), "sequence": True})
     tight = replace(few, limit=few.rows[0].memory)
-    rows = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52).rows
+    made = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52)
+    rows = made.rows
     assert rows[0].plan is not None
     assert rows[-1].plan is None
     assert rows[-1].seconds == float("inf")
-    assert "from S" in str(cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52))
+    assert "from S" in str(made)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         (("B", (1, 9)), "crossovers: 'B' had no size in the search, expected one of D, F, S, V"),
@@ -548,7 +582,7 @@ def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
     asked = {
         "devices": 2,
         "hardware": "h100-sxm",
-        "B": 8,
+        "B": 8 if axis == "ep" else 4,
         "pp": 1,
         "tp": 1,
         "zero": 0,
@@ -558,9 +592,9 @@ def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
     }
     asked |= {"dp": 1, "cp": 1, "ep": 1, "micro_batch": 1, axis: 2}
     plan = cg.plan.search(mixture, **asked, reduce_each=False).best
-    rank = cg.parallelize(cg.training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_each=False)
+    rank = cg.parallelize(training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_each=False)
     at = {**sizes, "B": 2 if axis == "ep" else 1}
-    assert (plan.memory, plan.accumulate) == (cg.peak_memory(rank, **at), 4 if axis == "ep" else 8)
+    assert (plan.memory, plan.accumulate) == (cg.peak_memory(rank, **at), 4)
     assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9)
     rows = cg.communication(rank, **at).filter(axis=axis, collective="all_reduce")
     experts = (

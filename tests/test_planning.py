@@ -1,4 +1,5 @@
 import pytest
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -45,7 +46,7 @@ def test_depth_can_be_searched_too():
     assert best == (10**6 - 4 * 3 * 2 * 10) // 400
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"D": 3}, "expected a limit, either hardware= or memory="),

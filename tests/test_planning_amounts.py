@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -120,7 +121,7 @@ def test_decimals_stand_for_what_is_printed():
     assert cg.plan.training_seconds(1, 10, mfu=0.1) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("ask", "error", "text"),
     [
         (

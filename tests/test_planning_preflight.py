@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -133,7 +134,7 @@ def test_text(found):
         found["speed"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "text"),
     [
         ({"mfu": 0}, cg.BindingError, "preflight: mfu: 0, expected a number above 0 and up to 1, or a formula"),

@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import graph_of, like, same_layout, strides
@@ -23,9 +24,9 @@ FORMATS = FLOATS | OTHERS
 NAMES = {v: k for k, v in FORMATS.items()}
 
 
-@pytest.mark.parametrize("first", FORMATS)
-@pytest.mark.parametrize("second", FORMATS)
-@pytest.mark.parametrize("function", ["add", "mul", "div", "maximum", "less"])
+@each("first", FORMATS)
+@each("second", FORMATS)
+@each("function", ["add", "mul", "div", "maximum", "less"])
 def test_format_of_a_result_is_torchs(first, second, function):
     shape = (2, 3)
     tensors = torch.ones(shape, dtype=FORMATS[first]), torch.ones(shape, dtype=FORMATS[second])
@@ -36,8 +37,8 @@ def test_format_of_a_result_is_torchs(first, second, function):
     assert y.dtype.name == NAMES[expected]
 
 
-@pytest.mark.parametrize("first", FORMATS)
-@pytest.mark.parametrize("number", [2, 2.5, True])
+@each("first", FORMATS)
+@each("number", [2, 2.5, True])
 def test_format_with_a_number_is_torchs(first, number):
     expected = (torch.ones(2, dtype=FORMATS[first]) + number).dtype
     with cg.Graph("g") as g:
@@ -70,7 +71,7 @@ def test_order_of_a_results_axes_in_memory_is_torchs(data):
     assert strides(y) == expected.stride()
 
 
-@pytest.mark.parametrize("shapes", [((3, 5), (5,)), ((3, 1), (1, 5)), ((7, 3, 5), (3, 1)), ((), (3,)), ((3, 5), ())])
+@each("shapes", [((3, 5), (5,)), ((3, 1), (1, 5)), ((7, 3, 5), (3, 1)), ((), (3,)), ((3, 5), ())])
 def test_broadcast_operands_are_read_at_their_own_size(shapes):
     result = np.broadcast_shapes(*shapes)
     g, y = graph_of(lambda a, b: a + b, *shapes)
@@ -174,7 +175,7 @@ def test_reading_a_view_of_what_was_overwritten_is_refused():
         g.validate()
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x, y: cg.ops.pointwise("tan", x), GraphError, "function 'tan', expected one of copy, cast, add"),
@@ -211,7 +212,7 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
         call(g.input("x", (3, 5)), g.input("y", (3, 7)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("a", "b"),
     [((3, 5), (5, 7)), ((2, 3, 5), (5, 7)), ((2, 3, 5), (2, 5, 7)), ((11, 1, 3, 5), (2, 5, 7)), ((5,), (5, 7)),
      ((3, 5), (5,)), ((5,), (5,)), ((1, 3, 5), (2, 5, 7)), ((2, 3, 5), (1, 5, 7))],

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from autocast_models import SIZES, gpt2_graph, llama_graph
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -110,8 +111,7 @@ def test_tables_in_a_format_of_their_own_stay():
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mlp"])
-@pytest.mark.parametrize("attention", ["flash", "eager"])
+@pytest.mark.parametrize(("name", "attention"), [("gpt2", "eager"), ("llama-3-8b", "flash"), ("mlp", "flash")])
 def test_flops_stay(policy, name, attention):
     g = load(name, symbolic=True, attention=attention, dropout=0.1)
     made = apply_precision(g, policy)
@@ -240,7 +240,7 @@ def test_products_of_a_backward_pass_read_narrow_copies():
 # -- errors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "text"),
     [
         ("bf61", "policy 'bf61', expected one of fp32, bf16, bf16-master, bf16-mixed, fp16-mixed, megatron-bf16, fp8"),
@@ -256,7 +256,7 @@ def test_unknown_policies_are_refused(policy, text):
     assert str(error.value).startswith(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         ({"params": "bf61"}, "policy 'p': params: number format 'bf61' is unknown"),

@@ -1,6 +1,7 @@
 """Number formats of inference: bytes with their scales, the units that products run on, and what is refused."""
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -41,7 +42,7 @@ def attention(kernel, window=None):
 # -- formats ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "sizes", "expected"),
     [
         # 3 rows of 130 elements: two groups each
@@ -71,7 +72,7 @@ def test_a_format_with_scales_is_found_by_its_name_alone():
     assert float(cg.bits_per_element(blocks)) == 8 + 32 / (64 * 128)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     ["int4_g0_fp16", "int4_g128", "bf16_g128_fp16", "int4_g128_int8", "mxfp4_g32_fp16", "bool_row_fp32",
      "fp8_row_fp32_zero", "fp8_e8m0_row_fp32", "int4_g12345678_fp16", "int4_row_fp16_zero_zero", "fp8_b0x128_fp32",
@@ -144,7 +145,7 @@ def test_formulas_are_what_an_interpreter_counts(formats):
     assert cg.param_count(q) == cg.param_count(mlp())
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@each("formats", FORMATS, ids=str)
 def test_a_product_inside_a_kernel_stays_there(formats):
     with cg.Graph("g", dtype="bf16") as g:
         x, w, v = g.input("x", (B, D)), g.param("w", (D, F)), g.param("v", (D,))
@@ -191,7 +192,7 @@ def test_activations_that_several_layers_read_are_quantized_once():
     assert [op.name for op in q.ops if op.body] == ["a/quantize", "a/matmul", "b/matmul"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("formats", "unit"),
     [
         ({"weights": "int4", "group": 128}, "bf16"),
@@ -322,7 +323,7 @@ CACHED = {"B": 2, "G": 3, "K": 8, "S": 5}
 POSITIONS = 2 * 3 * 5  # of all heads
 
 
-@pytest.mark.parametrize(("cache", "row"), [("fp8_e4m3", 8), ("int8", 8 + 2), ("int4", 4 + 2), ("mxfp8", 8 + 1)])
+@each(("cache", "row"), [("fp8_e4m3", 8), ("int8", 8 + 2), ("int4", 4 + 2), ("mxfp8", 8 + 1)])
 def test_a_cache_is_stored_narrower_and_widened_in_the_kernel(cache, row):
     g = attention("flash")
     q = cg.quantize(g, cache=cache)
@@ -344,9 +345,9 @@ def test_separate_ops_read_a_wide_copy():
     assert [op.name for op in q.ops if op.name.endswith("cast")] == ["attention/scores/cast"]
 
 
-@pytest.mark.parametrize("cache", ["fp8_e4m3", "int8", "mxfp8"])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@each("cache", ["fp8_e4m3", "int8", "mxfp8"])
+@each("window", [None, 3])
+@each("kernel", ["flash", "eager"])
 def test_formulas_of_a_narrow_cache_are_what_an_interpreter_counts(cache, window, kernel):
     q = cg.quantize(attention(kernel, window), cache=cache)
     counted = testing.run(q, **CACHED)
@@ -433,7 +434,7 @@ def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("formats", "text"),
     [
         ({}, "quantize: no format, expected one of weights or of the cache"),
@@ -484,7 +485,7 @@ def test_formats_that_make_no_sense(formats, text):
     assert str(error.value) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         (

@@ -1,6 +1,7 @@
 """Weights as torchao keeps them for products in bf16: int8 a row, int4 in groups, and in tiles of tinygemm."""
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -22,8 +23,8 @@ def up(size, multiple):
     return -(-size // multiple) * multiple
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (4096, 11008), (67, 2048), (8, 1280)])
+@each("group", [32, 64, 128, 256])
+@each(("n", "k"), [(4096, 4096), (4096, 11008), (67, 2048), (8, 1280)])
 def test_int4_in_tiles_is_what_torch_packs(linear, group, n, k):
     """`Int4TilePackedTo4dTensor.from_hp` of torchao 0.18.0 pads to 1024 and 8, then packs with this op of torch's."""
     torch = pytest.importorskip("torch")

@@ -1,7 +1,7 @@
 """Elements that the ops of a graph read of a tensor, against the marks that NumPy leaves in an array."""
 
 import numpy as np
-import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def test_slices_that_are_apart_add_up_and_of_others_the_widest_counts(parts):
     assert reading(parts) == (together if apart else widest)
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "elements"),
     [
         ([(7, 5, 1), (0, 7, 1)], 12 * 3),  # side by side, the later one first
@@ -82,7 +82,7 @@ def slice_rows(x, start, size):
 ORDERS = [(0,), (2,), (0, 2), (2, 0), (1, 0, 2), (2, 1), (2, 1, 0), (0, 1, 2), (1, 2, 0)]
 
 
-@pytest.mark.parametrize("read", ORDERS)
+@each("read", ORDERS)
 def test_parts_of_a_split_add_up_in_any_order_with_symbols_as_sizes(read):
     sizes = (S, D, T)
     with cg.Graph("g") as g:
@@ -95,7 +95,7 @@ def test_parts_of_a_split_add_up_in_any_order_with_symbols_as_sizes(read):
         assert elements_read(g, tensor).expr.expand() == (sum(sizes[i] for i in read) * B).expand()
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 7), (5, 3, 7), (7, 2, 1)])
+@each("shape", [(3, 5, 7), (5, 3, 7), (7, 2, 1)])
 def test_slices_that_may_meet_count_the_widest_at_every_size(shape):
     with cg.Graph("g") as g:
         x = g.input("x", (S + D + T, B))
@@ -143,7 +143,7 @@ def test_what_nobody_reads_is_not_read():
     assert elements_read(g, x) == 0
 
 
-@pytest.mark.parametrize(("b", "s"), [(3, 11), (11, 3), (5, 5)])
+@each(("b", "s"), [(3, 11), (11, 3), (5, 5)])
 def test_of_two_lookups_the_longer_one_counts(b, s):
     with cg.Graph("g") as g:
         table = g.param("table", (1000, D))
@@ -183,7 +183,7 @@ def test_a_loop_reads_half_of_each_slice_where_its_body_does():
     assert elements_read(g, xs) == poly(3 * 2 * L)
 
 
-@pytest.mark.parametrize(
+@each(
     ("a", "b", "known"),
     [(S, 0, True), (S, S, True), (S + 1, S, True), (2 * S, S, True), (S, S + 1, False), (S, D, False), (S, 1, True)],
 )
@@ -191,7 +191,7 @@ def test_what_is_at_least_something_for_all_sizes(a, b, known):
     assert at_least(poly(a), poly(b)) is known
 
 
-@pytest.mark.parametrize(("a", "b"), [(0, S), (S, 0), (S, 2 * S), (2 * S, S), (S, D), (D + 1, S * T)])
+@each(("a", "b"), [(0, S), (S, 0), (S, 2 * S), (2 * S, S), (S, D), (D + 1, S * T)])
 def test_the_larger_of_two_amounts_is_that_of_python_at_every_size(a, b):
     made = larger(poly(a), poly(b)).expr
     for point in ({S: 2, D: 3, T: 5}, {S: 7, D: 3, T: 1}, {S: 1, D: 1, T: 1}):

@@ -6,6 +6,7 @@ import einops
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import graph_of, strides
@@ -40,8 +41,8 @@ def test_strides_of_a_sum_are_torchs(data):
     ]
 
 
-@pytest.mark.parametrize("operation", ["sum", "mean", "max", "min", "prod"])
-@pytest.mark.parametrize(
+@each("operation", ["sum", "mean", "max", "min", "prod"])
+@each(
     ("pattern", "shape", "sizes"),
     [
         ("b s d -> b s", (2, 3, 5), {}),
@@ -70,8 +71,8 @@ def test_shapes_are_those_of_einops_and_each_element_costs_one(operation, patter
     assert (reduction.read, reduction.written) == (4 * count, 4 * expected.numel())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int32", "bool"])
-@pytest.mark.parametrize("operation", ["sum", "prod", "max", "any", "argmax", "argmin"])
+@each("dtype", ["fp32", "bf16", "int32", "bool"])
+@each("operation", ["sum", "prod", "max", "any", "argmax", "argmin"])
 def test_formats_are_torchs(dtype, operation):
     formats = {
         "fp32": torch.float32,
@@ -91,7 +92,7 @@ def test_formats_are_torchs(dtype, operation):
     assert formats[y.dtype.name] == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.reduce(x, "a b -> a", "median"), GraphError, "operation 'median', expected one of sum, mean"),

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 from budget import drawing, examples
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from public import FUNCTIONS
@@ -250,7 +251,7 @@ def in_kernel(d, call):
 # -- the laws ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_a_call_that_is_refused_halfway_changes_nothing(name, failing):
     call = CALLS[name]
     plain, other = Declared(), Declared()
@@ -328,7 +329,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@each("name", CHANGES)
 def test_a_finished_graph_stays_as_it_is(name):
     g, other = finished(), finished()
     before = state(g)
@@ -369,7 +370,7 @@ BAD_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CHANGES)
+@each("name", BAD_CHANGES)
 def test_what_is_refused_changes_nothing(name):
     g = finished()
     before, place = state(g), here()

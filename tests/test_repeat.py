@@ -90,7 +90,7 @@ def test_a_repeat_costs_what_the_same_loop_in_python_costs(name, first, after):
     holds_from = cg.timeline(looped, **sizes).holds_from["L"]
     closed = cg.peak_memory(looped, **sizes)
     assert 1 <= holds_from <= 3 + 2 * carries
-    for n in range(1, 9):
+    for n in (1, 2, 3, 5, 8):
         loop = program(body, carries, n, looped=False, first=first, after=after)
         unrolled = answers(loop, **sizes)
         if name == "doubled":  # the loop in Python sees that both carries are one tensor
@@ -158,7 +158,7 @@ def only_exchanges(recipe):
 
 
 @given(bodies(), st.sampled_from(["op", "input"]), st.sampled_from(["carry", "start", "outputs"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_random_bodies_cost_what_the_same_loop_in_python_costs(recipe, first, after):
     def body(a, b, g):
         return run(recipe, a, b, g)
@@ -168,7 +168,7 @@ def test_random_bodies_cost_what_the_same_loop_in_python_costs(recipe, first, af
     sizes = {k: v for k, v in SIZES.items() if k != "F" or uses_f}
     holds_from = cg.timeline(looped, **sizes).holds_from["L"]
     closed = cg.peak_memory(looped, **sizes)
-    for n in range(1, 9):
+    for n in (1, 2, 3, 5, 8):
         unrolled = answers(program(body, 2, n, looped=False, first=first, after=after), **sizes)
         assert answers(looped, L=n, **sizes) == unrolled, n
         if n >= holds_from and not only_exchanges(recipe):

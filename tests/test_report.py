@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from each import each
 
 import costgraph as cg
 from costgraph.report import common_part, formula_latex, formula_python, formula_text, report
@@ -92,7 +93,7 @@ def run(source):
     return next(f for name, f in scope.items() if callable(f) and name not in ("Fraction",))
 
 
-@pytest.mark.parametrize(
+@each(
     "formula",
     [
         cg.peak_memory(model()),
@@ -286,7 +287,7 @@ def test_orders():
         report(model(), **SIZES).sorted("time")
 
 
-@pytest.mark.parametrize("depth", [0, -1, True, "2"])
+@each("depth", [0, -1, True, "2"])
 def test_depths_that_are_none(depth):
     with pytest.raises(cg.GraphError, match="expected a whole number from 1"):
         report(model(), depth=depth)

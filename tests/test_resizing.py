@@ -2,6 +2,7 @@ from fractions import Fraction
 from math import ceil, floor
 
 import pytest
+from each import each
 
 import costgraph as cg
 
@@ -22,16 +23,16 @@ def windows(n, k):
 # -- adaptive pooling --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", [1, 2, 5, 6, 7, 12, 13, 31])
 @pytest.mark.parametrize("parts", [(6, 6), (7, 3), (2, 1)])
-def test_each_element_of_each_window(side, parts):
-    expected = 2 * 3 * windows(side, parts[0]) * windows(side, parts[1])
+def test_each_element_of_each_window(parts):
     open_sizes = made(cg.nn.adaptive_pool, (B, C, R, R), parts)
-    assert cg.flops(open_sizes, B=2, C=3, R=side) == expected
-    numbers = made(cg.nn.adaptive_pool, (2, 3, side, side), parts)
-    assert cg.flops(numbers) == expected
-    assert numbers.outputs[0].shape == (2, 3, *parts)
-    assert cg.bytes_moved(open_sizes, B=2, C=3, R=side) == 4 * 6 * (side**2 + parts[0] * parts[1])
+    for side in (1, 2, 5, 6, 7, 12, 13, 31):
+        expected = 2 * 3 * windows(side, parts[0]) * windows(side, parts[1])
+        assert cg.flops(open_sizes, B=2, C=3, R=side) == expected, side
+        numbers = made(cg.nn.adaptive_pool, (2, 3, side, side), parts)
+        assert cg.flops(numbers) == expected, side
+        assert numbers.outputs[0].shape == (2, 3, *parts)
+        assert cg.bytes_moved(open_sizes, B=2, C=3, R=side) == 4 * 6 * (side**2 + parts[0] * parts[1]), side
 
 
 def test_parts_that_divide_are_a_pooling_and_one_part_is_a_reduction():
@@ -60,7 +61,7 @@ def test_gradient_of_adaptive_pooling():
 # -- nearest neighbours ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
+@each(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
 def test_upsample(factor, rank):
     g = made(cg.nn.upsample, (B, C, *[R] * rank), factor)
     assert g.outputs[0].shape == (B, C, *[factor * R] * rank)
@@ -68,7 +69,7 @@ def test_upsample(factor, rank):
     assert cg.bytes_moved(g, B=2, C=3, R=5) == 4 * 6 * (5**rank + (factor * 5) ** rank)
 
 
-@pytest.mark.parametrize("side", [8, 9, 13])
+@each("side", [8, 9, 13])
 def test_upsample_to_what_an_odd_size_was(side):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))
@@ -89,7 +90,7 @@ def test_gradient_of_upsample_adds_each_element_once():
     assert back.flops == 2 * 3 * 10 * 10
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         (lambda x: cg.nn.upsample(x, 0), "factor 0, expected an integer of at least 1"),

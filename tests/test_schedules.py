@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from each import each
 
 import costgraph as cg
 
@@ -72,7 +73,7 @@ def test_formulas_are_what_is_counted(name, chunks, ranks, many):
         assert out == into
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         (("1f1c", 4, 8), "schedule '1f1c', expected one of gpipe, 1f1b"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sympy
 from budget import examples
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -278,7 +279,7 @@ def rates(**values):
     return {key: Quantity(value, "FLOP/s") for key, value in values.items()}
 
 
-@pytest.mark.parametrize(
+@each(
     ("wanted", "unit", "peak", "vector", "used", "why"),
     [
         ("bf16", "matmul", rates(fp32=1, fp64=1, fp16=9), {}, "peak.fp32", "next wider format"),

@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -34,7 +35,7 @@ def test_every_device_with_a_16_bit_rate_is_asked():
     assert len(MATRIX) > 40
 
 
-@pytest.mark.parametrize("device", MATRIX, ids=lambda d: d.id)
+@each("device", MATRIX, ids=lambda d: d.id)
 def test_decode_of_one_sequence_is_bound_by_memory(device):
     # what has no rate for bf16 takes that for fp16, and what states no vector rate that of its matrix unit
     found = cg.roofline(LLAMA, device, fallback="bf16" if "bf16" in device.peak else "fp16", B=1, S=S)
@@ -49,7 +50,7 @@ def test_decode_of_one_sequence_is_bound_by_memory(device):
 # -- how large -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["b200", "b300", "mi300x", "mi325x", "mi355x", "gb200", "tpu-v7x"])
+@each("name", ["b200", "b300", "mi300x", "mi325x", "mi355x", "gb200", "tpu-v7x"])
 def test_the_largest_batch_is_what_is_left_beside_the_weights(name):
     room = cg.load_hardware(name).capacity().value - cg.param_bytes(LLAMA)
     found = cg.largest(LLAMA, "B", hardware=name, S=S)
@@ -170,7 +171,7 @@ def test_the_context_may_be_what_is_varied():
     assert found.rows[0].seconds < found.rows[1].seconds
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "sizes", "text"),
     [
         (("B", [1]), {}, "throughput of graph 'llama-3-70b.decode': expected numbers, still unbound: S"),

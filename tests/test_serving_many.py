@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -140,11 +141,11 @@ def test_two_meshes_take_what_one_takes_and_the_transfer():
 
 def test_what_a_rank_receives_is_what_it_keeps_of_the_sequences_that_come_to_it():
     first = cg.parallelize(PREFILL, tp=8)
-    for copies, many, each in ((1, 1, 1), (5, 1, 1), (5, 5, 1), (5, 7, 2)):
+    for copies, many, most in ((1, 1, 1), (5, 1, 1), (5, 5, 1), (5, 7, 2)):
         step = cg.parallelize(DECODE, dp=copies, tp=2)
         found = cg.plan.disaggregated(first, step, "b200", prompt=1021, steps=3, sequences=(many, 5 * 13))
         # of sequences that come to one copy, half of what is kept; a rank of the other mesh has an eighth of all
-        assert found.sent == max(Fraction(many, 8), Fraction(each, 2)) * CACHE * 1021
+        assert found.sent == max(Fraction(many, 8), Fraction(most, 2)) * CACHE * 1021
         assert (found.prefill_devices, found.decode_devices) == (8, 2 * copies)
         assert found.link == "network"
         card = cg.load_hardware("b200")
@@ -172,7 +173,7 @@ def test_a_slow_network_bounds_what_prompts_are_worth(tmp_path):
         cg.plan.disaggregated(ranks[0], more, H200, network=str(file), **sizes)
 
 
-@pytest.mark.parametrize(
+@each(
     ("named", "text"),
     [
         ({"sequences": (0, 8)}, "disaggregated: sequences[0]=0"),

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import sympy
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -329,7 +330,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@each("what", REFUSED)
 def test_what_is_no_placement_is_refused(what):
     placements, options, error, text = REFUSED[what]
     with pytest.raises(error) as refused:
@@ -364,7 +365,7 @@ def test_an_op_that_cannot_keep_a_placement_says_so():
         cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
 
 
-@pytest.mark.parametrize(
+@each(
     "build",
     [
         lambda x: -cg.reduce(x, "b d -> b", "max"),

@@ -1,6 +1,7 @@
 """What is moved although nobody asked for it: said by name, an error where every placement has to be kept."""
 
 import pytest
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -49,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
+@each("what", CASES)
 def test_a_conflict_is_said_and_refused_where_placements_have_to_be_kept(what):
     build, places, text, sent = CASES[what]
     whole = graph(build)

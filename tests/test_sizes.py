@@ -13,6 +13,7 @@ from typing import Annotated
 import pytest
 import sympy
 from budget import drawing, examples
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +101,7 @@ class Tiled(OpKind):
         return [Result((self.length,), operands[0].dtype)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("facts", "text"),
     [
         ({"tile": TILE}, "tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
@@ -261,10 +262,8 @@ def test_a_stated_amount_is_not_negative_or_refused(formula, what, n, s):
         assert found >= 0 if value is _Unknown else found == pytest.approx(float(value)) and value >= 0
 
 
-@pytest.mark.parametrize(
-    "size", [sympy.sin(B), sympy.log(2 * S), sympy.pi, sympy.Derivative(sympy.Function("f")(B), B)]
-)
-@pytest.mark.parametrize("door", sorted(DOORS))
+@each("size", [sympy.sin(B), sympy.log(2 * S), sympy.pi, sympy.Derivative(sympy.Function("f")(B), B)])
+@each("door", sorted(DOORS))
 def test_what_can_never_be_a_size_is_refused_at_once(door, size):
     if door != "start":  # a place on an axis is looked at when it is bound
         with pytest.raises(ShapeError, match="expected"), cg.Graph("g") as g:

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 from budget import drawing
+from each import each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_windows_over_quotients_are_torchs_when_bound(size, steps, quotient, h):
     assert isinstance(cg.flops(g, **point), int)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@each("size", SIZES)
 def test_a_window_of_one_keeps_the_size(size):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, size))

@@ -9,9 +9,10 @@ from threading import Barrier, Thread
 import numpy as np
 import pytest
 import sympy
+from each import each
 from limits import PROCESS
-from shared import load, training_step
-from test_stages import SIZES, M, P, cut, llama
+from shared import load, parallelize, training_step
+from test_stages import SGD, SIZES, M, P, cut, llama
 
 import costgraph as cg
 from costgraph import testing
@@ -72,7 +73,7 @@ LISTS = [
 
 
 def step(m=M, **options):
-    return cg.training_step(llama(), optimizer=cg.SGD(), accumulate=m, **options)
+    return training_step(llama(), optimizer=SGD, accumulate=m, **options)
 
 
 def own_sizes(g, **sizes):
@@ -98,7 +99,7 @@ def states(name, p, m, v, rank):
             weights.remove((stage, k))
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), LISTS)
+@each(("name", "p", "m", "v"), LISTS)
 def test_what_waits_is_what_is_counted(name, p, m, v):
     order = Order(name, poly(p), poly(m), poly(v))
     for rank in range(p):
@@ -130,7 +131,7 @@ def after(name, p, m, v, rank):
             made.add(stage)
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), LISTS)
+@each(("name", "p", "m", "v"), LISTS)
 def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
     order = Order(name, poly(p), poly(m), poly(v))
     for rank in range(p):
@@ -140,7 +141,7 @@ def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
         assert max(n.constant for n in held) + v - 1 == max(counted, v - 1)
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v"), [case for case in LISTS if case[3] > 1])
+@each(("name", "p", "m", "v"), [case for case in LISTS if case[3] > 1])
 def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
     order, both = Order(name, poly(p), poly(m), poly(v)), name == "dualpipe"
     folded, half = both or name in ("zbv", "dualpipev"), p // 2 if both else p
@@ -161,7 +162,7 @@ def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
 
 
 def stages(name, p=4, v=None):
-    return cg.parallelize(step(), pp=p, micro_batches=M, schedule=name, virtual=v or GROUPS[name]).stages
+    return parallelize(step(), pp=p, micro_batches=M, schedule=name, virtual=v or GROUPS[name]).stages
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v", "depth"), MEASURED)
@@ -173,7 +174,8 @@ def test_peaks_are_those_of_real_processes(name, p, m, v, depth):
         line = cg.timeline(g, **own_sizes(g, M=m, L=depth))
         beside = tokens + returned * (i == (0 if name in ("zbv", "dualpipev") else 2))
         assert line.by_role["param"] + line.by_role["buffer"] + beside + left * HANDED == between
-        assert line.peak == cg.peak_memory(g, **own_sizes(g, M=m, L=depth))
+        if p == 4:  # of each schedule once
+            assert line.peak == cg.peak_memory(g, **own_sizes(g, M=m, L=depth))
         found = line.peak - line.by_role.get("input", 0) + beside
         assert found == pytest.approx(peak, rel=FURTHER.get((name, i), 0.01))
 
@@ -340,19 +342,21 @@ def test_both_directions_have_two_whole_stages_on_each_rank_and_half_of_the_micr
 
 @pytest.mark.parametrize("name", [*GROUPS, "dualpipe"])
 def test_runs_of_all_schedules_count_tokens_and_devices_of_the_whole_pipeline(name):
-    whole_step, s = cut(llama(), 4, 8, schedule=name, virtual=GROUPS.get(name, 1))
-    found = cg.plan.run(s, "h100-sxm", 10**6, **SIZES)
+    # both ends of dualpipe have half of the micro-batches: their number is known
+    m = 8 if name == "dualpipe" else M
+    whole_step, s = cut(llama(), 4, m, schedule=name, virtual=GROUPS.get(name, 1))
+    sizes = SIZES if name == "dualpipe" else {**SIZES, "M": 8}
+    found = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
     assert (found.devices, found.step_tokens) == (4, 8 * SIZES["B"] * SIZES["S"])
-    assert found.seconds == cg.seconds(s, "h100-sxm", **SIZES)
+    assert found.seconds == cg.seconds(s, "h100-sxm", **sizes)
     rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
-    assert found.mfu == pytest.approx(cg.model_flops(whole_step, **SIZES) / 4 / found.seconds / rate)
+    assert found.mfu == pytest.approx(cg.model_flops(whole_step, **sizes) / 4 / found.seconds / rate)
 
 
 @pytest.mark.parametrize("name", [*(n for n in GROUPS if n not in ("gpipe", "1f1b")), "dualpipe"])
 def test_time_is_that_of_the_events_but_for_a_few_sends(name):
     v = GROUPS.get(name, 1)  # of both directions, a micro-batch goes through one stage of a rank
-    _, s = cut(llama(), 4, schedule=name, virtual=v)
-    g = s.stages[1]
+    g = cg.parallelize(step(), pp=4, micro_batches=M, schedule=name, virtual=v).stages[1]
     late = {op for body in g.bodies() for op in behind(body)}
     for p in (2, 3, 5) if name != "dualpipe" else (2, 4, 6):
         m = 2 * p
@@ -377,13 +381,13 @@ def test_time_is_that_of_the_events_but_for_a_few_sends(name):
 def test_gradients_that_are_reduced_once_are_no_part_of_a_pass():
     """Stages wait for each other's passes, not for what they do with gradients of their own."""
     sizes = {**SIZES, "S": 1021, "V": 32003, "B": 2}
-    s = cg.parallelize(cg.training_step(llama(), optimizer=cg.SGD()), pp=4, dp=2)
+    s = parallelize(training_step(llama(), optimizer=SGD), pp=4, dp=2)
     seconds = cg.seconds(s, "h100-sxm", **sizes)
     reduced = []
     for g in s.stages:
         rows = cg.communication(g, hardware="h100-sxm", **own_sizes(g, **sizes)).rows
         reduced.append(sum(r.seconds for r in rows if r.axis == "dp" and r.phase == "backward"))
-    alone = cg.parallelize(cg.training_step(llama(), optimizer=cg.SGD()), pp=4)
+    alone = parallelize(training_step(llama(), optimizer=SGD), pp=4)
     least = cg.seconds(alone, "h100-sxm", **{**sizes, "B": 1})
     # four times that, were it a part of the passes; the loss is reduced as well
     assert least + max(reduced) <= seconds < least + 1.5 * max(reduced) < least + 2 * min(reduced)

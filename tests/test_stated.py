@@ -1,4 +1,5 @@
 import pytest
+from each import each
 from oracles import graph_of
 
 import costgraph as cg
@@ -59,7 +60,7 @@ def test_transfer_moves_every_byte_once_over_its_link():
     assert cg.bytes_moved(g) == 4 * 15 + 4 * 15
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "first", "flops"),
     [
         # ring reductions: ranks - 1 additions an element, spread over the ranks
@@ -77,7 +78,7 @@ def test_collectives_change_the_first_axis_and_charge_their_reduction(kind, firs
     assert cg.bytes_moved(g) == 4 * 12 * 5 + 4 * first * 5
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda x: cg.opaque("op", [x], [((3,), "fp32")], flops={"macs": 3}), GraphError,

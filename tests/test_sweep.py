@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -90,7 +91,7 @@ def test_chunks_are_worked_out_when_they_are_asked_for():
     assert cg.sweep(asked, chunks=100, **axes).peak.chunks == ((100,) * 10, (2,))
 
 
-@pytest.mark.parametrize(
+@each(
     ("formulas", "axes", "text"),
     [
         ({"a": B * S}, {"B": [1]}, "sweep: 'a' has no sizes for S"),

@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from each import each
 
 from costgraph import BindingError, PatternError, ShapeError, dims
 from costgraph.algebra.symbols import check_exact, check_symbol, is_name, read_size, shorten, symbol
@@ -20,22 +21,20 @@ def test_dims_are_positive_integers_and_the_same_everywhere():
     assert dims("B B") == (B, B)
 
 
-@pytest.mark.parametrize("name", ["B", "d_model", "_x", "x1", "a" * 64, "lambda", "S", "I", "E", "N", "pi", "oo"])
+@each("name", ["B", "d_model", "_x", "x1", "a" * 64, "lambda", "S", "I", "E", "N", "pi", "oo"])
 def test_names(name):
     assert is_name(name)
     assert dims(name).name == name
 
 
-@pytest.mark.parametrize(
-    "name", ["1x", "a-b", "a.b", "é", "B²", "x\u0661", "a" * 65, "__import__('os')", "a\n", "*", "", 5, None, b"B"]
-)
+@each("name", ["1x", "a-b", "a.b", "é", "B²", "x\u0661", "a" * 65, "__import__('os')", "a\n", "*", "", 5, None, b"B"])
 def test_what_is_no_name(name):
     assert not is_name(name)
     with pytest.raises(PatternError):
         symbol(name)
 
 
-@pytest.mark.parametrize("wrong", ["", "  ", ",", 5, None, ["B"], b"B", "B 1x"])
+@each("wrong", ["", "  ", ",", 5, None, ["B"], b"B", "B 1x"])
 def test_dims_of_something_else(wrong):
     with pytest.raises(PatternError, match="expected"):
         dims(wrong)
@@ -56,7 +55,7 @@ def test_symbols_of_another_origin():
             check_symbol(other)
 
 
-@pytest.mark.parametrize("wrong", [sympy.Float(1.5), sympy.I, sympy.oo, sympy.nan, sympy.zoo, sympy.Symbol("B") + 1])
+@each("wrong", [sympy.Float(1.5), sympy.I, sympy.oo, sympy.nan, sympy.zoo, sympy.Symbol("B") + 1])
 def test_what_is_not_exact(wrong):
     check_exact(sympy.floor(dims("B") / 2))
     with pytest.raises(ShapeError, match="expected"):
@@ -66,7 +65,7 @@ def test_what_is_not_exact(wrong):
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "size"),
     [
         ("1", 1),
@@ -100,7 +99,7 @@ def test_sizes(text, size):
     assert type(read_size(text, "B")) is int
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         *["", " ", "K", "8 Ki", "8ki", "8KB", "8m", "-1", "+1", "1e-3", "1.", ".5", "1,000", "1_000", "0x10", "inf"],
@@ -116,7 +115,7 @@ def test_what_is_no_size(text):
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("text", ["0", "0.0K", "1.5", "0.3Ki", "1.2345K", "0e5"])
+@each("text", ["0", "0.0K", "1.5", "0.3Ki", "1.2345K", "0e5"])
 def test_sizes_that_are_not_positive_whole_numbers(text):
     with pytest.raises(BindingError, match=f"S: got '{text}', expected a positive whole number"):
         read_size(text, "S")

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import sympy
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -142,7 +143,7 @@ def test_long_formulas_and_names_are_cut():
     assert max(map(len, str(cg.timeline(g)).splitlines())) <= 220
 
 
-@pytest.mark.parametrize("name", ["<b>x</b>", "a&b", "\x1b[31mred", "two\nlines"])
+@each("name", ["<b>x</b>", "a&b", "\x1b[31mred", "two\nlines"])
 def test_names_from_outside_are_escaped(name):
     g = chain(1, name)
     for found in (cg.costs(g), cg.timeline(g), cg.lifetimes(g), cg.compare(g, g), cg.roofline(g, "h100-sxm", B=1, D=1)):
@@ -168,7 +169,7 @@ def test_rows_are_records():
     assert dict(cg.costs(SHORT).group("phase").rows)["forward"] == cg.costs(SHORT).total()
 
 
-@pytest.mark.parametrize("result", ["costs", "roofline", "timeline"])
+@each("result", ["costs", "roofline", "timeline"])
 def test_the_name_of_the_graph_stands_in_what_a_prompt_shows(result):
     assert "graph 'chain'" in repr(made(result))
     kept = cg.costs(SHORT).filter(kind="matmul").bind(B=2)
@@ -193,7 +194,7 @@ def pandas(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("name", RESULTS)
+@each("name", RESULTS)
 def test_a_frame_has_every_row(pandas, name):
     found = made(name)
     frame = found.to_pandas()

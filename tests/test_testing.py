@@ -1,10 +1,12 @@
 """The public kit that checks ops: what it refuses, and what it counts by itself."""
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -23,7 +25,8 @@ A, B, D, L = cg.dims("A B D L")
 
 @pytest.fixture
 def twice(monkeypatch):
-    """An op kind of one's own, which is forgotten afterwards."""
+    """An op kind of one's own, which is forgotten afterwards; of what fails few smaller graphs are tried."""
+    monkeypatch.setattr(import_module("costgraph.testing.hold"), "TRIES", 8)
     monkeypatch.delitem(registry._kinds, "twice", raising=False)
 
     @registry.register
@@ -57,7 +60,7 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
     with pytest.raises(cg.UnsupportedError, match="'twice' has no sample, expected one from"):
         testing.hold("twice")
     testing.sample(twice)(draws_twice(twice))
-    testing.hold("twice", examples=10)
+    testing.hold("twice", examples=5)
     with pytest.raises(cg.GraphError, match="'twice' has a meaning already, expected a new name"):
         testing.meaning(twice)(means_twice)
     with pytest.raises(cg.GraphError, match="'twice' has a sample already, expected a new name"):
@@ -77,10 +80,10 @@ def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
     testing.sample(twice)(draws_twice(twice))
     setattr(twice, field, rule)
     if law is None:  # another format is another op, and a right record of it
-        testing.hold("twice", examples=10)
+        testing.hold("twice", examples=5)
         return
     with pytest.raises(AssertionError, match=law):
-        testing.hold("twice", examples=20)
+        testing.hold("twice", examples=5)
 
 
 def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
@@ -154,7 +157,7 @@ def small():
     return g
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "text"),
     [
         (lambda g: testing.run(g, A=2, B=3), cg.BindingError, "run of graph 'g': D not bound, expected a size"),
@@ -192,7 +195,7 @@ def test_the_interpreter_counts_by_hand():
 OTHERWISE = ("cast", "where", "masked_fill", "masked_scale", "causal_mask")
 
 
-@pytest.mark.parametrize("name", sorted(n for n in FUNCTIONS if n not in OTHERWISE and "backward" not in n))
+@each("name", sorted(n for n in FUNCTIONS if n not in OTHERWISE and "backward" not in n))
 def test_functions_compute_what_torch_does(name):
     """The meaning whose arithmetic is counted is the function that the name stands for."""
     x = np.array([-2.5, -0.6, 0.3, 0.7, 1.9])
@@ -297,5 +300,5 @@ def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):
     twice.flops = lambda kind, op: rules.Flops(pointwise=3 * rules.points(op.operands[0]))
     text = r"^law 'flops_of_each.*' at {.*}: pointwise FLOPs of '.*twice': \d+ derived, \d+ counted$"
     with pytest.raises(AssertionError, match=text) as caught:
-        testing.hold("twice", examples=20)
+        testing.hold("twice", examples=5)
     assert len(str(caught.value).splitlines()) == 1

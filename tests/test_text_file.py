@@ -30,7 +30,7 @@ def graph(name, inputs=1):
     return g
 
 
-SMALL, LARGE = graph("small"), graph("large", 60)
+SMALL, LARGE = graph("small"), graph("large", 15)
 REPORT = cg.report(SMALL, B=2, D=3)
 #: Everything that a user writes text with, and two contents that a file may have.
 WRITERS = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sympy
 from caches import Nest, by_blocks, ideal, least_recently_used, loops_of
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -98,7 +99,7 @@ def test_no_simulated_schedule_moves_less_than_the_bound(name):
                 assert found.bound <= replaced(nest, accesses, 4 * elements)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_a_tile_fits_and_moves_what_it_says(name):
     nest = simulated(name)
     for elements, found in tilings(name):
@@ -141,7 +142,7 @@ def window(stride=1):
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("names", "arrays", "wanted"),
     [
         # Hong and Kung 1981; Irony, Toledo and Tiskin 2004: traffic falls as 1/sqrt(M)
@@ -311,7 +312,7 @@ def test_what_is_handed_on_needs_its_rows_at_once(kernel):
     rows, columns, d = (41, 41, 3) if kernel == "attention" else (43, 37, 3)
     op = attention() if kernel == "attention" else mlp()
     sizes = {"N": rows, "d": d} if kernel == "attention" else {"B": rows, "D": d, "F": columns}
-    for elements in (16, 23, 36, 72, 97, 149, 1000):
+    for elements in (16, 36, 72, 149):
         bound = cg.tiling(op, cache=4 * elements, **sizes).bound
         best = max(1, (elements - 2 * d - 1) // (2 * d))  # rows of two arrays, beside one of the two others
         moved = []
@@ -435,7 +436,7 @@ def test_three_operands_in_one_op_are_moved_once():
     assert cg.bytes_moved(op.graph, cache=64, **dims) == cg.bytes_moved(op.graph, **dims)
 
 
-@pytest.mark.parametrize("cache", [0, -1, True, 1.5, "x", "50", "0 B", "5 s", "MB", (), "1/0 B"])
+@each("cache", [0, -1, True, 1.5, "x", "50", "0 B", "5 s", "MB", (), "1/0 B"])
 def test_a_cache_is_a_positive_number_of_bytes(cache):
     op, dims = declared("product")
     with pytest.raises(cg.BindingError, match=r"cache .*, expected a positive number of bytes, a text such as"):

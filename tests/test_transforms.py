@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -37,8 +38,8 @@ QUESTIONS = [cg.flops, cg.matmul_flops, cg.bytes_moved, cg.param_count, cg.param
 SIZES = {"B": 3, "D": 5, "F": 7}
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+@each("question", QUESTIONS, ids=lambda f: f.__name__)
+@each("count", [1, 2, 3, 4, 6])
 def test_unrolling_is_the_model_written_out(question, count):
     expected = question(by_hand(block, count), **SIZES)
     assert question(cg.unroll(looped(block, L), L=count), **SIZES) == expected
@@ -57,7 +58,7 @@ def test_unrolling_nested_repeats(count):
             assert question(cg.unroll(g, L=count, N=inner), **SIZES) == question(flat, **SIZES)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@each("count", [1, 2, 3, 5])
 def test_unrolling_a_scan_keeps_its_stack(count):
     with cg.Graph("rnn") as g:
         xs = cg.rearrange(g.input("xs", (B, T, D)), "b t d -> t b d")

@@ -3,12 +3,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from each import each
 
 from costgraph.errors import SpecError
 from costgraph.hardware.units import BASE_UNITS, UNITS, Quantity, exact, format_bytes, format_quantity, quantity
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "unit", "expected", "base"),
     [
         (989.4, "TFLOP/s", 989_400_000_000_000, "FLOP/s"),
@@ -56,7 +57,7 @@ def test_exact_reads_what_is_printed():
     assert exact(10**399) == 10**399
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "text"),
     [
         (True, "quantity: value True is no number; expected an int, a Fraction, a Decimal or a float"),
@@ -77,7 +78,7 @@ def test_what_is_no_number_is_refused(value, text):
     assert str(error.value) == text
 
 
-@pytest.mark.parametrize("unit", ["TFLOPS", "Gb", "gb", "", "FLOP/s/W", 5])
+@each("unit", ["TFLOPS", "Gb", "gb", "", "FLOP/s/W", 5])
 def test_unknown_unit_lists_the_known_ones(unit):
     with pytest.raises(SpecError) as error:
         quantity(1, unit)
@@ -122,7 +123,7 @@ def test_sums_are_exact():
     assert quantity(1, "GiB") - quantity(1, "GB") == Quantity(73_741_824, "B")
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "unit", "text"),
     [
         (989_400_000_000_000, "FLOP/s", "989.4 TFLOP/s"),
@@ -148,7 +149,7 @@ def test_text_for_people(value, unit, text):
     assert format_quantity(value, unit) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("n", "text"),
     [
         (0, "0 B"),

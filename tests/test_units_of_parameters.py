@@ -1,6 +1,7 @@
 """Units of parameters under the policies of systems: collectives as torch makes them, and what a step leaves."""
 
 import pytest
+from each import each
 from test_shard import DATA, SIZES, N, over, step
 
 import costgraph as cg
@@ -104,7 +105,7 @@ def test_micro_batches_reduce_layers_as_one():
     testing.check_sharded(graph, rank, **SIZES, N=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "text"),
     [
         ({"axes": 3}, "FullyShard: axes=3, expected a name or several"),

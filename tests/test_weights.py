@@ -7,6 +7,7 @@ import re
 import pytest
 from budget import examples
 from config_files import DECODER, file_of
+from each import each
 from limits import limited
 from shared import load
 
@@ -193,7 +194,7 @@ def test_a_checkpoint_of_the_model_agrees():
     assert (found.parameters, found.bytes) == ((count, count), (2 * count, 2 * count))
 
 
-@pytest.mark.parametrize(
+@each(
     ("checkpoint", "expected"),
     [
         (without(llama(), "model.layers.1.self_attn.v_proj.weight"),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.analysis.caching import CachingAllocator
@@ -27,7 +28,7 @@ def scores():
     return g
 
 
-@pytest.mark.parametrize(("arch", "each"), [("sm_80", BEFORE_HOPPER), ("sm_89", BEFORE_HOPPER), ("sm_90", 32 * MIB)])
+@each(("arch", "each"), [("sm_80", BEFORE_HOPPER), ("sm_89", BEFORE_HOPPER), ("sm_90", 32 * MIB)])
 def test_each_thread_that_multiplies_has_a_workspace(arch, each):
     g, sizes = scores(), {"R": 11, "D": 13, "F": 17}
     # forward: one thread, whatever is the peak otherwise
@@ -92,7 +93,7 @@ def test_a_device_is_one_that_is_known():
 # -- blocks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "taken"),
     [
         (1, 512), (513, 1024), (MIB, MIB),  # cut from a segment of 2 MiB
@@ -140,7 +141,7 @@ def test_a_peak_in_blocks_is_that_of_what_is_handed_out():
         cg.peak_memory(g, allocator=True)
 
 
-@pytest.mark.parametrize(("rows", "length", "extra"), [(128, 4096, 0), (127, 4099, 0), (131, 4099, 131 * 4099 * 20)])
+@each(("rows", "length", "extra"), [(128, 4096, 0), (127, 4099, 0), (131, 4099, 131 * 4099 * 20)])
 def test_a_sort_of_long_rows_makes_places_and_passes(rows, length, extra):
     """Places in int64; elements of 4 B and places where a pass of the radix sort writes them."""
     R, V = cg.dims("R V")
@@ -181,7 +182,7 @@ def test_workspaces_are_listed_among_storages():
     assert all(r.born == r.dies == r.tensor for r in spaces if not r.tensor.startswith("cuBLAS"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("hardware", "arch", "each"),
     [
         ("h100-sxm", None, 32 * MIB), ("a100-80-sxm", None, BEFORE_HOPPER), (None, None, 32 * MIB),

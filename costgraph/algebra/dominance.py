@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import sympy
 
 from ..errors import BindingError, PatternError, ShapeError
-from .generators import SLACK
+from .generators import SLACK, cached
 from .points import signs_met
 from .polynomial import Monomial, Poly, Rational, as_poly, generator, poly, total
 from .roots import enclosed, is_root
@@ -56,12 +56,21 @@ def lower(p: Poly, known: Relations | None = None) -> Rational | None:
     >>> lower(parse_formula("B*S - B + 3")), lower(parse_formula("B - S"))
     (3, None)
     """
-    known = known or NOTHING_KNOWN
+    return _lower_alone(p) if known is None or known is NOTHING_KNOWN else _lower(p, known)
+
+
+def _lower(p: Poly, known: Relations) -> Rational | None:
     found = _at_least(p, known)
     if found is None:
         found = max((n for q in opened(p, known.has_sign) if (n := _at_least(q, known)) is not None), default=None)
         found = found if found is None or integral(p) != p else ceil(found)
     return found
+
+
+@cached(1 << 12)
+def _lower_alone(p: Poly) -> Rational | None:
+    # an op and its backward pass often state the same amount, with whole parts that take long
+    return _lower(p, NOTHING_KNOWN)
 
 
 def _at_least(p: Poly, known: Relations) -> Rational | None:

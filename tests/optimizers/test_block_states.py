@@ -1,6 +1,7 @@
 """State in blocks: bytes of what bitsandbytes and torchao keep, and what one kernel for each parameter moves."""
 
 import pytest
+from each import each
 from shared import load, training_step
 from update_graphs import stacked, states, updated
 
@@ -30,7 +31,7 @@ def fused(name):
     return AdamW(implementation="fused", states=name)
 
 
-@pytest.mark.parametrize(("name", "dtype"), MEASURED)
+@each(("name", "dtype"), MEASURED)
 def test_state_is_that_of_the_library(name, dtype):
     kept = states(updated(fused(name), SHAPES, dtype))
     for i, moment in enumerate(MEASURED[name, dtype]):
@@ -57,7 +58,7 @@ def test_layers_of_a_stack_are_large_or_small_each_by_itself():
     assert sum(t.storage.bytes.constant for t in states(stack)) == 3 * of_one + 2 * 1024
 
 
-@pytest.mark.parametrize(("optimizer", "moments"), [(SGD, 1), (AdaGrad, 1), (Adam, 2)])
+@each(("optimizer", "moments"), [(SGD, 1), (AdaGrad, 1), (Adam, 2)])
 def test_any_fused_optimizer_has_them(optimizer, moments):
     options = {"momentum": 0.9} if optimizer is SGD else {}
     g = updated(optimizer(implementation="fused", states="torchao-fp8", **options), ((128, 64),))
@@ -102,7 +103,7 @@ def test_a_step_with_them_is_written_and_read(tmp_path):
     assert cg.peak_memory(cg.load(tmp_path / "step.json")) == cg.peak_memory(g)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "text"),
     [
         (lambda: AdamW(states="8bit"), "AdamW: states '8bit', expected one of bitsandbytes-8bit, torchao-8bit"),

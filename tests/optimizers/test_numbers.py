@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each import each
 from update_graphs import SHAPES, draw, states, updated, values
 
 import costgraph as cg
@@ -76,7 +77,7 @@ def compare(ours, options, implementation, numbers, wanted, shapes=SHAPES):
         assert counted.peak == cg.peak_memory(graph)
 
 
-@pytest.mark.parametrize(
+@each(
     ("case", "implementation"),
     [pytest.param(c, i, id=f"{name_of(c)}-{i}") for c in CASES for i in c[0].available],
 )
@@ -154,7 +155,7 @@ def lion(numbers, before, lr, betas, decay):
     return out
 
 
-@pytest.mark.parametrize("decay", [0, 0.1])
+@each("decay", [0, 0.1])
 def test_lion_as_in_its_paper(decay):
     numbers = draw()
     rng = np.random.default_rng(1)
@@ -165,7 +166,7 @@ def test_lion_as_in_its_paper(decay):
     compare(Lion, options, "for-loop", numbers, wanted)
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
+@each("implementation", ["foreach", "for-loop", "fused"])
 def test_master_copies(implementation):
     # the parameter is assigned the copy, whatever it was before; the gradient stays
     numbers = draw()

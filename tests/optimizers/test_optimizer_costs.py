@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from each import each
 from update_graphs import stacked, states, updated
 
 import costgraph as cg
@@ -34,7 +35,7 @@ def update_of(optimizer, *sizes, dtype="fp32", grad=None):
 # -- state -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("optimizer", "bytes_per_element"),
     [
         (SGD(), 0),
@@ -72,7 +73,7 @@ def test_state_has_the_format_of_what_is_updated():
     assert {t.dtype.name for t in states(with_masters)} == {"fp32"}
 
 
-@pytest.mark.parametrize("ours", [Adam, AdaGrad])
+@each("ours", [Adam, AdaGrad])
 def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
     names = [(t.name, t.shape, t.dtype.name) for t in states(update_of(ours(implementation="fused"), N))]
     assert names[-1] == ("w.step", (), "fp32")
@@ -86,7 +87,7 @@ def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
 # -- FLOPs and bytes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("optimizer", "each"),
     [
         (SGD(), 2),  # p += -lr * g
@@ -118,8 +119,8 @@ def test_flops_of_each_element(optimizer, each):
     assert cg.flops(update_of(optimizer, N)) == each * N
 
 
-@pytest.mark.parametrize("ours", [SGD, Adam, AdamW, AdaGrad])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}])
+@each("ours", [SGD, Adam, AdamW, AdaGrad])
+@each("options", [{}, {"weight_decay": 0.1, "maximize": True}])
 def test_a_fused_kernel_does_what_the_loop_does_and_touches_each_tensor_once(ours, options):
     loop, fused = (update_of(ours(implementation=i, counters="host", **options), N) for i in ("for-loop", "fused"))
     assert cg.flops(fused) == cg.flops(loop)
@@ -146,8 +147,8 @@ def test_flops_of_adafactor():
     assert cg.flops(update_of(Adafactor(), N)) == (2 + 1 + 3 + 1 + 1 + 1 + 2 + 2) * N + 2 + 5
 
 
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("steps", [0, 1, 5])
+@each("tall", [False, True])
+@each("steps", [0, 1, 5])
 def test_flops_of_muon(steps, tall):
     g = update_of(Muon(ns_steps=steps), *((F, D) if tall else (D, F)))
     # the shorter side D is outside: X X^T, its square, and the product with X

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from each import each
 
 import costgraph as cg
 from costgraph.files.fields import typed
@@ -24,7 +25,7 @@ from costgraph.optimizers import (
 from costgraph.optimizers.fused import fused_update
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "text"),
     [
         (
@@ -81,8 +82,8 @@ def pair(graph, *sizes, name="w"):
     return Slot(graph.param(name, sizes), graph.input(f"{name}.grad", sizes))
 
 
-@pytest.mark.parametrize("step", [Adam().update, Muon().update, zero_grad, unscale, lambda s: clip_grad_norm(s, 1.0)])
-@pytest.mark.parametrize("slots", [[], None, [3]])
+@each("step", [Adam().update, Muon().update, zero_grad, unscale, lambda s: clip_grad_norm(s, 1.0)])
+@each("slots", [[], None, [3]])
 def test_no_slots(step, slots):
     with cg.Graph("g"), pytest.raises(cg.GraphError, match="expected a list of Slot, one at least"):
         step(slots)
@@ -151,7 +152,7 @@ def test_a_fused_update_is_elementwise():
             fused_update(SGD()._update, (slot.param, g.input("x", (1, 5))), name="update")
 
 
-@pytest.mark.parametrize(
+@each(
     ("attribute", "value"),
     [
         ("updated", 0), ("updated", 9), ("updated", True), ("changed", ()), ("changed", (0, 0)),

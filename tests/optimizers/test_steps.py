@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each import each
 from update_graphs import SHAPES, draw, values
 
 import costgraph as cg
@@ -26,8 +27,8 @@ def gradients(numbers):
     return params
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("most", [0.5, 1e3])  # clipped, and left as they are
+@each("foreach", [False, True])
+@each("most", [0.5, 1e3])  # clipped, and left as they are
 def test_clip_as_torch(most, foreach):
     numbers = draw()
     g = graph_of(lambda slots: clip_grad_norm(slots, most, foreach=foreach))
@@ -43,7 +44,7 @@ def test_clip_as_torch(most, foreach):
     assert counted.flops == cg.flops(g) == 3 * 44 + 3 * 3 + 5
 
 
-@pytest.mark.parametrize("bad", [None, np.inf, np.nan])
+@each("bad", [None, np.inf, np.nan])
 def test_unscale_as_torch(bad):
     numbers = draw()
     if bad is not None:

@@ -79,6 +79,7 @@ def test_peak(case, implementation):
     # in a loop, Python's variables keep the last parameter's temporaries until they name others: so one parameter.
     # Adafactor's lists of matrices and of vectors follow each other in the same way
     shapes = SHAPES[:1] if implementation == "for-loop" else SHAPES[:2] if ours is Adafactor else SHAPES
+    shapes = SHAPES[1:2] if ours is Muon else shapes  # whose fifteen products torch computes
     wanted = torch_takes(theirs, options, implementation, shapes)
     found = we_take(updated(ours(**options, implementation=implementation), shapes))
     assert abs(found - wanted) <= SCALARS

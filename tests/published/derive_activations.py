@@ -1,6 +1,7 @@
 """Activations that a step keeps: Korthikanti et al. 2022, with a rank's share of the sizes, and the scaling book."""
 
 from fractions import Fraction
+from functools import cache
 
 import sympy
 from derive_training import bytes_each, matmuls
@@ -12,6 +13,7 @@ import costgraph as cg
 B, S, D, H, L, V, T = cg.dims("B S D H L V T")
 
 
+@cache
 def gpt(t=1):
     """Layers of section 4.1; a rank of t has its share of the heads and of the width between the two products."""
 
@@ -37,9 +39,10 @@ def gpt(t=1):
 POLICIES = {"none": None, "core": cg.selective("core"), "layers": cg.every_block()}
 
 
+@cache
 def saved(again="none", t=1):
     """Bytes of a layer; mean and scale of its norms, in fp32, are left out as in the source."""
-    step = cg.training_step(gpt(t), checkpoint=POLICIES[again])
+    step = training_step(gpt(t), checkpoint=POLICIES[again])
     statistics = 0 if again == "layers" else 2 * 2 * 4 * B * S
     return sympy.expand(cg.saved_bytes(step)["layers"] - statistics)
 
@@ -86,8 +89,9 @@ def state_of_a_device(row):
     return Fraction(int(matrices) * n["L"] // n["p"] * each, 2**30)
 
 
+@cache
 def work(again="none"):
-    return cg.matmul_flops(cg.training_step(gpt(), checkpoint=POLICIES[again]), count="full")
+    return cg.matmul_flops(training_step(gpt(), checkpoint=POLICIES[again]), count="full")
 
 
 @derives("kor-flops-model")
@@ -111,7 +115,7 @@ def utilisation(row):
 @derives("nar-eq3")
 def equation_3(row):
     # its layers run again to their end, also the last product, which nothing reads
-    step = cg.training_step(gpt())
+    step = training_step(gpt())
     both = matmuls(step) + matmuls(step, phase="forward", scope="layers")
     return both, 96 * B * S * L * D**2 * (1 + S / (6 * D) + V / (16 * L * D))
 

@@ -2,6 +2,7 @@
 
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 
 import sympy
 from derive_transformers import NANOGPT, nanogpt, params_of
@@ -19,6 +20,7 @@ def matmuls(step, B=None, **where):
     return cg.costs(step, count="full", **dims).filter(kind="matmul", **where).total().matmul
 
 
+@cache
 def per_weight(passes=("forward", "backward")):
     """FLOPs for each weight and token of a linear layer, whose input has a gradient too."""
     B, D, F = cg.dims("B D F")
@@ -47,8 +49,9 @@ def chain(row):
     return cg.matmul_flops(cg.backward(g))
 
 
+@cache
 def resnet18():
-    g = load("resnet18")
+    g = cg.models.load("resnet18")  # its own, as its input is changed
     (images,) = (t for t in g.tensors if t.role == "input")
     images.requires_grad = True
     return cg.training_step(g)
@@ -180,7 +183,7 @@ def weights_of(g):
 def palm(row):
     B, S, D, L = cg.dims("B S D L")
     model = load("gpt2", attention="eager", symbolic=True)
-    each = sympy.expand(cg.matmul_flops(cg.training_step(model), count="full") / (B * S))
+    each = sympy.expand(cg.matmul_flops(training_step(model), count="full") / (B * S))
     return each, 6 * weights_of(model) + 12 * L * D * S  # D = H*Q, and S is its T
 
 
@@ -209,6 +212,7 @@ def llama_mfu(row):
 # -- state of the optimizer ---------------------------------------------------------------------------------------
 
 
+@cache
 def bytes_each(precision, *roles):
     """Bytes for each parameter of what has these roles in a step with AdamW."""
     N = cg.dims("N")

@@ -16,6 +16,7 @@ import derive_transformers  # noqa: F401
 import derive_vision  # noqa: F401
 import pytest
 import sympy
+from each import each
 from published_rows import DERIVED, FILE, LATER, ROWS, rounded
 
 
@@ -49,7 +50,7 @@ def test_where_a_source_rounds_or_errs_the_number_is_another_one(row):
         assert rounded(DERIVED[row["id"]](row), row) != rounded(str(row["expected"]), row)
 
 
-@pytest.mark.parametrize("row", [r for i, r in ROWS.items() if i.startswith("h200-")], ids=lambda r: r["id"])
+@each("row", [r for i, r in ROWS.items() if i.startswith("h200-")], ids=lambda r: r["id"])
 def test_no_measured_rate_is_above_that_of_the_bound(row):
     assert 0.75 < row["expected"] / DERIVED[row["id"]](row) < 1
 

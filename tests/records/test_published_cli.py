@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from each import each
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -47,7 +48,7 @@ def test_what_holds(run, tmp_path):
     assert told["rows"][1] == {"id": "b", "reason": "expected a family that has a prediction"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "text"),
     [
         (1100, "fails  no time is below its lower bound: 1 of 1 are"),
@@ -74,7 +75,7 @@ def test_markup_and_control_characters_of_a_file_stay_text(run):
     assert not {"\x1b", "\x07"} & set(out)
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "text"),
     [
         (["--device", "cuda"], "--device: nothing runs with --records, expected --out and --plots alone beside it"),

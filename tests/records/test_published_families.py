@@ -6,6 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
+from each import each
 from shared import load
 
 import costgraph as cg
@@ -64,8 +65,8 @@ def test_the_best_of_several_products_is_predicted_for_the_best_size(measured):
     assert row.ratio == pytest.approx(peak("fp16") / 700e12)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward-weights", "backward-inputs"])
-@pytest.mark.parametrize("stride", [1, 2])
+@each("direction", ["forward", "backward-weights", "backward-inputs"])
+@each("stride", [1, 2])
 def test_a_convolution_and_its_gradients(measured, direction, stride):
     n, c, k, h, w, r, s, pad = 7, 61, 127, 53, 59, 3, 5, 1
     high, wide = (h + 2 * pad - r) // stride + 1, (w + 2 * pad - s) // stride + 1
@@ -84,7 +85,7 @@ def test_a_convolution_whose_result_the_source_has_otherwise_is_not_predicted(me
     assert row.reason.startswith("inputs: a result of ")
 
 
-@pytest.mark.parametrize(
+@each(
     ("op", "arrays"),
     [("init", 1), ("read", 1), ("dot", 2), ("copy", 2), ("scale", 2), ("mul", 2), ("add", 3), ("triad", 3)],
 )
@@ -115,8 +116,8 @@ def test_attention_counts_two_products_for_each_pair(measured):
     assert row.seconds == pytest.approx(products / 500e12)
 
 
-@pytest.mark.parametrize(("op", "gates"), [("vanilla", 1), ("gru", 3), ("lstm", 4)])
-@pytest.mark.parametrize("direction", ["forward", "backward-inputs", "backward-weights"])
+@each(("op", "gates"), [("vanilla", 1), ("gru", 3), ("lstm", 4)])
+@each("direction", ["forward", "backward-inputs", "backward-weights"])
 def test_a_recurrent_layer_has_a_product_for_each_gate_and_step(measured, op, gates, direction):
     hidden, n, steps = 1021, 61, 13
     row = timed(
@@ -222,7 +223,7 @@ def test_as_many_requests_are_in_flight_as_memory_holds(measured):
     assert requests == pytest.approx((float(device.capacity().value) - weights) / (kept * 130 / 128), rel=0.03)
 
 
-@pytest.mark.parametrize("quantity", ["model size", "peak memory"])
+@each("quantity", ["model size", "peak memory"])
 def test_bytes_of_a_model_that_generates(measured, quantity):
     row = predict(one_of([r for r in measured if r.quantity == quantity], "decode-memory", weights="bf16"), LAST)
     assert row.peak == pytest.approx(2 * 8_030_261_248, rel=0.002 if quantity == "peak memory" else 0)
@@ -252,10 +253,12 @@ def test_adapters_and_narrow_weights(measured):
 
 
 def test_an_optimizer_on_the_host_takes_no_memory(measured):
-    rows = [predict(r, LAST) for r in measured if r.family == "stas-zero3" and r.what == "peak memory"]
+    rows = [
+        predict(r, LAST) for r in [r for r in measured if r.family == "stas-zero3" and r.what == "peak memory"][::-3]
+    ]
     assert all(abs(row.peak / row.bytes - 1) < 0.06 for row in rows)
     # weights of an eighth in bf16; the input of each of 32 layers is kept
-    assert rows[-1].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[-1].record.inputs["S"] * 4096
+    assert rows[0].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[0].record.inputs["S"] * 4096
 
 
 def test_what_does_not_fit_is_not_what_ran(measured):
@@ -263,7 +266,7 @@ def test_what_does_not_fit_is_not_what_ran(measured):
     assert row.reason == "peak memory: 36.5 GB, more than rtx4090 has: something that saves memory is not stated"
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "reason"),
     [
         ({"packed": False}, "inputs: packed False: sequences are as long as those of a set of data, not stated"),
@@ -290,7 +293,7 @@ def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
     assert other.reason == "inputs: gmacs 3, expected the 1.81 of resnet18: another model"
 
 
-@pytest.mark.parametrize("device", ["rtx4090", "rtx5090"])
+@pytest.mark.parametrize("device", ["rtx4090", pytest.param("rtx5090", marks=pytest.mark.long)])
 def test_compiled_vision_models_do_not_beat_the_estimate_of_the_fused_ones(measured, device):
     compiled = [r for r in measured if r.family == "timm-infer" and r.device == device and r.inputs.get("compiled")]
     rows = [predict(r, LAST) for r in compiled if r.inputs["zoo"] in ("resnet50", "vgg16-bn", "mobilenet-v2")]
@@ -338,7 +341,7 @@ def test_another_generation_of_devices_is_predicted(measured, family):
 # -- what is not predicted -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "change", "reason"),
     [
         ("squares", {"device": "h1000"}, "device 'h1000' has no specification, did you mean b100 or h100-sxm"),
@@ -371,8 +374,10 @@ HOSTILE = [None, True, -1, 0, 10**400, 1.5, "", "x" * 10**4, "int4", "bool", "mx
 )
 def test_hostile_inputs_are_listed(measured, family):
     record = next(r for r in measured if r.family == family and predict(r, LAST).reason == "")
-    for key in record.inputs:
-        for value in HOSTILE:
+    # a step takes long to derive: each of its facts has a third of the values
+    every = 3 if FAMILIES[family].subject not in ("products", "streams") else 1
+    for i, key in enumerate(record.inputs):
+        for value in HOSTILE[i % every :: every]:
             row = predict(replace(record, inputs=record.inputs | {key: value}), LAST)
             assert row.reason or (row.estimate > 0 and row.bound >= 0), (key, value)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from each import each
 
 pytest.importorskip("torch.utils.flop_counter")
 
@@ -92,7 +93,7 @@ def test_attention_op_by_op(peaks):
     assert row.bytes == row.peak
 
 
-@pytest.mark.parametrize(
+@each(
     ("kernel", "reason"),
     [
         ("embedding", "peak memory: 12 to 14 GB of other allocations are counted"),

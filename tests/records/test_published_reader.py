@@ -4,6 +4,7 @@ import json
 from decimal import Decimal
 
 import pytest
+from each import each
 
 from costgraph.errors import FormatError
 from costgraph.report.records import read_records
@@ -56,7 +57,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "expected"), REFUSED, ids=range(len(REFUSED)))
+@each(("content", "expected"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_list_of_records_is_refused(written, content, expected):
     path = written(content)
     with pytest.raises(FormatError) as error:
@@ -64,7 +65,7 @@ def test_what_is_no_list_of_records_is_refused(written, content, expected):
     assert str(error.value).removeprefix(f"{path}: ") == expected
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e31", "1e-31", "1e999999999"])
+@each("number", ["NaN", "Infinity", "-Infinity", "1e31", "1e-31", "1e999999999"])
 def test_a_number_that_no_run_has_is_refused(written, number):
     text = json.dumps([RECORD]).replace("1.5", number).encode()
     with pytest.raises(FormatError, match="expected a number above 0, from 1e-30 to 1e30"):

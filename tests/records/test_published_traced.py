@@ -4,6 +4,8 @@ from dataclasses import replace
 from decimal import Decimal
 
 import pytest
+from budget import in_part
+from each import each
 
 pytest.importorskip("torch.utils.flop_counter")
 
@@ -53,7 +55,7 @@ def test_the_loss_of_a_head_has_three_products(timed):
     assert (row.reason, row.subject) == ("", "losses")
 
 
-@pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if not p.untimed and n not in ALIKE])
+@pytest.mark.parametrize("name", in_part([n for n, p in PROGRAMS.items() if not p.untimed and n not in ALIKE], 0))
 def test_every_program_is_traced_with_open_sizes(name):
     program = PROGRAMS[name]
     g = traced(program, program.format or "bfloat16")
@@ -64,7 +66,7 @@ def test_every_program_is_traced_with_open_sizes(name):
     assert cg.bytes_moved(g, **program.bound(facts)) > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "reason"),
     [
         ({"provider": "liger"}, "inputs: provider 'liger' has kernels of its own, expected plain torch"),

@@ -7,6 +7,7 @@ from statistics import median
 
 import predictions
 import pytest
+from each import each
 from raw_records import FACTS, Row, raw_records
 
 RECORDS = raw_records()
@@ -116,7 +117,7 @@ def test_a_peak_that_is_off_is_found(factor, held):
     assert not {place.partition("(")[2].rstrip(")") for (place, _), _ in without} & set(predictions.WORKSPACES)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "elements", "more", "why"),
     [
         ("relu", 3 * 2**20, 2**20, predictions.WHOLE),
@@ -148,9 +149,7 @@ def test_no_case_is_faster_than_its_bound(record):
     assert [named(r) for r, least in rows if not least.within and r.times["min_s"] < least.warm] == []
 
 
-@pytest.mark.parametrize(
-    ("elements", "within", "beyond"), [(2**20, True, False), (2**24, False, False), (2**28, False, True)]
-)
+@each(("elements", "within", "beyond"), [(2**20, True, False), (2**24, False, False), (2**28, False, True)])
 def test_what_a_cache_holds(elements, within, beyond):
     row = Row("case 0", "copy", {"elements": elements, "dtype": "bf16"}, {}, 0, {})
     environment = {"device": "NVIDIA H200", "cuda": "13", "tf32": False, "l2_bytes": 60 * 2**20}
@@ -161,7 +160,7 @@ def test_what_a_cache_holds(elements, within, beyond):
     assert (least.within, least.beyond) == (within, beyond)
 
 
-@pytest.mark.parametrize(("tf32", "rate"), [(False, 66.9e12), (True, 494.7e12)])
+@each(("tf32", "rate"), [(False, 66.9e12), (True, 494.7e12)])
 def test_products_of_fp32_run_in_tf32_where_torch_may(tf32, rate):
     row = Row("case 0", "matmul", {"m": 8192, "k": 8192, "n": 8192, "dtype": "fp32"}, {}, 0, {})
     environment = {"device": "NVIDIA H200", "cuda": "13", "tf32": tf32, "l2_bytes": 60 * 2**20}

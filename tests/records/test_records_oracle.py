@@ -12,7 +12,7 @@ import torch
 from plain_record import counted_step, measured_step, tracked_forward, tracked_step
 from raw_records import Row
 
-SIZES = {"v": 2003, "d": 48, "h": 3, "f": 131, "layers": 3, "b": 2, "s": 67}
+SIZES = {"v": 2003, "d": 48, "h": 3, "f": 131, "layers": 2, "b": 2, "s": 67}
 VARIANTS = [
     ("sgd", "fp32", 0.0, False, False),
     ("adamw-for-loop", "fp32", 0.0, False, False),
@@ -73,7 +73,7 @@ def test_peak_of_a_forward_pass(facts):
     assert 0 <= tracked_forward(facts) - ours <= SCALARS
 
 
-@pytest.mark.parametrize("facts", [c for c in CASES if not statistics(c) + wide_masks(c)], ids=str)
+@pytest.mark.parametrize("facts", [CASES[1], CASES[8]], ids=["fp32", "bf16-mixed"])
 def test_peak_in_blocks_of_an_allocator(facts):
     # scalars take a block each
     for name, tracked in (("train_step", tracked_step), ("forward", tracked_forward)):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from each import each
 from raw_records import FOLDER, is_raw, parse, raw_records
 
 TIMES = {"median_s": 2e-3, "min_s": 1e-3, "max_s": 3e-3, "runs": 7}
@@ -47,7 +48,7 @@ def test_a_case_that_the_device_refused_keeps_what_it_said():
     assert (row.error, row.flops, row.times) == ("OutOfMemoryError: 1 GiB", None, {})
 
 
-@pytest.mark.parametrize(
+@each(
     ("case", "environment", "said"),
     [
         ({**MATMUL, "name": "fft"}, CPU, "r.json: case 0: case 'fft', expected one of FACTS"),
@@ -79,13 +80,13 @@ def test_anything_else_is_refused(case, environment, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"environment": {}}', '{"environment": {"device": "cpu"}, "cases": []}'])
+@each("text", ["[]", "{", '{"environment": {}}', '{"environment": {"device": "cpu"}, "cases": []}'])
 def test_what_is_no_record_is_refused(text):
     with pytest.raises(ValueError, match=r"r\.json: "):
         parse(text, Path("r.json"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "raw"),
     [
         ('{"environment":{"command":"measure.py"},"cases":[]}', True),

@@ -1,5 +1,7 @@
 """What the forward pass leaves for the backward pass: Korthikanti et al. 2022 (arXiv 2205.05198), byte by byte."""
 
+from functools import cache
+
 import pytest
 import sympy
 from shared import load, training_step
@@ -27,6 +29,7 @@ def block(x):
     return x + cg.dropout(y, 0.1)  # 1
 
 
+@cache
 def gpt():
     with cg.Graph("gpt", dtype="bf16") as g:
         table = g.param("table", (V, D))
@@ -38,11 +41,11 @@ def gpt():
 
 
 def test_a_layer_saves_what_equation_1_says():
-    assert cg.saved_bytes(cg.training_step(gpt()))["layers"] == 34 * B * S * D + SQUARES + STATISTICS
+    assert cg.saved_bytes(training_step(gpt()))["layers"] == 34 * B * S * D + SQUARES + STATISTICS
 
 
 def test_the_lifetimes_of_a_step_say_the_same():
-    step = cg.training_step(gpt())
+    step = training_step(gpt())
     backward = {op.name for op in step.walk() if op.phase == "backward"}
 
     def kept(depth):
@@ -53,17 +56,17 @@ def test_the_lifetimes_of_a_step_say_the_same():
 
 
 def test_computing_the_core_of_attention_again_saves_the_squares():
-    step = cg.training_step(gpt(), checkpoint=cg.selective("core"))
+    step = training_step(gpt(), checkpoint=cg.selective("core"))
     assert cg.saved_bytes(step)["layers"] == 34 * B * S * D + STATISTICS
 
 
 def test_computing_all_of_a_layer_again_leaves_its_input():
-    step = cg.training_step(gpt(), checkpoint=cg.every_block())
+    step = training_step(gpt(), checkpoint=cg.every_block())
     assert cg.saved_bytes(step)["layers"] == 2 * B * S * D
 
 
 def test_flops_of_equation_7_and_where_equation_8_counts_more():
-    plain, selective = (cg.training_step(gpt(), checkpoint=c) for c in (None, cg.selective("core")))
+    plain, selective = (training_step(gpt(), checkpoint=c) for c in (None, cg.selective("core")))
     model, hardware = (cg.matmul_flops(step, count="full") for step in (plain, selective))
     assert sympy.expand(model - 72 * B * L * S * D**2 * (1 + S / (6 * D) + V / (12 * D * L))) == 0
     # the scores are computed again; their product with the values is not, as nothing reads what it makes
@@ -76,8 +79,7 @@ def test_flops_of_equation_7_and_where_equation_8_counts_more():
 
 
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block(), cg.every(2), cg.selective("attention/softmax", "mlp")])
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
-@pytest.mark.parametrize("kernel", ["eager", "flash"])
+@pytest.mark.parametrize(("name", "kernel"), [("gpt2", "eager"), ("llama-3-8b", "flash")])
 def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkpoint):
     step = training_step(load(name, attention=kernel, dropout=0.1, symbolic=True), checkpoint=checkpoint)
     found = cg.saved_bytes(step)
@@ -104,7 +106,7 @@ def between_the_passes(step):
 
 def test_a_micro_batch_is_saved_at_a_time():
     model = load("gpt2", symbolic=True)
-    once, thrice = (cg.saved_bytes(cg.training_step(model, accumulate=n)) for n in (1, 3))
+    once, thrice = (cg.saved_bytes(training_step(model, accumulate=n)) for n in (1, 3))
     assert thrice == {"": 0, "microbatches": once[""], "layers": once["layers"]}
 
 
@@ -114,7 +116,7 @@ def test_a_graph_without_a_backward_pass_is_refused():
 
 
 def test_sizes_are_bound():
-    step = cg.training_step(gpt())
+    step = training_step(gpt())
     sizes = {"B": 2, "S": 3, "D": 10, "H": 5}
     assert cg.saved_bytes(step, **sizes)["layers"] == 34 * 60 + 5 * 2 * 5 * 9 + 16 * 6
     with pytest.raises(cg.BindingError, match="X"):

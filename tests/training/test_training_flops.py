@@ -11,21 +11,22 @@ FAMILIES = {
     "gpt2": [
         {"D": 35, "H": 5, "F": 53, "L": 3, "V": 101, "P": 23},
         {"D": 77, "H": 11, "F": 19, "L": 1, "V": 13, "P": 47},
-        {"D": 39, "H": 3, "F": 127, "L": 5, "V": 59, "P": 19},
+        {"D": 39, "H": 3, "F": 127, "L": 2, "V": 59, "P": 19},
     ],
     "llama-2-7b": [
         {"D": 37, "H": 6, "G": 3, "K": 14, "F": 53, "L": 3, "V": 101},
         {"D": 41, "H": 5, "G": 1, "K": 6, "F": 97, "L": 1, "V": 17},
-        {"D": 31, "H": 7, "G": 7, "K": 10, "F": 11, "L": 5, "V": 59},
+        {"D": 31, "H": 7, "G": 7, "K": 10, "F": 11, "L": 2, "V": 59},
     ],
     "mlp": [
         {"D": 31, "F": 53, "L": 3, "C": 11},
         {"D": 7, "F": 101, "L": 1, "C": 2},
-        {"D": 97, "F": 5, "L": 7, "C": 13},
+        {"D": 97, "F": 5, "L": 4, "C": 13},
     ],
 }
 CORE_OPS = [f"attention/{op}" for op in ("scores", "scale", "mask", "softmax", "reduce")]
 CASES = [(name, sizes) for name, rows in FAMILIES.items() for sizes in rows]
+BATCHES = [(2, 17), (5, 13), (1, 19)]
 
 
 def counted(name, sizes, B, S, again=None):
@@ -54,8 +55,9 @@ def matmuls(step, phase, count, sizes):
     return cg.costs(step, count=count, **sizes).filter(kind="matmul", phase=phase).total().matmul
 
 
-@pytest.mark.parametrize(("name", "sizes"), CASES)
-@pytest.mark.parametrize(("B", "S"), [(2, 17), (5, 13), (1, 19)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "B", "S"), [(*case, *BATCHES[i % len(BATCHES)]) for i, case in enumerate(CASES)]
+)
 def test_matmuls_are_those_that_torch_counts(name, sizes, B, S):
     step = training_step(load(name, attention="eager", symbolic=True))
     derived = [matmuls(step, phase, "full", bound(sizes, B, S)) for phase in ("forward", "backward")]
@@ -63,13 +65,12 @@ def test_matmuls_are_those_that_torch_counts(name, sizes, B, S):
     assert sum(derived) == cg.matmul_flops(step, count="full", **bound(sizes, B, S))
 
 
-@pytest.mark.parametrize(("name", "sizes"), [c for c in CASES if c[0] != "mlp"])
+@pytest.mark.parametrize(("name", "sizes"), [(n, sizes) for n in ("gpt2", "llama-2-7b") for sizes in FAMILIES[n][:2]])
 @pytest.mark.parametrize(
     ("again", "policy"), [("layers", cg.every_block()), ("core", cg.selective(*CORE_OPS))], ids=["layers", "core"]
 )
 def test_matmuls_that_are_computed_again_are_those_that_torchs_checkpoint_repeats(name, sizes, again, policy):
-    model = load(name, attention="eager", symbolic=True)
-    step = cg.training_step(model, checkpoint=policy)
+    step = training_step(load(name, attention="eager", symbolic=True), checkpoint=policy)
     B, S = 2, 17
     derived = [matmuls(step, phase, "full", bound(sizes, B, S)) for phase in ("forward", "recompute", "backward")]
     forward, rest = counted(name, sizes, B, S, again)
@@ -136,7 +137,7 @@ def is_vector(name):
 def test_six_times_parameters_times_tokens_is_the_leading_term_of_gpt2(kernel):
     B, S, D, L, P = cg.dims("B S D L P")
     model = load("gpt2", attention=kernel, symbolic=True)
-    step = cg.training_step(model)
+    step = training_step(model)
     # what tokens are multiplied with: neither positions, which are looked up, nor gains and biases
     N = size_of(model, lambda name: name != "positions/table" and not is_vector(name))
     assert sympy.expand(cg.param_count(model) - N - D * P - size_of(model, is_vector)) == 0
@@ -152,7 +153,7 @@ def test_six_times_parameters_times_tokens_is_the_leading_term_of_gpt2(kernel):
 def test_six_times_parameters_times_tokens_is_the_leading_term_of_llama(kernel):
     B, S, D, H, K, L, V = cg.dims("B S D H K L V")
     model = load("llama-3-8b", attention=kernel, symbolic=True)
-    step = cg.training_step(model)
+    step = training_step(model)
     # the table of tokens is looked up, the head is another one
     N = size_of(model, lambda name: name != "tokens/table" and not is_vector(name))
     assert cg.param_count(model) == sympy.expand(N + D * V + 2 * L * D + D)
@@ -165,13 +166,13 @@ def test_six_times_parameters_times_tokens_is_the_leading_term_of_llama(kernel):
 def test_how_far_6nd_is_off_with_the_sizes_of_llama_3_8b():
     model = load("llama-3-8b")
     S = 8192
-    exact, rule = cg.matmul_flops(cg.training_step(model), B=1, S=S), 6 * cg.param_count(model) * S
+    exact, rule = cg.matmul_flops(training_step(model), B=1, S=S), 6 * cg.param_count(model) * S
     # 7*L*H*K*(S + 1) a token more for attention, 6*D*V less for the table that is looked up
     assert exact - rule == S * (7 * 32 * 32 * 128 * (S + 1) - 6 * 4096 * 128256 - 6 * (2 * 32 + 1) * 4096)
     assert exact / rule == pytest.approx(1.0906, abs=1e-4)
 
 
-@pytest.mark.parametrize("depth", [2, 3, 5])
+@pytest.mark.parametrize("depth", [2, 3])
 def test_each_layer_is_computed_again_where_they_differ_in_turn(depth):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each import each
 from shared import load, training_step
 
 import costgraph as cg
@@ -131,7 +132,7 @@ def test_depth_leaves_one_layer_s_gradient():
     assert peaks[1] // weights == 12
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "text"),
     [
         ({"accumulate": 2}, "beside accumulate: gradients of micro-batches are added up before it; expected one of"),
