@@ -86,7 +86,7 @@ def bound(shape, sizes):
     return tuple(int(n.subs({s: sizes[s.name] for s in n.free_symbols})) for n in shape)
 
 
-# -- the published sizes, which test_zoo_page.py holds to their modules -----------------------------------------------------------------------------------------------
+# -- the published sizes, which test_zoo_page.py holds to their modules ------------------------------------------------
 
 
 def test_every_preset_has_a_reference():
