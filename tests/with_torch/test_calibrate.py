@@ -12,6 +12,7 @@ from outside_cache import CPU, elementwise, fastest, products
 import costgraph as cg
 from costgraph.cli import app as cli
 from costgraph.torch.calibrating import Calibration, Rate, calibrate
+from costgraph.torch.calibrating import calibration as calibration_module
 from costgraph.torch.calibrating.caches import last_level_cache
 from costgraph.torch.calibrating.devices import BUILT_IN
 from costgraph.torch.measuring import environment
@@ -28,8 +29,10 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def calibration(one_thread):
-    """With working sets of a small cache: all that is asked of these rates is what stands where."""
+    """With working sets of a small cache, each measured shortly: all that is asked of these rates is what is where."""
     with pytest.MonkeyPatch.context() as patch:
+        rounds = calibration_module._Rounds
+        patch.setattr(calibration_module, "_Rounds", lambda where, budget: rounds(where, budget / 20))
         patch.setattr("costgraph.torch.calibrating.calibration.last_level_cache", lambda where: 2**22)
         return calibrate("cpu", quick=True, command="a test")
 

@@ -55,7 +55,7 @@ def _step_agrees(g, module, inputs, loss, **sizes):
     back = {torch.ops.aten.convolution_backward: _convolved_back}
     with FlopCounterMode(display=False, custom_mapping=back) as counter:
         loss(module(*inputs)).backward()
-    assert cg.matmul_flops(cg.training_step(g), count="full", **sizes) == counter.get_total_flops()
+    assert cg.matmul_flops(cg.training_step(g, optimizer=cg.SGD()), count="full", **sizes) == counter.get_total_flops()
 
 
 CONVNEXT = {
@@ -158,7 +158,9 @@ def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
 def test_modules_of_torchvision_at_another_size(name, module):
     g = load(name)
     images = torch.zeros(3, 3, 47, 47)
-    assert (cg.param_count(g, C=13), cg.matmul_flops(g, B=3, R=47, C=13)) == _counted(module(13).eval(), images)
+    assert (cg.param_count(g, C=13), cg.matmul_flops(g, B=3, R=47, C=13)) == _counted(
+        module(13).eval(), images, traced=name == "mobilenet-v3-small"
+    )
 
 
 @pytest.mark.parametrize("itself", [False, True])
@@ -181,7 +183,6 @@ def _classes(logits):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("mobilenet-v2", mobilenet_v2),
         ("mobilenet-v3-small", lambda: mobilenet_v3("small")),
         ("efficientnet-b0", lambda: efficientnet(1.0, 1.0)),
     ],

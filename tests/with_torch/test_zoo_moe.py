@@ -132,7 +132,7 @@ def test_a_training_step_counts_what_autograd_runs(name):
         logits = reference(*tokens()).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(B * S, dtype=torch.int64)).backward()
     g = graph_of(name, attention="eager")
-    step = cg.training_step(g)
+    step = cg.training_step(g, optimizer=cg.SGD())
     assert cg.matmul_flops(step, count="full", **SIZES) == counter.get_total_flops()
 
 

@@ -85,7 +85,7 @@ def test_mamba2_kernels_multiply_once_a_group_and_carry_states_one_by_one():
     assert kernels - recurrent == L * B * (scores + within + states)
 
 
-XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 3, "num_heads": 4, "use_cache": False}
+XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "use_cache": False}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 3,
 def test_xlstm_large(fields, steps, options):
     """Below a chunk, transformers goes position by position, by a product of matrices for each outer product."""
     config = xLSTMConfig(**{**XLSTM_CONFIG, **fields})
-    equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
+    equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps, traced=not fields)
 
 
 def test_an_outer_product_sums_nothing_in_a_kernel():
@@ -108,7 +108,7 @@ def test_an_outer_product_sums_nothing_in_a_kernel():
     kernel, ops = (
         cg.matmul_flops(from_config(config, xLSTMForCausalLM, scan=scan), B=BATCH, S=7) for scan in ("kernel", "ops")
     )
-    assert ops - kernel == 2 * BATCH * 7 * 4 * 16 * 32 * 3  # 2*B*S*H*K*U*L
+    assert ops - kernel == 2 * BATCH * 7 * 4 * 16 * 32 * 2  # 2*B*S*H*K*U*L
 
 
 SMALL = {
@@ -165,7 +165,7 @@ def step_flops(module, given):
 
 
 def declared_step(graph, steps, **sizes):
-    return cg.matmul_flops(cg.training_step(graph), count="full", B=BATCH, S=steps, **sizes)
+    return cg.matmul_flops(cg.training_step(graph, optimizer=cg.SGD()), count="full", B=BATCH, S=steps, **sizes)
 
 
 # What differs follows from three rules. (1) The gradient of y = sum_n h_n*c_n by h is an outer product: nothing is
@@ -195,7 +195,7 @@ def test_step_of_mamba2_in_chunks():
 @pytest.mark.parametrize(("scan", "vectors"), [("ops", 0), ("kernel", 1)])
 def test_step_of_xlstm_large(scan, vectors):
     config, steps = xLSTMConfig(**XLSTM_CONFIG), 7
-    matrix, vector = 2 * BATCH * steps * 4 * 16 * 32 * 3, 2 * BATCH * steps * 4 * 16 * 3  # 2*B*S*H*K*U*L and ...*K*L
+    matrix, vector = 2 * BATCH * steps * 4 * 16 * 32 * 2, 2 * BATCH * steps * 4 * 16 * 2  # 2*B*S*H*K*U*L and ...*K*L
     # (1): a matrix and two vectors less; (2): of both gates by both states, two of each more. A kernel multiplies no
     # matrices for the outer product, and computes both products of q again for the quotient
     expected = step_flops(xLSTMForCausalLM(config), tokens(steps)) + matrix + vectors * vector
