@@ -120,7 +120,8 @@ def test_a_perceptron():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_perceptron_is_trained(name):
-    folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3, 7), POINTS["B"])
+    others = (3, 7) if name == "foreach" else (3,)
+    folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, others, POINTS["B"])
     # the input wants no gradient: the first block's backward pass is not like the others'
     found = loops(folded)
     updates = [loop for loop in found if loop.startswith("layers.optimizer")]
@@ -137,12 +138,12 @@ def test_blocks_that_are_run_again():
 
 
 def test_a_vision_transformer():
-    held_to(patches, "blocks", 5, (3, 6), POINTS["B"])
+    held_to(patches, "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("name", ["foreach", pytest.param("for-loop", marks=pytest.mark.long)])
 def test_a_vision_transformer_is_trained(name):
-    held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (6,), POINTS["B"])
+    held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -240,15 +241,8 @@ def test_a_language_model():
     assert cg.peak_memory(found, L=6, **POINTS["BS"][0]) == cg.peak_memory(folded, L=6, **POINTS["BS"][0])
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        ("gpt2", "foreach"),
-        pytest.param("gpt2", "for-loop", marks=pytest.mark.long),
-        pytest.param("llama", "foreach", marks=pytest.mark.long),
-        pytest.param("llama", "for-loop", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "optimizer"), [("gpt2", "foreach"), ("llama", "for-loop")])
 def test_a_language_model_is_trained(name, optimizer):
     def step(n):
         dims = [("B", "S")] * 2
