@@ -31,8 +31,12 @@ def one_thread():
 def calibration(one_thread):
     """With working sets of a small cache, each measured shortly: all that is asked of these rates is what is where."""
     with pytest.MonkeyPatch.context() as patch:
-        rounds = calibration_module._Rounds
-        patch.setattr(calibration_module, "_Rounds", lambda where, budget: rounds(where, budget / 20))
+        run, products_of = calibration_module.timed, calibration_module.products
+        patch.setattr(
+            calibration_module, "timed", lambda call, where, **_: run(call, where, least=1, most=100, budget=0.001)
+        )
+        patch.setattr(calibration_module, "products", lambda where, sizes: products_of(where, [64, 256]))
+        patch.setattr(calibration_module, "_LONGEST", 0.05)
         patch.setattr("costgraph.torch.calibrating.calibration.last_level_cache", lambda where: 2**22)
         return calibrate("cpu", quick=True, command="a test")
 

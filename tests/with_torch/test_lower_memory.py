@@ -3,7 +3,8 @@
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from budget import drawing
+from hypothesis import assume, given
 
 torch = pytest.importorskip("torch")
 from lowered import measured_peak, throughout  # noqa: E402  # it imports torch
@@ -146,7 +147,7 @@ _FUNCTIONS = ["add", "sub", "mul", "maximum", "neg", "abs", "square", "exp", "lo
               "silu", "gelu", "gelu_tanh", "copy"]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@drawing(60)
 @given(testing.graphs(kinds=KINDS))
 def drawn_peaks(case):
     graph, point = case
