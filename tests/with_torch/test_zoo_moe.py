@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from budget import in_part
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_moe import CONFIGS, SIZES, Logits, config, tokens
@@ -99,14 +100,13 @@ def test_a_small_configuration_counts_what_its_module_counts(name):
     assert cg.matmul_flops(g, count="full", **SIZES) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_part(STEPS, 0, 3))
 def test_a_small_configuration_counts_what_its_trace_counts(name):
-    """Traced with one product for all experts, and with either kernel of attention."""
+    """Traced with one product for all experts, whose groups torch's counter does not know."""
     seen = trace(Logits(made(name)).eval(), *tokens())
-    for attention in ("eager", "flash"):
-        g = graph_of(name, attention=attention)
-        assert cg.param_count(g) == cg.param_count(seen)
-        assert cg.matmul_flops(g, count="full", **SIZES) == cg.matmul_flops(seen, count="full")
+    g = graph_of(name, attention="flash")
+    assert cg.param_count(g) == cg.param_count(seen)
+    assert cg.matmul_flops(g, count="full", **SIZES) == cg.matmul_flops(seen, count="full")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_transformers_writes_reads_the_same(name, tmp_path):
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_part(STEPS, 1))
 def test_a_training_step_counts_what_autograd_runs(name):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).train()
