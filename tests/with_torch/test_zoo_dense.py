@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from budget import in_part
+from recorded_counts import said
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_dense import CONFIGS, SIZES, config, inputs, module
@@ -98,15 +99,25 @@ def graph_of(name, attention="flash"):
     return cg.models.from_config(config(classes, **fields).to_dict(), attention=attention)
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_small_configuration_counts_what_its_module_counts(name):
-    torch.manual_seed(0)
+def counted(name):
+    """Parameters and matmul FLOPs of a module, as torch counts them."""
     reference, _ = built(name)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference.eval()(*inputs())
+    return sum(p.numel() for p in reference.parameters()), counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_small_configuration_counts_what_its_module_counts(name):
     g = graph_of(name, "eager")
-    assert cg.param_count(g) == sum(p.numel() for p in reference.parameters())
-    assert cg.matmul_flops(g, count="full", **SIZES) == counter.get_total_flops()
+    found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
+    assert found == said("dense", name, counted, live=name in SEVERAL)
+
+
+@pytest.mark.long
+def test_modules_count_what_is_recorded():
+    for name in VARIANTS:
+        assert counted(name) == said("dense", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", SEVERAL)

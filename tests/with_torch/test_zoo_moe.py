@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from budget import in_part
+from recorded_counts import said
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_moe import CONFIGS, SIZES, Logits, config, tokens
@@ -77,10 +78,6 @@ def graph_of(name, **options):
     return cg.models.from_config(made(name).to_dict(), **options)
 
 
-def parameters(module):
-    return sum(p.numel() for p in module.parameters())
-
-
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
@@ -88,16 +85,26 @@ def parameters(module):
 STEPS = ["mixtral", "qwen2 every other", "qwen3 heads", "gpt-oss", "deepseek-v2", "deepseek-v3"]
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_small_configuration_counts_what_its_module_counts(name):
-    """A loop over experts runs T*k rows."""
+def counted(name):
+    """Parameters and matmul FLOPs of a module that loops over its experts, T*k rows in all, as torch counts them."""
     torch.manual_seed(0)
     looped = getattr(transformers, made(name).architectures[0])(made(name, "eager")).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         looped(*tokens())
+    return sum(p.numel() for p in looped.parameters()), counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_small_configuration_counts_what_its_module_counts(name):
     g = graph_of(name, attention="eager")
-    assert cg.param_count(g) == parameters(looped)
-    assert cg.matmul_flops(g, count="full", **SIZES) == counter.get_total_flops()
+    found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
+    assert found == said("moe", name, counted, live=name in STEPS)
+
+
+@pytest.mark.long
+def test_modules_count_what_is_recorded():
+    for name in VARIANTS:
+        assert counted(name) == said("moe", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", in_part(STEPS, 0, 3))
