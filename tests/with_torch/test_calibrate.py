@@ -7,12 +7,11 @@ import pytest
 pytest.importorskip("torch.utils.flop_counter")
 
 import torch
-from outside_cache import CPU, elementwise, fastest, products
+from outside_cache import CPU, elementwise, fastest, products, shortly
 
 import costgraph as cg
 from costgraph.cli import app as cli
 from costgraph.torch.calibrating import Calibration, Rate, calibrate
-from costgraph.torch.calibrating import calibration as calibration_module
 from costgraph.torch.calibrating.caches import last_level_cache
 from costgraph.torch.calibrating.devices import BUILT_IN
 from costgraph.torch.measuring import environment
@@ -29,15 +28,8 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def calibration(one_thread):
-    """With working sets of a small cache, each measured shortly: all that is asked of these rates is what is where."""
     with pytest.MonkeyPatch.context() as patch:
-        run, products_of = calibration_module.timed, calibration_module.products
-        patch.setattr(
-            calibration_module, "timed", lambda call, where, **_: run(call, where, least=1, most=100, budget=0.001)
-        )
-        patch.setattr(calibration_module, "products", lambda where, sizes: products_of(where, [64, 256]))
-        patch.setattr(calibration_module, "_LONGEST", 0.05)
-        patch.setattr("costgraph.torch.calibrating.calibration.last_level_cache", lambda where: 2**22)
+        shortly(patch)
         return calibrate("cpu", quick=True, command="a test")
 
 

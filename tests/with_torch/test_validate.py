@@ -11,6 +11,7 @@ pytest.importorskip("torch.utils.flop_counter")
 
 import torch
 from budget import in_part
+from outside_cache import shortly
 from validation_causes import CAUSES, causes
 
 import costgraph as cg
@@ -430,8 +431,7 @@ def run(capsys, *words):
 
 
 def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
-    # outside of the cache that some machines have are gigabytes
-    monkeypatch.setattr("costgraph.torch.calibrating.calibration.last_level_cache", lambda where: 2**22)
+    shortly(monkeypatch)
     for needed in ("typer", "rich", "matplotlib"):
         pytest.importorskip(needed)
     record, pictures = tmp_path / "record.json", tmp_path / "pictures"
