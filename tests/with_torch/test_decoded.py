@@ -148,7 +148,10 @@ FAMILIES = [
 
 
 #: What they cache, and what reads it, is what others do: keys and values in groups of heads, of a window or of all.
-ALIKE = ("mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "olmo-2-7b")
+ALIKE = (
+    "mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "olmo-2-7b", "falcon-7b", "mixtral-8x7b",
+    "gru-ptb-small", "xlstm-7b",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
