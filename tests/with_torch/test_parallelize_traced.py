@@ -66,12 +66,21 @@ def test_attention_of_a_decoder_beside_an_encoder_is_split():
     assert whole == {"layer_norm", "final_layer_norm"}
 
 
-@pytest.mark.parametrize("name", ["Llama", *map(long, ("GPT2", "Falcon", "Phi3"))])
-def test_layers_of_a_trace_that_are_folded_split_the_sequence_as_well(name):
+SPLIT = [{"dp": 2, "zero": 3, "sequence": True}, {"cp": 2}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Llama", SPLIT[0]),
+        pytest.param("Llama", SPLIT[1], marks=pytest.mark.long),
+        *(pytest.param(name, options, marks=pytest.mark.long) for name in ("GPT2", "Phi3") for options in SPLIT),
+    ],
+)
+def test_layers_of_a_trace_that_are_folded_split_the_sequence_as_well(name, options):
     step = cg.training_step(cg.fold(traced(name, 4)), loss="cross_entropy", optimizer=cg.SGD())
-    for options in ({"dp": 2, "zero": 3, "sequence": True}, {"cp": 2}):
-        rank = cg.parallelize(step, tp=2, strict=True, **options)
-        testing.check_sharded(step, rank, B=2, S=2, L=3)
+    rank = cg.parallelize(step, tp=2, strict=True, **options)
+    testing.check_sharded(step, rank, B=2, S=2, L=3)
 
 
 def test_a_split_sequence_needs_layers_in_a_loop():

@@ -17,7 +17,7 @@ TORCHS = {
 }
 #: Parts of a model on each rank, by schedule, and micro-batches in units of the ranks.
 PARTS = {"interleaved": (2, 3), "interleaved-zb": (2, 3), "zbv": (2,), "dualpipev": (2,)}
-UNITS = {2: (1, 2, 5), 4: (3,), 8: (2,)}
+UNITS = {2: (1, 2, 5), 4: (2,), 8: (2,)}
 KINDS = {
     "FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "SEND_F": "send F",
     "RECV_F": "receive F", "SEND_B": "send B", "RECV_B": "receive B",
