@@ -58,9 +58,9 @@ def module_of(fields: dict[str, Any], device: str = "meta") -> torch.nn.Module:
         raise RefusedError(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
-def parameters_of(fields: dict[str, Any]) -> int:
-    """Parameters of the module of a file, each shared one once."""
-    return sum(p.numel() for p in module_of(fields).parameters())
+def parameters_of(module: torch.nn.Module) -> int:
+    """Parameters of a module, each shared one once."""
+    return sum(p.numel() for p in module.parameters())
 
 
 def inputs_of(fields: dict[str, Any], config: Any) -> dict[str, torch.Tensor]:
@@ -80,9 +80,10 @@ def inputs_of(fields: dict[str, Any], config: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens}
 
 
-def flops_of(fields: dict[str, Any]) -> int:
+def flops_of(module: torch.nn.Module, fields: dict[str, Any]) -> int:
     """What torch counts while the module of a file runs."""
-    module = module_of(fields, "cpu")
+    if next(module.parameters()).is_meta:
+        raise RefusedError("no values to run on")
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             module(**inputs_of(fields, module.config))
@@ -102,12 +103,12 @@ def sizes_of(graph: cg.Graph, fields: dict[str, Any]) -> dict[str, int]:
     return {"B": B} if name.startswith("CLIP") else {"B": B, "S": S} | ({"M": M} if name.startswith("T5") else {})
 
 
-def own_parameters(fields: dict[str, Any]) -> int:
-    return int(cg.param_count(cg.models.from_config(copy.deepcopy(fields))))
+def graph_of(fields: dict[str, Any], attention: str = "eager") -> cg.Graph:
+    """The declaration of a file, with attention as the module computes it."""
+    return cg.models.from_config(copy.deepcopy(fields), attention=attention)
 
 
-def own_flops(fields: dict[str, Any]) -> int:
-    graph = cg.models.from_config(copy.deepcopy(fields), attention="eager")
+def own_flops(graph: cg.Graph, fields: dict[str, Any]) -> int:
     return int(cg.matmul_flops(graph, count="full", **sizes_of(graph, fields)))
 
 

@@ -78,13 +78,14 @@ def difference(graph, positions, steps, **sizes):
     along = [next((i for i, n in enumerate(t.shape) if str(n) == "S"), None) for t in inputs]
     values = {t.name: pair for t, *pair in zip(inputs, drawn, along, strict=True)}
     expected = full(*drawn)
-    growing = _appended(cg.decode(graph))
+    decoding = {new: cg.decode(graph, new) for new in sorted(set(steps))}
+    growing = _appended(next(iter(decoding.values())))
     prompt = cg.prefill(graph)
     module = _module(prompt, parameters, S=positions, **sizes)
     made = [module(*_inputs(prompt, values, 0, positions))]
     at = positions
     for new in steps:
-        step = cg.decode(graph, new)
+        step = decoding[new]
         following = _module(step, parameters, S=at + new, **sizes)
         _hand_on(module, following, growing, new)
         made.append(following(*_inputs(step, values, at, new)))

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch.utils.flop_counter")
 
 import torch
-from outside_cache import CPU, elementwise, fastest, products
+from outside_cache import CPU, elementwise, fastest, products, shortly
 
 import costgraph as cg
 from costgraph.cli import app as cli
@@ -28,9 +28,8 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def calibration(one_thread):
-    """With working sets of a small cache: all that is asked of these rates is what stands where."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("costgraph.torch.calibrating.calibration.last_level_cache", lambda where: 2**22)
+        shortly(patch)
         return calibrate("cpu", quick=True, command="a test")
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,22 @@ RECORDED = {
 #: tokens and targets of all are given, 2 * 2 * 512 B more, and three losses, 8 B more; a declared AdamW has no
 #: counters of 4 B for each of 39 parameters.
 MORE = {"copied, short": 4} | dict.fromkeys(["each", "last", "last, viewed"], 2048 + 8 - 39 * 4)
-SHORT = ("small buckets", "viewed, short")
+SHORT = ("copied, short", "viewed, short")
 
 
-def rank_of(kind, length, parts, each, options):
-    """The graph of one rank of a traced step."""
+@cache
+def step_of(kind, length, parts):
+    """A traced step, or one that is derived where it has micro-batches."""
     tokens = torch.zeros(2 * SIZES["B"], length, dtype=torch.long)
     if parts == 1:
         optimizer = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)}
-        step = trace(Train(kind), tokens, tokens.clone(), train=True, **optimizer)
-    else:
-        step = cg.training_step(trace(Train(kind), tokens, tokens.clone()), optimizer=cg.AdamW(), accumulate=parts)
+        return trace(Train(kind), tokens, tokens.clone(), train=True, **optimizer)
+    return cg.training_step(trace(Train(kind), tokens, tokens.clone()), optimizer=cg.AdamW(), accumulate=parts)
+
+
+def rank_of(kind, length, parts, each, options):
+    """The graph of one rank of a step."""
+    step = step_of(kind, length, parts)
     inputs = [t.name for t in step.tensors if t.producer is None and t.role == "input"]
     places = dict.fromkeys(inputs, ("m " if parts > 1 else "") + "(b dp) s")
     cap = int(options["bucket_cap_mb"] * 2**20) if "bucket_cap_mb" in options else None

@@ -8,7 +8,7 @@ import costgraph as cg
 from costgraph.ops.fill import pad
 
 B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
-SIZES = {"B": 2, "D": 12, "H": 6, "G": 2, "K": 4, "F": 10, "L": 3, "V": 17}
+SIZES = {"B": 2, "D": 12, "H": 6, "G": 2, "K": 4, "F": 10, "L": 2, "V": 17}
 
 
 def decoder(**attention):
@@ -29,7 +29,7 @@ def decoder(**attention):
 @pytest.mark.parametrize("window", [None, 3, W])
 def test_attention_with_keys_and_values_kept(kernel, window):
     sizes = SIZES | ({"W": 4} if window is W else {})
-    assert difference(decoder(kernel=kernel, window=window), 5, [1, 1, 2, 3], **sizes) < 1e-12
+    assert difference(decoder(kernel=kernel, window=window), 3, [1, 1, 2], **sizes) < 1e-12
 
 
 def recurrence():
@@ -125,30 +125,33 @@ FAMILIES = [
     ("mistral-7b", {}, {**SIZES, "W": 3}),
     ("qwen2.5-0.5b", {}, SIZES),
     ("qwen3-8b", {}, SIZES),
-    ("gemma-2-2b", {}, {**SIZES, "L": 4, "W": 3}),
+    ("gemma-2-2b", {}, {**SIZES, "W": 3}),
     ("gemma-3-1b", {}, {**SIZES, "L": 8, "W": 3}),
     ("phi-3-mini", {}, {**SIZES, "W": 3}),
     ("falcon-7b", {}, {"D": 12, "H": 3, "F": 10, "L": 2}),
     ("olmo-2-7b", {}, SIZES),
     ("mixtral-8x7b", {}, {"E": 4, "k": 2, "Fe": 5, **SIZES}),
-    ("gpt-oss-20b", {}, {**SIZES, "E": 4, "k": 2, "Fe": 5, "L": 4, "W": 3}),
-    ("deepseek-v2-lite", {}, {**LATENT, "F": 10, "Fe": 5, "L": 3}),
-    ("deepseek-v2-lite", {"absorbed": True}, {**LATENT, "F": 10, "Fe": 5, "L": 3}),
+    ("gpt-oss-20b", {}, {**SIZES, "E": 4, "k": 2, "Fe": 5, "W": 3}),
+    ("deepseek-v2-lite", {}, {**LATENT, "F": 10, "Fe": 5, "L": 2}),
+    ("deepseek-v2-lite", {"absorbed": True}, {**LATENT, "F": 10, "Fe": 5, "L": 2}),
     ("t5-small", {}, {"D": 12, "H": 3, "K": 4, "F": 10, "L": 2, "M": 5, "N": 2}),
     ("whisper-tiny", {}, {"D": 12, "H": 3, "F": 10, "L": 2, "M": 6, "N": 2, "HN": 3, "FN": 7, "mels": 5}),
     ("mamba-130m", {}, {"D": 12, "E": 10, "N": 3, "R": 2, "L": 2}),
     ("mamba2-130m", {}, {"D": 12, "H": 4, "K": 6, "G": 2, "N": 3, "L": 2}),
-    ("rwkv-7-0.1b", {}, {"D": 12, "K": 4, "F": 10, "L": 3}),
+    ("rwkv-7-0.1b", {}, {"D": 12, "K": 4, "F": 10, "L": 2}),
     ("linear-attention-mnist", {}, {"D": 12, "H": 3, "F": 10, "L": 2}),
     ("xlstm-7b", {}, {"D": 16, "H": 2, "K": 4, "U": 8, "F": 10, "L": 2}),
-    ("xlstm-125m-7-1", {"slstm": (1,)}, {"D": 16, "H": 2, "F": 10, "L": 4}),
+    ("xlstm-125m-7-1", {"slstm": (1,)}, {"D": 16, "H": 2, "F": 10, "L": 3}),
     ("lstm-ptb-small", {}, {}),
     ("gru-ptb-small", {}, {}),
 ]
 
 
 #: What they cache, and what reads it, is what others do: keys and values in groups of heads, of a window or of all.
-ALIKE = ("mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "olmo-2-7b")
+ALIKE = (
+    "mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "olmo-2-7b", "falcon-7b", "mixtral-8x7b",
+    "gru-ptb-small", "xlstm-7b",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ ALIKE = ("mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "
 def test_models_generate_what_one_pass_computes(name, options, sizes):
     g = load(name, **options)
     sizes = {k: v for k, v in {"V": 17, **sizes}.items() if k in g.defaults or k == "M"}
-    assert difference(g, 4, [1, 2], B=2, **sizes) < 1e-9
+    assert difference(g, 3, [1, 2], B=2, **sizes) < 1e-9
 
 
 def test_a_window_keeps_the_positions_that_a_ring_of_them_does():

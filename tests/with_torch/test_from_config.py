@@ -15,18 +15,18 @@ transformers = pytest.importorskip("transformers")
 
 DECODER = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80,
-    "num_hidden_layers": 5, "vocab_size": 101, "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1,
+    "num_hidden_layers": 4, "vocab_size": 101, "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1,
     "eos_token_id": 1,
 }  # fmt: skip
 # decoders that no family of the zoo declares; an encoder; both; images
 CLASSES = {
     "StableLmForCausalLM": DECODER,
     "GraniteForCausalLM": DECODER,
-    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 21},  # three of four have a window
+    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 17},  # three of four have a window
     "GPTNeoXForCausalLM": DECODER,
     "OPTForCausalLM": DECODER | {"ffn_dim": 80, "word_embed_proj_dim": 64},
     "BertLMHeadModel": DECODER | {"is_decoder": True},
-    "Dinov2Model": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "image_size": 42},
+    "Dinov2Model": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "image_size": 42},
 }
 
 
@@ -41,7 +41,7 @@ def built(name, **fields):
     return made(made.config_class.from_dict(config(name, **fields, attn_implementation="eager"))).eval()
 
 
-SHORT = ("StableLmForCausalLM", "Cohere2ForCausalLM", "Dinov2Model")
+SHORT = ("Cohere2ForCausalLM", "Dinov2Model")  # StableLM is in what follows
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_the_graph_of_a_configuration_is_that_of_the_class(name):
 
 
 def test_a_decoder_beside_an_encoder_has_two_depths():
-    own = {"d_model": 48, "encoder_layers": 5, "decoder_layers": 7, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112,
+    own = {"d_model": 48, "encoder_layers": 4, "decoder_layers": 5, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112,
            "encoder_attention_heads": 4, "decoder_attention_heads": 2, "vocab_size": 101,
            "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1,
            "decoder_start_token_id": 1, "attn_implementation": "eager"}  # fmt: skip
     fields = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart", "dtype": "float32", **own}
     graph = from_config(fields, device="cpu")
     module = transformers.BartForConditionalGeneration(transformers.BartConfig(**own)).eval()
-    assert (sorted(graph.defaults.values()), graph.loss) == ([5, 7], "cross_entropy")
+    assert (sorted(graph.defaults.values()), graph.loss) == ([4, 5], "cross_entropy")
     assert cg.param_count(graph) == sum(p.numel() for p in module.parameters())
     tokens, decoded = torch.zeros(2, 23, dtype=torch.int64), torch.zeros(2, 19, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -108,12 +108,15 @@ def test_a_step_of_training_is_that_of_the_class(device):
     assert 2 * cg.matmul_flops(rank, B=4, S=29) == cg.matmul_flops(step, B=4, S=29)
 
 
-def test_formats():
+def test_formats_and_kernels():
     half = config("StableLmForCausalLM", dtype="bfloat16", num_hidden_layers=1)
-    graph = from_config(half)
-    count = cg.param_count(graph)
-    assert cg.param_bytes(graph) == 2 * count
-    assert cg.param_bytes(from_config(half, dtype="fp32")) == 4 * count
+    graph, eager = from_config(half), from_config(half, "eager", "fp32")
+    count = sum(p.numel() for p in built("StableLmForCausalLM", num_hidden_layers=1).parameters())
+    assert (cg.param_bytes(graph), cg.param_bytes(eager)) == (2 * count, 4 * count)
+    # 2 products of 2 FLOPs, B, H, K; above the diagonal
+    hidden = 4 * 2 * 4 * 16 * (29 * 28 // 2)
+    assert cg.matmul_flops(eager, B=2, S=29) - cg.matmul_flops(graph, B=2, S=29) == hidden
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_images_are_in_the_format_of_the_model():
@@ -172,20 +175,14 @@ def test_what_takes_other_inputs_is_refused():
         from_config(fields)
 
 
-def test_options():
+def test_a_kernel_that_there_is_not_is_refused():
     with pytest.raises(GraphError, match="attention 'ring', expected 'flash' or 'eager'"):
         from_config(config("StableLmForCausalLM"), attention="ring")
-    fields = config("StableLmForCausalLM", num_hidden_layers=2)
-    both = from_config(fields, "flash", "bf16"), from_config(fields, "eager")
-    flash, eager = (cg.matmul_flops(g, B=2, S=29) for g in both)
-    # layers, 2 products of 2 FLOPs, B, H, K; above the diagonal
-    assert eager - flash == 2 * 4 * 2 * 4 * 16 * (29 * 28 // 2)
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_the_shell_takes_it_where_the_zoo_declares_nothing(tmp_path, capsys):
     file = tmp_path / "config.json"
-    depth = {"num_hidden_layers": 3}
+    depth = {"num_hidden_layers": 1}
     file.write_text(json.dumps(config("StableLmForCausalLM", **depth)), encoding="utf-8")
     expected = sum(p.numel() for p in built("StableLmForCausalLM", **depth).parameters())
     with pytest.raises(CostGraphError, match=r"transformers builds: costgraph\.torch\.from_config traces it"):

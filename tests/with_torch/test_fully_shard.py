@@ -143,7 +143,7 @@ def test_the_peak_of_two_ranks_is_that_of_two_processes_to_the_byte():
 
 
 @pytest.mark.parametrize("count", [3, pytest.param("N", marks=pytest.mark.long)])
-@pytest.mark.parametrize(("each", "peak"), [(True, 2_943_908), (False, 3_551_332)])
+@pytest.mark.parametrize(("each", "peak"), [(True, 2_943_908), pytest.param(False, 3_551_332, marks=pytest.mark.long)])
 def test_the_peak_of_three_micro_batches_is_that_of_fully_shard_to_the_byte(count, each, peak):
     """`sharded_oracles.py`: each is reduced, or the last one alone (`set_requires_gradient_sync`)."""
     times, at = (count, {}) if count == 3 else (cg.dims(count), {count: 3})

@@ -25,10 +25,14 @@ def declared(shape, kernel, causal):
     return g
 
 
+SHAPES = [(1, H, S, T), (B, H, S, T), (1, 1, S, T), (1, H, 1, T), (B, 1, 1, T), (1, H, S, 1)]
+
+
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(1, H, S, T), (B, H, S, T), (1, 1, S, T), (1, H, 1, T), (B, 1, 1, T), (1, H, S, 1)])
-def test_a_bias_and_its_gradient(shape, kernel, causal):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_bias_and_its_gradient(shape, kernel):
+    """Each shape with one kernel that is causal and one that is not."""
+    causal = (SHAPES.index(shape) % 2 == 0) == (kernel == "flash")
     g = declared(shape, kernel, causal)
     back = cg.backward(g)
     with back:

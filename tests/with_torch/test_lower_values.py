@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from budget import drawing
+from hypothesis import assume, given
 
 torch = pytest.importorskip("torch")
 from lowered import both, defined, held  # noqa: E402  # it imports torch
@@ -11,9 +12,7 @@ from costgraph import testing  # noqa: E402  # after torch is known to be there
 from costgraph.testing import SAMPLES  # noqa: E402
 
 torch.set_num_threads(1)
-quick = settings(
-    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+quick = drawing(15)
 
 
 def has(graph, *kinds):
@@ -74,13 +73,13 @@ def test_ops_with_other_numbers_run(kind):
     runs()
 
 
-@settings(quick, max_examples=60)
+@drawing(60)
 @given(testing.graphs())
 def test_drawn_graphs_compute_what_the_interpreter_does(case):
     agree(case)
 
 
-@settings(quick, max_examples=40)
+@drawing(40)
 @given(testing.losses())
 def test_drawn_losses_compute_what_the_interpreter_does(case):
     agree(case)

@@ -165,8 +165,8 @@ def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gpt2", {"D": 56, "H": 7, "F": 211, "L": 5, "V": 307, "P": 61}),
-        ("mlp", {"D": 31, "F": 53, "L": 5, "C": 11}),
+        ("gpt2", {"D": 56, "H": 7, "F": 211, "L": 2, "V": 307, "P": 61}),
+        ("mlp", {"D": 31, "F": 53, "L": 2, "C": 11}),
     ],
 )
 def test_whole_steps_beside_torchs_own_trackers(name, sizes, implementation):

@@ -15,16 +15,9 @@ TORCHS = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-CASES = [
-    pytest.param(name, p, v, k * p, marks=[pytest.mark.long] * (p == 8))  # 0.1 s each
-    for p in (2, 4, 8)
-    for name, chunks in (
-        ("gpipe", [1]), ("1f1b", [1]), ("interleaved", [2, 3, 4]), ("interleaved-zb", [2, 3, 4]), ("zbv", [2]),
-        ("dualpipev", [2]),
-    )
-    for v in chunks
-    for k in ((2, 3, 5) if name in ("zbv", "dualpipev") else (1, 2, 3, 5))
-]  # fmt: skip
+#: Parts of a model on each rank, by schedule, and micro-batches in units of the ranks.
+PARTS = {"interleaved": (2, 3), "interleaved-zb": (2, 3), "zbv": (2,), "dualpipev": (2,)}
+UNITS = {2: (1, 2, 5), 4: (2,), 8: (2,)}
 KINDS = {
     "FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "SEND_F": "send F",
     "RECV_F": "receive F", "SEND_B": "send B", "RECV_B": "receive B",
@@ -56,15 +49,6 @@ def most_held(actions, ends):
     return most
 
 
-@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
-def test_the_lists_are_those_of_torch(name, p, v, m):
-    theirs = of_torch(name, p, v, m)
-    assert [[a[:3] for a in actions] for actions in cg.plan.schedule(name, p, m, v)] == theirs
-    for rank, actions in enumerate(theirs):
-        for until, ends in (("input", "BI"), ("weights", "BW")):
-            assert cg.plan.in_flight(name, p, m, v, rank, until) == most_held(actions, ends)
-
-
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv", "dualpipev"])
 def test_sends_and_receives_are_those_of_torch(name):
     p, v, m = 4, 2, 12
@@ -94,14 +78,28 @@ def makespan(ranks, times):
     return max(now)
 
 
-@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
-def test_idle_shares_are_those_of_the_lists_of_torch(name, p, v, m):
-    theirs = of_torch(name, p, v, m)
-    for times in ((1, 1, 1), (7, 5, 3), (3, 11, 5), (2, 3, 13)):
-        took, busy = makespan(theirs, dict(zip("FIW", times, strict=True))), m * v * sum(times)
-        named = dict(zip(("forward", "backward_input", "backward_weight"), times, strict=True))
-        assert cg.plan.simulate(cg.plan.schedule(name, p, m, v), **named).makespan == took
-        assert cg.plan.bubble(name, p, m, v, **named) == pytest.approx(took / busy - 1, rel=1e-12, abs=1e-12)
-        if times == (1, 1, 1):
-            parts = 3 if name in ("interleaved-zb", "zbv", "dualpipev") else 1
-            assert took * m * v * parts == busy * (m * v * parts + p - 1)
+def cases(name, p):
+    """Parts on each rank and numbers of micro-batches; what goes both ways takes two for each rank at the least."""
+    least = 2 if name in ("zbv", "dualpipev") else 1
+    return [(v, max(k, least) * p) for v in PARTS.get(name, (1,)) for k in UNITS[p]]
+
+
+@pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", TORCHS)
+def test_lists_and_idle_shares_are_those_of_torch(name, p):
+    for case in cases(name, p):
+        v, m = case
+        theirs, ours = of_torch(name, p, v, m), cg.plan.schedule(name, p, m, v)
+        assert [[a[:3] for a in actions] for actions in ours] == theirs, case
+        for rank, actions in enumerate(theirs):
+            for until, ends in (("input", "BI"), ("weights", "BW")):
+                assert cg.plan.in_flight(name, p, m, v, rank, until) == most_held(actions, ends), case
+        for times in ((1, 1, 1), (7, 5, 3), (2, 3, 13)):
+            took, busy = makespan(theirs, dict(zip("FIW", times, strict=True))), m * v * sum(times)
+            named = dict(zip(("forward", "backward_input", "backward_weight"), times, strict=True))
+            assert cg.plan.simulate(ours, **named).makespan == took, case
+            share = pytest.approx(took / busy - 1, rel=1e-12, abs=1e-12)
+            assert cg.plan.bubble(name, p, m, v, **named) == share, case
+            if times == (1, 1, 1):
+                parts = 3 if name in ("interleaved-zb", "zbv", "dualpipev") else 1
+                assert took * m * v * parts == busy * (m * v * parts + p - 1), case

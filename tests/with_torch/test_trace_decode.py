@@ -1,5 +1,7 @@
 """Steps of inference from traces whose caches are marked, beside real steps and the declared model."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,11 @@ def step(module, tokens, name=None, kept=None):
     return trace(module, ids(tokens), kept, dims=[("B", name), names], cached=["kept"])
 
 
+@cache
+def traced(attention, tokens, name=None):
+    return step(Step(attention), tokens, name)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_step_is_the_real_one_and_the_declared_one(attention):
     module, kept = Step(attention), dynamic()
@@ -74,9 +81,9 @@ def test_a_step_is_the_real_one_and_the_declared_one(attention):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_several_new_positions_are_the_trace_of_so_many(attention):
-    g, S = step(Step(attention), 5, "N"), KEPT + 2
+    g, seen, S = traced(attention, 5, "N"), traced(attention, 2), KEPT + 2
     for tokens, sizes in ((2, {}), ("n", {"n": 2})):
-        made, seen = cg.decode(g, tokens), step(Step(attention), 2)
+        made = cg.decode(g, tokens)
         for question in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.cache_bytes):
             assert question(made, B=3, N=S, **sizes) == question(seen, B=3, P=KEPT)
     with pytest.raises(cg.BindingError, match="against the assumption"):
@@ -129,7 +136,7 @@ def test_a_static_cache_is_read_whole():
 def test_a_cache_follows_the_format_of_the_model():
     low = Step().bfloat16()
     seen = step(low, 1, kept=dynamic(dtype=torch.bfloat16))
-    made = cg.apply_precision(step(Step(), 1), "bf16")
+    made = cg.apply_precision(traced("eager", 1), "bf16")
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.cache_bytes):
         assert question(made, B=3, P=KEPT) == question(seen, B=3, P=KEPT)
 
@@ -140,10 +147,10 @@ class Reads(nn.Module):
 
 
 REFUSED = {
-    "one of several": (lambda: cg.decode(step(Step(), 5, "N")), "one new position of graph 'Step'"),
-    "a number of positions": (lambda: cg.decode(step(Step(), 1), 2), "whose new positions have no name"),
-    "the last logits": (lambda: cg.decode(step(Step(), 1), logits="last"), "logits='last' of a trace"),
-    "a step twice": (lambda: cg.decode(cg.decode(step(Step(), 1))), "is a step already"),
+    "one of several": (lambda: cg.decode(traced("eager", 5, "N")), "one new position of graph 'Step'"),
+    "a number of positions": (lambda: cg.decode(traced("eager", 1), 2), "whose new positions have no name"),
+    "the last logits": (lambda: cg.decode(traced("eager", 1), logits="last"), "logits='last' of a trace"),
+    "a step twice": (lambda: cg.decode(cg.decode(traced("eager", 1))), "is a step already"),
     "no cache": (
         lambda: cg.decode(trace(nn.Linear(3, 3), torch.zeros(2, 3), dims=[("B", None)])),
         "is kept between steps",

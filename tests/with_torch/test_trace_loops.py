@@ -268,7 +268,6 @@ class Summed(nn.Module):
 
 SOON = [Recurrent, Chunks, Neighbours, BothWays]
 LATER = [Layers, Two, Earlier, Listed, Each, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
-PROGRAMS = [*SOON, *(pytest.param(make, marks=pytest.mark.long) for make in LATER)]
 
 
 def shaped(make, S):  # the size's own name
@@ -288,8 +287,16 @@ def traced(make, module, S=12, layout=torch.Tensor.contiguous):
     return trace(module, layout(torch.zeros(shaped(make, S))), dims=[(*"BST"[: len(shaped(make, S)) - 1], None)])
 
 
-@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, transposed])
-@pytest.mark.parametrize("make", PROGRAMS)
+#: Each program with positions beside each other, one of them also with samples beside each other; the rest takes long.
+LAYOUTS = [
+    *(pytest.param(make, torch.Tensor.contiguous, id=make.__name__) for make in SOON),
+    pytest.param(Recurrent, transposed, id="Recurrent, transposed"),
+    *(pytest.param(make, transposed, marks=pytest.mark.long) for make in SOON[1:] + LATER),
+    *(pytest.param(make, torch.Tensor.contiguous, marks=pytest.mark.long) for make in LATER),
+]
+
+
+@pytest.mark.parametrize(("make", "layout"), LAYOUTS)
 def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make, layout):
     torch.manual_seed(1)
     module = make().eval()

@@ -49,8 +49,13 @@ def tokens(B, S):
     return torch.randint(0, 61, (B, S)), torch.randint(0, 61, (B, S))
 
 
-@pytest.mark.parametrize("name", sorted(PLAIN))
-@pytest.mark.parametrize("optimizer", ["foreach", "for-loop", "fused", "sgd", None])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *(("mlp", optimizer) for optimizer in ("foreach", "for-loop", "fused", "sgd", None)),
+        *((name, optimizer) for name in ("layer_norm", "rms_norm") for optimizer in ("foreach", None)),
+    ],
+)
 def test_plain_modules(name, optimizer):
     make, data, dims = PLAIN[name]
     sizes = [{"B": 3}, {"B": 7}] if data else [{"B": 3, "S": 17}, {"B": 2, "S": 41}]
@@ -103,12 +108,10 @@ SMALL = {
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 1, "head_dim": 12}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
-GPT = {"n_layer": 2, "n_embd": 60, "n_head": 5, "vocab_size": 61}
+#: GPT-2, Bloom and others are in `test_transformers_suite.py`.
 TEXT = {
-    "gpt2": ("GPT2", "GPT2LMHeadModel", {**GPT, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
     "llama": ("Llama", "LlamaForCausalLM", {**SMALL, **GROUPED}),
     "gemma2": ("Gemma2", "Gemma2ForCausalLM", {**SMALL, **GROUPED, "sliding_window": 8}),
-    "bloom": ("Bloom", "BloomForCausalLM", {"hidden_size": 60, "n_layer": 2, "n_head": 5, "vocab_size": 61}),
     "bert": ("Bert", "BertModel", {**SMALL, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}),
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**SMALL, **GROUPED, **EXPERTS}),
 }
@@ -141,8 +144,11 @@ def made(name):
     return Scored(config, getattr(transformers, model))
 
 
-@pytest.mark.parametrize("name", sorted(TEXT))
-@pytest.mark.parametrize("train", [False, True])
+PASSES = [("gemma2", True), ("bert", True), ("llama", False), ("mixtral", False)]
+OTHERS = [pytest.param(name, not train, marks=pytest.mark.long) for name, train in PASSES]
+
+
+@pytest.mark.parametrize(("name", "train"), PASSES + OTHERS)
 def test_models_of_transformers(name, train):
     sizes = [{"B": 3, "S": 17}, {"B": 2, "S": 41}]
     g = trace(made(name), *tokens(**sizes[0]), dims=[("B", "S")] * 2, train=train, optimizer=adamw if train else None)
@@ -193,6 +199,7 @@ def test_a_vision_model():
         assert flops == 0
 
 
+@pytest.mark.long
 def test_an_encoder_and_a_decoder():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(

@@ -1,6 +1,7 @@
 """A parameter keeps its identity however a program touches it during a run, or its gradient is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -91,68 +92,71 @@ def doubled(m):
     parametrize.register_parametrization(m.b, "weight", Doubled())
 
 
+#: What makes a module: a trace lends all tensors that its file holds.
+made = partial(partial, Net)
+
 #: Changes nothing, or what a step is to see: the derived backward pass has the gradients of the traced one.
 SAME = {
-    "to the device": Net(lambda m, x: m.b.to(x.device)),
-    "to the format": Net(lambda m, x: m.b.to(x.dtype)),
-    "to a tensor": Net(lambda m, x: m.b.to(x)),
-    "float": Net(lambda m, x: m.b.float()),
-    "float of all": Net(lambda m, x: m.float()),
-    "type": Net(lambda m, x: m.b.type(torch.float32)),
-    "cpu": Net(lambda m, x: m.b.cpu()),
-    "_apply": Net(lambda m, x: m.b._apply(lambda t: t.contiguous())),
-    "weight to": Net(use=lambda b, h: linear(h, b.weight.to(h.device), b.bias.float())),
-    "data of itself": Net(rebound(lambda m: m.b.weight.data)),
-    "data in place": Net(lambda m, x: m.b.weight.data.clamp_(-1, 1)),
-    "in place": Net(without_gradients(lambda b: b.weight.mul_(2))),
-    "copied into": Net(without_gradients(lambda b: b.weight.copy_(torch.zeros(4, 8)))),
-    "initialized again": Net(lambda m, x: m.b.reset_parameters()),
-    "loaded": Net(loaded(assign=False)),
-    "assigned to itself": Net(assigned(lambda m: m.b.weight)),
-    "requires_grad_": Net(lambda m, x: m.b.requires_grad_()),
-    "frozen": Net(frozen),
-    "frozen module": Net(lambda m, x: m.b.requires_grad_(False)),
-    "used without gradient": Net(use=lambda b, h: linear(h, b.weight.data, b.bias)),
-    "copy": Net(use=lambda b, h: copy.copy(b)(h)),
-    "functional_call": Net(use=of_parameters(lambda v: v)),
-    "functional_call, scaled": Net(use=of_parameters(lambda v: v * 2)),
-    "functional_call, detached": Net(use=called_with(lambda b: b.state_dict())),
-    "tied before": Net(prepare=lambda m: setattr(m.b, "weight", m.a.weight), square=True),
-    "tied inside": Net(assigned(lambda m: m.a.weight), square=True),
-    "exchanged": Net(exchanged, square=True),
-    "a product in its place": Net(replaced_by_a_product),
-    "parametrized": Net(prepare=doubled),
-    "parametrized, cached": Net(in_cache, prepare=doubled),
-    "weight norm": Net(prepare=lambda m: parametrizations.weight_norm(m.b)),
-    "spectral norm": Net(prepare=lambda m: parametrizations.spectral_norm(m.b)),
-    "an activation marked": Net(use=lambda b, h: b(h.requires_grad_())),
+    "to the device": made(lambda m, x: m.b.to(x.device)),
+    "to the format": made(lambda m, x: m.b.to(x.dtype)),
+    "to a tensor": made(lambda m, x: m.b.to(x)),
+    "float": made(lambda m, x: m.b.float()),
+    "float of all": made(lambda m, x: m.float()),
+    "type": made(lambda m, x: m.b.type(torch.float32)),
+    "cpu": made(lambda m, x: m.b.cpu()),
+    "_apply": made(lambda m, x: m.b._apply(lambda t: t.contiguous())),
+    "weight to": made(use=lambda b, h: linear(h, b.weight.to(h.device), b.bias.float())),
+    "data of itself": made(rebound(lambda m: m.b.weight.data)),
+    "data in place": made(lambda m, x: m.b.weight.data.clamp_(-1, 1)),
+    "in place": made(without_gradients(lambda b: b.weight.mul_(2))),
+    "copied into": made(without_gradients(lambda b: b.weight.copy_(torch.zeros(4, 8)))),
+    "initialized again": made(lambda m, x: m.b.reset_parameters()),
+    "loaded": made(loaded(assign=False)),
+    "assigned to itself": made(assigned(lambda m: m.b.weight)),
+    "requires_grad_": made(lambda m, x: m.b.requires_grad_()),
+    "frozen": made(frozen),
+    "frozen module": made(lambda m, x: m.b.requires_grad_(False)),
+    "used without gradient": made(use=lambda b, h: linear(h, b.weight.data, b.bias)),
+    "copy": made(use=lambda b, h: copy.copy(b)(h)),
+    "functional_call": made(use=of_parameters(lambda v: v)),
+    "functional_call, scaled": made(use=of_parameters(lambda v: v * 2)),
+    "functional_call, detached": made(use=called_with(lambda b: b.state_dict())),
+    "tied before": made(prepare=lambda m: setattr(m.b, "weight", m.a.weight), square=True),
+    "tied inside": made(assigned(lambda m: m.a.weight), square=True),
+    "exchanged": made(exchanged, square=True),
+    "a product in its place": made(replaced_by_a_product),
+    "parametrized": made(prepare=doubled),
+    "parametrized, cached": made(in_cache, prepare=doubled),
+    "weight norm": made(prepare=lambda m: parametrizations.weight_norm(m.b)),
+    "spectral norm": made(prepare=lambda m: parametrizations.spectral_norm(m.b)),
+    "an activation marked": made(use=lambda b, h: b(h.requires_grad_())),
 }
 
 #: Gradients of new leaves, which a traced step computes and a derived one refuses.
 DERIVED = {
-    "a new parameter": Net(assigned(lambda m: nn.Parameter(torch.zeros(4, 8)))),
-    "a parameter of a parameter": Net(assigned(lambda m: nn.Parameter(m.b.weight))),
-    "a parameter of its copy": Net(assigned(lambda m: nn.Parameter(m.b.weight.detach().clone()))),
-    "loaded by assignment": Net(loaded(assign=True)),
-    "loaded by assignment of copies": Net(loaded(assign=True, change=torch.clone)),
-    "deepcopy": Net(use=lambda b, h: copy.deepcopy(b)(h)),
-    "a stack of states": Net(use=called_with(lambda b: {k: v[0] for k, v in stack_module_state([b])[0].items()})),
-    "a leaf of zeros": Net(use=lambda b, h: b(h) + torch.zeros(4, requires_grad=True)),
-    "an activation cut off": Net(use=lambda b, h: b(h.detach().requires_grad_())),
-    "an input marked": Net(lambda m, x: x.requires_grad_()),
+    "a new parameter": made(assigned(lambda m: nn.Parameter(torch.zeros(4, 8)))),
+    "a parameter of a parameter": made(assigned(lambda m: nn.Parameter(m.b.weight))),
+    "a parameter of its copy": made(assigned(lambda m: nn.Parameter(m.b.weight.detach().clone()))),
+    "loaded by assignment": made(loaded(assign=True)),
+    "loaded by assignment of copies": made(loaded(assign=True, change=torch.clone)),
+    "deepcopy": made(use=lambda b, h: copy.deepcopy(b)(h)),
+    "a stack of states": made(use=called_with(lambda b: {k: v[0] for k, v in stack_module_state([b])[0].items()})),
+    "a leaf of zeros": made(use=lambda b, h: b(h) + torch.zeros(4, requires_grad=True)),
+    "an activation cut off": made(use=lambda b, h: b(h.detach().requires_grad_())),
+    "an input marked": made(lambda m, x: x.requires_grad_()),
 }
 
 #: A parameter has other data after the run than before it.
 REFUSED = {
-    "half": Net(lambda m, x: m.b.half().float()),
-    "double": Net(lambda m, x: m.b.double().float()),
-    "_apply to copies": Net(lambda m, x: m.b._apply(torch.clone)),
-    "to_empty": Net(lambda m, x: m.b.to_empty(device="cpu")),
-    "new data": Net(rebound(lambda m: m.b.weight.data * 2)),
-    "data of another": Net(rebound(lambda m: m.a.weight.data), square=True),
-    "swapped": Net(swapped),
-    "from a vector": Net(lambda m, x: vector_to_parameters(parameters_to_vector(m.b.parameters()), m.b.parameters())),
-    "made bfloat16 and used": Net(use=lambda b, h: b.bfloat16()(h.bfloat16()).float()),
+    "half": made(lambda m, x: m.b.half().float()),
+    "double": made(lambda m, x: m.b.double().float()),
+    "_apply to copies": made(lambda m, x: m.b._apply(torch.clone)),
+    "to_empty": made(lambda m, x: m.b.to_empty(device="cpu")),
+    "new data": made(rebound(lambda m: m.b.weight.data * 2)),
+    "data of another": made(rebound(lambda m: m.a.weight.data), square=True),
+    "swapped": made(swapped),
+    "from a vector": made(lambda m, x: vector_to_parameters(parameters_to_vector(m.b.parameters()), m.b.parameters())),
+    "made bfloat16 and used": made(use=lambda b, h: b.bfloat16()(h.bfloat16()).float()),
 }
 
 X, AXES = torch.zeros(2, 4), [("B", None)]
@@ -176,7 +180,7 @@ def step(net):
 
 @pytest.mark.parametrize("way", SAME)
 def test_derived_gradients_are_those_of_a_step(way):
-    net = SAME[way]
+    net = SAME[way]()
     derived, traced = cg.backward(trace(net, X, dims=AXES)), step(net)
     assert names(derived) == names(traced) == gradients(net)
     assert cg.matmul_flops(derived) == cg.matmul_flops(traced)
@@ -184,7 +188,7 @@ def test_derived_gradients_are_those_of_a_step(way):
 
 @pytest.mark.parametrize("way", DERIVED)
 def test_gradients_of_new_leaves_are_traced_and_not_derived(way):
-    net = DERIVED[way]
+    net = DERIVED[way]()
     forward = trace(net, X, dims=AXES)
     assert cg.matmul_flops(forward) > 0
     with pytest.raises(cg.UnsupportedError, match="while the program runs"):
@@ -194,7 +198,7 @@ def test_gradients_of_new_leaves_are_traced_and_not_derived(way):
 
 @pytest.mark.parametrize("way", REFUSED)
 def test_parameters_with_other_data_after_a_run_have_no_gradient(way):
-    net = REFUSED[way]
+    net = REFUSED[way]()
     forward = trace(net, X, dims=AXES)
     assert cg.matmul_flops(forward) > 0
     with pytest.raises(cg.UnsupportedError, match="gets other data while the program runs"):

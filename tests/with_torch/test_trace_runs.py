@@ -179,16 +179,16 @@ def test_what_an_lstm_saves_is_what_onednn_saves(sizes):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
-    ("name", "dims"),
+    ("name", "dims", "train"),
     [
-        ("LSTM", ("T", "B", None)),
-        ("LSTM of two layers, both ways", ("T", "B", None)),
-        ("LSTM without biases, with dropout", ("T", "B", None)),
-        ("LSTM, projected", (None, "B", None)),
-        ("GRU", (None, "B", None)),
-        ("GRU of two layers, both ways", (None, "B", None)),
+        ("LSTM", ("T", "B", None), False),
+        ("LSTM", ("T", "B", None), True),
+        ("LSTM of two layers, both ways", ("T", "B", None), True),
+        ("LSTM without biases, with dropout", ("T", "B", None), False),
+        ("LSTM, projected", (None, "B", None), True),
+        ("GRU", (None, "B", None), True),
+        ("GRU of two layers, both ways", (None, "B", None), False),
     ],
 )
 def test_recurrent_layers_of_named_sizes_are_those_of_numbers(name, dims, train):

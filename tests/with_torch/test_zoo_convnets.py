@@ -1,5 +1,7 @@
 """Convolutional networks and diffusion U-Nets against plain modules: parameters and matmul FLOPs, equal to the last."""
 
+from functools import cache
+
 import pytest
 import torch
 import transformers
@@ -8,7 +10,6 @@ from shared import load, training_step
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision_convnets import VGG, AlexNet, BasicBlock, Bottleneck, DenseNet, ResNet
 from zoo_convnets import REFERENCES
-from zoo_reference import declared, traced
 
 import costgraph as cg
 from costgraph.torch import trace
@@ -62,11 +63,11 @@ VISION = {
     "alexnet": alexnet(),
     "vgg": vgg(),
     "vgg-bn": vgg(norm=True),
-    "basic": resnet("resnet34", BasicBlock, [2, 3, 4, 2], BASICS),
-    "bottleneck": resnet("resnet50", Bottleneck, [3, 2, 4, 2], BOTTLENECKS),
-    "wide": resnet("wide-resnet50-2", Bottleneck, [2, 2, 3, 2], BOTTLENECKS, width_per_group=128),
+    "basic": resnet("resnet34", BasicBlock, [2, 1, 3, 1], BASICS),
+    "bottleneck": resnet("resnet50", Bottleneck, [1, 2, 3, 1], BOTTLENECKS),
+    "wide": resnet("wide-resnet50-2", Bottleneck, [2, 1, 1, 2], BOTTLENECKS, width_per_group=128),
     "grouped": resnet(
-        "resnext50-32x4d", Bottleneck, [2, 2, 3, 2], BOTTLENECKS | {"G": 4}, groups=4, width_per_group=32
+        "resnext50-32x4d", Bottleneck, [1, 2, 1, 1], BOTTLENECKS | {"G": 4}, groups=4, width_per_group=32
     ),
     "densenet": densenet(),
 }
@@ -87,7 +88,7 @@ def bound(shape, sizes):
     return tuple(int(n.subs({s: sizes[s.name] for s in n.free_symbols})) for n in shape)
 
 
-# -- the published sizes -----------------------------------------------------------------------------------------------
+# -- the published sizes, which test_zoo_page.py holds to their modules ------------------------------------------------
 
 
 def test_every_preset_has_a_reference():
@@ -95,12 +96,6 @@ def test_every_preset_has_a_reference():
 
     names = [n for m in (alexnet, densenet, resnet, unet, vgg) for f in m.FAMILIES for n in f.presets]
     assert sorted(REFERENCES) == sorted(names)
-
-
-@pytest.mark.parametrize("name", ["alexnet", "vgg16-bn", "resnet18", "resnext50-32x4d", "wide-resnet50-2"])
-def test_a_preset_is_its_reference(name):
-    reference = REFERENCES[name]()
-    assert traced(reference) == declared(name, reference)
 
 
 # -- small sizes, odd sides --------------------------------------------------------------------------------------------
@@ -115,8 +110,7 @@ def test_small_models_on_odd_sides(case, side):
     assert cg.param_count(g, **sizes) == sum(p.numel() for p in module.parameters())
     with FlopCounterMode(display=False) as counter:
         module(x)
-    ours = cg.matmul_flops(g, count="full", B=3, R=side, **sizes)
-    assert ours == counter.get_total_flops() == cg.matmul_flops(trace(module, x), count="full")
+    assert cg.matmul_flops(g, count="full", B=3, R=side, **sizes) == counter.get_total_flops()
 
 
 def test_elementwise_flops_of_a_model_are_those_of_its_trace():
@@ -139,16 +133,30 @@ def test_buffers_are_those_of_the_module():
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def squared(axes):
+    """The mean of squared results, for a declaration."""
+    return lambda y: cg.reduce(cg.ops.pointwise("square", y), f"{axes} -> ", "mean")
+
+
+@cache
+def traced_step(case):
+    """The trace of a step of a module without dropout, as declarations have none."""
+    module = VISION[case][-1]().train()
+    for layer in module.modules():
+        layer.p = 0.0
+    return trace(Scored(module), torch.zeros(2, 3, 71, 71), train=True)
+
+
 def counted_step(module, *inputs):
     with FlopCounterMode(display=False) as counter:
         module(*inputs).square().mean().backward()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("case", ["alexnet", "vgg-bn", "basic", "bottleneck", "wide", "densenet"])
+@pytest.mark.parametrize("case", ["alexnet", "vgg-bn", "basic", "densenet"])
 def test_matmul_flops_of_a_step(case):
     name, options, sizes, build = VISION[case]
-    step = training_step(load(name, **options))
+    step = training_step(load(name, **options), optimizer=cg.SGD())
     theirs = counted_step(build().train(), torch.zeros(2, 3, 71, 71))
     assert cg.matmul_flops(step, count="full", B=2, R=71, **sizes) == theirs
 
@@ -156,35 +164,31 @@ def test_matmul_flops_of_a_step(case):
 def test_matmul_flops_of_a_step_with_groups():
     """The counter leaves groups out of account backwards (docs/flop_counter.md): the trace of the step does not."""
     name, options, sizes, build = VISION["grouped"]
-    module, x = Scored(build()).train(), torch.zeros(2, 3, 71, 71)
-    step = training_step(load(name, **options))
+    step = training_step(load(name, **options), optimizer=cg.SGD())
     ours = cg.matmul_flops(step, count="full", B=2, R=71, **sizes)
-    assert ours == cg.matmul_flops(trace(module, x, train=True), count="full") < counted_step(build().train(), x)
+    counted = counted_step(build().train(), torch.zeros(2, 3, 71, 71))
+    assert ours == cg.matmul_flops(traced_step("grouped"), count="full") < counted
 
 
 def test_elementwise_flops_of_norms_in_a_step():
     """Forward: statistics of the batch, and running ones updated."""
-    name, options, sizes, build = VISION["basic"]
+    name, options, sizes, _ = VISION["basic"]
     step = training_step(load(name, dtype="fp32", **options))
     ours = cg.costs(step, B=2, R=71, **sizes).filter(phase="forward", direction="compute")
     ours = sum(r.amount.constant for r in ours.rows if "norm" in r.scope)
-    theirs = cg.costs(trace(Scored(build()).train(), torch.zeros(2, 3, 71, 71), train=True))
-    theirs = theirs.filter(phase="forward", direction="compute")
+    theirs = cg.costs(traced_step("basic")).filter(phase="forward", direction="compute")
     norms = sum(r.amount.constant for r in theirs.rows if "batch_norm" in r.op)
     assert ours == norms > 0
 
 
-@pytest.mark.parametrize("case", ["basic", "vgg-bn", "densenet"])
+@pytest.mark.parametrize("case", ["basic", pytest.param("vgg-bn", marks=pytest.mark.long), "densenet"])
 def test_peak_memory_is_that_of_the_trace(case):
     """What runs in place, what norms save, what lives how long; of a step also the gradient of the loss, a scalar."""
     name, options, sizes, build = VISION[case]
     g, x = load(name, dtype="fp32", **options), torch.zeros(2, 3, 71, 71)
     assert cg.peak_memory(g, B=2, R=71, **sizes) == cg.peak_memory(trace(build().eval(), x))
-    module = build().train()
-    for layer in module.modules():
-        layer.p = 0.0  # no dropout, as in the declaration
-    step = cg.backward(with_loss(g, lambda y: cg.reduce(cg.ops.pointwise("square", y), "b c -> ", "mean")))
-    seen = trace(Scored(module), x, train=True)
+    step = cg.backward(with_loss(g, squared("b c")))
+    seen = traced_step(case)
     # torch's gradient of a norm of channels takes memory of its own, as real runs do; declared ones state none
     room = max((op.workspace.constant for op in seen.ops if "batch_norm_backward" in op.name), default=0)
     assert 0 <= cg.peak_memory(seen) - cg.peak_memory(step, B=2, R=71, **sizes) <= 4 + room
@@ -268,9 +272,10 @@ def test_small_unets_on_odd_sides(text, side):
     assert bound(g.outputs[0].shape, {"B": 3, "R": side, **sizes}) == tuple(out.shape) == (3, 5, side, side)
 
 
-@pytest.mark.parametrize("text", [False, True])
-def test_matmul_flops_of_a_step_of_a_unet(text):
+@pytest.mark.parametrize("text", [pytest.param(False, marks=pytest.mark.long), True])
+def test_matmul_flops_of_the_passes_of_a_unet(text):
     options, sizes, build = small_unet(text)
-    step = training_step(load("stable-diffusion-1.5-unet", symbolic=True, **options))
+    loss = with_loss(load("stable-diffusion-1.5-unet", symbolic=True, **options), squared("b c h w"))
+    step = cg.backward(loss)
     inputs = [torch.zeros(3, 3, 13, 13), torch.zeros(3, dtype=torch.int64), *([torch.zeros(3, 13, 11)] if text else [])]
     assert cg.matmul_flops(step, B=3, R=13, **sizes) == counted_step(build().train(), *inputs)

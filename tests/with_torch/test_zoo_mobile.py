@@ -9,21 +9,16 @@ from shared import load
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_mobile import DLRM, REFERENCES, convnext, efficientnet, mobilenet_v2, mobilenet_v3
-from zoo_reference import declared, traced
 
 import costgraph as cg
-from costgraph.torch import trace
 
 torch.set_num_threads(1)
 
 
 def _counted(module, *inputs):
-    """Parameters, and matmul FLOPs by both of what counts them."""
-    with torch.no_grad():
-        graph = trace(module, *inputs)
-        with FlopCounterMode(display=False) as counter:
-            module(*inputs)
-    assert cg.matmul_flops(graph, count="full") == counter.get_total_flops()
+    """Parameters, and matmul FLOPs by torch's counter; `test_zoo_page.py` traces modules."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(*inputs)
     return sum(p.numel() for p in module.parameters()), counter.get_total_flops()
 
 
@@ -56,7 +51,7 @@ def _step_agrees(g, module, inputs, loss, **sizes):
     back = {torch.ops.aten.convolution_backward: _convolved_back}
     with FlopCounterMode(display=False, custom_mapping=back) as counter:
         loss(module(*inputs)).backward()
-    assert cg.matmul_flops(cg.training_step(g), count="full", **sizes) == counter.get_total_flops()
+    assert cg.matmul_flops(cg.training_step(g, optimizer=cg.SGD()), count="full", **sizes) == counter.get_total_flops()
 
 
 CONVNEXT = {
@@ -182,7 +177,6 @@ def _classes(logits):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("mobilenet-v2", mobilenet_v2),
         ("mobilenet-v3-small", lambda: mobilenet_v3("small")),
         ("efficientnet-b0", lambda: efficientnet(1.0, 1.0)),
     ],
@@ -202,12 +196,6 @@ def test_a_training_step_of_swin():
     module = _module(config, "SwinForImageClassification")
     g = cg.models.from_config(config.to_dict(), attention="eager")
     _step_agrees(g, module, (torch.zeros(2, 3, 92, 92),), lambda made: _classes(made.logits), B=2)
-
-
-@pytest.mark.parametrize("name", ["mobilenet-v3-large", "convnext-tiny", "swin-t", "dlrm-mlperf"])
-def test_published_sizes(name):
-    reference = REFERENCES[name]()
-    assert declared(name, reference) == traced(reference)
 
 
 def test_every_preset_has_a_reference():

@@ -9,10 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, xLSTMConfig, xLSTMForCausalLM
 from zoo_recurrent import REFERENCES
-from zoo_reference import declared, traced
 
 import costgraph as cg
-from costgraph.torch import trace
 
 BATCH, WORDS = 2, 41
 
@@ -34,15 +32,13 @@ def from_config(config, cls, **options):
 
 
 def equal(graph, module, steps, **sizes):
-    """Compare a declaration with a trace of the module and with torch's own count."""
+    """Compare a declaration with torch's own count; `test_zoo_page.py` traces modules."""
     module = module.eval()
     given = tokens(steps)
     with FlopCounterMode(display=False) as counter:
         module(given)
     assert cg.param_count(graph, **sizes) == sum(p.numel() for p in module.parameters())
-    made = cg.matmul_flops(graph, count="full", B=BATCH, S=steps, **sizes)
-    assert made == cg.matmul_flops(trace(module, given), count="full")
-    assert made == counter.get_total_flops()
+    assert cg.matmul_flops(graph, count="full", B=BATCH, S=steps, **sizes) == counter.get_total_flops()
 
 
 # -- one pass ---------------------------------------------------------------------------------------------------------
@@ -86,7 +82,7 @@ def test_mamba2_kernels_multiply_once_a_group_and_carry_states_one_by_one():
     assert kernels - recurrent == L * B * (scores + within + states)
 
 
-XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 3, "num_heads": 4, "use_cache": False}
+XLSTM_CONFIG = {"vocab_size": WORDS, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "use_cache": False}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +105,7 @@ def test_an_outer_product_sums_nothing_in_a_kernel():
     kernel, ops = (
         cg.matmul_flops(from_config(config, xLSTMForCausalLM, scan=scan), B=BATCH, S=7) for scan in ("kernel", "ops")
     )
-    assert ops - kernel == 2 * BATCH * 7 * 4 * 16 * 32 * 3  # 2*B*S*H*K*U*L
+    assert ops - kernel == 2 * BATCH * 7 * 4 * 16 * 32 * 2  # 2*B*S*H*K*U*L
 
 
 SMALL = {
@@ -142,12 +138,6 @@ def test_models_that_transformers_does_not_have(name):
     equal(load(name, **options), build(), 7, **sizes)
 
 
-@pytest.mark.parametrize("name", ["mamba-130m", "rwkv-7-0.1b", "lstm-ptb-large", "gru-ptb-large"])
-def test_published_sizes(name):
-    reference = REFERENCES[name]()
-    assert declared(name, reference) == traced(reference)
-
-
 def test_every_preset_has_a_module():
     families = ("mamba", "rwkv", "linear-attention", "xlstm", "lstm", "gru")
     assert set(REFERENCES) == {name for name in cg.models.names() if name.startswith(families)}
@@ -172,7 +162,7 @@ def step_flops(module, given):
 
 
 def declared_step(graph, steps, **sizes):
-    return cg.matmul_flops(cg.training_step(graph), count="full", B=BATCH, S=steps, **sizes)
+    return cg.matmul_flops(cg.training_step(graph, optimizer=cg.SGD()), count="full", B=BATCH, S=steps, **sizes)
 
 
 # What differs follows from three rules. (1) The gradient of y = sum_n h_n*c_n by h is an outer product: nothing is
@@ -202,7 +192,7 @@ def test_step_of_mamba2_in_chunks():
 @pytest.mark.parametrize(("scan", "vectors"), [("ops", 0), ("kernel", 1)])
 def test_step_of_xlstm_large(scan, vectors):
     config, steps = xLSTMConfig(**XLSTM_CONFIG), 7
-    matrix, vector = 2 * BATCH * steps * 4 * 16 * 32 * 3, 2 * BATCH * steps * 4 * 16 * 3  # 2*B*S*H*K*U*L and ...*K*L
+    matrix, vector = 2 * BATCH * steps * 4 * 16 * 32 * 2, 2 * BATCH * steps * 4 * 16 * 2  # 2*B*S*H*K*U*L and ...*K*L
     # (1): a matrix and two vectors less; (2): of both gates by both states, two of each more. A kernel multiplies no
     # matrices for the outer product, and computes both products of q again for the quotient
     expected = step_flops(xLSTMForCausalLM(config), tokens(steps)) + matrix + vectors * vector

@@ -33,7 +33,9 @@ whose source is not in transformers is written in `tests/with_torch/` line by li
 {equal} of {all} models agree in both numbers to the last digit.{apart}
 
 `python tests/with_torch/zoo_page.py` traces them all again and makes this page; a test compares the declarations with
-it at every run, and a long one traces some of the modules again.
+it at every run, and a long one traces some of the modules again. Small configurations of decoders, with each field set
+in other ways, are held to torch's own counts of their modules: `python tests/with_torch/recorded_counts.py` records
+them in `tests/with_torch/recorded/counts.json`, by the versions of torch and transformers.
 
 | model | module | parameters | of the module | matmul FLOPs | of the module | at |
 |---|---|---|---|---|---|---|

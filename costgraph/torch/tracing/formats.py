@@ -103,15 +103,16 @@ class Formats:
         if made.dtype == _WIDE and not _is_empty(made):
             self.asked.append((len(self.calls) - 1, self.recorder.stated(made, made)))
 
-    def settle(self, other: Formats) -> None:
+    def settle(self, other: Formats) -> bool:
         """Say what each place asks for, by what the program asked for in another format.
 
-        Where it went another way there, nothing is known.
+        Where it went another way there, nothing is known, and False is returned.
         """
         if [name for name, _ in self.calls] != [name for name, _ in other.calls]:
-            return
+            return False
         for number, event in self.asked:
             event.fixed = other.calls[number][1] == _WIDE
+        return True
 
 
 def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[str, object]:

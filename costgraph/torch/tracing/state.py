@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -300,19 +302,29 @@ def forgetting(left: Callable[[], bool]) -> Iterator[None]:
         torch.SymInt.__hash__ = plain  # type: ignore[method-assign]
         if asked or left():
             clean: set[int] = set()
-            for cached in (*gc.get_objects(), *_in_modules()):  # of which the former lacks what `gc.freeze` has met
-                if type(cached) is _CACHE and is_theirs(cached.__module__) and _of_a_run(cached, clean):
+            # of which the former lacks what `gc.freeze` has met
+            for cached in (*_caches(gc.get_objects()), *_in_modules()):
+                if is_theirs(cached.__module__) and _of_a_run(cached, clean):
                     cached.cache_clear()
 
 
-def _in_modules() -> Iterator[object]:
-    """Yield what stands in the program's files, and in classes there."""
+def _caches(values: Iterable[object]) -> list[Any]:
+    """Return the caches of functions that hold something, without a line of Python for each of many objects."""
+    held = list(values)
+    found: Iterator[Any] = compress(held, map(operator.is_, map(type, held), repeat(_CACHE)))
+    return [cached for cached in found if cached.cache_info().currsize]
+
+
+def _in_modules() -> Iterator[Any]:
+    """Yield the caches that stand in the program's files, and in classes there."""
+    classes: dict[int, Any] = {}  # each one once, in however many files it stands
     for name, module in list(sys.modules.items()):
         if is_theirs(name) and isinstance(module, types.ModuleType):
-            for value in list(vars(module).values()):
-                yield value
-                if is_a(value, type):
-                    yield from vars(value).values()
+            held = list(vars(module).values())
+            yield from _caches(held)
+            classes.update((id(value), value) for value in held if issubclass(type(value), type))
+    for kind in classes.values():
+        yield from _caches(vars(kind).values())
 
 
 def _of_a_run(cached: object, clean: set[int]) -> bool:
