@@ -279,7 +279,7 @@ class Walk:
             revised = apply(op.kind, [copied, _viewed(written, write.results[0], op.operands[1])], "revised")[0]
             self.put(op.operands[0], keep(revised, grad))
         for t, g in zip(write.operands[1:], others, strict=True):
-            self.put(t, g)
+            self.put(t, g if g is None or needs[0] else keep(g, grad, copied))
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
