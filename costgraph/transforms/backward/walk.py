@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...algebra.polynomial import ZERO
+from ...algebra.polynomial import ZERO, total
 from ...dtypes import DType
 from ...errors import GraphError
 from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
-from ...graph.strides import is_channels_last
+from ...graph.strides import is_contiguous_in, memory_format, memory_order
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
 from ...ops.fill import Revised, assign, fill
 from ...ops.keep import Keep, keep
-from ...ops.layout import concat, contiguous_copy
+from ...ops.layout import concat, contiguous_copy, copied_into
 from ...ops.moves import Expand, Rearrange, Slice
 from ...ops.pieces import accumulate
 from ...ops.pointwise import cast, pointwise
@@ -283,8 +283,21 @@ class Walk:
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
-        if op.kind.copies_grad and not self.fused:
-            grads = [g if g is None or is_channels_last(g.sizes, g.strides) else contiguous_copy(g) for g in grads]
+        if self.fused or not op.kind.grad_memory_format:
+            return self.pulled(op, grads, needs)
+        order = _memory_format(op, grads)
+        copies = [None if g is None else copied_into(g, order) for g in grads]
+        made = list(self.pulled(op, copies, needs))
+        if op.kind.copies_grad_input and made[0] is not None:
+            made[0] = _in_own_format(op, made[0], order, next(g for g in grads if g is not None))
+        held = [t for pair in zip(grads, copies, strict=True) if pair[0] is not pair[1] for t in pair if t is not None]
+        i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
+        if held and i is not None:
+            made[i] = keep(made[i], *held)  # type: ignore[arg-type]  # it is there
+        return made
+
+    def pulled(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """Ask the rule of an op."""
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
         if op.body is not None:
@@ -318,6 +331,33 @@ class Walk:
         if early and i is not None:
             made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there
         return made
+
+
+def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Return the order of axes in memory that a backward kernel copies incoming gradients into."""
+    grad = next(g for g in grads if g is not None)
+    like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad
+    contiguous = op.kind.grad_memory_format == "contiguous"
+    return tuple(range(grad.ndim)) if contiguous else memory_format(like.sizes, like.strides)
+
+
+def _in_own_format(op: Op, made: Tensor, order: Sequence[int], grad: Tensor) -> Tensor:
+    """Copy the gradient of an operand from the memory format of the kernel into its own.
+
+    That of an elementwise kernel is the incoming gradient's. Windows copy inside the kernel, and what the forward pass
+    saved in another format, too.
+    """
+    maker = made.producer
+    while maker is not None and isinstance(maker.kind, Keep):
+        maker = maker.operands[0].producer
+    if maker is None:
+        return made
+    if op.kind.grad_memory_format == "contiguous":
+        copy = copied_into(made, memory_order(grad.sizes, grad.strides) or order)
+        return made if copy is made else keep(copy, *maker.operands)
+    others = [t for t in (*maker.results, *maker.operands[2:]) if not is_contiguous_in(t.sizes, t.strides, order)]
+    maker.state(workspace=maker.workspace + total(t.numel * t.dtype.bytes for t in others))
+    return made
 
 
 def _write_of(op: Op) -> Op | None:
