@@ -26,6 +26,7 @@ from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
 from .rules.workspaces import copied, copies_results, workspace_of
 from .translations.table import Translation
+from .values import number_of
 
 __all__ = ["Template", "Wanted", "declared", "template_of"]
 
@@ -203,7 +204,7 @@ def declared(
             if number is None:
                 return None
             return firsts[number] if call.inplace else unused.pop(number, None) or stand_in(number)
-        return tuple(map(given, value)) if isinstance(value, tuple) else value
+        return tuple(map(given, value)) if isinstance(value, tuple) else number_of(value)
 
     body = scratch.start_body("call", fused=True)
     asked = replace(call, arguments={k: given(v) for k, v in call.arguments.items()})
