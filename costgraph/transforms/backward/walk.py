@@ -22,7 +22,7 @@ from ...ops.blocks import Kernel
 from ...ops.fill import Revised, assign, fill
 from ...ops.keep import Keep, keep
 from ...ops.layout import concat, contiguous_copy, copied_into
-from ...ops.moves import Expand, Rearrange, Slice
+from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pieces import accumulate
 from ...ops.pointwise import cast, pointwise
 from ...ops.pooling import Pool
@@ -320,7 +320,8 @@ class Walk:
 
         if not self.fused:
             for place in op.kind.saved_operands:
-                saved(op.operands[place])
+                if needs[place] or not isinstance(op.kind, Concat):  # one part of another one's gradient
+                    saved(op.operands[place])
         made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
         if self.fused:
             return made
