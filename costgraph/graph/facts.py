@@ -138,5 +138,5 @@ Count = Annotated[int, Rule("an integer of at least 1", lambda v: is_count(v, 1)
 Places = Annotated[tuple[int, ...], Rule("a tuple of integers of at least 0", all_of(is_count))]
 Flag = Annotated[bool, Rule("True, or nothing", lambda v: v is True)]
 MemoryFormat = Annotated[
-    str, Rule("contiguous, grad, operand, or nothing", ("", "contiguous", "grad", "operand").__contains__)
+    str, Rule("contiguous, grad, operand, bshd, or nothing", ("", "contiguous", "grad", "operand", "bshd").__contains__)
 ]

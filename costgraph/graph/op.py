@@ -121,8 +121,8 @@ class OpKind:
     saved_operands: Places = field(default=(), repr=False)
     """Operands that autograd saves because the backward kernel has them as arguments, even if only for their shapes."""
     grad_memory_format: MemoryFormat = field(default="", repr=False)
-    """Memory format into which the backward kernel copies an incoming gradient: contiguous, that of the grad itself, or
-    that of the operand, where channels may be last; or none."""
+    """Memory format into which the backward kernel copies an incoming gradient: contiguous, that of the grad itself or
+    of the operand, where channels may be last, or (batch, sequence, heads, width) of attention; or none."""
     copies_grad_input: Flag = field(default=False, repr=False)
     """Whether the backward kernel computes in that format and copies the result into the format of the operand."""
 

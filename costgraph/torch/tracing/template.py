@@ -160,7 +160,7 @@ def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) 
     of = copied(back).get(grad)
     facts: Any = {
         "saved_operands": tuple(own[n] for n in names if n in own),
-        "grad_memory_format": "" if of is None else "grad" if of == grad else "operand" if of else "contiguous",
+        "grad_memory_format": "" if of is None else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(of, "operand"),
         "copies_grad_input": copies_results(back),
     }
     if kernel is None:

@@ -337,6 +337,8 @@ class Walk:
 def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
     """Return the order of axes in memory that a backward kernel copies incoming gradients into."""
     grad = next(g for g in grads if g is not None)
+    if op.kind.grad_memory_format == "bshd":
+        return (0, 2, 1, 3)
     like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad
     contiguous = op.kind.grad_memory_format == "contiguous"
     return tuple(range(grad.ndim)) if contiguous else memory_format(like.sizes, like.strides)

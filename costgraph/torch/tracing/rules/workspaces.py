@@ -70,6 +70,8 @@ _CHANNELS_LAST_OR_DENSE: dict[str, tuple[str, tuple[str, ...]]] = {
         "upsample_nearest3d", "_upsample_nearest_exact3d",
     )
 }  # fmt: skip
+#: Arguments that a kernel copies unless they are contiguous as (batch, sequence, heads, width).
+_BSHD = {"_scaled_dot_product_flash_attention_for_cpu_backward": ("grad_out",)}
 #: Kernels of contiguous operands that copy their result where it lies otherwise.
 _DENSE_RESULTS = frozenset({"_upsample_bilinear2d_aa_backward", "gelu_backward"})
 #: The same on a CPU alone.
@@ -147,8 +149,8 @@ def workspace_of(call: Call) -> Poly:
 def copied(call: Call) -> dict[str, str]:
     """Return the arguments that a kernel copies unless they lie as it computes.
 
-    Each comes with the name of the argument in whose memory format the kernel computes, or an empty name where the
-    kernel needs a contiguous tensor.
+    Each comes with the name of the argument in whose memory format the kernel computes, with `bshd` where heads are the
+    last but one axis in memory, or an empty name where the kernel needs a contiguous tensor.
     """
     if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
         return {}  # not computed by oneDNN
@@ -156,6 +158,7 @@ def copied(call: Call) -> dict[str, str]:
     tables = (_DENSE, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
     dense = {a: "" for table in tables for name in names for a in table.get(name, ())}
     of, others = (_IN_FORMAT_OF | _CHANNELS_LAST_OR_DENSE).get(call.name, ("", ()))
+    dense |= dict.fromkeys(_BSHD.get(call.name, ()), "bshd")
     return dense | {a: a for a in _IN_OWN_FORMAT.get(call.name, ())} | dict.fromkeys(others, of)
 
 
@@ -210,8 +213,8 @@ def _whole(call: Call, operand: Spec) -> Poly:
 
 def _order(call: Call, of: str) -> tuple[int, ...] | None:
     """Return the order of axes in memory in which a kernel computes, None for that of the axes."""
-    if not of:
-        return None
+    if not of or of == "bshd":
+        return (0, 2, 1, 3) if of else None
     order = memory_format(call[of].sizes, call[of].strides)
     return None if call.name in _CHANNELS_LAST_OR_DENSE and _copied(call[of], order) else order
 
