@@ -17,7 +17,7 @@ from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
     "Sizes", "apart", "contiguous", "dense_in", "distinct", "elementwise", "in_the_order_of", "is_contiguous_in",
-    "is_integral", "is_polynomial", "memory_format", "memory_order", "numel", "settled", "united", "view",
+    "is_factor", "is_integral", "is_polynomial", "memory_format", "memory_order", "numel", "settled", "united", "view",
     "windows_along",
 ]  # fmt: skip
 
@@ -151,6 +151,15 @@ def is_contiguous_in(sizes: Sizes, strides: Sizes, order: Sequence[int]) -> bool
     """Whether a tensor lies in memory without gaps, with its axes in the given order."""
     dense = dense_in(sizes, order)
     return all(n == ONE or stride == step for n, stride, step in zip(sizes, strides, dense, strict=True))
+
+
+def is_factor(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether a library takes the last two axes as a matrix of a product: not if neither is dense, or one repeats."""
+    if len(sizes) < 2:
+        return True
+    rows, columns = sizes[-2:]
+    down, across = strides[-2:]
+    return (across == ONE and bool(down or rows == ONE)) or (down == ONE and bool(across or columns == ONE))
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:

@@ -73,6 +73,16 @@ CONSTANT = {
     for name, (function, count) in SEVERAL.items()
     for constant in sorted(set(combinations(range(count), 1)) | set(combinations(range(count), count - 1)))
 }
+#: Products of matrices, whose factors a library copies if they are expanded, and what has no op at all.
+PRODUCTS = {
+    "nothing": lambda x: x,
+    "by the transpose": lambda x: x @ x.mT,
+    "by a row": lambda x: x.mT @ x[:, :1].expand(-1, x.shape[1], -1),
+    "by a column": lambda x: x[..., :1].expand(-1, -1, 16) @ x.mT,
+    "matrix by a row": lambda x: x[0].mT @ x[0, :1].expand(x.shape[1], -1),
+    "matrix by a column": lambda x: x[0, :, :1].expand(-1, 16) @ x[0].mT,
+    "einsum": lambda x: torch.einsum("bsi,bti->bst", x, x.cos()),
+}
 ARITHMETIC = {"plus": torch.add, "minus": torch.sub, "times": torch.mul, "over": torch.div}
 #: Complex numbers, computed from x and from its cosine, with one number.
 COMPLEX = {
@@ -147,7 +157,7 @@ ENDS = {
 }  # fmt: skip
 #: Functions that a trace has in the steps that torch takes where it cannot look at data, or for tensors of subclasses.
 GENERAL = {"prod", "prod of all", "max", "min", "weighted entropy"}
-PROGRAMS = FORMULAS | OTHERS | CONSTANT | COMPLEX | KERNELS
+PROGRAMS = FORMULAS | OTHERS | CONSTANT | COMPLEX | PRODUCTS | KERNELS
 
 
 class Applied(nn.Module):
@@ -168,8 +178,9 @@ STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kern
 #: Functions of which torch computes several gradients together, or that take complex numbers.
 JOINT = {"atan2, operand 1 constant", "clamp, operand 0 constant", "complex times 2j"}
 QUICK = JOINT | {
-    "addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar", "norm inf",
-         "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean"}  # fmt: skip
+    "matrix by a row", "addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar",
+    "norm inf", "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean",
+}  # fmt: skip
 #: Channels last in memory: a CPU's kernel copies the gradient of the operand out of another memory format.
 CHANNELS_LAST = {("avg_pool1d", "transposed", "sum")}
 
@@ -184,8 +195,8 @@ CASES = [
     for name in PROGRAMS
     if name not in STATED
     for layout in LAYOUTS
-    for end in (ENDS if name in KERNELS else ["sum"])
-    if layout == "dense" or (end != "transposed product" and name not in CONSTANT | COMPLEX)
+    for end in (ENDS if name in KERNELS | PRODUCTS else ["sum"])
+    if layout == "dense" or (end != "transposed product" and name not in CONSTANT | COMPLEX | PRODUCTS)
 ]
 
 

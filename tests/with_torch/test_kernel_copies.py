@@ -67,7 +67,8 @@ def upsampled(name, shape, *more):
 
 
 MATRIX = (12, 10)
-HEADS, SUMS = (50, 2, 3, 8), torch.zeros(50, 3, 2).transpose(1, 2)
+HEADS, SUMS = (5, 2, 3, 8), torch.zeros(5, 3, 2).transpose(1, 2)
+KEYS = torch.rand(HEADS)
 LABELS = torch.zeros(12, dtype=torch.int64)
 CASES = [
     *pools("avg_pool2d", IMAGE), *pools("avg_pool3d", VOLUME),
@@ -98,7 +99,7 @@ CASES = [
      lambda g: aten.embedding_dense_backward(g, LABELS[:6].expand(4, 6), 7, -1, False)),
     ("_cdist_forward", [(2, 12, 10), (2, 8, 10)], lambda x, y: aten._cdist_forward(x, y, 1.0, None)),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", [HEADS], lambda g: (
-        aten._scaled_dot_product_flash_attention_for_cpu_backward(g, *[torch.ones(HEADS)] * 4, SUMS, 0.0, False))),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(g, *[KEYS] * 4, SUMS, 0.0, False))),
     ("log_sigmoid_forward", [MATRIX], aten.log_sigmoid_forward),
     ("max", [MATRIX], aten.max.default), ("min", [MATRIX], aten.min.default),
     ("gelu_backward", [MATRIX, MATRIX], lambda g, x: aten.gelu_backward(g, x)),
@@ -106,10 +107,6 @@ CASES = [
 ]  # fmt: skip
 #: Autograd makes the operands of one contiguous first; the other one is called by the gradient of `cdist` alone.
 ELSEWHERE = {"native_group_norm_backward", "_cdist_backward"}
-
-
-#: Bytes that a kernel takes for each thread, which depend on the machine.
-THREADS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 1200}
 
 
 def test_every_kernel_that_copies_is_called():
@@ -137,5 +134,5 @@ def test_kernels_copy_what_the_rules_say(name, shapes, call):
             calls[-1]()
         predicted.append(sum(number(s.counts.workspace) for s in seen.seen if s.call.name == name))
     assert dict(zip(combinations, workspaces(calls), strict=True)) == pytest.approx(
-        dict(zip(combinations, predicted, strict=True)), abs=THREADS.get(name, 192)
+        dict(zip(combinations, predicted, strict=True)), abs=192
     )

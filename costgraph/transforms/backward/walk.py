@@ -16,9 +16,10 @@ from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
-from ...graph.strides import is_contiguous_in, memory_format, memory_order
+from ...graph.strides import is_contiguous_in, is_factor, memory_format, memory_order
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
 from ...ops.fill import Revised, assign, fill
 from ...ops.keep import Keep, keep
 from ...ops.layout import concat, contiguous_copy, copied_into
@@ -283,6 +284,19 @@ class Walk:
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
+        graph = current_graph()
+        before = len(graph)
+        made = self.in_memory_format(op, grads, needs)
+        if op.kind.copies_factors and not self.fused:
+            for product in [n for n in islice(graph, before, None) if isinstance(n, Op) and isinstance(n.kind, Einsum)]:
+                copies = (t for t in product.operands if not is_factor(t.sizes, t.strides))
+                product.state(workspace=total(t.sizes[-2] * t.sizes[-1] * t.dtype.bytes for t in copies))
+        return made
+
+    def in_memory_format(
+        self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> Sequence[Tensor | None]:
+        """Return gradients as `gradients`, with the copies that a kernel makes in its memory format."""
         if self.fused or not op.kind.grad_memory_format:
             return self.pulled(op, grads, needs)
         order = _memory_format(op, grads)

@@ -12,11 +12,11 @@ from functools import reduce
 from ....algebra.polynomial import ONE, ZERO, Poly, total
 from ....dtypes import DType, promote
 from ....dtypes import dtype as find_dtype
-from ....graph.strides import is_contiguous_in, memory_format
+from ....graph.strides import is_contiguous_in, is_factor, memory_format
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
-__all__ = ["copied", "copies_results", "neighbours", "overlapping", "workspace_of"]
+__all__ = ["copied", "copies_factors", "copies_results", "neighbours", "overlapping", "workspace_of"]
 
 #: Padding modes that copy elements near the borders.
 _PADDING = ("reflection", "replication")
@@ -162,6 +162,11 @@ def copied(call: Call) -> dict[str, str]:
     return dense | {a: a for a in _IN_OWN_FORMAT.get(call.name, ())} | dict.fromkeys(others, of)
 
 
+def copies_factors(call: Call) -> bool:
+    """Whether a kernel is a product of matrices, of which a library copies factors that it cannot take."""
+    return call.name in _FACTORS
+
+
 def copies_results(call: Call) -> bool:
     """Whether a kernel computes in the memory format of its copies, and copies results that have another one."""
     return call.name in _IN_FORMAT_OF or (call.name in _DENSE_RESULTS and bool(copied(call)))
@@ -228,8 +233,5 @@ def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
 
 
 def _factor(t: Spec) -> Poly:
-    """Return the bytes of a matrix that has no axis whose elements are neighbours, or repeats its rows."""
-    rows, columns = t.sizes[-2:]
-    down, across = t.strides[-2:]
-    fits = (across == ONE and (down or rows == ONE)) or (down == ONE and (across or columns == ONE))
-    return ZERO if fits else rows * columns * t.dtype.bytes
+    """Return the bytes of the copy of a matrix, one at a time, that a library does not take as it lies."""
+    return ZERO if is_factor(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes
