@@ -351,8 +351,8 @@ class Walk:
 def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
     """Return the order of axes in memory that a backward kernel copies incoming gradients into."""
     grad = next(g for g in grads if g is not None)
-    if op.kind.grad_memory_format == "bshd":
-        return (0, 2, 1, 3)
+    if op.kind.grad_memory_format == "bshd":  # heads may be two axes: groups, and those that share keys
+        return (0, grad.ndim - 2, *range(1, grad.ndim - 2), grad.ndim - 1)
     like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad
     contiguous = op.kind.grad_memory_format == "contiguous"
     return tuple(range(grad.ndim)) if contiguous else memory_format(like.sizes, like.strides)
