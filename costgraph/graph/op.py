@@ -118,6 +118,8 @@ class OpKind:
     """Whether a kernel around it writes its result as well where a backward pass reads it."""
     again: Flag = field(default=False, repr=False)
     """Whether it is computed again for a backward pass."""
+    no_grad: Flag = field(default=False, repr=False)
+    """Whether it ran without autograd, which saves no tensors for it."""
     saved_operands: Places = field(default=(), repr=False)
     """Operands that autograd saves because the backward kernel has them as arguments, even if only for their shapes."""
     grad_memory_format: MemoryFormat = field(default="", repr=False)

@@ -340,7 +340,9 @@ class Recorder(TorchDispatchMode):
             tags,
         )
         # what its translation says is found when the graph is built: what it refuses is said of this line
-        self.events.append(Made(*what, self.choices.now(), caller() if counts is None else "", unseen))
+        self.events.append(
+            Made(*what, self.choices.now(), caller() if counts is None else "", unseen, bool(self.stopped))
+        )
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]
