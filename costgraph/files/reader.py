@@ -123,6 +123,7 @@ class Reader:
         decoders: dict[str, Callable[[Any], Any]] = {
             "size": lambda v: self.size(v, where),
             "float": lambda v: {"inf": inf, "-inf": -inf, "nan": nan}[v],
+            "complex": lambda v: complex(*(self.decode(x, parent, where) for x in kept(list, v))),
             "dtype": find_dtype,
             "pattern": lambda v: parse_pattern(v, scattered=True),
             "function": _function,

@@ -47,6 +47,8 @@ def _encode(value: Any) -> Any:
         return {"float": str(value)}  # JSON has no such number
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, complex):
+        return {"complex": [_encode(value.real), _encode(value.imag)]}
     if isinstance(value, Poly):
         return {"size": str(value)}
     if isinstance(value, DType):

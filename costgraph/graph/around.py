@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import GraphError
 from .changes import append, modify
-from .op import Result
 from .strides import Sizes
 from .tensor import Tensor
 
@@ -70,5 +69,5 @@ def export(graph: Graph, tensor: Tensor) -> Tensor:
     modify(owner.graph, owner.name)
     append(graph, graph.outputs, tensor)
     name = tensor.name if owner.results else None
-    owner.graph.add_result(owner, Result(tensor.sizes, tensor.dtype, domain=tensor.domain), name)
+    owner.graph.add_result(owner, owner.kind.infer(owner.operands)[len(graph.outputs) - 1], name)
     return owner.results[-1]

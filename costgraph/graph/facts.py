@@ -11,9 +11,9 @@ from ..notation.door import Rule, hints_of
 from .arguments import amount, positive
 
 __all__ = [
-    "Amount", "Amounts", "Count", "Extents", "Flag", "Index", "Length", "Limit", "Places", "Room", "Rooms", "Shape",
-    "Size", "Sizes", "Start", "all_of", "hints", "is_amount", "is_count", "is_size", "limits_of", "need", "one_of",
-    "optional",
+    "Amount", "Amounts", "Count", "Extents", "Flag", "Index", "Length", "Limit", "MemoryFormat", "Places", "Room",
+    "Rooms", "Shape", "Size", "Sizes", "Start", "all_of", "hints", "is_amount", "is_count", "is_size", "limits_of",
+    "need", "one_of", "optional",
 ]  # fmt: skip
 
 
@@ -137,3 +137,6 @@ Index = Annotated[int, Rule("an integer of at least 0", is_count)]
 Count = Annotated[int, Rule("an integer of at least 1", lambda v: is_count(v, 1))]
 Places = Annotated[tuple[int, ...], Rule("a tuple of integers of at least 0", all_of(is_count))]
 Flag = Annotated[bool, Rule("True, or nothing", lambda v: v is True)]
+MemoryFormat = Annotated[
+    str, Rule("contiguous, grad, operand, bshd, or nothing", ("", "contiguous", "grad", "operand", "bshd").__contains__)
+]

@@ -11,7 +11,7 @@ from ..dtypes import DType
 from ..errors import ShapeError, UnsupportedError
 from .call import Call
 from .copies import Node
-from .facts import Amount, Flag, Limit, Places, limits_of
+from .facts import Amount, Flag, Limit, MemoryFormat, Places, limits_of
 from .strides import Sizes
 from .tensor import Tensor
 
@@ -118,10 +118,17 @@ class OpKind:
     """Whether a kernel around it writes its result as well where a backward pass reads it."""
     again: Flag = field(default=False, repr=False)
     """Whether it is computed again for a backward pass."""
+    no_grad: Flag = field(default=False, repr=False)
+    """Whether it ran without autograd, which saves no tensors for it."""
     saved_operands: Places = field(default=(), repr=False)
     """Operands that autograd saves because the backward kernel has them as arguments, even if only for their shapes."""
-    copies_grad: Flag = field(default=False, repr=False)
-    """Whether the backward kernel copies an incoming gradient that is not contiguous."""
+    grad_memory_format: MemoryFormat = field(default="", repr=False)
+    """Memory format into which the backward kernel copies an incoming gradient: contiguous, that of the grad itself or
+    of the operand, where channels may be last, or (batch, sequence, heads, width) of attention; or none."""
+    copies_grad_input: Flag = field(default=False, repr=False)
+    """Whether the backward kernel computes in that format and copies the result into the format of the operand."""
+    copies_factors: Flag = field(default=False, repr=False)
+    """Whether products of the backward pass copy a matrix that a library cannot take as it lies, one at a time."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Shapes, formats and layouts of the results; raises where operands do not fit."""

@@ -16,8 +16,9 @@ from ..algebra.generators import cached, generator, is_reciprocal
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
-    "Sizes", "apart", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "is_polynomial",
-    "is_channels_last", "numel", "settled", "united", "view", "windows_along",
+    "Sizes", "apart", "contiguous", "dense_in", "distinct", "elementwise", "in_the_order_of", "is_contiguous_in",
+    "is_factor", "is_integral", "is_polynomial", "memory_format", "memory_order", "numel", "settled", "united", "view",
+    "windows_along",
 ]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
@@ -107,8 +108,7 @@ def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
     order = memory_order(sizes, strides)
     if order is None:
         return None
-    steps = dict(zip(order, contiguous(tuple(new[i] for i in order)), strict=True))
-    return tuple(steps[i] for i in range(len(new)))
+    return dense_in(new, order)
 
 
 def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
@@ -124,13 +124,42 @@ def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def is_channels_last(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether a tensor of images, (batch, channels, height, width), has its channels last in memory, without gaps."""
-    if len(sizes) != 4:
-        return False
-    order = (0, 2, 3, 1)
-    dense = contiguous(tuple(sizes[i] for i in order))
-    return all(sizes[i] == ONE or strides[i] == step for i, step in zip(order, dense, strict=True))
+def memory_format(sizes: Sizes, strides: Sizes) -> tuple[int, ...]:
+    """Return the axes from the slowest to the fastest as torch's `suggest_memory_format`: channels last, or in order.
+
+    Only images and volumes, (batch, channels, *window), can have their channels last in memory; gaps are allowed.
+    """
+    rank = len(sizes)
+    axes = tuple(range(rank))
+    order, step = (0, *axes[2:], 1), ZERO
+    if rank not in (4, 5) or strides[1] == ZERO:
+        return axes
+    for axis in reversed(order):
+        if not _is_room(strides[axis] - step, None) or (axis == 0 and step == strides[1]):
+            return axes
+        step = strides[axis] * sizes[axis]
+    return order
+
+
+def dense_in(sizes: Sizes, order: Sequence[int]) -> Sizes:
+    """Return the strides of a dense tensor with its axes in an order, from the slowest to the fastest."""
+    steps = dict(zip(order, contiguous(tuple(sizes[i] for i in order)), strict=True))
+    return tuple(steps[i] for i in range(len(sizes)))
+
+
+def is_contiguous_in(sizes: Sizes, strides: Sizes, order: Sequence[int]) -> bool:
+    """Whether a tensor lies in memory without gaps, with its axes in the given order."""
+    dense = dense_in(sizes, order)
+    return all(n == ONE or stride == step for n, stride, step in zip(sizes, strides, dense, strict=True))
+
+
+def is_factor(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether a library takes the last two axes as a matrix of a product: not if neither is dense, or one repeats."""
+    if len(sizes) < 2:
+        return True
+    rows, columns = sizes[-2:]
+    down, across = strides[-2:]
+    return (across == ONE and bool(down or rows == ONE)) or (down == ONE and bool(across or columns == ONE))
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:

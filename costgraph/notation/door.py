@@ -28,7 +28,7 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import CostGraphError, GraphError
 
-__all__ = ["GUARDED", "READ", "REAL", "Rule", "checked", "guard", "guarded", "hints_of", "rule"]
+__all__ = ["GUARDED", "NUMBER", "READ", "REAL", "Rule", "checked", "guard", "guarded", "hints_of", "rule"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
@@ -51,6 +51,7 @@ _ANYTHING = Rule("anything", lambda value: True)
 READ = Rule("what can be read", _ANYTHING.holds)
 #: A float where infinities and NaN have a meaning.
 REAL = Rule("a number", lambda value: _is_real(value, finite=False))
+NUMBER = Rule("a number", lambda value: isinstance(value, complex) or _is_real(value, finite=False))
 
 
 def _is_real(value: object, *, finite: bool = True) -> bool:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
-from ..algebra.polynomial import ONE, ZERO, Poly
+from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..errors import ShapeError
 from ..graph.domain import Domain
-from ..graph.facts import Extents, Flag, Limit, Rooms, Shape, is_amount, need, optional
+from ..graph.facts import Extents, Flag, Limit, Places, Rooms, Shape, is_amount, need, optional
 from ..graph.graph import Graph
 from ..graph.op import Flops, Op, OpKind, Result, Working
 from ..graph.placement import Split
@@ -57,6 +57,8 @@ class Einsum(Working):
     """What stated outputs of windows leave over of an axis."""
     sizes: Shape | None = None
     """Shape of a result whose indices alone do not tell it: zeros where nothing lands."""
+    order: Places = ()
+    """Operands in the order of their gradients, () from the first to the last."""
     causal: Flag = False
     """Whether its windows see earlier positions alone, which `decode` keeps."""
     writes = rules.all_results
@@ -165,7 +167,7 @@ class Einsum(Working):
         pattern, restriction, several = self.pattern, self.domain, len(operands) > 2
         need(bool(operands), "no operand")
         need((self.orders is not None) == several, f"orders of {len(operands)} operands")
-        need(several or self.workspace == ZERO, f"workspace of {len(operands)} operands")
+        need(not self.order or sorted(self.order) == [*range(len(operands))], f"order {self.order}")
         need_indexed(operands, pattern, self.extents, self.sizes, self.rooms)
         if self.sizes is None:
             need_plain(pattern)

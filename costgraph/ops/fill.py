@@ -37,7 +37,9 @@ class Fill(Fresh):
     """A tensor of one number."""
 
     name = "fill"
-    value: Annotated[float | Poly, Rule("a number, or a formula", lambda v: isinstance(v, int | float | Poly))]
+    value: Annotated[
+        complex | Poly, Rule("a number, or a formula", lambda v: isinstance(v, int | float | complex | Poly))
+    ]
 
 
 @register
@@ -144,7 +146,7 @@ class Pad(OpKind):
         need(self.room == left, f"room {shown(str(self.room))}")
 
 
-def fill(shape: Sequence[object], value: float | Poly = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
+def fill(shape: Sequence[object], value: complex | Poly = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
     """Make a tensor of one number, or a formula of sizes, in the graph that is open: no FLOPs, one write.
 
     Examples
@@ -157,9 +159,9 @@ def fill(shape: Sequence[object], value: float | Poly = 0, dtype: object = "fp32
     >>> cg.flops(g), cg.bytes_moved(g)
     (0, 4*B*D)
     """
-    if isinstance(value, bool) or not isinstance(value, Real | Poly):
+    if isinstance(value, bool) or not isinstance(value, Real | complex | Poly):
         raise GraphError(f"fill: value {value!r}, expected a number")
-    number = value if isinstance(value, Poly) else float(value)
+    number = value if isinstance(value, complex | Poly) else float(value)
     return apply(Fill(sizes=sizes_of(shape, "fill"), dtype=find_dtype(dtype), value=number), [], name)[0]
 
 

@@ -35,7 +35,10 @@ class Function:
     are the operands, numbers stand for themselves, and `("mul", "g", "b")` applies a function of the table, with
     an underscore behind its name in place. Equal parts of one gradient are computed once, as a variable of torch's
     formula, `("one", expression)` is one kernel, temporaries of `("call", expression)` die at its end, and
-    `("again", "a")` is the function itself. None for a function whose gradient is not stated."""
+    `("again", "a")` is the function itself. Complex numbers stand for their conjugates; inside `("conj", expression)`
+    they do not, and the value is conjugated. Gradients that have `("shared", expression)` come from one function of
+    torch, in the order of operands: its temporaries live until all of them exist, and the value is computed once, as a
+    call. None for a function whose gradient is not stated."""
     order: tuple[int, ...] = ()
     """Operands in the order of their gradients, which torch computes by the names of its arguments; () from the last
     to the first."""
@@ -85,12 +88,12 @@ def _arithmetic() -> list[Function]:  # a table, which may be longer than other 
         f("sub", 2, 1, formula="a - b", grad=("g", ("neg", "g"))),
         f("mul", 2, 1, formula="a * b", grad=(("mul", "g", "b"), ("mul", "g", "a"))),
         f("div", 2, 1, 0, "float", "a / b",
-          (("div", "g", "b"), ("mul", ("neg", "g"), ("div", ("div", "a", "b"), "b")))),
+          (("div", "g", "b"), ("mul", ("neg", "g"), ("conj", ("div", ("div", "a", "b"), "b"))))),
         f("maximum", 2, 1, formula="max(a, b)", grad=_extreme("a", "b")),
         f("minimum", 2, 1, formula="min(a, b)", grad=_extreme("b", "a")),
         f("pow", 2, 1, 2, "float", "exp(b * log(a))", (
-            ("where", ("eq", "b", 0), 0, ("mul", "g", ("mul", "b", ("pow", "a", ("sub", "b", 1))))),
-            ("mul", "g", ("where", ("logical_and", ("eq", "a", 0), ("less_equal", 0, "b")), 0,
+            ("where", ("eq", "b", 0), 0, ("mul", "g", ("conj", ("mul", "b", ("pow", "a", ("sub", "b", 1)))))),
+            ("mul", "g", ("where", ("call", ("logical_and", ("eq", "a", 0), ("less_equal", 0, "b"))), 0,
                           ("mul", "y", ("log", "a")))),
         )),
         f("eq", 2, 1, 0, "bool", "a == b", (None, None)),
@@ -110,8 +113,8 @@ def _arithmetic() -> list[Function]:  # a table, which may be longer than other 
         f("neg", 1, 1, formula="-x", grad=(("neg", "g"),)),
         f("abs", 1, 1, formula="|x|", grad=(("mul", "g", ("sign", "a")),)),
         f("sign", 1, 1, formula="sign(x)", grad=(None,)),
-        f("square", 1, 1, formula="x * x", grad=(("mul", "g", ("mul", 2, ("copy", "a"))),)),
-        f("reciprocal", 1, 1, 0, "float", "1 / x", (("mul", ("neg", "g"), ("mul", "y", "y")),)),
+        f("square", 1, 1, formula="x * x", grad=(("mul", "g", ("conj", ("mul", 2, ("copy", "a")))),)),
+        f("reciprocal", 1, 1, 0, "float", "1 / x", (("mul", ("neg", "g"), ("conj", ("mul", "y", "y"))),)),
         f("clamp", 1, 2, formula="min(max(x, low), high)",
           grad=(("where", ("logical_and_", ("less_equal", 0, "a"), ("less_equal", "a", 1)), "g", 0),)),
         f("round", 1, 1, formula="nearest integer", grad=(None,)),
@@ -134,13 +137,13 @@ def _transcendental() -> list[Function]:
         f("log", 1, 0, 1, "float", "log(x)", (("div", "g", "a"),)),
         f("log1p", 1, 0, 1, "float", "log(1 + x)", (("div", "g", ("add", "a", 1)),)),
         f("sqrt", 1, 0, 1, "float", "sqrt(x)", (("div", "g", ("mul", 2, "y")),)),
-        f("rsqrt", 1, 0, 1, "float", "1 / sqrt(x)", (("mul", ("mul", -0.5, "g"), ("cubed", "y")),)),
-        f("sin", 1, 0, 1, "float", "sin(x)", (("mul", "g", ("cos", "a")),)),
-        f("cos", 1, 0, 1, "float", "cos(x)", (("mul", "g", ("neg", ("sin", "a"))),)),
+        f("rsqrt", 1, 0, 1, "float", "1 / sqrt(x)", (("mul", ("mul", -0.5, "g"), ("conj", ("cubed", "y"))),)),
+        f("sin", 1, 0, 1, "float", "sin(x)", (("mul", "g", ("conj", ("cos", "a"))),)),
+        f("cos", 1, 0, 1, "float", "cos(x)", (("mul", "g", ("conj", ("neg", ("sin", "a")))),)),
         f("tanh", 1, 0, 1, "float", "tanh(x)", (("tanh_backward", "g", "y"),)),
         f("erf", 1, 0, 1, "float", "erf(x)",
           (("mul", ("mul", 2 / pi**0.5, ("exp", ("neg", ("square", "a")))), "g"),)),
-        f("cubed", 1, 2, formula="x * x * x", grad=(("mul", "g", ("mul", 3, ("square", "a"))),)),
+        f("cubed", 1, 2, formula="x * x * x", grad=(("mul", "g", ("conj", ("mul", 3, ("square", "a")))),)),
     ]  # fmt: skip
 
 

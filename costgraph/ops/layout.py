@@ -12,7 +12,7 @@ from ..errors import GraphError, PatternError, ShapeError
 from ..graph.arguments import need_list, need_tensor
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.graph import apply, current_graph, sizes_of
-from ..graph.strides import windows_along
+from ..graph.strides import is_contiguous_in, windows_along
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, PatternText, parse_pattern
 from .extents import extents_of
@@ -23,6 +23,7 @@ __all__ = [
     "broadcast",
     "concat",
     "contiguous_copy",
+    "copied_into",
     "expand",
     "index",
     "permute",
@@ -110,6 +111,14 @@ def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
         return x
     kind = Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True)
     return apply(kind, [x], name)[0]
+
+
+def copied_into(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a dense tensor with its axes in an order, from the slowest to the fastest: a copy if x lies otherwise."""
+    if is_contiguous_in(x.sizes, x.strides, order):
+        return x
+    moved = contiguous_copy(x if list(order) == [*range(x.ndim)] else permute(x, order))
+    return moved if list(order) == [*range(x.ndim)] else permute(moved, [order.index(i) for i in range(x.ndim)])
 
 
 def axis_of(x: Tensor, axis: int) -> int:

@@ -24,7 +24,7 @@ from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.placement import Split
 from ..graph.strides import Sizes, elementwise, is_integral
 from ..graph.tensor import Tensor
-from ..notation.door import REAL, Rule
+from ..notation.door import NUMBER, Rule
 from . import rules, splits
 from .functions import FUNCTIONS, Elementwise, Function, of_complex
 from .reach import shared
@@ -74,13 +74,17 @@ def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None
 
 def _with_numbers(common: DType, numbers: str) -> DType:
     """Return the format after numbers have had their say: torch's rule, only a kind above the tensors' counts."""
+    if numbers == "complex" and common.kind != "complex":
+        return find_dtype("complex128" if common.name == "fp64" else "complex64")
     if numbers == "float" and common.kind in ("int", "bool"):
         return find_dtype("fp32")
     return find_dtype("int64") if numbers == "int" and common.kind == "bool" else common
 
 
 def _kind_of(numbers: Sequence[object]) -> str:
-    """Return the highest kind among numbers: float, int or bool."""
+    """Return the highest kind among numbers: complex, float, int or bool."""
+    if any(isinstance(n, complex) for n in numbers):
+        return "complex"
     if all(isinstance(n, bool | np.bool_) for n in numbers):
         return "bool"
     return "int" if all(map(_is_whole, numbers)) else "float"
@@ -92,13 +96,13 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, Integral | Poly)  # a size is whole
 
 
-def _plain(place: str, number: object) -> int | float | Poly:
+def _plain(place: str, number: object) -> complex | Poly:
     """Return a number as one of Python's own, or a formula of sizes: what a file can hold."""
     if isinstance(number, sympy.Expr):
         return _formula(place, number)
     if isinstance(number, np.generic):
         number = number.item()
-    if isinstance(number, int | float | Poly):
+    if isinstance(number, int | float | complex | Poly):
         return number
     return int(number) if isinstance(number, Integral) else float(number)  # type: ignore[arg-type]  # a Real
 
@@ -118,8 +122,12 @@ def _exact(expr: sympy.Expr) -> sympy.Expr:
     return expr.xreplace({f: sympy.Rational(repr(float(f))) for f in expr.atoms(sympy.Float, sympy.NumberSymbol)})
 
 
+#: Kinds of numbers, from the lowest to the highest.
+_KINDS = ("bool", "int", "float", "complex")
+
+
 def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, int | float | Poly)
+    return value is None or isinstance(value, int | float | complex | Poly)
 
 
 @register
@@ -132,10 +140,13 @@ class Pointwise(OpKind):
     takes_complex = True
     function: Elementwise
     scalars: Annotated[
-        tuple[int | float | Poly | None, ...], Rule("a tuple of numbers, formulas and None", all_of(_is_scalar))
+        tuple[int | float | complex | Poly | None, ...],
+        Rule("a tuple of numbers, formulas and None", all_of(_is_scalar)),
     ] = ()
     """Arguments of the function, None where a tensor stands; nothing where all are tensors."""
-    numbers: Annotated[str, Rule("bool, int or float", lambda v: v in ("bool", "int", "float"))] = "bool"
+    numbers: Annotated[str, Rule("bool, int, float or complex", ("bool", "int", "float", "complex").__contains__)] = (
+        "bool"
+    )
     """The highest kind among the numbers, which has a say in the format of the result."""
     inplace: Flag = False
     """Whether it writes into the storage of its first operand."""
@@ -145,7 +156,7 @@ class Pointwise(OpKind):
     """What a causal mask leaves."""
     reads, writes = rules.under_the_result, rules.all_results
 
-    def arguments(self, operands: Sequence[T]) -> tuple[int | float | Poly | T | None, ...]:
+    def arguments(self, operands: Sequence[T]) -> tuple[complex | Poly | T | None, ...]:
         """Return the arguments of the function: operands, and numbers between them."""
         left = iter(operands)
         return tuple(next(left) if s is None else s for s in self.scalars or (None,) * len(operands))
@@ -200,7 +211,7 @@ class Pointwise(OpKind):
 
 def pointwise(
     function: str | Function,
-    *operands: Tensor | Annotated[float, REAL] | Poly | sympy.Expr,
+    *operands: Tensor | Annotated[complex, NUMBER] | Poly | sympy.Expr,
     inplace: bool = False,
     dtype: object = None,
     name: str = "",
@@ -245,7 +256,7 @@ def pointwise(
     tensors = [t for t in operands if isinstance(t, Tensor)]
     numbers = [t for t in operands if not isinstance(t, Tensor)]
     # a formula of sizes is a number that is known once they are bound
-    if not tensors or not all(isinstance(n, Real | np.bool_ | Poly | sympy.Expr) for n in numbers):
+    if not tensors or not all(isinstance(n, Real | complex | np.bool_ | Poly | sympy.Expr) for n in numbers):
         given = ", ".join(map(shown, operands))
         raise GraphError(f"{record.name}: operands ({given}), expected tensors and numbers, one tensor at least")
     need_flag(record.name, inplace=inplace)

@@ -12,8 +12,9 @@ from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
 from ..graph.facts import Extents, Flag, need
-from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.op import Flops, Op, OpKind, Result, Working
 from ..graph.placement import Split
+from ..graph.strides import dense_in, memory_format
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from ..notation.pattern import Affine, Axes, Pattern
@@ -109,7 +110,7 @@ class Pool(Windowed):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Unpool(Windowed):
+class Unpool(Windowed, Working):
     """Gradient of a pooling, from that of its result, its input and, of a maximum, where each maximum stood."""
 
     name = "unpool"
@@ -123,7 +124,7 @@ class Unpool(Windowed):
         for t in (gradient, *indices):
             if t.ndim != len(self.made) or not all(map(x.graph.same, t.sizes, self.made)):
                 raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, self.made))})")
-        return [Result(x.sizes, x.dtype)]
+        return [Result(x.sizes, x.dtype, dense_in(x.sizes, memory_format(x.sizes, x.strides)))]
 
     def flops(self, op: Op) -> Flops:
         """Count an addition for each element of each window, of a maximum for each window: one place gets it."""

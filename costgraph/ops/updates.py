@@ -60,7 +60,7 @@ class Step(NamedTuple):
     """An elementwise function of registers and numbers."""
 
     function: Function
-    scalars: tuple[int | float | Poly | None, ...]
+    scalars: tuple[complex | Poly | None, ...]
     """its operands that are numbers, None where a register is read"""
     places: tuple[int, ...]
     """those registers"""

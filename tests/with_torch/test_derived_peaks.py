@@ -1,5 +1,7 @@
 """Peaks of derived backward passes are those of a traced step and of the allocator, for every gradient and layout."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from traced import real_peak
 
 import costgraph as cg
 from costgraph.torch import trace
+from costgraph.torch.lowering import lower
 from costgraph.torch.tracing.translations import elementwise
 
 #: Programs by the name of the call whose gradient has a formula here.
@@ -17,6 +20,8 @@ FORMULAS = {
         "erfc", "exp2", "log10", "log2", "logit", "tan", "ceil", "trunc",
     )},
     "copysign": lambda x: torch.copysign(x, x.detach() + 1),
+    "fmax": lambda x: torch.fmax(x, x.cos()), "fmin": lambda x: torch.fmin(x, x.cos()),
+    "logaddexp2": lambda x: torch.logaddexp2(x, x.cos()),
     "hypot": lambda x: torch.hypot(x, x.cos()), "logaddexp": lambda x: torch.logaddexp(x, x.cos()),
     "special_entr": lambda x: torch.special.entr(x.exp()), "xlogy": lambda x: torch.xlogy(x, x.abs() + 1),
     "atan2": lambda x: torch.atan2(x, x.cos()), "remainder": lambda x: torch.remainder(x, 0.7),
@@ -40,6 +45,57 @@ OTHERS = {
     "fft2": lambda x: torch.fft.fft2(x).abs(), "softmax": lambda x: x.softmax(-1), "cumsum": lambda x: x.cumsum(1),
     "huber": lambda x: functional.huber_loss(x, x.detach() + 1), "selu": functional.selu,
 }  # fmt: skip
+#: Functions of several tensors, and how many these are: each of them is constant in turn, and all but each.
+SEVERAL = {
+    "atan2": (torch.atan2, 2), "hypot": (torch.hypot, 2), "logaddexp": (torch.logaddexp, 2), "mul": (torch.mul, 2),
+    "div": (torch.div, 2), "xlogy": (lambda x, y: torch.xlogy(x, y.abs() + 1), 2), "maximum": (torch.maximum, 2),
+    "copysign of": (torch.copysign, 2), "pow": (lambda x, y: torch.pow(x.exp(), y), 2), "lerp of": (torch.lerp, 3),
+    "addcmul of": (torch.addcmul, 3), "addcdiv of": (torch.addcdiv, 3), "clamp": (torch.clamp, 3),
+    "where": (lambda x, y: torch.where(x > 0, x, y), 2), "clamp_min": (lambda x, y: torch.clamp(x, min=y), 2),
+    "clamp_max": (lambda x, y: torch.clamp(x, max=y), 2), "fmod of": (torch.fmod, 2), "sub": (torch.sub, 2),
+    "remainder of": (torch.remainder, 2), "fmax": (torch.fmax, 2), "logaddexp2": (torch.logaddexp2, 2),
+    "complex": (lambda x, y: torch.complex(x, y).abs(), 2), "polar": (lambda x, y: torch.polar(x, y).abs(), 2),
+}  # fmt: skip
+
+
+def partly_constant(function, constant, count):
+    """Apply a function to tensors of which some are constant: the others are computed from the input."""
+
+    def applied(x):
+        others = [x, x.cos(), x.exp()]
+        return function(*(torch.ones(x.shape) if i in constant else others[i] for i in range(count)))
+
+    return applied
+
+
+CONSTANT = {
+    f"{name}, operand {' and '.join(map(str, constant))} constant": partly_constant(function, constant, count)
+    for name, (function, count) in SEVERAL.items()
+    for constant in sorted(set(combinations(range(count), 1)) | set(combinations(range(count), count - 1)))
+}
+#: Products of matrices, whose factors a library copies if they are expanded, and what has no op at all.
+PRODUCTS = {
+    "nothing": lambda x: x,
+    "by the transpose": lambda x: x @ x.mT,
+    "by a row": lambda x: x.mT @ x[:, :1].expand(-1, x.shape[1], -1),
+    "by a column": lambda x: x[..., :1].expand(-1, -1, 16) @ x.mT,
+    "matrix by a row": lambda x: x[0].mT @ x[0, :1].expand(x.shape[1], -1),
+    "matrix by a column": lambda x: x[0, :, :1].expand(-1, 16) @ x[0].mT,
+    "einsum": lambda x: torch.einsum("bsi,bti->bst", x, x.cos()),
+}
+ARITHMETIC = {"plus": torch.add, "minus": torch.sub, "times": torch.mul, "over": torch.div}
+#: Complex numbers, computed from x and from its cosine, with one number.
+COMPLEX = {
+    f"{'real' if real else 'complex'} {name} {number}": lambda x, f=f, number=number, real=real: f(
+        x if real else torch.complex(x, x.cos()), number
+    ).abs()
+    for name, f in ARITHMETIC.items()
+    for number, real in ((2.5, False), (2j, False), (2j, True))
+} | {
+    "complex to the power 2": lambda x: (torch.complex(x, x.cos()) ** 2).abs(),
+    "number over complex": lambda x: (2 / torch.complex(x, x.cos())).abs(),
+    "exp of complex": lambda x: torch.complex(x, x.cos()).exp().abs(),
+}
 #: Reductions, losses, norms and windows, whose gradients are kernels of their own or several steps.
 KERNELS = {
     "prod": lambda x: x.prod(-1), "prod of all": torch.prod, "max": torch.max, "min": lambda x: x.min() * x,
@@ -93,11 +149,15 @@ LAYOUTS = {
     "sliced": lambda x: x[:, 1:, 2:14],
     "expanded": lambda x: x[:, :1].expand(-1, 7, -1),
 }
-#: What comes after a function, by what its gradient is: one number expanded, or as many as there are elements.
-ENDS = {"sum": lambda y: y.sum(), "product": lambda y: (y * y.detach().cos()).sum()}
+#: What comes after a function, by what its gradient is: one number expanded, or as many as there are elements, in the
+#: memory order of the result or in another one.
+ENDS = {
+    "sum": lambda y: y.sum(), "product": lambda y: (y * y.detach().cos()).sum(),
+    "transposed product": lambda y: (y.transpose(1, -1).contiguous() * 2.0).sum() if y.ndim > 1 else y.sum(),
+}  # fmt: skip
 #: Functions that a trace has in the steps that torch takes where it cannot look at data, or for tensors of subclasses.
 GENERAL = {"prod", "prod of all", "max", "min", "weighted entropy"}
-PROGRAMS = FORMULAS | OTHERS | KERNELS
+PROGRAMS = FORMULAS | OTHERS | CONSTANT | COMPLEX | PRODUCTS | KERNELS
 
 
 class Applied(nn.Module):
@@ -115,16 +175,19 @@ def test_every_formula_has_a_program():
 
 #: Deviations that docs/deviations.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.
 STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kernel"}
-QUICK = {"addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar", "norm inf",
-         "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean"}  # fmt: skip
-#: Known to be too low: if the operand alone has its channels last, a CPU's kernel copies the operand's gradient, too.
-LOW = {(name, "transposed", "sum") for name in ("avg_pool1d", "adaptive_avg_pool1d")}
+#: Functions of which torch computes several gradients together, or that take complex numbers.
+JOINT = {"atan2, operand 1 constant", "clamp, operand 0 constant", "complex times 2j"}
+QUICK = JOINT | {
+    "matrix by a row", "addcdiv", "amin", "fft", "rfft", "logsigmoid", "xlogy", "hardtanh", "sinc", "prod", "polar",
+    "norm inf", "nll_loss mean", "layer norm", "max_pool2d", "soft_margin_loss mean",
+}  # fmt: skip
+#: Channels last in memory: a CPU's kernel copies the gradient of the operand out of another memory format.
+CHANNELS_LAST = {("avg_pool1d", "transposed", "sum")}
 
 
 def marks(*case):
-    if case in LOW:
-        return [pytest.mark.long, pytest.mark.xfail(strict=True, reason="a copy of the operand's gradient is missing")]
-    return [] if case[0] in QUICK and case[1] == "dense" else [pytest.mark.long]
+    quick = case in CHANNELS_LAST or (case[0] in QUICK and case[1] == "dense" and case[2] != "transposed product")
+    return [] if quick else [pytest.mark.long]
 
 
 CASES = [
@@ -132,7 +195,8 @@ CASES = [
     for name in PROGRAMS
     if name not in STATED
     for layout in LAYOUTS
-    for end in (ENDS if name in KERNELS else ["sum"])
+    for end in (ENDS if name in KERNELS | PRODUCTS else ["sum"])
+    if layout == "dense" or (end != "transposed product" and name not in CONSTANT | COMPLEX | PRODUCTS)
 ]
 
 
@@ -153,6 +217,32 @@ def test_a_derived_backward_pass_has_the_peak_of_a_traced_step_and_of_the_alloca
 
 #: Bytes of the states, seeds and scalars of a small step.
 ROUNDING = 256
+
+
+#: A gradient of zeros takes no op.
+NO_GRADIENT = {"copysign of, operand 0 constant"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in JOINT else [pytest.mark.long])
+        for name in (*CONSTANT, *COMPLEX)
+        if name not in NO_GRADIENT
+    ],
+)
+def test_derived_gradients_of_several_operands_are_those_of_autograd(name):
+    torch.manual_seed(0)
+    net, x = Applied(PROGRAMS[name], LAYOUTS["dense"], ENDS["product"]), torch.randn(2, 5, 16)
+    graph = cg.backward(trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)]))
+    with graph:
+        graph.outputs.extend(graph.gradients.values())
+    module = lower(graph, B=2, S=5)
+    module.load_state_dict(net.state_dict())
+    net(x).backward()
+    for gradient, parameter in zip(module(x)[1:], graph.gradients, strict=True):
+        expected = net.get_parameter(parameter.name.replace("/", ".")).grad
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
 #: Kernels that copy an operand that does not lie dense.

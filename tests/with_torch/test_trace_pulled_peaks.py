@@ -42,6 +42,14 @@ def written(x, w):
 
 
 #: What torch keeps, or makes on the way, that a formula does not ask for.
+def without_autograd(x, w):
+    y = x * w
+    x = y.exp().cos()
+    with torch.no_grad():
+        y = y.sin()
+    return x.flip(0).tanh().exp() + y.cos()
+
+
 BESIDE = {
     "sums along an axis are turned round twice": lambda x, w: (x * w).cumsum(1),
     "products along an axis as well": lambda x, w: x.sin().cumprod(0) * w,
@@ -53,6 +61,7 @@ BESIDE = {
     "a window keeps its rows": windows,
     "an operand that stands for three arguments has a gradient for each": attention,
     "the gradient of what was written in part is copied": written,
+    "nothing is saved without autograd": without_autograd,
     "a mask keeps what its gradient would read": lambda x, w: (x.exp().cos().exp() > 0) * x * w,
     "a product is multiplied by its factor": lambda x, w: torch.addcmul(x, x, x),
     "elements along an axis keep their tensor": lambda x, w: (x * w).gather(0, torch.zeros(71, 67).long()).sin(),

@@ -92,7 +92,7 @@ def _place(site: Site[OpKind], name: str, function: Callable[..., Any], given: l
 
 def chosen(name: str, given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
     """Return torch's function for these tensors and numbers, and its arguments in order."""
-    numbers = [isinstance(v, int | float) for v in given]
+    numbers = [isinstance(v, int | float | complex) for v in given]
     if numbers == [True, False] and name in SWAPPED:
         return SWAPPED[name], given[::-1]
     if numbers == [False, True] and name in WITH_NUMBER:
@@ -103,7 +103,7 @@ def chosen(name: str, given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
 def _taken(site: Site[OpKind], name: str, given: list[Any]) -> list[Any]:
     """Return operands as torch's kernel takes them: in a format that it has, and whole where it does not broadcast."""
     result = site.dtype(site.op.results[0])
-    shadows = [None if isinstance(v, int | float) else site.shadow(v) for v in given]
+    shadows = [None if isinstance(v, int | float | complex) else site.shadow(v) for v in given]
     formats = [s.dtype for s in shadows if s is not None]
     wide = _format_for(name, formats, result)
     if wide is not None:
@@ -120,7 +120,7 @@ def _taken(site: Site[OpKind], name: str, given: list[Any]) -> list[Any]:
 
 
 def _full(site: Site[OpKind], v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
-    if isinstance(v, int | float):
+    if isinstance(v, int | float | complex):
         v = site.call(torch.full, (), v, dtype=dtype, device=site.emitter.device)
     v = site.cast(v, dtype)
     return v if tuple(site.shadow(v).shape) == sizes else site.call(torch.broadcast_to, v, sizes)

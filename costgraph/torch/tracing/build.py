@@ -189,6 +189,8 @@ class Builder:
                 self._foreign(call, operands, call.outputs)
                 return range(len(operands))
             ops, results = template.add(self.graph, operands, call.name)
+        for each in ops if call.no_grad else ():
+            each.state(no_grad=True)
         op, numbers = ops[-1], {t.storage: self._named(h).storage for t, h in zip(operands, call.operands, strict=True)}
         for storage in (each.operands[i].storage for each in ops for i in each.kind.overwrites()):
             self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)

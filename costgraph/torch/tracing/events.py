@@ -70,6 +70,8 @@ class Made:
     """line of the program, of a call whose costs are not known yet"""
     unseen: bool = False
     """whether it writes in place where the program lets a backward pass know nothing of it"""
+    no_grad: bool = False
+    """whether it ran without autograd"""
 
     @property
     def name(self) -> str:

@@ -50,6 +50,11 @@ _INTO_NEW = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
+#: The same in the nodes of `clamp` alone: others do call these for a new tensor.
+_INTO_NEW_OF_CLAMP = {
+    aten.logical_and.default: aten.logical_and_.default,
+    aten.logical_or.default: aten.logical_or_.default,
+}
 
 # they ask for facts of tensors, or mark a region of a profile
 _SILENT = ("prim", "profiler")
@@ -214,8 +219,8 @@ class Recorder(TorchDispatchMode):
             return self._lifted(args)
         if func is aten.add.Tensor and not kwargs and self._joins(*args):
             func = aten.add_.Tensor
-        elif func in _INTO_NEW and self._is_new(args[0]):
-            func = _INTO_NEW[func]
+        elif (into := _in_place(func)) is not None and self._is_new(args[0]):
+            func = into
         if func in JOINS and self.turns.loops and (made := joined(self, func, *args, **kwargs)) is not None:
             self.turns.mark([made])
             return made
@@ -335,7 +340,9 @@ class Recorder(TorchDispatchMode):
             tags,
         )
         # what its translation says is found when the graph is built: what it refuses is said of this line
-        self.events.append(Made(*what, self.choices.now(), caller() if counts is None else "", unseen))
+        self.events.append(
+            Made(*what, self.choices.now(), caller() if counts is None else "", unseen, bool(self.stopped))
+        )
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]
@@ -377,6 +384,14 @@ class Recorder(TorchDispatchMode):
             name = call.name.strip("_").replace(".", "_")
             matmul, pointwise, other = (poly(symbol(f"{kind}_flops_{name}")) for kind in Counts().by_kind())
             return Counts(matmul=matmul, pointwise=pointwise, transcendental=other)
+
+
+def _in_place(func: OpOverload) -> OpOverload | None:
+    """Return the op in place that autograd calls for tensors that have data."""
+    if func in _INTO_NEW_OF_CLAMP:
+        node = torch._C._current_autograd_node()
+        return _INTO_NEW_OF_CLAMP[func] if node is not None and node.name().startswith("ClampBackward") else None
+    return _INTO_NEW.get(func)
 
 
 def _call(

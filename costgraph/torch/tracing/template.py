@@ -24,8 +24,9 @@ from ...ops.spectra import Fourier
 from ...ops.stated import Opaque
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
-from .rules.workspaces import copied, workspace_of
+from .rules.workspaces import copied, copies_factors, copies_results, workspace_of
 from .translations.table import Translation
+from .values import number_of
 
 __all__ = ["Template", "Wanted", "declared", "template_of"]
 
@@ -143,7 +144,7 @@ _KEPT = {"complex_backward": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
-    """State facts about the backward kernel: saved operands, a copy of the incoming gradient, temporaries."""
+    """State facts about the backward kernel: saved operands, the memory format that it computes in, temporaries."""
     name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
     names, body, kernel = _arguments(name), template.body, template.kernel
     op = next((op for op in reversed(body.ops) if _works(op)), None)
@@ -155,8 +156,14 @@ def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) 
     own = {k: places[t.storage] for k, t in given.items() if t is not None and t.storage in places}
     grad = next((n for n in names if n.startswith("grad")), "grad_output")
     dense = Spec(call.out.sizes, contiguous(call.out.sizes), call.out.dtype)
-    back = replace(call, name=name, arguments={**call.arguments, grad: dense})
-    facts: Any = {"saved_operands": tuple(own[n] for n in names if n in own), "copies_grad": grad in copied(back)}
+    back = replace(call, name=name, arguments={**call.arguments, grad: dense}, results=(dense,))
+    of = copied(back).get(grad)
+    facts: Any = {
+        "saved_operands": tuple(own[n] for n in names if n in own),
+        "grad_memory_format": "" if of is None else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(of, "operand"),
+        "copies_grad_input": copies_results(back),
+        "copies_factors": copies_factors(call),
+    }
     if kernel is None:
         op.state(**facts)
         return template
@@ -198,7 +205,7 @@ def declared(
             if number is None:
                 return None
             return firsts[number] if call.inplace else unused.pop(number, None) or stand_in(number)
-        return tuple(map(given, value)) if isinstance(value, tuple) else value
+        return tuple(map(given, value)) if isinstance(value, tuple) else number_of(value)
 
     body = scratch.start_body("call", fused=True)
     asked = replace(call, arguments={k: given(v) for k, v in call.arguments.items()})

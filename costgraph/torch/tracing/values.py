@@ -14,7 +14,7 @@ from ...errors import CostGraphError, FormatError, UnsupportedError
 from .call import Spec
 from .sizes import Translator
 
-__all__ = ["Values", "format_of"]
+__all__ = ["Values", "format_of", "number_of"]
 
 _FORMATS: dict[torch.dtype, DType] = {}
 
@@ -57,7 +57,7 @@ class Values:
         if isinstance(value, torch.memory_format | torch.layout):
             return {"torch": str(value).removeprefix("torch.")}
         if isinstance(value, complex):
-            return {"torch": f"{value.real!r} {value.imag!r}"}
+            return {"torch": f"{value.real!r} {value.imag!r}"}  # `number_of` reads it
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, torch.Generator):
@@ -72,3 +72,9 @@ class Values:
             with suppress(CostGraphError):
                 return self.translator.formula(value.node.expr)
         return value.node.hint
+
+
+def number_of(value: Any) -> Any:
+    """Return the complex number that an argument stands for, other arguments as they are."""
+    parts = value.get("torch", "").split() if isinstance(value, dict) else ()
+    return complex(*map(float, parts)) if len(parts) == 2 else value

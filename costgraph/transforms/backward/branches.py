@@ -52,7 +52,7 @@ def with_branches(graph: Graph, hooks: Hooks) -> Graph:
 
 
 def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> bool:
-    return any(t in active for t in op.results) and not any(t in graded for t in op.results)
+    return not op.kind.no_grad and any(t in active for t in op.results) and not any(t in graded for t in op.results)
 
 
 def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:

@@ -10,6 +10,7 @@ from ...graph.changes import modify
 from ...graph.graph import Graph, apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import building
+from ...graph.strides import dense_in, memory_format
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel, kernel
 from ...ops.keep import keep
@@ -172,13 +173,16 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     saved = [walk.saved(t) for t in operands if t.role in ("activation", "formal")]
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
         made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
+    owner = body.owner
+    assert owner is not None
+    if op.kind.copies_grad_input:
+        x = op.operands[0]
+        owner.state(strides=(dense_in(x.sizes, memory_format(x.sizes, x.strides)),))
     out = [None if g is None else _handed_out(body, g) for g in made]
     for i, g in enumerate(out):
         if saved and g is not None and g.role == "activation":
             out[i] = keep(g, *saved)
             break
-    owner = body.owner
-    assert owner is not None
     owner.scope = op.scope
     space = op.kind.gradient_workspace if all(g is None or g.is_contiguous for g in grads) else ZERO
     if op.kind.workspace or space:

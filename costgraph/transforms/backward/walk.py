@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...algebra.polynomial import ZERO
+from ...algebra.polynomial import ZERO, total
 from ...dtypes import DType
 from ...errors import GraphError
 from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
-from ...graph.strides import is_channels_last
+from ...graph.strides import is_contiguous_in, is_factor, memory_format, memory_order
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
 from ...ops.fill import Revised, assign, fill
 from ...ops.keep import Keep, keep
-from ...ops.layout import concat, contiguous_copy
-from ...ops.moves import Expand, Rearrange, Slice
+from ...ops.layout import concat, contiguous_copy, copied_into
+from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pieces import accumulate
 from ...ops.pointwise import cast, pointwise
 from ...ops.pooling import Pool
@@ -279,12 +280,38 @@ class Walk:
             revised = apply(op.kind, [copied, _viewed(written, write.results[0], op.operands[1])], "revised")[0]
             self.put(op.operands[0], keep(revised, grad))
         for t, g in zip(write.operands[1:], others, strict=True):
-            self.put(t, g)
+            self.put(t, g if g is None or needs[0] else keep(g, grad, copied))
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Return the gradients of the operands of an op, given those of its results."""
-        if op.kind.copies_grad and not self.fused:
-            grads = [g if g is None or is_channels_last(g.sizes, g.strides) else contiguous_copy(g) for g in grads]
+        graph = current_graph()
+        before = len(graph)
+        made = self.in_memory_format(op, grads, needs)
+        if op.kind.copies_factors and not self.fused:
+            for product in [n for n in islice(graph, before, None) if isinstance(n, Op) and isinstance(n.kind, Einsum)]:
+                copies = (t for t in product.operands if not is_factor(t.sizes, t.strides))
+                product.state(workspace=total(t.sizes[-2] * t.sizes[-1] * t.dtype.bytes for t in copies))
+        return made
+
+    def in_memory_format(
+        self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> Sequence[Tensor | None]:
+        """Return gradients as `gradients`, with the copies that a kernel makes in its memory format."""
+        if self.fused or not op.kind.grad_memory_format:
+            return self.pulled(op, grads, needs)
+        order = _memory_format(op, grads)
+        copies = [None if g is None else copied_into(g, order) for g in grads]
+        made = list(self.pulled(op, copies, needs))
+        if op.kind.copies_grad_input and made[0] is not None:
+            made[0] = _in_own_format(op, made[0], order, next(g for g in grads if g is not None))
+        held = [t for pair in zip(grads, copies, strict=True) if pair[0] is not pair[1] for t in pair if t is not None]
+        i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
+        if held and i is not None:
+            made[i] = keep(made[i], *held)  # type: ignore[arg-type]  # it is there
+        return made
+
+    def pulled(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """Ask the rule of an op."""
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
         if op.body is not None:
@@ -307,7 +334,8 @@ class Walk:
 
         if not self.fused:
             for place in op.kind.saved_operands:
-                saved(op.operands[place])
+                if needs[place] or not isinstance(op.kind, Concat):  # one part of another one's gradient
+                    saved(op.operands[place])
         made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
         if self.fused:
             return made
@@ -318,6 +346,35 @@ class Walk:
         if early and i is not None:
             made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there
         return made
+
+
+def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Return the order of axes in memory that a backward kernel copies incoming gradients into."""
+    grad = next(g for g in grads if g is not None)
+    if op.kind.grad_memory_format == "bshd":  # heads may be two axes: groups, and those that share keys
+        return (0, grad.ndim - 2, *range(1, grad.ndim - 2), grad.ndim - 1)
+    like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad
+    contiguous = op.kind.grad_memory_format == "contiguous"
+    return tuple(range(grad.ndim)) if contiguous else memory_format(like.sizes, like.strides)
+
+
+def _in_own_format(op: Op, made: Tensor, order: Sequence[int], grad: Tensor) -> Tensor:
+    """Copy the gradient of an operand from the memory format of the kernel into its own.
+
+    That of an elementwise kernel is the incoming gradient's. Windows copy inside the kernel, and what the forward pass
+    saved in another format, too.
+    """
+    maker = made.producer
+    while maker is not None and isinstance(maker.kind, Keep):
+        maker = maker.operands[0].producer
+    if maker is None:
+        return made
+    if op.kind.grad_memory_format == "contiguous":
+        copy = copied_into(made, memory_order(grad.sizes, grad.strides) or order)
+        return made if copy is made else keep(copy, *maker.operands)
+    others = [t for t in (*maker.results, *maker.operands[2:]) if not is_contiguous_in(t.sizes, t.strides, order)]
+    maker.state(workspace=maker.workspace + total(t.numel * t.dtype.bytes for t in others))
+    return made
 
 
 def _write_of(op: Op) -> Op | None:

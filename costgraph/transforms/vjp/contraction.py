@@ -26,7 +26,9 @@ def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
     assert g is not None
     if any(isinstance(a, Affine) for dims in pull.kind.pattern.operands for a in dims):
         also_saved(pull, *pull.op.operands)  # of a convolution, whichever gradient is wanted
-    return [_of_operand(pull, g, i) if wanted else None for i, wanted in enumerate(pull.needs)]
+    wanted = [i for i in pull.kind.order or range(len(pull.needs)) if pull.needs[i]]
+    made = {i: _of_operand(pull, g, i) for i in wanted}
+    return [made.get(i) for i in range(len(pull.needs))]
 
 
 def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import log, nan
 from typing import Any
@@ -60,9 +60,13 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
         # torch also saves an operand that a scalar makes unnecessary, and one that several gradients read
         if any(map(needs.get, readers)) or len(readers) > 1:
             also_saved(pull, tensor)
-    for place in function.order or reversed(places):
+    wanted = [place for place in function.order or reversed(places) if needs.get(place)]
+    joint = [place for place in places if needs.get(place) and any(_shared_in(function.grad[place]))]
+    if joint:
+        found |= zip(joint, given.gradients([function.grad[place] for place in joint]), strict=True)
+    for place in wanted:
         expression = function.grad[place]
-        if needs.get(place) and expression is not None:
+        if expression is not None and place not in joint:
             found[place] = given.gradient(expression)
     made = map(found.get, places)  # summed once all of them are there
     return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(made, op.operands, strict=True)]
@@ -81,6 +85,19 @@ def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
     return body.export(made)
 
 
+def _conjugate(x: Tensor) -> Tensor:
+    return pointwise("copy", view_as(x, "conjugate"), name="resolve_conj")
+
+
+def _shared_in(expression: Any) -> Iterator[Any]:
+    """Yield the values that a function of torch computes for all gradients, in the order of their computation."""
+    if isinstance(expression, tuple):
+        for part in expression[1:]:
+            yield from _shared_in(part)
+        if expression[0] == "shared":
+            yield expression
+
+
 class _Given:
     """What the names in the gradient of a function stand for: asked for only where they are read."""
 
@@ -89,6 +106,8 @@ class _Given:
         self.g = g
         self.places = places
         self.conjugates: dict[Tensor, Tensor] = {}
+        self.plain = False
+        """Whether complex numbers stand for themselves, not for their conjugates."""
         self.made: list[Tensor] = []
         """What an expression has made so far."""
         self.parts: dict[Any, Any] = {}
@@ -96,14 +115,22 @@ class _Given:
 
     def gradient(self, expression: Any, parts: dict[Any, Any] | None = None) -> Any:
         """Return what an expression makes; all that it makes on the way lives to its end, as in C++."""
+        return self.gradients([expression], parts)[0]
+
+    def gradients(self, expressions: Sequence[Any], parts: dict[Any, Any] | None = None) -> list[Any]:
+        """Return what expressions of one C++ function make; all that it makes on the way lives to its end."""
         self.made, self.parts = [], parts or {}
-        found = self.value(expression)
-        if not isinstance(found, Tensor) or found.producer is None or found.graph.fused:
+        if parts is None:
+            for shared in (part for expression in expressions for part in _shared_in(expression)):
+                self.value(shared)
+        found = list(map(self.value, expressions))
+        last = found[-1]
+        if not isinstance(last, Tensor) or last.producer is None or last.graph.fused:
             return found
-        read = {o.storage for o in (found, *found.producer.operands)}
+        read = {t.storage for t in (*found, *last.producer.operands) if isinstance(t, Tensor)}
         newest = {t.storage: t for t in self.made}
         early = [t for storage, t in newest.items() if storage not in read]
-        return keep(found, *early) if early else found
+        return [*found[:-1], keep(last, *early) if early else last]
 
     def value(self, expression: Any) -> Any:
         """Return the tensor or number that an expression makes, its ops one by one."""
@@ -120,7 +147,8 @@ class _Given:
             return self.factor(op.results[0])
         place = "abcd".index(expression)
         if place not in self.places:
-            return self.pull.kind.scalars[place]
+            number = self.pull.kind.scalars[place]
+            return number.conjugate() if isinstance(number, complex) and not self.plain else number
         return self.factor(op.operands[self.places.index(place)])
 
     def factor(self, t: Tensor) -> Tensor:
@@ -130,11 +158,21 @@ class _Given:
         conjugate. A modulus has no derivative, and its gradient the sign of the number itself.
         """
         found = self.pull.saved(t)
-        if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs":
+        if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs" or self.plain:
             return found
         if t not in self.conjugates:
-            self.conjugates[t] = pointwise("copy", view_as(found, "conjugate"), name="resolve_conj")
+            self.conjugates[t] = _conjugate(found)
         return self.conjugates[t]
+
+    def conjugated(self, expression: Any) -> Any:
+        """Evaluate an expression of complex numbers, and conjugate its value."""
+        outer, self.plain = self.plain, True
+        found = self.value(expression)
+        self.plain = outer
+        if not isinstance(found, Tensor) or found.dtype.kind != "complex":
+            return found
+        self.made.append(_conjugate(found))
+        return self.made[-1]
 
     def applied(self, name: str, *arguments: Any) -> Any:
         """Apply a function; what numbers alone decide takes no op."""
@@ -143,7 +181,9 @@ class _Given:
             return apply(Pointwise(function=FUNCTIONS[plain], masked=self.pull.kind.masked), [self.g], plain)[0]
         if plain == "one":
             return self.in_one_kernel(arguments[0])
-        if plain == "call":
+        if plain == "conj":
+            return self.conjugated(arguments[0])
+        if plain in ("call", "shared"):
             return self.called(arguments[0])
         if plain == "again":
             op = self.pull.op

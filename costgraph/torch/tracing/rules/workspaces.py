@@ -12,11 +12,11 @@ from functools import reduce
 from ....algebra.polynomial import ONE, ZERO, Poly, total
 from ....dtypes import DType, promote
 from ....dtypes import dtype as find_dtype
-from ....graph.strides import is_channels_last
+from ....graph.strides import is_contiguous_in, is_factor, memory_format
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
-__all__ = ["copied", "neighbours", "overlapping", "workspace_of"]
+__all__ = ["copied", "copies_factors", "copies_results", "neighbours", "overlapping", "workspace_of"]
 
 #: Padding modes that copy elements near the borders.
 _PADDING = ("reflection", "replication")
@@ -34,28 +34,46 @@ _DENSE: dict[str, tuple[str, ...]] = {
     "col2im": ("self",),
     "_cdist_forward": ("x1", "x2"),
     "_cdist_backward": ("grad", "x1", "x2"),
-}
-#: The same where channels may be the last axis in memory as well.
-_DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
+    "avg_pool3d": ("self",),
+    **{f"{kind}_pad1d": ("self",) for kind in _PADDING},
+    **{f"{name}_backward": ("grad_output",) for name in (
+        "avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d", "upsample_nearest1d", "_upsample_nearest_exact1d",
+        "upsample_linear1d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+        *(f"{kind}_pad1d" for kind in _PADDING),
+    )},
+}  # fmt: skip
+#: Arguments that a kernel copies unless they are contiguous in their own memory format, which may be channels last.
+_IN_OWN_FORMAT: dict[str, tuple[str, ...]] = {
     "max_pool2d_with_indices": ("self",),
-    "max_pool2d_with_indices_backward": ("grad_output",),
+    "max_pool3d_with_indices": ("self",),
     "avg_pool2d": ("self",),
-    "avg_pool2d_backward": ("grad_output",),
     "_adaptive_avg_pool2d": ("self",),
     "adaptive_max_pool2d": ("self",),
     "pixel_shuffle": ("self",),
     "pixel_unshuffle": ("self",),
-    **{f"{kind}_pad{rank}d": ("self",) for kind in _PADDING for rank in (1, 2, 3)},
-    **{f"{kind}_pad{rank}d_backward": ("grad_output",) for kind in _PADDING for rank in (1, 2, 3)},
+    **{f"{kind}_pad{rank}d": ("self",) for kind in _PADDING for rank in (2, 3)},
     "native_group_norm_backward": ("grad_out", "input"),
-    **{f"{name}_backward": ("grad_output",) for name in (
-        "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
-        "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
-        "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
-        "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
+}  # fmt: skip
+#: Arguments, and results, that a kernel copies unless they are contiguous in the memory format of another argument.
+_IN_FORMAT_OF: dict[str, tuple[str, tuple[str, ...]]] = {
+    "adaptive_max_pool2d_backward": ("self", ("grad_output", "indices")),
+    **{f"max_pool{rank}d_with_indices_backward": ("grad_output", ("grad_output", "indices")) for rank in (2, 3)},
+    **{f"{name}_backward": ("grad_output", ("grad_output",)) for name in (
+        "avg_pool2d", "_adaptive_avg_pool2d", *(f"{kind}_pad{rank}d" for kind in _PADDING for rank in (2, 3)),
     )},
 }  # fmt: skip
+#: The same for a gradient that is contiguous; others are made contiguous in the order of their axes.
+_CHANNELS_LAST_OR_DENSE: dict[str, tuple[str, tuple[str, ...]]] = {
+    f"{name}_backward": ("grad_output", ("grad_output",))
+    for name in (
+        "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_trilinear3d",
+        "upsample_nearest3d", "_upsample_nearest_exact3d",
+    )
+}  # fmt: skip
+#: Arguments that a kernel copies unless they are contiguous as (batch, sequence, heads, width).
+_BSHD = {"_scaled_dot_product_flash_attention_for_cpu_backward": ("grad_out",)}
+#: Kernels of contiguous operands that copy their result where it lies otherwise.
+_DENSE_RESULTS = frozenset({"_upsample_bilinear2d_aa_backward", "gelu_backward"})
 #: The same on a CPU alone.
 _DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
     "gelu_backward": ("grad_output",),
@@ -100,8 +118,12 @@ _OF_A_CPU = frozenset({"native_batch_norm_backward", "native_layer_norm_backward
 def workspace_of(call: Call) -> Poly:
     """Return the bytes that a kernel takes for operands as they lie; what is not known here has none."""
     name = call.name
-    last = _DENSE_OR_CHANNELS_LAST.get(name, ())
-    copies = [ZERO if a in last and _channels_last(call[a]) else contiguous_copy(call[a]) for a in copied(call)]
+    operands = copied(call)
+    copies = [_copied(call.get(a), _order(call, of)) for a, of in operands.items()]
+    if copies_results(call) or name in _CHANNELS_LAST_OR_DENSE:
+        copies.append(_copied(call.out, _order(call, next(iter(operands.values())))))
+    if name == "native_group_norm_backward":  # two sums for each channel
+        copies.append(2 * call["input"].sizes[0] * call["input"].sizes[1] * call["input"].dtype.bytes)
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
     if call.device == "cpu":
         copies.append(_casts(call))
@@ -124,13 +146,30 @@ def workspace_of(call: Call) -> Poly:
     return total(copies)
 
 
-def copied(call: Call) -> tuple[str, ...]:
-    """Return the arguments that a kernel copies if they are not contiguous."""
+def copied(call: Call) -> dict[str, str]:
+    """Return the arguments that a kernel copies unless they lie as it computes.
+
+    Each comes with the name of the argument in whose memory format the kernel computes, with `bshd` where heads are the
+    last but one axis in memory, or an empty name where the kernel needs a contiguous tensor.
+    """
     if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
-        return ()  # not computed by oneDNN
-    tables = (_DENSE, _DENSE_OR_CHANNELS_LAST, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
+        return {}  # not computed by oneDNN
     names = (call.name, f"{call.name}.{call.overload}")
-    return tuple(a for table in tables for name in names for a in table.get(name, ()))
+    tables = (_DENSE, *((_DENSE_ON_A_CPU,) if call.device == "cpu" else ()))
+    dense = {a: "" for table in tables for name in names for a in table.get(name, ())}
+    of, others = (_IN_FORMAT_OF | _CHANNELS_LAST_OR_DENSE).get(call.name, ("", ()))
+    dense |= dict.fromkeys(_BSHD.get(call.name, ()), "bshd")
+    return dense | {a: a for a in _IN_OWN_FORMAT.get(call.name, ())} | dict.fromkeys(others, of)
+
+
+def copies_factors(call: Call) -> bool:
+    """Whether a kernel is a product of matrices, of which a library copies factors that it cannot take."""
+    return call.name in _FACTORS
+
+
+def copies_results(call: Call) -> bool:
+    """Whether a kernel computes in the memory format of its copies, and copies results that have another one."""
+    return call.name in _IN_FORMAT_OF or (call.name in _DENSE_RESULTS and bool(copied(call)))
 
 
 def neighbours(call: Call, taps: int) -> Poly:
@@ -172,18 +211,27 @@ def _common(call: Call, operands: Sequence[Spec]) -> DType:
 
 def _whole(call: Call, operand: Spec) -> Poly:
     grad: Spec | None = call.get("grad_out")
-    if grad is not None and any(contiguous_copy(t) and not _channels_last(t) for t in (grad, operand)):
+    if grad is not None and any(_copied(t, memory_format(t.sizes, t.strides)) for t in (grad, operand)):
         return ZERO  # a norm of channels has another kernel for what is strided
     return operand.numel * operand.dtype.bytes
 
 
-def _channels_last(t: Spec) -> bool:
-    return is_channels_last(t.sizes, t.strides)
+def _order(call: Call, of: str) -> tuple[int, ...] | None:
+    """Return the order of axes in memory in which a kernel computes, None for that of the axes."""
+    if not of or of == "bshd":
+        return (0, 2, 1, 3) if of else None
+    order = memory_format(call[of].sizes, call[of].strides)
+    return None if call.name in _CHANNELS_LAST_OR_DENSE and _copied(call[of], order) else order
+
+
+def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
+    """Return the bytes of a copy with the axes in an order; 0 of a tensor that lies so, and of none."""
+    if t is None:
+        return ZERO
+    lies = is_contiguous_in(t.sizes, t.strides, range(len(t.sizes)) if order is None else order)
+    return ZERO if lies else t.numel * t.dtype.bytes
 
 
 def _factor(t: Spec) -> Poly:
-    """Return the bytes of a matrix that has no axis whose elements are neighbours, or repeats its rows."""
-    rows, columns = t.sizes[-2:]
-    down, across = t.strides[-2:]
-    fits = (across == ONE and (down or rows == ONE)) or (down == ONE and (across or columns == ONE))
-    return ZERO if fits else rows * columns * t.dtype.bytes
+    """Return the bytes of the copy of a matrix, one at a time, that a library does not take as it lies."""
+    return ZERO if is_factor(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 from ....algebra.polynomial import Poly
 from ....graph.tensor import Tensor
-from ....ops.functions import FUNCTIONS, Function
+from ....ops.functions import FUNCTIONS, Function, names_in
 from ....ops.pointwise import pointwise
 from ....ops.updates import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
 from ..call import Call
@@ -40,7 +40,8 @@ _NUMBERS: dict[str, dict[str, float]] = {
 
 _G: Any = "g"
 _UNDER_ROOT: Any = ("rsqrt", ("add", ("mul", ("neg", "a"), "a"), 1))
-_BOTH_SQUARED: Any = ("reciprocal", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
+_SQUARES: Any = ("shared", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
+_BOTH_SQUARED: Any = ("shared", ("masked_fill", ("reciprocal", _SQUARES), ("eq", _SQUARES, 0)))
 _PI_A: Any = ("mul", "a", pi)
 _PI_SQUARED: Any = ("call", ("mul", ("mul", "a", "a"), pi))
 _OF_SINC: Any = (
@@ -48,6 +49,15 @@ _OF_SINC: Any = (
     ("call", ("mul", _G, ("div", ("sub", ("mul", _PI_A, ("cos", _PI_A)), ("sin", _PI_A)), _PI_SQUARED))),
     ("eq", _PI_SQUARED, 0),
 )
+_QUOTIENT: Any = ("div", "a", "b")
+
+
+def _chosen(less: str, more: str) -> tuple[Any, Any]:
+    """Return the gradients of an extremum without NaN: the first operand has them where it is chosen, or b is NaN."""
+    first = ("ne_", ("less_equal", less, more), ("ne", "b", "b"))  # at most one of both is true
+    return ("masked_fill", _G, ("logical_not_", first)), ("masked_fill", _G, first)
+
+
 #: Gradients of functions that the library's table has not, as torch's autograd works them out.
 _GRADIENTS: dict[str, tuple[Any, ...]] = {
     "acos": (("mul", ("neg", _G), _UNDER_ROOT),),
@@ -61,6 +71,9 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
     "hypot": (("mul", _G, ("div", "a", "y")), ("mul", _G, ("div", "b", "y"))),
     "logaddexp": (
         ("div", _G, ("add", ("exp", ("sub", "b", "a")), 1)), ("div", _G, ("add", ("exp", ("sub", "a", "b")), 1)),
+    ),
+    "logaddexp2": (
+        ("div", _G, ("add", ("pow", 2, ("sub", "b", "a")), 1)), ("div", _G, ("add", ("pow", 2, ("sub", "a", "b")), 1)),
     ),
     "nan_to_num": (("mul", _G, ("call", ("mul", ("ne", ("abs", "a"), float("inf")), ("eq", "a", "a")))),),
     "sinc": (_OF_SINC,),
@@ -82,11 +95,22 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
         ("one", ("where", ("less", 0, "a"), _G, ("mul", "b", _G))),
         ("one", ("where", ("less", 0, "a"), 0, ("mul", "a", _G))),
     ),
-    "remainder": (_G,),
-    "fmod": (_G,),
+    "remainder": (_G, ("mul", ("neg", _G), ("floor_", _QUOTIENT))),
+    "fmod": (
+        _G,
+        ("mul", ("neg", _G), ("one", (
+            "where", ("less", _QUOTIENT, 0), ("neg", ("floor", ("neg", _QUOTIENT))), ("floor", _QUOTIENT),
+        ))),
+    ),
+    "fmax": _chosen("b", "a"),
+    "fmin": _chosen("a", "b"),
     "tan": (("mul", _G, ("add", ("square", "y"), 1)),),
     **dict.fromkeys(("ceil", "trunc", "floor_divide"), (None,)),
 }  # fmt: skip
+
+
+#: Functions that are others of the library's table, but for their gradients.
+_OTHER_GRADIENTS = frozenset({"fmax", "fmin"})
 
 
 def _beyond(bound: float, where: Any = "a") -> tuple[Any]:
@@ -135,11 +159,13 @@ def _gradient(call: Call, arity: int) -> tuple[Any, ...] | None:
             _SLOPES[name](call) if all(isinstance(v, int | float) for v in list(call.arguments.values())[1:]) else None
         )
     found = _GRADIENTS.get(name, ())
+    if len(found) > arity and isinstance(call.get("self"), Tensor):  # the other operands are numbers
+        found = tuple(e for e in found[:arity] if not {*names_in(e)} & {*"abcd"[arity:]})
     return found if len(found) == arity else None
 
 
 def _is_operand(value: Any) -> bool:
-    return isinstance(value, Tensor | Poly | int | float) and not isinstance(value, bool)
+    return isinstance(value, Tensor | Poly | int | float | complex) and not isinstance(value, bool)
 
 
 def _operands(call: Call) -> list[Any]:
@@ -164,7 +190,8 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
         and isinstance(steps[0], str)
         and FUNCTIONS[steps[0]].arity in (len(tensors), len(_operands(call)))
     ):
-        return steps[0]
+        grad = _gradient(call, len(tensors)) if call.name in _OTHER_GRADIENTS else None
+        return steps[0] if grad is None else replace(FUNCTIONS[steps[0]], grad=grad)
     records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
     flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
     name, arity = call.name.strip("_"), len(tensors)
@@ -274,7 +301,7 @@ def power(call: Call) -> Tensor | None:
     for step in power_steps(number - 1):
         less = (step, less, number - 1) if step == "pow" else (step, less)
     less = ("one", less) if len(power_steps(number - 1)) > 1 else less
-    slope = (("mul", _G, ("mul", number, less)),)
+    slope = (("mul", _G, ("conj", ("mul", number, less))),)
     if steps == ("pow",):
         return _applied(call, replace(FUNCTIONS["pow"], grad=(*slope, None)), [call["self"], number])
     if len(steps) == 1:
@@ -293,6 +320,16 @@ def clamped(call: Call) -> Tensor | None:
         slopes = ("where", ("less_equal", less, more), "g", 0), ("where", ("less", more, less), "g", 0)
         return _applied(call, replace(FUNCTIONS[name], grad=slopes), [call["self"], low if high is None else high])
     tensors = [v for v in (call["self"], low, high) if isinstance(v, Tensor)]
+    if len(tensors) == 3:
+        return _applied(call, _BETWEEN, tensors)
     inside = ("logical_and_", ("less_equal", low, "a"), ("less_equal", "a", high))
     slope = (("where", inside, "g", 0),) if len(tensors) == 1 else None
     return _applied(call, Function("clamp_between", len(tensors), 2, grad=slope), tensors)
+
+
+#: A bound has the gradient where it is the result: the lower one where it is below the upper one, too.
+_BETWEEN = Function("clamp_between", 3, 2, grad=(
+    ("where", ("logical_and_", ("less_equal", "b", "a"), ("less_equal", "a", "c")), _G, 0),
+    ("where", ("logical_and_", ("less", "b", "c"), ("less", "a", "b")), _G, 0),
+    ("where", ("logical_not_", ("logical_and_", ("less_equal", "b", "c"), ("less_equal", "a", "c"))), _G, 0),
+), order=(1, 2, 0))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
+from ....ops.contraction import Einsum
 from ....ops.einsum import einsum
 from ....ops.grouped import Grouped, grouped_outer
 from ....ops.layout import permute
@@ -34,7 +35,10 @@ def multiply(call: Call) -> Tensor | None:
     second = {"mv": "vec", "dot": "tensor", "vdot": "other"}.get(call.name, "mat2")
     if call.name == "vdot" and call["self"].dtype.kind == "complex":
         return None
-    return einsum(call["self"], call[second], _PATTERNS[call.name])
+    made = einsum(call["self"], call[second], _PATTERNS[call.name])
+    if call.name in ("mm", "bmm") and made.producer is not None and isinstance(made.producer.kind, Einsum):
+        made.producer.state(order=(1, 0))  # autograd computes gradients by the names of arguments, mat2 before self
+    return made
 
 
 _FACTORS = {

@@ -6,6 +6,7 @@ from ....algebra.polynomial import ONE
 from ....graph.graph import apply, current_graph
 from ....graph.tensor import Tensor
 from ....nn.kernels import one_kernel
+from ....ops.fill import fill
 from ....ops.layout import concat, reshape
 from ....ops.pointwise import pointwise
 from ....ops.spectra import SCALES, Fourier, view_as
@@ -19,7 +20,9 @@ _VIEWS = {"view_as_real": "real", "view_as_complex": "complex", "_conj": "conjug
 
 @translation(*_VIEWS)
 def viewed(call: Call) -> Tensor:
-    """The same memory, read otherwise."""
+    """The same memory, read otherwise; of a number in a product, another number."""
+    if isinstance(call["self"], complex):
+        return fill((), call["self"].conjugate(), call.out.dtype)
     return view_as(call["self"], _VIEWS[call.name])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ....errors import UnsupportedError
 from ....graph.graph import apply
+from ....graph.strides import contiguous
 from ....graph.tensor import Tensor
 from ....ops.stated import Backward, Opaque
 from ..call import Call, Counts, Spec
@@ -79,10 +80,14 @@ def _made(call: Call, backward: Backward | None) -> Sequence[Tensor]:
 
 
 def _backward_of(call: Call) -> Call:
-    """Return the call of the kernel of the gradients of all operands."""
-    given = _seen(call, grad_output=call.out)
-    operands = tuple(like(v) for v in call.arguments.values() if isinstance(v, Tensor))
-    return replace(given, name=f"{call.name}_backward", inplace=False, results=operands)
+    """Return the call of the kernel of the gradients of all operands, all of them dense."""
+    given = _seen(call, grad_output=_dense(call.out))
+    results = tuple(_dense(v) for v in call.arguments.values() if isinstance(v, Tensor))
+    return replace(given, name=f"{call.name}_backward", inplace=False, results=results)
+
+
+def _dense(t: Tensor | Spec) -> Spec:
+    return Spec(t.sizes, contiguous(t.sizes), t.dtype)
 
 
 @translation(*(f"{name}_backward" for name in _READ))
