@@ -36,11 +36,6 @@ def test_kept_counts_are_derived_ones():
     assert wrong(["mlp"]) == {}
 
 
-@pytest.mark.long
-def test_all_kept_counts_are_derived_ones():
-    assert wrong(cg.models.names()) == {}
-
-
 @pytest.mark.parametrize("words", [["models"], ["hardware"], ["--help"]])
 def test_a_list_loads_what_it_lists_alone(words):
     code = (
