@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 def ran(folder, *arguments):
     """What the ranks of a world and the graphs of one rank say."""
-    paths = [str(Path(cg.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(cg.__file__).parent.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     made = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), *arguments], env=environment, capture_output=True, text=True

@@ -35,8 +35,8 @@ MODELS = {
 }  # fmt: skip
 
 
-#: Llama is in Mixtral, and BERT's layers are those of ViT.
-SOME = [pytest.param(n, marks=pytest.mark.long) if n in ("llama", "bert") else n for n in MODELS]
+#: Llama is in Mixtral, and the layers of BERT and ViT are those of GPT-2 in another order.
+SOME = [pytest.param(n, marks=pytest.mark.long) if n in ("llama", "bert", "vit") else n for n in MODELS]
 
 
 class Scored(nn.Module):

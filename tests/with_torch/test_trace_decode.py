@@ -79,7 +79,7 @@ def test_a_step_is_the_real_one_and_the_declared_one(attention):
     }
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.long)])
 def test_several_new_positions_are_the_trace_of_so_many(attention):
     g, seen, S = traced(attention, 5, "N"), traced(attention, 2), KEPT + 2
     for tokens, sizes in ((2, {}), ("n", {"n": 2})):

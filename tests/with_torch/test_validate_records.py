@@ -100,7 +100,7 @@ def traced_here(case, device):
 TRACED = [p for p in ROWS if p.values[1].traced is not None]
 
 
-@pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 3))
+@pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 6))
 def test_traced_peak_and_flops(name, row):
     device = RECORDS[name].environment["device"]
     elsewhere = device == "cuda" and not torch.cuda.is_available()  # where ops of CUDA are not seen

@@ -153,7 +153,7 @@ def counted_step(module, *inputs):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("case", ["alexnet", "vgg-bn", "basic", "densenet"])
+@pytest.mark.parametrize("case", [pytest.param("alexnet", marks=pytest.mark.long), "vgg-bn", "basic", "densenet"])
 def test_matmul_flops_of_a_step(case):
     name, options, sizes, build = VISION[case]
     step = training_step(load(name, **options), optimizer=cg.SGD())

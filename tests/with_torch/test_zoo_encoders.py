@@ -206,6 +206,7 @@ def trained(module, graph, inputs=(), keywords=None, **sizes):
     assert cg.matmul_flops(step, count="full", **sizes) == counter.get_total_flops()
 
 
+@pytest.mark.long
 def test_a_step_of_bert():
     module, graph = configured(transformers.BertModel, transformers.BertConfig(**BERT))
     trained(module, graph, (ids(B, S),), B=B, S=S)
@@ -229,6 +230,7 @@ def test_a_step_of_whisper():
     assert cg.matmul_flops(step, count="full", B=B, S=S) == counter.get_total_flops()
 
 
+@pytest.mark.long
 def test_a_step_of_vit():
     module, graph = configured(transformers.ViTModel, transformers.ViTConfig(**VIT))
     trained(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)

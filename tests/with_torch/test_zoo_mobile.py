@@ -178,7 +178,7 @@ def _classes(logits):
     ("name", "module"),
     [
         ("mobilenet-v3-small", lambda: mobilenet_v3("small")),
-        ("efficientnet-b0", lambda: efficientnet(1.0, 1.0)),
+        pytest.param("efficientnet-b0", lambda: efficientnet(1.0, 1.0), marks=pytest.mark.long),
     ],
 )
 def test_a_training_step_of_mobile_models(name, module):
@@ -191,6 +191,7 @@ def test_a_training_step_of_convnext():
     _step_agrees(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
 
 
+@pytest.mark.long
 def test_a_training_step_of_swin():
     config = transformers.SwinConfig(**SWIN["padded"], num_labels=7)
     module = _module(config, "SwinForImageClassification")
