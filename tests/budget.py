@@ -36,7 +36,8 @@ def examples(n: int) -> int:
 
 def in_part(cases, nth: int, of: int = 2) -> list:
     """Cases of which a plain run holds each `of`-th, from the `nth` on, and a long test all others."""
-    marked = [c if isinstance(c, type(pytest.param())) else pytest.param(c) for c in cases]
+    given = [c if type(c) is tuple else (c,) for c in cases]  # a tuple has a value for each name
+    marked = [pytest.param(*c) if not hasattr(c[0], "marks") else c[0] for c in given]
     return [
         c if i % of == nth else pytest.param(*c.values, marks=(*c.marks, pytest.mark.long), id=c.id)
         for i, c in enumerate(marked)

@@ -99,8 +99,8 @@ def test_reports_of_damaged_files(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["report", "mlp", "B=1"], ["report", "("], ["report", "mlp", "B=" + "9" * 10**5], ["report", "\udcff.json"]],
-    ids=["good", "unknown", "long", "no-utf8"],
+    [["report", "mlp", "B=1"], ["report", "\udcff.json"]],
+    ids=["good", "no-utf8"],
 )
 def test_processes_end_with_a_code_and_one_line(words):
     command = [sys.executable, "-X", "utf8", "-m", "costgraph", *words]
