@@ -63,11 +63,11 @@ VISION = {
     "alexnet": alexnet(),
     "vgg": vgg(),
     "vgg-bn": vgg(norm=True),
-    "basic": resnet("resnet34", BasicBlock, [2, 1, 3, 1], BASICS),
-    "bottleneck": resnet("resnet50", Bottleneck, [1, 2, 3, 1], BOTTLENECKS),
-    "wide": resnet("wide-resnet50-2", Bottleneck, [2, 1, 1, 2], BOTTLENECKS, width_per_group=128),
+    "basic": resnet("resnet34", BasicBlock, [2, 2, 3, 2], BASICS),
+    "bottleneck": resnet("resnet50", Bottleneck, [2, 2, 3, 2], BOTTLENECKS),
+    "wide": resnet("wide-resnet50-2", Bottleneck, [2, 2, 2, 2], BOTTLENECKS, width_per_group=128),
     "grouped": resnet(
-        "resnext50-32x4d", Bottleneck, [1, 2, 1, 1], BOTTLENECKS | {"G": 4}, groups=4, width_per_group=32
+        "resnext50-32x4d", Bottleneck, [2, 2, 2, 2], BOTTLENECKS | {"G": 4}, groups=4, width_per_group=32
     ),
     "densenet": densenet(),
 }

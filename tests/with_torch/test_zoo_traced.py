@@ -64,7 +64,7 @@ def traced(name, optimizer=None, dtype="fp32", layers=SHALLOW):
 
 
 def declared(name, optimizer=None, dtype="fp32", layers=SHALLOW):
-    g = load(name.split()[0], attention="eager", dtype=dtype, composed=True)
+    g = cg.models.load(name.split()[0], attention="eager", dtype=dtype, composed=True)  # which is changed
     own = {"L": layers} | ({"P": 2048} if name.startswith("gpt2") else {}) | ({"V": FEW} if "few" in name else {})
     with g:
         g.defaults.update(own)
@@ -117,7 +117,7 @@ def test_a_training_step_with_a_tied_table_has_the_peak_of_the_module():
 )
 def test_a_training_step_whose_optimizer_loops_has_the_peak_of_the_module(name):
     # a variable of the loop names the denominator of the parameter before: that of a norm, when it comes to the head
-    held_to(name, "for-loop", "fp32", 1, most=0 if name == "gpt2" else 4 * 4096)
+    held_to(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
 
 
 @pytest.mark.long
@@ -162,7 +162,7 @@ def test_a_step_that_computes_layers_again_has_the_peak_of_the_module(name):
     ids = torch.zeros(3, 17, dtype=torch.long)
     dims = [("B", "S")] * 2
     g = trace(module, ids, ids, dims=dims, train=True, optimizer=OPTIMIZERS["foreach"])
-    d = load(name, attention="eager", dtype="fp32", composed=True)
+    d = cg.models.load(name, attention="eager", dtype="fp32", composed=True)
     with d:
         d.defaults["L"] = layers
     d = cg.training_step(d, optimizer=cg.AdamW(implementation="foreach"), checkpoint=cg.every_block())

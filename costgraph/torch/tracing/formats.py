@@ -45,6 +45,8 @@ class Formats:
     """each call that states a format, and the format of what it returned"""
     asked: list[tuple[int, Asked]] = field(default_factory=list)
     """places that a format may matter at, and the numbers of their calls"""
+    replaced: bool = False
+    """whether a function was called in another way, as it takes no symbols for sizes"""
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of torch."""

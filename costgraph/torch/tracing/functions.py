@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .counted import Loops, Parts, Range
+from .formats import Formats
 from .layers import RECURRENT, gru_cell, lstm_cell
 from .products import cumprod, in_place
 from .spectra import einsum, istft, stft
@@ -41,7 +42,7 @@ class SymbolicSizes(TorchFunctionMode):
 
     unseen = True
 
-    def __init__(self, turns: Loops, formats: Callable[[Any, Any, Any], Any] | None = None) -> None:
+    def __init__(self, turns: Loops, formats: Formats | None = None) -> None:
         super().__init__()
         self._turns, self._formats = turns, formats
 
@@ -61,6 +62,10 @@ class SymbolicSizes(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
         self._replaced.close()
 
+    def _replaces(self) -> None:
+        if self._formats is not None:
+            self._formats.replaced = True
+
     def _special(self, tensors: Any) -> bool:
         with ExitStack() as popped:
             while _own(torch._C._len_torch_function_stack()):
@@ -69,12 +74,14 @@ class SymbolicSizes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in RECURRENT and isinstance(args[3], bool) and _open(args[0]):  # else a packed sequence
+            self._replaces()
             return RECURRENT[func](self._turns, *args)
         instead = _INSTEAD.get(func)
         made = None if instead is None else instead(*args, **(kwargs or {}))
         if func in _PARTED:
             made = _PARTED[func](self._turns, *args, **(kwargs or {}))
         if made is not None:
+            self._replaces()
             return made
         return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
 

@@ -230,9 +230,10 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
     """
     if not run.formats.asked:
         return
+    alike = bool(sizes) and not run.recorder.turns.loops and not run.formats.replaced
     # a program that does not run in another format says nothing of it, and what it prints has been said
     with suppress(CostGraphError), redirect_stdout(StringIO()):
-        if sizes and not run.recorder.turns.loops and run.formats.settle(narrow(sizes, numbers=True)[1].formats):
+        if alike and run.formats.settle(narrow(sizes, numbers=True)[1].formats):
             return
     with suppress(CostGraphError), redirect_stdout(StringIO()):
         run.formats.settle(_resized(narrow, dict(sizes))[1].formats)
