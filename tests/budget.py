@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 VARIABLE = "COSTGRAPH_EXAMPLES"
 
 #: What a plain run draws, the same examples each time.
-PLAIN = Fraction(1, 10)
+PLAIN = Fraction(1, 20)
 
 
 def is_plain() -> bool:

@@ -9,6 +9,7 @@ from threading import Barrier, Thread
 import numpy as np
 import pytest
 import sympy
+from budget import in_part
 from each import each
 from limits import PROCESS
 from shared import load, parallelize, training_step
@@ -165,7 +166,7 @@ def stages(name, p=4, v=None):
     return parallelize(step(), pp=p, micro_batches=M, schedule=name, virtual=v or GROUPS[name]).stages
 
 
-@pytest.mark.parametrize(("name", "p", "m", "v", "depth"), MEASURED)
+@pytest.mark.parametrize(("name", "p", "m", "v", "depth"), in_part(MEASURED, 0, 4))
 def test_peaks_are_those_of_real_processes(name, p, m, v, depth):
     """Buffers of all micro-batches, results until their backward pass, and what was sent until it is waited for."""
     tokens, returned = (m * n * SIZES["B"] * SIZES["S"] for n in (2 * 8, 4 * SIZES["V"]))
@@ -209,7 +210,7 @@ def test_weights_need_both_sides_of_their_products():
 # -- what ranks do ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", in_part(GROUPS, 0, 3))
 def test_ranks_do_together_what_the_step_does_and_send_what_the_schedule_says(name):
     whole_step, s = cut(llama(), schedule=name, virtual=GROUPS[name])
     first, middle, last = s.stages
@@ -241,7 +242,7 @@ def test_halves_of_a_backward_pass_make_the_same_numbers(checkpoint):
         assert np.allclose(a.array, b.array, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "options"), [("1f1b", {}), ("zb-h1", {}), ("gpipe", {"clip": 1e-3})])
+@pytest.mark.parametrize(("name", "options"), in_part([("1f1b", {}), ("zb-h1", {}), ("gpipe", {"clip": 1e-3})], 0, 3))
 def test_stages_compute_together_what_the_step_does(name, options):
     p, m, depth = 3, 3, 3
     point = {k: poly(n) for k, n in {**SMALL, "M": m, "L": depth}.items()}
@@ -340,7 +341,7 @@ def test_both_directions_have_two_whole_stages_on_each_rank_and_half_of_the_micr
         cut(llama(), 5, 16, schedule="dualpipe")
 
 
-@pytest.mark.parametrize("name", [*GROUPS, "dualpipe"])
+@pytest.mark.parametrize("name", in_part([*GROUPS, "dualpipe"], 0, 4))
 def test_runs_of_all_schedules_count_tokens_and_devices_of_the_whole_pipeline(name):
     # both ends of dualpipe have half of the micro-batches: their number is known
     m = 8 if name == "dualpipe" else M

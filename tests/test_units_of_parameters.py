@@ -1,6 +1,7 @@
 """Units of parameters under the policies of systems: collectives as torch makes them, and what a step leaves."""
 
 import pytest
+from budget import in_part
 from each import each
 from test_shard import DATA, SIZES, N, over, step
 
@@ -32,7 +33,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", in_part(POLICIES, 0, 2))
 def test_a_unit_is_one_collective_each_way(name):
     policy, (root, layers, again, layers_again) = POLICIES[name]
     rank = sharded(step(), cg.FullyShard("dp", **policy))
@@ -55,7 +56,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", in_part(FORMATS, 0, 2))
 def test_a_unit_is_gathered_and_reduced_in_formats_of_its_own(name):
     policy, again, gathered, reduced = FORMATS[name]
     graph = step(precision=cg.Policy("mixed", params="fp32", compute="bf16"))
