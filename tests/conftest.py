@@ -23,6 +23,9 @@ settings.load_profile("costgraph")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# a worker for each processor: threads of torch beside it would wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # some machines forbid compiled files: every process would compile the whole library and the tests again
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 sys.dont_write_bytecode = False

@@ -12,7 +12,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -40,6 +39,7 @@ class KindsCovered:
     def __init__(self) -> None:
         self.now: set[tuple[str, str]] = set()
         self.found: Found = defaultdict(dict)
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def note(self, place: str, kinds: Iterable[str]) -> None:
         self.now.update((kind, place) for kind in kinds)
@@ -81,11 +81,13 @@ class KindsCovered:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         self.now.clear()
-        start = perf_counter()
         result = yield
         for place in self.now:
-            self.found[place][item.nodeid] = perf_counter() - start
+            self.found[place][item.nodeid] = self.seconds[item.nodeid]
         return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):

@@ -279,7 +279,6 @@ ELSEWHERE = {
     "report/drawing": "savefig into memory",
     "report/explore/page": "parts of the page, which come with the library",
     "models/published": "a table that comes with the library",
-    "testing/files": "a folder of its own",
     "torch/calibrating/caches": "the kernel's own files",
     "torch/measuring/environment": "the kernel's own files",
 }

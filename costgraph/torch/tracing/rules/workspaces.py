@@ -122,7 +122,7 @@ def workspace_of(call: Call) -> Poly:
     copies = [_copied(call.get(a), _order(call, of)) for a, of in operands.items()]
     if copies_results(call) or name in _CHANNELS_LAST_OR_DENSE:
         copies.append(_copied(call.out, _order(call, next(iter(operands.values())))))
-    if name == "native_group_norm_backward":  # two sums for each channel
+    if name == "native_group_norm_backward" and call.device == "cpu":  # two sums for each channel
         copies.append(2 * call["input"].sizes[0] * call["input"].sizes[1] * call["input"].dtype.bytes)
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
     if call.device == "cpu":
