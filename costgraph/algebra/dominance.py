@@ -56,7 +56,7 @@ def lower(p: Poly, known: Relations | None = None) -> Rational | None:
     >>> lower(parse_formula("B*S - B + 3")), lower(parse_formula("B - S"))
     (3, None)
     """
-    return _lower_alone(p) if known is None or known is NOTHING_KNOWN else _lower(p, known)
+    return _lower_without_assumptions(p) if known is None or known is NOTHING_KNOWN else _lower(p, known)
 
 
 def _lower(p: Poly, known: Relations) -> Rational | None:
@@ -68,7 +68,7 @@ def _lower(p: Poly, known: Relations) -> Rational | None:
 
 
 @cached(1 << 12)
-def _lower_alone(p: Poly) -> Rational | None:
+def _lower_without_assumptions(p: Poly) -> Rational | None:
     # an op and its backward pass often state the same amount, with whole parts that take long
     return _lower(p, NOTHING_KNOWN)
 

@@ -127,8 +127,8 @@ class OpKind:
     of the operand, where channels may be last, or (batch, sequence, heads, width) of attention; or none."""
     copies_grad_input: Flag = field(default=False, repr=False)
     """Whether the backward kernel computes in that format and copies the result into the format of the operand."""
-    copies_factors: Flag = field(default=False, repr=False)
-    """Whether products of the backward pass copy a matrix that a library cannot take as it lies, one at a time."""
+    copies_matmul_operands: Flag = field(default=False, repr=False)
+    """Whether matrix products of the backward pass copy operands whose layout BLAS does not accept, one at a time."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Shapes, formats and layouts of the results; raises where operands do not fit."""

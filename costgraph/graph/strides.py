@@ -16,9 +16,9 @@ from ..algebra.generators import cached, generator, is_reciprocal
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
-    "Sizes", "apart", "contiguous", "dense_in", "distinct", "elementwise", "in_the_order_of", "is_contiguous_in",
-    "is_factor", "is_integral", "is_polynomial", "memory_format", "memory_order", "numel", "settled", "united", "view",
-    "windows_along",
+    "Sizes", "apart", "contiguous", "dense_in", "distinct", "elementwise", "has_blas_layout",
+    "in_the_order_of", "is_contiguous_in", "is_integral", "is_polynomial", "memory_format", "memory_order", "numel",
+    "settled", "united", "view", "windows_along",
 ]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
@@ -153,8 +153,8 @@ def is_contiguous_in(sizes: Sizes, strides: Sizes, order: Sequence[int]) -> bool
     return all(n == ONE or stride == step for n, stride, step in zip(sizes, strides, dense, strict=True))
 
 
-def is_factor(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether a library takes the last two axes as a matrix of a product: not if neither is dense, or one repeats."""
+def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether BLAS accepts the last two axes as a matrix: one of them has stride 1, and none is expanded."""
     if len(sizes) < 2:
         return True
     rows, columns = sizes[-2:]

@@ -76,7 +76,7 @@ _NEEDED = {"memory": ("bandwidth", "capacity")}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file says of a device, by field of `Hardware`; a file that has not changed is read once.
+    """Return the fields of `Hardware` that a file states; an unchanged file is parsed once.
 
     SpecError if it cannot be read, or is no specification: the text names place, key, value, and what was expected.
     """

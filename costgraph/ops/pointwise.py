@@ -122,10 +122,6 @@ def _exact(expr: sympy.Expr) -> sympy.Expr:
     return expr.xreplace({f: sympy.Rational(repr(float(f))) for f in expr.atoms(sympy.Float, sympy.NumberSymbol)})
 
 
-#: Kinds of numbers, from the lowest to the highest.
-_KINDS = ("bool", "int", "float", "complex")
-
-
 def _is_scalar(value: object) -> bool:
     return value is None or isinstance(value, int | float | complex | Poly)
 

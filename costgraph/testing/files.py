@@ -1,4 +1,4 @@
-"""Graphs as the content of files: what a file holds, and what comes back."""
+"""Conversion of graphs to and from the data of a file, in memory."""
 
 from __future__ import annotations
 

@@ -168,12 +168,12 @@ class _Rank:
         return chosen
 
     def collective(self, at: At[Collective]) -> None:
-        """Bring what the rank has, and take what it gets."""
-        # without an axis it is declared, for ranks that all bring the same
+        """Run a collective."""
+        # without an axis, all ranks contribute the same array
         (whole(self.exchanged) if at.kind.axis else _PLAIN[Collective])(at)
 
     def exchanged(self, at: At[Collective]) -> Array:
-        """Bring what the rank has to the others of its group, and return what it gets."""
+        """Exchange arrays with the other ranks of the group, and return the result for this one."""
         kind = at.kind
         found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
         assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"

@@ -24,7 +24,7 @@ from ...ops.spectra import Fourier
 from ...ops.stated import Opaque
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
-from .rules.workspaces import copied, copies_factors, copies_results, workspace_of
+from .rules.workspaces import copied, copies_matmul_operands, copies_results, workspace_of
 from .translations.table import Translation
 from .values import number_of
 
@@ -162,7 +162,7 @@ def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) 
         "saved_operands": tuple(own[n] for n in names if n in own),
         "grad_memory_format": "" if of is None else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(of, "operand"),
         "copies_grad_input": copies_results(back),
-        "copies_factors": copies_factors(call),
+        "copies_matmul_operands": copies_matmul_operands(call),
     }
     if kernel is None:
         op.state(**facts)

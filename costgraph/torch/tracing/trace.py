@@ -231,7 +231,7 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
     if not run.formats.asked:
         return
     alike = bool(sizes) and not run.recorder.turns.loops and not run.formats.replaced
-    # a program that does not run in another format says nothing of it, and what it prints has been said
+    # a program may fail in another format; its output was printed by the first run
     with suppress(CostGraphError), redirect_stdout(StringIO()):
         if alike and run.formats.settle(narrow(sizes, numbers=True)[1].formats):
             return

@@ -75,6 +75,6 @@ class Values:
 
 
 def number_of(value: Any) -> Any:
-    """Return the complex number that an argument stands for, other arguments as they are."""
+    """Decode a complex number; other arguments are returned unchanged."""
     parts = value.get("torch", "").split() if isinstance(value, dict) else ()
     return complex(*map(float, parts)) if len(parts) == 2 else value

@@ -16,7 +16,7 @@ from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
-from ...graph.strides import is_contiguous_in, is_factor, memory_format, memory_order
+from ...graph.strides import has_blas_layout, is_contiguous_in, memory_format, memory_order
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
@@ -287,9 +287,9 @@ class Walk:
         graph = current_graph()
         before = len(graph)
         made = self.in_memory_format(op, grads, needs)
-        if op.kind.copies_factors and not self.fused:
+        if op.kind.copies_matmul_operands and not self.fused:
             for product in [n for n in islice(graph, before, None) if isinstance(n, Op) and isinstance(n.kind, Einsum)]:
-                copies = (t for t in product.operands if not is_factor(t.sizes, t.strides))
+                copies = (t for t in product.operands if not has_blas_layout(t.sizes, t.strides))
                 product.state(workspace=total(t.sizes[-2] * t.sizes[-1] * t.dtype.bytes for t in copies))
         return made
 

@@ -12,11 +12,11 @@ from functools import reduce
 from ....algebra.polynomial import ONE, ZERO, Poly, total
 from ....dtypes import DType, promote
 from ....dtypes import dtype as find_dtype
-from ....graph.strides import is_contiguous_in, is_factor, memory_format
+from ....graph.strides import has_blas_layout, is_contiguous_in, memory_format
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
-__all__ = ["copied", "copies_factors", "copies_results", "neighbours", "overlapping", "workspace_of"]
+__all__ = ["copied", "copies_matmul_operands", "copies_results", "neighbours", "overlapping", "workspace_of"]
 
 #: Padding modes that copy elements near the borders.
 _PADDING = ("reflection", "replication")
@@ -147,7 +147,7 @@ def workspace_of(call: Call) -> Poly:
 
 
 def copied(call: Call) -> dict[str, str]:
-    """Return the arguments that a kernel copies unless they lie as it computes.
+    """Return the arguments that a kernel copies if they are not in the memory format that it computes in.
 
     Each comes with the name of the argument in whose memory format the kernel computes, with `bshd` where heads are the
     last but one axis in memory, or an empty name where the kernel needs a contiguous tensor.
@@ -162,13 +162,13 @@ def copied(call: Call) -> dict[str, str]:
     return dense | {a: a for a in _IN_OWN_FORMAT.get(call.name, ())} | dict.fromkeys(others, of)
 
 
-def copies_factors(call: Call) -> bool:
-    """Whether a kernel is a product of matrices, of which a library copies factors that it cannot take."""
+def copies_matmul_operands(call: Call) -> bool:
+    """Whether a kernel is a matrix product, which copies operands whose layout BLAS does not accept."""
     return call.name in _FACTORS
 
 
 def copies_results(call: Call) -> bool:
-    """Whether a kernel computes in the memory format of its copies, and copies results that have another one."""
+    """Whether a kernel computes in the memory format of its copies, and copies results in another format back."""
     return call.name in _IN_FORMAT_OF or (call.name in _DENSE_RESULTS and bool(copied(call)))
 
 
@@ -233,5 +233,5 @@ def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
 
 
 def _factor(t: Spec) -> Poly:
-    """Return the bytes of the copy of a matrix, one at a time, that a library does not take as it lies."""
-    return ZERO if is_factor(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes
+    """Return the bytes of the copy of one matrix whose layout BLAS does not accept."""
+    return ZERO if has_blas_layout(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes
