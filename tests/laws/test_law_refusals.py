@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 import pytest
-from budget import drawing, in_part, is_plain
+from budget import drawing, in_part
 from hypothesis import given
 from hypothesis import strategies as st
 from shared import load
@@ -114,7 +114,8 @@ def test_formulas_of_the_zoo_refuse_what_its_graphs_refuse_in_the_same_words(nam
             assert said(cg.evaluate, formula, **sizes_of(formula, other)) == expected
 
 
-@pytest.mark.parametrize("name", [] if is_plain() else models.names())  # every question of every model: minutes
+@pytest.mark.long  # every question of every model: minutes
+@pytest.mark.parametrize("name", models.names())
 def test_models_keep_the_law(name):
     graph, point = published(name)
     testing.check(graph, [LAW], **point)

@@ -5,16 +5,14 @@ The oracle is the graph of all devices, run index point by index point; what is 
 
 from collections import Counter
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from budget import drawing, examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import BindingError
 from costgraph.ops.collectives import Meshed
-
-SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 
 REFUSED = ("is in the order of each rank", "rows go to the ranks that have theirs")
 
@@ -47,15 +45,14 @@ def held(case, spread, seen):
     seen["collectives"] += bool(cg.communication(sharded).rows)
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.long)])
-def test_drawn_graphs_compute_on_a_mesh_what_they_do_on_one_device(examples):
-    seen = Counter()
+def test_drawn_graphs_compute_on_a_mesh_what_they_do_on_one_device():
+    seen, count = Counter(), examples(800)
 
-    @settings(max_examples=examples, **SETTINGS)
+    @drawing(800)
     @given(testing.graphs().filter(of_all_devices), st.data())
     def drawn(case, data):
         held(case, data.draw(testing.spreads(case.graph, case.point)), seen)
 
     drawn()
-    assert seen["held"] >= 0.85 * examples, seen
-    assert seen["collectives"] >= 0.4 * examples, seen
+    assert seen["held"] >= 0.85 * count, seen
+    assert seen["collectives"] >= 0.4 * count, seen

@@ -34,7 +34,7 @@ def record() -> dict[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-def said(family: str, name: str, counted: Callable[[str], Counts], *, live: bool) -> Counts:
+def counts_of(family: str, name: str, counted: Callable[[str], Counts], *, live: bool) -> Counts:
     """Return the counts of a module: recorded ones, or torch's own for a sample and for other versions."""
     if live or record()["versions"] != versions():
         return counted(name)

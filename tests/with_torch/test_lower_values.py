@@ -12,7 +12,7 @@ from costgraph import testing  # noqa: E402  # after torch is known to be there
 from costgraph.testing import SAMPLES  # noqa: E402
 
 torch.set_num_threads(1)
-quick = drawing(15)
+quick = drawing(200)
 
 
 def has(graph, *kinds):
@@ -73,13 +73,13 @@ def test_ops_with_other_numbers_run(kind):
     runs()
 
 
-@drawing(60)
+@drawing(600)
 @given(testing.graphs())
 def test_drawn_graphs_compute_what_the_interpreter_does(case):
     agree(case)
 
 
-@drawing(40)
+@drawing(400)
 @given(testing.losses())
 def test_drawn_losses_compute_what_the_interpreter_does(case):
     agree(case)

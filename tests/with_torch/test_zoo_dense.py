@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from budget import in_part
-from recorded_counts import said
+from recorded_counts import counts_of
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_dense import CONFIGS, SIZES, config, inputs, module
@@ -111,13 +111,13 @@ def counted(name):
 def test_a_small_configuration_counts_what_its_module_counts(name):
     g = graph_of(name, "eager")
     found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
-    assert found == said("dense", name, counted, live=name in SEVERAL)
+    assert found == counts_of("dense", name, counted, live=name in SEVERAL)
 
 
 @pytest.mark.long
 def test_modules_count_what_is_recorded():
     for name in VARIANTS:
-        assert counted(name) == said("dense", name, counted, live=False), name
+        assert counted(name) == counts_of("dense", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", SEVERAL)

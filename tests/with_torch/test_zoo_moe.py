@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from budget import in_part
-from recorded_counts import said
+from recorded_counts import counts_of
 from shared import load
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_moe import CONFIGS, SIZES, Logits, config, tokens
@@ -98,13 +98,13 @@ def counted(name):
 def test_a_small_configuration_counts_what_its_module_counts(name):
     g = graph_of(name, attention="eager")
     found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
-    assert found == said("moe", name, counted, live=name in STEPS)
+    assert found == counts_of("moe", name, counted, live=name in STEPS)
 
 
 @pytest.mark.long
 def test_modules_count_what_is_recorded():
     for name in VARIANTS:
-        assert counted(name) == said("moe", name, counted, live=False), name
+        assert counted(name) == counts_of("moe", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", in_part(STEPS, 0, 3))
