@@ -13,7 +13,12 @@ from . import interruption  # noqa: F401  # before what takes its time
 from .algebra.extremum import Max, Min
 from .algebra.symbols import dims
 from .bind.evaluate import compile, evaluate
-from .dtypes import DTYPES, DType, bits_per_element, dtype
+from .dtypes import (
+    DTYPES,
+    DType,
+    bits_per_element,
+    dtype,
+)
 from .errors import (
     BindingError,
     CostGraphError,
@@ -25,11 +30,8 @@ from .errors import (
     StandInWarning,
     UnsupportedError,
 )
-from .graph.changes import whole as _whole
-from .graph.domain import Domain
-from .graph.graph import Graph
-from .graph.scopes import scope
-from .graph.tensor import Tensor
+from .ir.graph import Domain, Graph, Tensor, scope
+from .ir.graph import whole as _whole
 from .nn import (
     attention,
     conv,
@@ -46,13 +48,17 @@ from .nn import (
     softmax,
     tanh,
 )
-from .notation.door import guard as _guard
-from .notation.later import later as _later
-from .ops.blocks import kernel, repeat, scan
+from .notation.lazy_imports import later as _later
+from .notation.validation import guard as _guard
 from .ops.einsum import einsum
 from .ops.layout import rearrange
+from .ops.loops import (
+    kernel,
+    repeat,
+    scan,
+)
+from .ops.opaque import opaque
 from .ops.reduce import reduce
-from .ops.stated import opaque
 from .report import report
 
 # isort: split
@@ -61,43 +67,47 @@ from . import models, nn, ops
 
 if TYPE_CHECKING:
     from . import plan
+    from .analysis.checkpoint_files import compare_weights
     from .analysis.communication import communication
     from .analysis.compare import compare
     from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
     from .analysis.crossover import crossover
-    from .analysis.duration import seconds
-    from .analysis.memory import peak_memory, timeline
+    from .analysis.memory import lifetimes, peak_memory, timeline
     from .analysis.params import cache_bytes, param_bytes, param_count
     from .analysis.regimes import regimes
     from .analysis.roofline import roofline
     from .analysis.saved import saved_bytes
-    from .analysis.storages import lifetimes
+    from .analysis.step_time import seconds
     from .analysis.terms import in_terms_of
     from .analysis.tiling import tiling
     from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
     from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
-    from .analysis.weights import compare_weights
     from .bind.grid import sweep
-    from .files.weights import read_weights
-    from .files.write import load, save
+    from .files.checkpoints import read_weights
+    from .files.graphs import (
+        load,
+        save,
+    )
     from .hardware.networks import Network, list_networks, load_network
     from .hardware.specs import Hardware, list_hardware, load_hardware
     from .optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, RMSProp
-    from .plan.sizing import largest
+    from .plan.capacity import largest
     from .report.explore import explore
-    from .transforms.backward.backward import backward
+    from .transforms.backward import backward
     from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
-    from .transforms.chunked import chunked_cross_entropy
-    from .transforms.folding.fold import fold
     from .transforms.fuse import fuse
-    from .transforms.inference.inference import decode, prefill
+    from .transforms.inference import (
+        decode,
+        prefill,
+    )
     from .transforms.lora import lora
+    from .transforms.loss import chunked_cross_entropy
     from .transforms.offload import offload
-    from .transforms.precision.policy import Policy
-    from .transforms.precision.precision import apply_precision
-    from .transforms.quantize.quantize import quantize
-    from .transforms.shard.buckets import Buckets
-    from .transforms.shard.fully import FullyShard
+    from .transforms.precision import Policy, apply_precision
+    from .transforms.quantize import quantize
+    from .transforms.reroll import fold
+    from .transforms.shard.fsdp_policy import FullyShard
+    from .transforms.shard.grad_reduction import Buckets
     from .transforms.shard.parallelize import parallelize
     from .transforms.shard.shard import mesh, shard
     from .transforms.training import training_step
@@ -238,39 +248,37 @@ _LATER = {
     "analysis.compare": "compare",
     "analysis.costs": "bytes_moved costs flops intensity matmul_flops",
     "analysis.crossover": "crossover",
-    "analysis.memory": "peak_memory timeline",
+    "analysis.memory": "peak_memory timeline lifetimes",
     "analysis.params": "cache_bytes param_bytes param_count",
     "analysis.regimes": "regimes",
     "analysis.roofline": "roofline",
     "analysis.saved": "saved_bytes",
-    "analysis.duration": "seconds",
-    "analysis.storages": "lifetimes",
+    "analysis.step_time": "seconds",
     "analysis.terms": "in_terms_of",
     "analysis.tiling": "tiling",
     "analysis.training": "hardware_flops hfu mfu model_flops step_tokens",
     "analysis.training_memory": "activation_memory bytes_per_param saved_state_bytes state_bytes",
-    "analysis.weights": "compare_weights",
+    "analysis.checkpoint_files": "compare_weights",
     "bind.grid": "sweep",
-    "files.weights": "read_weights",
-    "files.write": "load save",
+    "files.checkpoints": "read_weights",
+    "files.graphs": "load save",
     "hardware.networks": "Network list_networks load_network",
     "hardware.specs": "Hardware list_hardware load_hardware",
     "optimizers": "SGD Adafactor AdaGrad Adam AdamW Lion Muon RMSProp",
-    "plan.sizing": "largest",
-    "transforms.backward.backward": "backward",
+    "plan.capacity": "largest",
+    "transforms.backward": "backward",
     "transforms.checkpoint": "Checkpoint every every_block from_start selective",
-    "transforms.folding.fold": "fold",
+    "transforms.reroll": "fold",
     "transforms.fuse": "fuse",
-    "transforms.inference.inference": "decode prefill",
+    "transforms.inference": "decode prefill",
     "transforms.offload": "offload",
-    "transforms.precision.policy": "Policy",
-    "transforms.precision.precision": "apply_precision",
-    "transforms.quantize.quantize": "quantize",
-    "transforms.shard.buckets": "Buckets",
-    "transforms.shard.fully": "FullyShard",
+    "transforms.precision": "Policy apply_precision",
+    "transforms.quantize": "quantize",
+    "transforms.shard.grad_reduction": "Buckets",
+    "transforms.shard.fsdp_policy": "FullyShard",
     "transforms.shard.parallelize": "parallelize",
     "transforms.shard.shard": "mesh shard",
-    "transforms.chunked": "chunked_cross_entropy",
+    "transforms.loss": "chunked_cross_entropy",
     "transforms.lora": "lora",
     "transforms.training": "training_step",
     "transforms.unroll": "unroll",

@@ -4,7 +4,7 @@ import math
 from itertools import groupby
 
 import costgraph as cg
-from costgraph.transforms.precision.autocast import word
+from costgraph.transforms.precision import word
 
 B, S, D, H, F, L, V = cg.dims("B S D H F L V")
 

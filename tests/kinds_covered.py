@@ -58,13 +58,16 @@ class KindsCovered:
         import pulls
 
         import costgraph.torch
-        from costgraph.testing import laws, ranks, training
-        from costgraph.torch.lowering import table as lowering
+        from costgraph.testing import (
+            properties,
+            ranks,
+        )
+        from costgraph.torch.lowering import context as lowering
 
-        first = self.of_graph("cost law", laws.Trial.__init__, lambda _, trial, graph, *rest: graph)
-        laws.Trial.__init__ = first  # type: ignore[method-assign,assignment]
-        check = self.of_graph("gradient law", training.check_training, lambda _, graph, *rest: graph)
-        training.check_training = costgraph.testing.check_training = check  # type: ignore[assignment]
+        first = self.of_graph("cost law", properties.Trial.__init__, lambda _, trial, graph, *rest: graph)
+        properties.Trial.__init__ = first  # type: ignore[method-assign,assignment]
+        check = self.of_graph("gradient law", properties.check_training, lambda _, graph, *rest: graph)
+        properties.check_training = costgraph.testing.check_training = check  # type: ignore[assignment]
         pulls.gradients = self.of_graph("gradient law", pulls.gradients, lambda made, *rest: made[2])
         ranks._mesh = self.of_graph("sharding law", ranks._mesh, lambda _, graph, *rest: graph)
         costgraph.torch.trace = self.of_graph("trace", costgraph.torch.trace, lambda made, *rest: made)  # type: ignore[assignment]

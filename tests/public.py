@@ -3,7 +3,7 @@
 import inspect
 
 import costgraph as cg
-from costgraph.notation.door import GUARDED
+from costgraph.notation.validation import GUARDED
 from costgraph.report.collect import Report  # imported when a report is made
 
 #: Modules whose `__all__` is public, inmost names first.

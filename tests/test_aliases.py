@@ -4,7 +4,7 @@ import sympy
 from each import each
 
 import costgraph as cg
-from costgraph.graph.tensor import ALIASES
+from costgraph.ir.graph import ALIASES
 
 B, D, L, N = cg.dims("B D L N")
 

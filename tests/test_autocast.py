@@ -8,13 +8,20 @@ from autocast_models import SIZES, gpt2_graph, gpt2_rows, in_order, llama_graph,
 from each import each
 
 import costgraph as cg
-from costgraph.graph.graph import apply
-from costgraph.graph.op import OpKind, Result
+from costgraph.ir.graph import (
+    OpKind,
+    Result,
+    apply,
+)
 from costgraph.ops import rules
-from costgraph.transforms.backward.hoist import hoist
-from costgraph.transforms.precision.autocast import WORDS, autocast_list, word
-from costgraph.transforms.precision.policy import Policy
-from costgraph.transforms.precision.precision import apply_precision
+from costgraph.transforms.precision import (
+    WORDS,
+    Policy,
+    apply_precision,
+    autocast_list,
+    word,
+)
+from costgraph.transforms.reverse_mode import hoist
 
 B, D, L = cg.dims("B D L")
 

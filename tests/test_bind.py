@@ -14,9 +14,15 @@ from limits import limited
 import costgraph as cg
 from costgraph import BindingError, CostGraphError, Max, Min, ShapeError
 from costgraph.algebra.polynomial import poly
-from costgraph.bind import sweep
+from costgraph.bind import evaluate
 from costgraph.bind.evaluate import answer, need_bound
-from costgraph.graph.sizes import bindings, known_names, size_of
+from costgraph.ir.graph import (
+    bindings,
+    known_names,
+)
+from costgraph.ir.graph import (
+    dimension_size as size_of,
+)
 from costgraph.notation.grammar import parse_formula
 from costgraph.testing import value
 
@@ -260,11 +266,11 @@ def test_names_of_arguments():
 
 
 def test_sweeps_larger_than_a_chunk():
-    n = 3 * sweep._CHUNK + 17
+    n = 3 * evaluate._CHUNK + 17
     a = np.arange(1, n + 1)
     assert np.array_equal(cg.compile(A**3 + A * B - 7)(A=a, B=5), a.astype(float) ** 3 + a * 5.0 - 7)
-    grid = cg.compile(Max(A, B))(A=a[: 2 * sweep._CHUNK].reshape(-1, 2), B=[[1, 10**9]])
-    assert grid.shape == (sweep._CHUNK, 2)
+    grid = cg.compile(Max(A, B))(A=a[: 2 * evaluate._CHUNK].reshape(-1, 2), B=[[1, 10**9]])
+    assert grid.shape == (evaluate._CHUNK, 2)
     assert (grid[:, 1] == 10**9).all()
 
 

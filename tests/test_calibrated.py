@@ -8,9 +8,16 @@ import pytest
 from shared import load
 
 import costgraph as cg
-from costgraph.analysis.calibrated import load_calibration
-from costgraph.analysis.calibrated.model import SHIPPED, Calibration, loads_of, shipped
-from costgraph.analysis.calibrated.terms import DEVICE, PLACE, facts_of
+from costgraph.analysis.calibrated import (
+    DEVICE,
+    PLACE,
+    SHIPPED,
+    Calibration,
+    facts_of,
+    load_calibration,
+    loads_of,
+    shipped,
+)
 from costgraph.analysis.work import ask
 
 #: A model without terms: a launch, and all peaks attained.
@@ -104,7 +111,7 @@ def test_what_is_like_a_place_takes_what_was_seen_there(tmp_path):
     near, far = product_of(8191, 8191, 8191), product_of(127, 131, 8191)
     plain_model = plain(tmp_path)
     asked = ask(near, "h100-sxm", None, {}, "test")
-    from costgraph.analysis.calibrated.terms import rows_of
+    from costgraph.analysis.calibrated import rows_of
 
     place = rows_of(loads_of(asked), asked.rates, plain_model.typical).shape[0].tolist()
     seen = plain(tmp_path, places=[place], weights=[0.7])
@@ -116,7 +123,7 @@ def test_what_is_like_a_place_takes_what_was_seen_there(tmp_path):
 def test_the_bound_stays_a_bound(monkeypatch, tmp_path):
     graph = product_of(4093, 4099, 4111)
     fast = plain(tmp_path, compute={"matrix unit": -3.0}, memory={"all": -3.0})
-    monkeypatch.setattr("costgraph.analysis.duration.shipped", lambda: fast)
+    monkeypatch.setattr("costgraph.analysis.step_time.shipped", lambda: fast)
     assert cg.seconds(graph, "h100-sxm", "calibrated") == cg.seconds(graph, "h100-sxm", "lower")
 
 

@@ -138,7 +138,7 @@ def test_plots_are_written(capsys, tmp_path):
 def test_a_saved_graph_is_a_model(capsys, tmp_path):
     g = load("gpt2")
     path = tmp_path / "g.json"
-    from costgraph.files.write import save
+    from costgraph.files.graphs import save
 
     save(g, path)
     data = json.loads(good(capsys, "report", str(path), "--json", "-", "B=1", "S=8"))

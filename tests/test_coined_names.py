@@ -14,11 +14,11 @@ from shared import load
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.optimizers.states import STATES
-from costgraph.transforms.losses import LOSSES
-from costgraph.transforms.precision.policy import POLICIES
-from costgraph.transforms.quantize.mixtures import MIXTURES
-from costgraph.transforms.schedules import SCHEDULES
+from costgraph.optimizers.optimizer import STATES
+from costgraph.transforms.loss import LOSSES
+from costgraph.transforms.pipeline_schedules import SCHEDULES
+from costgraph.transforms.precision import POLICIES
+from costgraph.transforms.quantize import MIXTURES
 from costgraph.transforms.shard.parallelize import SYSTEMS
 
 B, D, F = cg.dims("B D F")

@@ -13,7 +13,7 @@ from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError
-from costgraph.algebra.carried import held_by
+from costgraph.algebra.conditions import held_by
 
 B, D, H, K, L, S, T = cg.dims("B D H K L S T")
 REFUSED = r"^S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive whole number$"

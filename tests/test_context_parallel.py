@@ -13,7 +13,7 @@ from shared import load, training_step
 import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import poly
-from costgraph.testing.values import RANK
+from costgraph.testing.interpreter import RANK
 
 B, S, D, H, G, K, N, W = cg.dims("B S D H G K N W")
 SPLIT = {"x": "b (s cp) d"}

@@ -17,7 +17,12 @@ from public import FUNCTIONS, NAMESPACES, PUBLIC, RECORDS
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
-from costgraph.notation.door import READ, REAL, checked, rule
+from costgraph.notation.validation import (
+    READ,
+    REAL,
+    checked,
+    rule,
+)
 from costgraph.report import Report
 
 T = TypeVar("T")
@@ -134,7 +139,7 @@ def test_a_checked_function_is_what_it_was_to_python(name):
 
 def test_every_annotation_of_a_public_function_is_understood():
     # a plan is made at the first call: here of all of them
-    from costgraph.notation.door import _plan
+    from costgraph.notation.validation import _plan
 
     for found in [*PUBLIC.values(), *RECORDS.values()]:
         members = [found] if inspect.isfunction(found) else vars(found).values() if inspect.isclass(found) else []

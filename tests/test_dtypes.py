@@ -9,7 +9,14 @@ import pytest
 from each import each
 
 import costgraph as cg
-from costgraph.dtypes import ALIASES, DTYPES, DType, bits_per_element, dtype, promote
+from costgraph.dtypes import (
+    ALIASES,
+    DTYPES,
+    DType,
+    bits_per_element,
+    dtype,
+    promote,
+)
 from costgraph.errors import FormatError
 
 # name -> torch's name; the formats that torch's finfo or iinfo knows

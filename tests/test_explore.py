@@ -20,10 +20,14 @@ from shared import load
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
 from costgraph.cli import main
-from costgraph.graph.sizes import bindings
-from costgraph.report.explore import Page, tables
-from costgraph.report.explore.tables import Tables
-from costgraph.report.explore.views import views_of
+from costgraph.ir.graph import bindings
+from costgraph.report.explore import (
+    Page,
+)
+from costgraph.report.explore import (
+    page as tables,
+)
+from costgraph.report.explore.page import Tables, views_of
 
 ENGINE = files("costgraph") / "report" / "explore" / "assets" / "engine.js"
 NODE = shutil.which("node")

@@ -257,7 +257,7 @@ def test_what_is_stated_of_a_finished_graph_counts(graph):
 
 
 def test_what_a_kernel_keeps_is_stated_while_it_is_open():
-    from costgraph.ops.blocks import save
+    from costgraph.ops.loops import save
 
     g = declared()
     op = next(op for op in g.walk() if op.graph.fused)

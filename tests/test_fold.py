@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import ZERO, poly
-from costgraph.graph.call import Call
-from costgraph.ops.foreign import Foreign
-from costgraph.testing.laws import QUESTIONS
+from costgraph.ir.graph import Call
+from costgraph.ops.opaque import Foreign
+from costgraph.testing.properties import QUESTIONS
 
 B, D, F, L, S = cg.dims("B D F L S")
 SIZES = {"B": 3, "D": 5, "F": 7}

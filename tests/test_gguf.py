@@ -8,7 +8,11 @@ from each import each
 
 import costgraph as cg
 from costgraph.errors import FormatError
-from costgraph.files.gguf import FILE_TYPES, FORMATS, read_gguf
+from costgraph.files.checkpoints import (
+    FILE_TYPES,
+    FORMATS,
+    read_gguf,
+)
 
 gguf = pytest.importorskip("gguf")
 numpy = pytest.importorskip("numpy")

@@ -6,9 +6,13 @@ from each import each
 
 import costgraph as cg
 from costgraph import BindingError, GraphError, PatternError, ShapeError
-from costgraph.graph.graph import apply
-from costgraph.graph.op import Op, OpKind, Result
-from costgraph.graph.tensor import Tensor
+from costgraph.ir.graph import (
+    Op,
+    OpKind,
+    Result,
+    Tensor,
+    apply,
+)
 from costgraph.ops import rules
 from costgraph.ops.registry import KINDS, register
 

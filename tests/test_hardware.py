@@ -13,7 +13,7 @@ from each import each
 
 from costgraph.dtypes import dtype
 from costgraph.errors import FormatError, SpecError
-from costgraph.hardware import find
+from costgraph.hardware import file
 from costgraph.hardware.specs import Hardware, list_hardware, load_hardware
 from costgraph.hardware.units import UNITS
 
@@ -313,7 +313,7 @@ def test_the_package_is_searched_before_the_checkout(tmp_path, monkeypatch):
     for folder, title in (("lib/costgraph/hardware_specs", "wheel"), ("lib/hardware_specs", "checkout")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "own.toml").write_text(OWN.replace("Workstation card", title))
-    monkeypatch.setattr(find, "__file__", str(tmp_path / "lib/costgraph/hardware/find.py"))
+    monkeypatch.setattr(file, "__file__", str(tmp_path / "lib/costgraph/hardware/find.py"))
     assert load_hardware("own").name == "wheel"
     shutil.rmtree(tmp_path / "lib/costgraph/hardware_specs")
     assert load_hardware("own").name == "checkout"

@@ -8,7 +8,7 @@ from each import each
 from shared import load, training_step
 
 import costgraph as cg
-from costgraph.hardware.levels import levels
+from costgraph.hardware.specs import levels
 from costgraph.hardware.units import Quantity
 
 A100 = cg.load_hardware("a100-80-sxm")

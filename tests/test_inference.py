@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import GraphError, ShapeError, UnsupportedError
-from costgraph.files.write import load, save
-from costgraph.ops.cached import append
+from costgraph.files.graphs import (
+    load,
+    save,
+)
+from costgraph.ops.kv_cache import append
 
 B, S, D, H, G, K, F, L, M, V, W = cg.dims("B S D H G K F L M V W")
 SIZES = {"B": 2, "D": 6, "H": 4, "G": 2, "K": 3, "L": 2, "V": 7}

@@ -8,7 +8,7 @@ import pytest
 
 import costgraph as cg
 from costgraph import CostGraphError, FormatError
-from costgraph.graph.graph import apply
+from costgraph.ir.graph import apply
 from costgraph.ops.fill import assign, fill, pad
 from costgraph.ops.registry import KINDS
 

@@ -7,7 +7,10 @@ from each import each
 
 import costgraph as cg
 from costgraph.errors import FormatError, GraphError
-from costgraph.files.write import load, save
+from costgraph.files.graphs import (
+    load,
+    save,
+)
 from costgraph.testing import check_training
 
 B, D, L = cg.dims("B D L")

@@ -15,7 +15,7 @@ from oracles import graph_of, same_layout
 import costgraph as cg
 from costgraph import GraphError, PatternError, ShapeError
 from costgraph.algebra.polynomial import ONE, ZERO, poly
-from costgraph.graph.strides import apart
+from costgraph.ir.strides import apart
 
 B, S, D, H, K = cg.dims("B S D H K")
 LETTERS = "abcdefgh"

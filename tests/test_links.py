@@ -11,7 +11,7 @@ import pytest
 from each import each
 
 import costgraph as cg
-from costgraph.analysis.streams import finished
+from costgraph.analysis.step_time import finished
 from costgraph.hardware.units import Quantity, quantity
 from costgraph.ops.fill import assign
 

@@ -8,7 +8,10 @@ import pytest
 import costgraph as cg
 from costgraph import models
 from costgraph.errors import CostGraphError, GraphError, UnsupportedError
-from costgraph.files.write import load, save
+from costgraph.files.graphs import (
+    load,
+    save,
+)
 from costgraph.models.registry import FAMILIES
 
 #: Models of which it is stated how eager code composes them.

@@ -7,8 +7,8 @@ from budget import in_part
 
 import costgraph as cg
 from costgraph import models
-from costgraph.graph.sizes import known_names
-from costgraph.models import published
+from costgraph.ir.graph import known_names
+from costgraph.models import registry
 from costgraph.models.registry import FAMILIES
 
 #: What a caller brings: sequences or images, positions, positions of what a decoder reads.
@@ -24,7 +24,7 @@ def bound(g):
     return {**g.defaults, **point(g)}
 
 
-PARAMETERS = json.loads(published.PARAMETERS.read_text(encoding="utf-8"))
+PARAMETERS = json.loads(registry.PARAMETERS.read_text(encoding="utf-8"))
 
 
 def parameters(name):

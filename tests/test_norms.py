@@ -2,7 +2,7 @@ import pytest
 from each import each
 
 import costgraph as cg
-from costgraph.transforms.precision.autocast import word
+from costgraph.transforms.precision import word
 
 SIZES = {"B": 2, "C": 3, "R": 5}  # 3*25*2 = 150 elements
 B, C, R = cg.dims("B C R")

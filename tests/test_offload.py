@@ -255,8 +255,8 @@ def test_an_op_reads_one_memory():
 
 
 def test_a_transfer_is_written_into_what_is_there():
-    from costgraph.graph.graph import apply
-    from costgraph.ops.stated import Transfer
+    from costgraph.ir.graph import apply
+    from costgraph.ops.opaque import Transfer
 
     with (
         cg.Graph("g") as g,

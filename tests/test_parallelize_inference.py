@@ -8,7 +8,7 @@ from test_parallelize import DP, OTHERS, SIZES, TP
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.ops.cached import append
+from costgraph.ops.kv_cache import append
 
 #: Models that keep no heads: latent vectors, which all heads share, and states of recurrences without heads that tp
 #: splits; and those of which one weight makes queries and fewer keys.

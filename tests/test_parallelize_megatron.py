@@ -6,7 +6,7 @@ from shared import load, training_step
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 
 B, S, DP, TP, M = cg.dims("B S DP TP M")
 SMALL = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 2, "V": 8}

@@ -10,7 +10,10 @@ from each import each
 import costgraph as cg
 from costgraph.algebra.dominance import NOTHING_KNOWN
 from costgraph.algebra.polynomial import poly
-from costgraph.analysis.passes import Alike, one_by_one
+from costgraph.analysis.step_time import (
+    Alike,
+    one_by_one,
+)
 
 m, p, v, f, i, w = cg.dims("m p v f i w")
 # names, chunks of a rank, ranks and micro-batches: beyond the sizes that a formula comes from

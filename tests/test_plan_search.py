@@ -18,8 +18,11 @@ from costgraph.algebra.polynomial import poly
 from costgraph.analysis.training import goes_over
 from costgraph.cli import main
 from costgraph.hardware.units import format_bytes
-from costgraph.plan import fitting, structures
-from costgraph.plan.structures import Family
+from costgraph.plan import (
+    strategy_search,
+    strategy_templates,
+)
+from costgraph.plan.strategy_templates import Family
 
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
@@ -75,7 +78,9 @@ OTHERS = [
 
 def test_what_a_search_leaves_with_a_model_is_of_the_same_question_alone(monkeypatch):
     steps = []
-    monkeypatch.setattr(structures, "training_step", lambda *a, **k: steps.append(a) or cg.training_step(*a, **k))
+    monkeypatch.setattr(
+        strategy_templates, "training_step", lambda *a, **k: steps.append(a) or cg.training_step(*a, **k)
+    )
     model, one = lm(), {**FEW, "devices": 2, "B": 4, "zero": 1, "tp": 1, "accumulate": 1, "checkpoint": "none"}
     first, made = cg.plan.search(model, **one), len(steps)
     assert cg.plan.search(model, **one).rows == first.rows
@@ -518,7 +523,7 @@ def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch
     )
     monkeypatch.setattr(Family, "forms", lambda family, s: derived.append(s) or forms(family, s))
     found, few = cg.plan.search(lm(), **asked, checkpoint="none"), len(derived)
-    monkeypatch.setattr(fitting, "whole", lambda *_: True)
+    monkeypatch.setattr(strategy_search, "whole", lambda *_: True)
     every = cg.plan.search(lm(), **asked, checkpoint="none")
     assert (found.rows, found.tried, found.notes) == (every.rows, every.tried, every.notes)
     assert {p.cp for p in found.rows} == {1, 2}  # of 52 positions

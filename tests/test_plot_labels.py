@@ -11,9 +11,12 @@ from shared import load, training_step
 
 import costgraph as cg
 from costgraph.report import plot_timeline
-from costgraph.report.drawing import COLORS, PALETTE
-from costgraph.report.labels import place_labels
-from costgraph.report.timeline_plot import _ROLES
+from costgraph.report.plots import (
+    _ROLES,
+    COLORS,
+    PALETTE,
+    place_labels,
+)
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
@@ -21,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from costgraph.torch.validating.record import Validation
+from costgraph.torch.validation import Validation
 
 MEASURED = Path(__file__).parent / "measured/validate-cpu.json"
 SIZES = {"B": 1, "S": 2039}
@@ -84,7 +87,10 @@ def test_texts_of_a_timeline_do_not_meet(kind, capacity):
 
 
 def test_texts_of_a_validation_do_not_meet():
-    from costgraph.report.validation_plots import plot_peaks, plot_roof
+    from costgraph.report.plots import (
+        plot_peaks,
+        plot_roof,
+    )
 
     found = Validation.load(MEASURED)
     for figure in (plot_peaks(found), plot_roof(found)):

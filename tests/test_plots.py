@@ -140,7 +140,7 @@ def test_nothing_global_is_touched():
 
 
 def test_plotters_are_registered():
-    from costgraph.analysis.hooks import PLOTTERS
+    from costgraph.analysis.registrations import PLOTTERS
 
     assert PLOTTERS["roofline"] is plots.plot_roofline
     assert PLOTTERS["timeline"] is plots.plot_timeline

@@ -14,7 +14,10 @@ from oracles import graph_of, like, same_layout, strides
 
 import costgraph as cg
 from costgraph import GraphError, ShapeError, testing
-from costgraph.ops.pointwise import FUNCTIONS, Function
+from costgraph.ops.elementwise import (
+    FUNCTIONS,
+    Function,
+)
 from costgraph.ops.registry import KINDS
 
 B, S, D = cg.dims("B S D")

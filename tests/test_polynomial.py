@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from limits import limited
 
 from costgraph import CostGraphError, Max, Min, ShapeError, dims
-from costgraph.algebra.generators import HIGHEST_EXPONENT
-from costgraph.algebra.polynomial import ONE, ZERO, Poly, as_poly, generator, poly, power, total
+from costgraph.algebra.polynomial import HIGHEST_EXPONENT, ONE, ZERO, Poly, as_poly, generator, poly, power, total
 from costgraph.testing import value
 
 fast = settings(max_examples=40, deadline=None)
@@ -297,7 +296,7 @@ def test_text_order_and_what_is_pruned_do_not_depend_on_the_hash_seed():
         "p = poly((A + B/C + Max(A*D, B*C, C**2) + Min(A, B) + 2**C)**3)\n"
         "print(p, p.sort_key())\n"
         "from costgraph.algebra.dominance import Relations\n"
-        "from costgraph.algebra.pruning import prune\n"
+        "from costgraph.algebra.dominance import prune\n"
         "from costgraph.notation.grammar import parse_formula as f, parse_relation as r\n"
         "known = Relations(map(r, ['F >= D', 'D == H*K', 'S <= 1024']))\n"
         "texts = ['B*F', 'B*D', 'B*H*K', 'B*S', 'S**2', 'Max(B*D, S*F)', '2*B*floor(S/2)', 'Min(B, S)*F']\n"

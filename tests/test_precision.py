@@ -9,10 +9,14 @@ from each import each
 from shared import load
 
 import costgraph as cg
-from costgraph.transforms.backward.backward import backward
-from costgraph.transforms.precision.autocast import word
-from costgraph.transforms.precision.policy import POLICIES, Policy, find_policy
-from costgraph.transforms.precision.precision import apply_precision
+from costgraph.transforms.backward import backward
+from costgraph.transforms.precision import (
+    POLICIES,
+    Policy,
+    apply_precision,
+    find_policy,
+    word,
+)
 
 B, D, F = cg.dims("B D F")
 

@@ -6,7 +6,7 @@ from shared import load
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.ops.cached import append
+from costgraph.ops.kv_cache import append
 
 B, S, D, F, L, G, K, V = cg.dims("B S D F L G K V")
 ODD = {"B": 2, "S": 3, "D": 5, "F": 7, "L": 2}

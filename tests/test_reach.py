@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
-from costgraph.ops.reach import at_least, larger
-from costgraph.ops.readers import elements_read
+from costgraph.ops.access_footprint import (
+    at_least,
+    larger,
+)
+from costgraph.ops.uses import elements_read
 
 A, B, D, L, S, T = cg.dims("A B D L S T")
 ROWS, COLUMNS = 13, 3

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from public import FUNCTIONS
 
 import costgraph as cg
-from costgraph.graph.op import Op
-from costgraph.graph.scopes import here
+from costgraph.ir.graph import Op, here
 
 B, S, V = cg.dims("B S V")
 

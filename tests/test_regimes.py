@@ -12,11 +12,17 @@ from shared import load, training_step
 
 import costgraph as cg
 from costgraph import BindingError, Max, Min
-from costgraph.algebra.convex import corners, skyline
+from costgraph.algebra.dominance import (
+    corners,
+    skyline,
+)
 from costgraph.algebra.polynomial import Poly, poly
-from costgraph.analysis.lifetimes import copies_for, play
-from costgraph.analysis.live import live_bytes
-from costgraph.graph.sizes import bindings
+from costgraph.analysis.liveness import (
+    copies_for,
+    live_bytes,
+    play,
+)
+from costgraph.ir.graph import bindings
 from costgraph.notation.grammar import parse_formula
 from costgraph.testing import value
 

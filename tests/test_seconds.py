@@ -18,11 +18,14 @@ from shared import load
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
 from costgraph.analysis.costs import compute_dtype, executions, traffic_of
-from costgraph.bind.exactly import exactly
+from costgraph.bind.evaluate import exactly
 from costgraph.dtypes import dtype
-from costgraph.graph.sizes import bindings
-from costgraph.hardware.rates import fastest, nearest
+from costgraph.hardware.specs import (
+    fastest,
+    nearest,
+)
 from costgraph.hardware.units import Quantity
+from costgraph.ir.graph import bindings
 
 H100 = cg.load_hardware("h100-sxm")
 UNKNOWN = H100.symbolic()

@@ -8,11 +8,17 @@ from shared import load
 import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import poly
-from costgraph.analysis.duration import of_pipeline, stages_asked
-from costgraph.analysis.exchange import exchange
-from costgraph.graph.sizes import known_names
-from costgraph.ops.hops import Receive, Send
-from costgraph.testing.values import whole
+from costgraph.analysis.collective_time import exchange
+from costgraph.analysis.step_time import (
+    of_pipeline,
+    stages_asked,
+)
+from costgraph.ir.graph import known_names
+from costgraph.ops.collectives import (
+    Receive,
+    Send,
+)
+from costgraph.testing.interpreter import whole
 
 P, M = cg.dims("P M")
 SMALL = {"B": 2, "S": 3, "D": 8, "H": 4, "G": 2, "K": 2, "F": 6, "L": 6, "V": 7}

@@ -550,7 +550,7 @@ OF_RANKS = {"around", "collective", "merge", "pack", "part"}
 
 
 def test_every_other_kind_says_how_it_is_split():
-    from costgraph.graph.op import OpKind
+    from costgraph.ir.graph import OpKind
     from costgraph.ops.registry import KINDS
 
     without = {name for name, kind in KINDS.items() if kind.placed is OpKind.placed}

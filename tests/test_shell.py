@@ -10,7 +10,10 @@ from shared import load
 
 import costgraph as cg
 from costgraph.cli import app as cli
-from costgraph.models.published import PARAMETERS, published
+from costgraph.models.registry import (
+    PARAMETERS,
+    published,
+)
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -100,7 +103,7 @@ def test_other_shells_are_answered_too(completed, shell):
 
 
 def test_completing_a_command_imports_no_command(completed, monkeypatch):
-    monkeypatch.setattr("costgraph.cli.frame.import_module", None)
+    monkeypatch.setattr("costgraph.cli.app.import_module", None)
     assert "report" in completed("costgraph ").split()
 
 

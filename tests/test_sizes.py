@@ -18,13 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import costgraph as cg
-from costgraph.algebra import generators
+from costgraph.algebra import polynomial
 from costgraph.algebra.polynomial import ONE, ZERO, Poly, poly
 from costgraph.errors import BindingError, PatternError, ShapeError
-from costgraph.graph.facts import Amount, Extents, Length, Limit, Size, Sizes
-from costgraph.graph.graph import apply
-from costgraph.graph.op import OpKind, Result
-from costgraph.graph.sizes import conditions
+from costgraph.ir.graph import (
+    Amount,
+    Extents,
+    Length,
+    Limit,
+    OpKind,
+    Result,
+    Size,
+    Sizes,
+    apply,
+    conditions,
+)
 
 B, S, N, L = cg.dims("B S N L")
 
@@ -328,12 +336,12 @@ def test_atoms_of_graphs_that_are_gone_are_gone(monkeypatch):
         return cg.flops(g)
 
     declare(0)
-    monkeypatch.setattr(generators, "_limit", len(generators._by_expr) + 50)  # thousands would take too long here
-    monkeypatch.setattr(generators, "_FEWEST", 50)
-    before = len(generators._by_expr)
+    monkeypatch.setattr(polynomial, "_limit", len(polynomial._by_expr) + 50)  # thousands would take too long here
+    monkeypatch.setattr(polynomial, "_FEWEST", 50)
+    before = len(polynomial._by_expr)
     for i in range(many := examples(100)):
         formula = declare(i)
-    assert len(generators._by_expr) < 2 * before + 100  # a graph has five
+    assert len(polynomial._by_expr) < 2 * before + 100  # a graph has five
     assert poly(formula).expr == formula == declare(many - 1)
 
 

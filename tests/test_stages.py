@@ -12,12 +12,15 @@ from shared import load, parallelize, training_step
 import costgraph as cg
 from costgraph.algebra.dominance import NOTHING_KNOWN
 from costgraph.algebra.polynomial import poly
-from costgraph.analysis.duration import of_pipeline, shares_of
-from costgraph.analysis.exchange import exchange
-from costgraph.analysis.seconds import estimate, spent
+from costgraph.analysis.collective_time import exchange
+from costgraph.analysis.step_time import (
+    estimate,
+    of_pipeline,
+    shares_of,
+    spent,
+)
 from costgraph.analysis.work import ask as on_device
-from costgraph.graph.graph import current_graph
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import current_graph, known_names
 
 P, M = cg.dims("P M")
 SGD = cg.SGD()

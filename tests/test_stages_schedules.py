@@ -18,17 +18,19 @@ from test_stages import SGD, SIZES, M, P, cut, llama
 import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import ONE, poly
-from costgraph.analysis import duration
-from costgraph.analysis.exchange import exchange
+from costgraph.analysis import step_time
+from costgraph.analysis.collective_time import exchange
 from costgraph.analysis.saved import behind, left_for_weights
 from costgraph.analysis.work import ask as on_device
-from costgraph.graph.sizes import known_names
-from costgraph.ops.collectives import Collective
-from costgraph.ops.hops import Receive, Send
-from costgraph.testing.values import whole
-from costgraph.transforms.stages_halves import Halves
-from costgraph.transforms.stages_held import Order
-from costgraph.transforms.stages_plan import planned
+from costgraph.ir.graph import known_names
+from costgraph.ops.collectives import (
+    Collective,
+    Receive,
+    Send,
+)
+from costgraph.testing.interpreter import whole
+from costgraph.transforms.pipeline_schedules import Order
+from costgraph.transforms.pipeline_stages import Halves, planned
 
 GROUPS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}
 SMALL = {"B": 2, "S": 3, "D": 4, "F": 5, "H": 2, "K": 2, "V": 7}
@@ -370,10 +372,10 @@ def test_time_is_that_of_the_events_but_for_a_few_sends(name):
             cost = {"forward": f, "backward": i if name != "interleaved" else i + w, "weights": w, "once": 17}
 
             def timing(part, cost=cost, m=m):
-                (which,) = {duration.when(work.op, late if name != "interleaved" else ()) for work in part.works}
+                (which,) = {step_time.when(work.op, late if name != "interleaved" else ()) for work in part.works}
                 return poly(cost[which] * (1 if which == "once" else m * v))
 
-            found = Fraction(duration.of_pipeline([asked], timing).constant) - 17
+            found = Fraction(step_time.of_pipeline([asked], timing).constant) - 17
             lists = cg.plan.schedule(name, p, m, GROUPS.get(name))
             events = cg.plan.simulate(lists, forward=f, backward_input=i, backward_weight=w, send=send).makespan
             assert abs(found - events) <= (0 if name == "interleaved" else 2 * p * send)

@@ -11,14 +11,17 @@ from shared import load
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.graph.graph import apply
-from costgraph.graph.loop import Repeat
-from costgraph.graph.op import OpKind, Result
+from costgraph.ir.graph import (
+    OpKind,
+    Repeat,
+    Result,
+    apply,
+)
 from costgraph.ops import registry, rules
-from costgraph.ops.moves import Slice
-from costgraph.ops.pointwise import FUNCTIONS
+from costgraph.ops.elementwise import FUNCTIONS
+from costgraph.ops.layout import Slice
 from costgraph.ops.reduce import Reduce
-from costgraph.testing.hold import TRIES
+from costgraph.testing.check_op import TRIES
 
 A, B, D, L = cg.dims("A B D L")
 
@@ -26,7 +29,7 @@ A, B, D, L = cg.dims("A B D L")
 @pytest.fixture
 def twice(monkeypatch):
     """An op kind of one's own, which is forgotten afterwards; of what fails few smaller graphs are tried."""
-    monkeypatch.setattr(import_module("costgraph.testing.hold"), "TRIES", 8)
+    monkeypatch.setattr(import_module("costgraph.testing.check_op"), "TRIES", 8)
     monkeypatch.delitem(registry._kinds, "twice", raising=False)
 
     @registry.register

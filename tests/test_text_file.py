@@ -276,11 +276,11 @@ def test_what_is_no_text_is_refused(tmp_path):
 #: What else opens files, and why it may.
 ELSEWHERE = {
     "cli/app": "os.open of the null device",
-    "report/drawing": "savefig into memory",
+    "report/plots": "savefig into memory",
     "report/explore/page": "parts of the page, which come with the library",
-    "models/published": "a table that comes with the library",
-    "torch/calibrating/caches": "the kernel's own files",
-    "torch/measuring/environment": "the kernel's own files",
+    "models/registry": "a table that comes with the library",
+    "torch/calibration": "the kernel's own files",
+    "torch/measurement": "the kernel's own files",
 }
 _OPENING = {"open", "fdopen", "write_text", "write_bytes", "read_text", "read_bytes", "savefig", "tofile"}
 

@@ -16,8 +16,12 @@ from shared import load
 
 import costgraph as cg
 from costgraph.algebra.polynomial import Poly, poly
-from costgraph.analysis.chains import chains, of_chain
-from costgraph.analysis.exponents import exponents, feasible
+from costgraph.analysis.tiling import (
+    chains,
+    exponents,
+    feasible,
+    of_chain,
+)
 
 # pattern, sizes (primes), shapes of operands and result
 CASES = {

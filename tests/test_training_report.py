@@ -9,9 +9,9 @@ from shared import load, training_step
 
 import costgraph as cg
 from costgraph.report import plot_timeline
+from costgraph.report.data import TRAINING_QUANTITIES
 from costgraph.report.files import to_csv, to_json
 from costgraph.report.text import render
-from costgraph.report.training import TRAINING_QUANTITIES
 
 SIZES = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 11, "L": 3, "V": 13, "P": 17}
 

@@ -13,7 +13,10 @@ from shared import load
 
 import costgraph as cg
 from costgraph.errors import CostGraphError, FormatError
-from costgraph.files.weights import Weight, Weights
+from costgraph.files.checkpoints import (
+    Weight,
+    Weights,
+)
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8_e4m3": 8, "int32": 32, "uint8": 8}
 

@@ -6,10 +6,10 @@ import pytest
 from each import each
 
 import costgraph as cg
-from costgraph.analysis.caching import CachingAllocator
+from costgraph.analysis.allocator import CachingAllocator
 from costgraph.errors import BindingError, GraphError, SpecError
-from costgraph.ops.blocks import save
-from costgraph.ops.ordering import sort
+from costgraph.ops.index import sort
+from costgraph.ops.loops import save
 from costgraph.report import report
 from costgraph.report.files import to_json
 

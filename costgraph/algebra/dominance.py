@@ -7,23 +7,218 @@ F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot dec
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor, lcm, prod
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import sympy
 
 from ..errors import BindingError, PatternError, ShapeError
-from .generators import SLACK, cached
-from .points import signs_met
-from .polynomial import Monomial, Poly, Rational, as_poly, generator, poly, total
+from .polynomial import SLACK, Monomial, Poly, Rational, as_poly, cached, denominator, generator, poly, total
 from .roots import enclosed, is_root
-from .rounding import denominator
 from .solving import alone, solve, symbols_in
 from .whole_parts import exact, opened, put, solve_rounded
 
-__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower"]
+__all__ = [
+    "signs_met",
+    "Table",
+    "corners",
+    "reached",
+    "skyline",
+    "BOUNDS",
+    "NOTHING_KNOWN",
+    "Relation",
+    "Relations",
+    "integral",
+    "lower",
+    "prune",
+    "reached_by",
+]
+
+
+# -- points ------------------------------------------------------------------------------------------------------------
+# Signs that a polynomial is seen to have at a few sizes: what has both is not worth a proof of either.
+
+_POINTS = 16
+#: Sizes up to 2**14, as many small ones as large ones: latencies count at some, bandwidths at others.
+_LARGEST_POWER = 14
+
+
+@cached(1 << 14)
+def signs_met(p: Poly) -> frozenset[int]:
+    """Return which of 1 and -1 are signs of a polynomial at some positive whole sizes, as far as it was tried.
+
+    Values are exact, so that each sign is one that it has, and the sizes are the same each time. A power that is an
+    atom is left alone: its number may be as long as it likes.
+
+    Examples
+    --------
+    >>> from costgraph.notation.grammar import parse_formula
+    >>> sorted(signs_met(parse_formula("B*S - 40*B"))), sorted(signs_met(parse_formula("B*S + 3")))
+    ([-1, 1], [1])
+    """
+    found, draw, names = set[int](), random.Random(0), sorted(p.names())
+    if any(k[0] == "~" and generator(k).is_Pow for k in p.generators()):
+        return frozenset()
+    for _ in range(_POINTS):
+        sizes = {name: as_poly(draw.randint(1, 2 ** draw.randint(0, _LARGEST_POWER))) for name in names}
+        try:
+            value = p.bind(sizes).constant
+        except ShapeError:  # a division by zero: no admissible sizes
+            continue
+        if value:
+            found.add(1 if value > 0 else -1)
+        if len(found) == 2:
+            break
+    return frozenset(found)
+
+
+# -- convex ------------------------------------------------------------------------------------------------------------
+# Which rows of a table of integers no mean of other rows reaches: a linear program, its answer checked exactly.
+#
+# A row that lies at or below a mean of other rows in every column never stands out alone, whatever weights that are not
+# negative the columns are given. Floating point looks for the shares of such a mean; whether it is one is decided by
+# integers, so that a wrong answer of the search leaves a row too many, never one too few.
+
+#: Integers, a row for each candidate: int64, or Python's own where they might not fit.
+Table: TypeAlias = "np.ndarray[Any, Any]"
+_Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+# What the search takes for equal, relative to the largest number of a column.
+_CLOSE = 1e-9
+_MOST_PIVOTS = 2_000
+# Shares are first taken in steps of this part of 1.
+_FINE = 1 << 30
+# Larger systems of shares are not solved exactly: what they would leave out is kept.
+_MOST_SHARES = 40
+
+
+def skyline(table: Table, order: Sequence[int]) -> list[int]:
+    """Return the rows that no other row reaches in every column, of equal ones the first in the given order."""
+    # a row that reaches another one has the larger sum
+    sums = [int(n) for n in table.sum(axis=1)]
+    kept: list[int] = []
+    found = np.empty_like(table)
+    for i in sorted(order, key=lambda i: -sums[i]):
+        if not (found[: len(kept)] >= table[i]).all(axis=1).any():
+            found[len(kept)] = table[i]
+            kept.append(i)
+    return kept
+
+
+def corners(table: Table) -> list[int]:
+    """Return the rows that no mean of other rows reaches in every column; the rows have to be a skyline.
+
+    Examples
+    --------
+    >>> corners(np.array([[4, 0], [0, 4], [2, 2], [1, 1], [3, 3]]))
+    [0, 1, 4]
+    """
+    kept = list(range(len(table)))
+    most, least = table.max(axis=0), table.min(axis=0)
+    first = table == most
+    alone = first[:, first.sum(axis=0) == 1].any(axis=1)  # the largest of a column: no mean reaches that
+    for i in np.flatnonzero(~alone):
+        others = [j for j in kept if j != i]
+        above = table[:, table[i] > least]
+        if len(others) > 1 and reached(above[others] - above[i]):
+            kept = others
+    return kept
+
+
+def reached(gains: Table) -> bool:
+    """Whether some mean of rows, integers all, is negative in no column."""
+    while len(gains):
+        top = gains.max(axis=0, initial=-1)
+        if (top < 0).any():
+            return False
+        # where the best is 0, a row below it has no share in any such mean
+        possible = (gains[:, top == 0] == 0).all(axis=1)
+        if possible.all():
+            break
+        gains = gains[possible]
+    if not len(gains):
+        return False
+    open_ = gains[:, (gains < 0).any(axis=0)]
+    return not open_.shape[1] or _mean(open_)
+
+
+def _mean(gains: Table) -> bool:
+    """Whether a mean is found whose exact value is negative in no column."""
+    scales = np.abs(gains).max(axis=0)
+    found = _game((gains / scales).astype(float) + 2.0)
+    if found is None:
+        return False
+    rows, columns, near = found
+    weights = np.array([int(share) for share in np.rint(near * _FINE)], dtype=object)
+    if (weights >= 0).all() and weights.any() and (weights @ gains.astype(object) >= 0).all():
+        return True
+    if len(rows) > _MOST_SHARES:
+        return False
+    # of the game in which every column has the same value, written without a fraction
+    system = [[int(gains[j, k]) + 2 * int(scales[k]) for j in rows] + [int(scales[k])] for k in columns]
+    shares = _solved(system)
+    if shares is None or min(shares) < 0:
+        return False
+    whole = lcm(*(share.denominator for share in shares))
+    weights = np.array([int(share * whole) for share in shares], dtype=object)
+    return bool((weights @ gains[rows].astype(object) >= 0).all())
+
+
+def _game(payoff: _Floats) -> tuple[list[int], list[int], _Floats] | None:
+    """Solve max sum(y), payoff @ y <= 1, y >= 0 by the simplex method, all payoffs from 1 to 3.
+
+    Answers with the rows that the shares of the best mean are solved from, as many columns, in which it is the least,
+    and the shares of all rows; None where the sum passes 1/2: each mean of rows is then below 2 in some column.
+    """
+    n, m = payoff.shape
+    table = np.hstack([payoff, np.eye(n), np.ones((n, 1))])
+    worth = np.concatenate([np.ones(m), np.zeros(n + 1)])
+    basis = list(range(m, m + n))
+    for turn in range(_MOST_PIVOTS):
+        if -worth[-1] > 0.5 + _CLOSE:
+            return None
+        better = np.flatnonzero(worth[:-1] > _CLOSE)
+        if not len(better):
+            slack = {k - m for k in basis if k >= m}
+            shares = np.maximum(-worth[m:-1], 0.0)
+            return [j for j in range(n) if j not in slack], [k for k in basis if k < m], shares / shares.sum()
+        # the steepest column; the first one, which cannot go round in circles, if that takes long
+        enter = better[0] if turn > _MOST_PIVOTS // 2 else better[worth[better].argmax()]
+        column = table[:, enter]
+        rows = np.flatnonzero(column > _CLOSE)
+        ratios = table[rows, -1] / column[rows]
+        close = rows[ratios <= ratios.min() + _CLOSE**2]
+        leave = min(close, key=basis.__getitem__)
+        table[leave] /= table[leave, enter]
+        change = table[:, enter].copy()
+        change[leave] = 0.0
+        table -= np.outer(change, table[leave])
+        worth = worth - worth[enter] * table[leave]
+        basis[leave] = int(enter)
+    return None
+
+
+def _solved(system: list[list[int]]) -> list[Fraction] | None:
+    """Solve as many equations as unknowns, exactly: coefficients and the right side; None where they are dependent."""
+    rows = [[Fraction(n) for n in row] for row in system]
+    for i in range(len(rows)):
+        at = next((j for j in range(i, len(rows)) if rows[j][i]), None)
+        if at is None:
+            return None
+        rows[i], rows[at] = rows[at], rows[i]
+        rows[i] = [n / rows[i][i] for n in rows[i]]
+        for j, row in enumerate(rows):
+            if j != i and row[i]:
+                rows[j] = [a - row[i] * b for a, b in zip(row, rows[i], strict=True)]
+    return [row[-1] for row in rows]
+
+
+# -- dominance ---------------------------------------------------------------------------------------------------------
 
 # Terms that bounds from above may make of what is compared.
 _MOST_TERMS = 1 << 17
@@ -400,3 +595,90 @@ def _contradicts(relations: list[Relation]) -> bool:
 
 
 NOTHING_KNOWN = Relations()
+
+
+# -- pruning -----------------------------------------------------------------------------------------------------------
+# Leaving out of a maximum or minimum what its other arguments reach for every admissible size.
+
+Label = TypeVar("Label")
+
+# Sums of products of integers below this are far from where int64 ends.
+_MOST = 1 << 62
+
+
+def prune(
+    candidates: Iterable[tuple[Poly, Label]], relations: Relations = NOTHING_KNOWN, *, largest: bool = True
+) -> list[tuple[Poly, Label]]:
+    """Drop every candidate that another one, or a mean of several others, reaches for all sizes.
+
+    `largest` keeps what a maximum needs, otherwise what a minimum does; of equal polynomials the first label is kept.
+
+    Generators are written as their lower bounds plus something that is not negative: a candidate goes if the
+    coefficients of a convex combination of others are nowhere below its own then. That is sufficient, not necessary.
+    """
+    first: dict[Poly, Label] = {}
+    for p, label in candidates:
+        first.setdefault(p, label)
+    kept = list(first)
+    if len(kept) == 2:  # most often, and fast without a table
+        a, b = sorted(kept, key=Poly.sort_key)
+        sign = relations.sign(a - b if largest else b - a)
+        kept = {1: [a], -1: [b], 0: kept}[sign]
+    elif len(kept) > 1:
+        # of generators that are at least 0 whatever is known of them, which is fast where candidates are many
+        kept = _best(kept, relations, None, largest=largest)
+        more = relations.relations or any(is_root(k) for p in kept for k in p.generators())
+        for known in (False, True) if more else (False,):
+            images = relations.spread(sorted({m for p in kept for m in p.terms}), known=known)
+            if len(kept) > 1 and images is not None:
+                kept = _best(kept, relations, images, largest=largest)
+    final = set(kept)
+    return [(p, label) for p, label in first.items() if p in final]
+
+
+def reached_by(ps: Iterable[Poly], others: Iterable[Poly], relations: Relations = NOTHING_KNOWN) -> bool:
+    """Whether each of some polynomials is one of others, or nowhere above the largest of them."""
+    return all(is_other for _, is_other in prune([*((q, True) for q in others), *((p, False) for p in ps)], relations))
+
+
+def _best(
+    ps: Sequence[Poly], relations: Relations, images: Mapping[Monomial, Poly] | None, *, largest: bool
+) -> list[Poly]:
+    """Keep what others do not reach by coefficients: of the sums as they are, or of what their monomials become."""
+    table = _coefficients(ps)
+    monomials = list({m: None for p in ps for m in p.terms})
+    columns = {m: Poly({m: 1}) for m in monomials} if images is None else {m: images[m] for m in monomials}
+    if images is not None:
+        table = _product(table, _coefficients(list(columns.values())))
+        monomials = list({m: None for p in columns.values() for m in p.terms})
+    free = np.array([not relations.has_sign(m) for m in monomials], dtype=bool)
+    changing = (table != table[0]).any(axis=0)
+    table = np.hstack([table[:, changing], -table[:, changing & free]])
+    table = table if largest else -table
+    order = range(len(ps)) if images is None else sorted(range(len(ps)), key=lambda i: ps[i].sort_key())
+    found = skyline(table, order)
+    if images is not None:
+        found = [found[i] for i in corners(table[found])]
+    return [ps[i] for i in found]
+
+
+def _coefficients(ps: Sequence[Poly]) -> Table:
+    """Return the coefficients of sums, a row each and a column for each monomial in the order of their first use.
+
+    All are multiplied by one number that makes them whole.
+    """
+    monomials = {m: i for i, m in enumerate({m: None for p in ps for m in p.terms})}
+    whole = lcm(*{c.denominator for p in ps for c in p.terms.values()})
+    rows: list[list[int]] = [[0] * len(monomials) for _ in ps]
+    for row, p in zip(rows, ps, strict=True):
+        for m, c in p.terms.items():
+            row[monomials[m]] = c if type(c) is int and whole == 1 else int(c * whole)
+    most = max((abs(c) for row in rows for c in row), default=0)
+    shape = (len(ps), len(monomials))
+    return np.array(rows, dtype=np.int64 if most * max(len(monomials), 2) < _MOST else object).reshape(shape)
+
+
+def _product(a: Table, b: Table) -> Table:
+    """Return a product of tables, exact."""
+    most = int(np.abs(a).max(initial=0)) * int(np.abs(b).max(initial=0)) * max(a.shape[1], 2)
+    return a @ b if most < _MOST else a.astype(object) @ b.astype(object)

@@ -6,38 +6,351 @@ exponent), kept as the sympy expression that it is. sympy is met only at the two
 its own sums are three orders of magnitude slower to build.
 """
 
-# A few lines above 400: sums are bound through sympy's atoms, and atoms are read into sums, so that none can go first.
-
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain
-from math import ceil, floor, prod
-from typing import Any
+from math import ceil, floor, gcd, lcm, prod
+from threading import Lock
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import sympy
 
 from ..errors import ShapeError
-from .division import Terms, content, quotient, reciprocal
-from .generators import (
-    HIGHEST_EXPONENT,
-    Monomial,
-    Rational,
-    atom_key,
-    cached,
-    generator,
-    is_reciprocal,
-    names_in,
-    number_power,
-    product,
-    tidy,
-    times,
-)  # fmt: skip
-from .rounding import split
-from .symbols import check_symbol, integer, shown, symbol
+from .symbols import check_exact, check_symbol, integer, shown, symbol
 
-__all__ = ["ONE", "ZERO", "Monomial", "Poly", "Rational", "generator", "poly", "total"]
+__all__ = [
+    "HIGHEST_EXPONENT",
+    "SLACK",
+    "Monomial",
+    "Rational",
+    "atom_key",
+    "cached",
+    "generator",
+    "is_reciprocal",
+    "names_in",
+    "number_power",
+    "product",
+    "tidy",
+    "times",
+    "Terms",
+    "content",
+    "quotient",
+    "reciprocal",
+    "denominator",
+    "is_whole",
+    "split",
+    "ONE",
+    "ZERO",
+    "Poly",
+    "poly",
+    "total",
+]
+
+
+# -- generators --------------------------------------------------------------------------------------------------------
+# What monomials are made of: symbols, and atoms that stand for anything that is no polynomial.
+
+Rational = int | Fraction
+Monomial = tuple[tuple[str, int], ...]  # sorted by generator key
+
+# Beyond this no size of a tensor has an exponent, and evaluating one would take for ever.
+HIGHEST_EXPONENT = 1024
+# A number raised to a power when symbols are bound stays exact up to this many bits, about what 10**6 operations do.
+_MOST_BITS = 1 << 18
+
+#: First letter of a generator that is at least 0, which only comparisons have.
+SLACK = "+"
+
+T = TypeVar("T")
+
+
+class _Key(str):
+    """The key of an atom: text that sorts and hashes as any other, and the expression that it stands for."""
+
+    __slots__ = ("__weakref__", "expr", "names", "root")
+    expr: sympy.Expr
+    names: frozenset[str]
+    root: tuple[str, int] | None
+    """Of B**(1/2) the symbol and 2: its square is the symbol."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return atom_key, (self.expr,)  # another process has keys of its own
+
+
+# An atom lives as long as a formula that holds its key.
+_by_expr: WeakValueDictionary[sympy.Expr, _Key] = WeakValueDictionary()
+_by_text: WeakValueDictionary[str, _Key] = WeakValueDictionary()
+_lock = Lock()
+_caches: list[Callable[[], None]] = []
+_limit = _FEWEST = 1 << 12  # atoms, before the caches have to let go of those that nothing else holds
+
+
+def cached(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Keep the results of a function of monomials or formulas, as lru_cache does, until atoms have to go."""
+
+    def keep(function: Callable[..., T]) -> Callable[..., T]:
+        kept = lru_cache(maxsize=size)(function)
+        _caches.append(kept.cache_clear)
+        return kept
+
+    return keep
+
+
+def generator(key: str) -> sympy.Expr:
+    """Return the sympy expression that a generator's key stands for."""
+    return key.expr if isinstance(key, _Key) else symbol(key) if key[0] != SLACK else sympy.Symbol(key)
+
+
+def names_in(key: str) -> frozenset[str]:
+    """Return the names of the symbols in a generator."""
+    return key.names if isinstance(key, _Key) else frozenset((key,))
+
+
+def atom_key(expr: sympy.Expr) -> str:
+    """Return the key of an atom, the same for equal expressions, or raise ShapeError: no exact size, or a huge one."""
+    key = _by_expr.get(expr)
+    if key is not None:
+        return key
+    check_exact(expr)
+    _let_go()
+    with _lock:
+        key = _by_expr.get(expr)
+        if key is None:
+            text = _text(expr)
+            while text in _by_text:  # equal text, another expression: the owners of a maximum may differ
+                text += "'"
+            key = _Key(text)
+            key.expr, key.root, key.names = expr, _root(expr), frozenset(s.name for s in expr.free_symbols)
+            _by_expr[expr] = _by_text[text] = key
+        return key
+
+
+def _text(expr: sympy.Expr) -> str:
+    try:
+        return f"~{expr}"
+    except ValueError:  # Python refuses to write out integers of more than 4,300 digits
+        bits = max(int(n.p).bit_length() for n in expr.atoms(sympy.Rational))
+        raise ShapeError(
+            f"{type(expr).__name__} of a number of {bits} bits: no size of a tensor, expected at most 4,300 digits"
+        ) from None
+
+
+def _root(expr: sympy.Expr) -> tuple[str, int] | None:
+    plain = expr.is_Pow and expr.base.is_Symbol and expr.exp.is_Rational and expr.exp.p == 1
+    return (expr.base.name, int(expr.exp.q)) if plain else None
+
+
+def _let_go() -> None:
+    """Empty the caches once there are twice as many atoms as were left the last time."""
+    global _limit
+    if len(_by_expr) >= _limit:
+        for clear in _caches:
+            clear()
+        gc.collect()  # graphs are cycles
+        _limit = max(_FEWEST, 2 * len(_by_expr))
+
+
+@cached(1 << 16)
+def times(a: Monomial, b: Monomial) -> Monomial:
+    """Return a product of monomials, or raise ShapeError if an exponent is too large."""
+    powers = dict(a)
+    for key, power in b:
+        powers[key] = powers.get(key, 0) + power
+        if key[0] == "~" and isinstance(key, _Key) and key.root is not None:
+            name, degree = key.root
+            whole, powers[key] = divmod(powers[key], degree)
+            powers[name] = powers.get(name, 0) + whole
+    if powers and max(map(abs, powers.values())) > HIGHEST_EXPONENT:
+        key, power = max(powers.items(), key=lambda item: abs(item[1]))
+        raise ShapeError(f"{key.lstrip('~')}**{power}: expected an exponent within {HIGHEST_EXPONENT}")
+    return tuple(sorted((k, p) for k, p in powers.items() if p))
+
+
+@cached(1 << 16)
+def product(monomial: Monomial) -> sympy.Expr:
+    """Return a monomial as a sympy expression."""
+    return sympy.Mul(*(sympy.Pow(generator(k), p) for k, p in monomial))
+
+
+def tidy(value: Rational) -> Rational:
+    """Return a whole number as an int."""
+    return value.numerator if type(value) is not int and value.denominator == 1 else value
+
+
+def is_reciprocal(key: str) -> bool:
+    """Whether a generator is an atom such as 1/(A + 1)."""
+    expr = generator(key) if key[0] == "~" else None
+    return expr is not None and expr.is_Pow and expr.exp == -1
+
+
+def number_power(number: Rational, exponent: int) -> Rational:
+    """Return a power of numbers, or raise ShapeError if it is too large to be written out."""
+    if not number and exponent < 0:
+        raise ShapeError(f"0**{exponent}: expected a base that is not zero")
+    bits = max(number.numerator.bit_length(), number.denominator.bit_length()) * abs(exponent)
+    if number in (0, 1, -1) or bits <= _MOST_BITS:
+        return tidy(Fraction(number) ** exponent)
+    too_large = ShapeError(f"a power of {bits} bits is no size of a tensor")
+    if isinstance(number, int) and exponent > 0:
+        raise too_large
+    try:
+        # what is no integer is handed out as a float anyway
+        return tidy(Fraction(float(number) ** exponent))
+    except OverflowError:
+        raise too_large from None
+
+
+# -- division ----------------------------------------------------------------------------------------------------------
+# Exact division of sums by sums, on their terms alone.
+
+Terms = Mapping[Monomial, Rational]
+
+_MOST_STEPS = 2000
+
+
+def reciprocal(m: Monomial) -> Monomial:
+    """Return 1/m."""
+    return times((), tuple((k, -p) for k, p in m))
+
+
+def content(terms: Terms) -> tuple[Monomial, Rational]:
+    """Return the common factor of all terms, so that multiples of a sum have one reciprocal as an atom."""
+    scale = Fraction(gcd(*(c.numerator for c in terms.values())), lcm(*(c.denominator for c in terms.values())))
+    common = tuple((k, low) for k in _keys(terms) if (low := _range(terms, k)[0]))
+    # of what is left once it is divided out: the sign is then that of the sum, whatever it is multiplied by
+    rest = {times(m, reciprocal(common)): c for m, c in terms.items()}
+    return common, scale if rest[max(rest)] > 0 else -scale
+
+
+def quotient(terms: Terms, divisor: Terms) -> Terms | None:
+    """Return the exact quotient, or None: least and greatest exponents of a product are sums."""
+    keys = _keys([*terms, *divisor])
+    ranges = [(_range(terms, k), _range(divisor, k)) for k in keys]
+    allowed = [(low - its_low, high - its_high) for (low, high), (its_low, its_high) in ranges]
+
+    def rank(m: Monomial) -> tuple[int, ...]:
+        powers = dict(m)
+        return sum(powers.values()), *(powers.get(k, 0) for k in keys)
+
+    lead = max(divisor, key=rank)
+    if any(p > 0 and is_reciprocal(k) for k, p in lead):  # whose reciprocal is a sum
+        return None
+    inverse, scale = reciprocal(lead), Fraction(1) / divisor[lead]
+    rest, parts = dict(terms), dict[Monomial, Rational]()
+    for _ in range(_MOST_STEPS):
+        if not rest:
+            return {m: c for m, c in parts.items() if c}
+        top = max(rest, key=rank)
+        part, factor = times(top, inverse), tidy(rest[top] * scale)
+        powers = dict(part)
+        if any(not low <= powers.get(k, 0) <= high for k, (low, high) in zip(keys, allowed, strict=True)):
+            return None
+        parts[part] = tidy(parts.get(part, 0) + factor)
+        for m, c in divisor.items():
+            key = times(part, m)
+            rest[key] = tidy(rest.get(key, 0) - factor * c)
+            if not rest[key]:
+                del rest[key]
+    return None
+
+
+def _keys(monomials: Iterable[Monomial]) -> list[str]:
+    return sorted({k for m in monomials for k, _ in m})
+
+
+def _range(terms: Terms, key: str) -> tuple[int, int]:
+    found = [dict(m).get(key, 0) for m in terms]
+    return min(found, default=0), max(found, default=0)
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+# Floors and ceilings of one value in one form, on terms alone.
+
+
+def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Terms, Terms, bool]:
+    """Write the floor or ceiling of a sum as a whole number and the floor or ceiling of what is left.
+
+    Parameters
+    ----------
+    terms : Terms
+        The sum.
+    up : bool
+        Whether it is rounded up.
+    inside : callable
+        What a generator that is a floor or ceiling rounds.
+
+    Returns
+    -------
+    tuple of Terms, Terms and bool
+        The whole part; the rest, whose coefficients are from 0 on and below 1; whether it is rounded up, which is so
+        where it then needs no number. Where something else than whole numbers is divided, all of it is the rest.
+
+    Notes
+    -----
+    `ceiling(n/q)` is `floor((n + q - 1)/q)`, and `floor((floor(x) + m)/q)` is `floor((x + m)/q)`, for whole m, n and q.
+    """
+    found = _floored(terms, up=up)
+    while found is not None:
+        opened = next((o for m in found if (o := _opened(found, m, inside)) is not None), None)
+        if opened is None:
+            break
+        found = opened
+    if found is None:
+        return {}, terms, up
+    whole = {m: floor(c) for m, c in found.items() if floor(c)}
+    rest = {m: tidy(c - floor(c)) for m, c in found.items() if c != floor(c)}
+    number, divisor = rest.get((), 0), denominator(rest)
+    if divisor > 1 and number == Fraction(divisor - 1, divisor) and len(rest) > 1:
+        return whole, {m: c for m, c in rest.items() if m}, True
+    return whole, rest, False
+
+
+def denominator(terms: Terms) -> int:
+    """Return the least number that makes all coefficients whole."""
+    return lcm(*(c.denominator for c in terms.values()))
+
+
+def is_whole(m: Monomial) -> bool:
+    """Whether a monomial is a whole number for all sizes."""
+    return all(e > 0 and (k[0] != "~" or generator(k).is_integer) for k, e in m)
+
+
+def _floored(terms: Terms, *, up: bool) -> Terms | None:
+    """Return what has the floor that a sum, rounded up or down, is; None where it is no quotient of whole numbers."""
+    if not all(map(is_whole, terms)):
+        return None
+    divisor = denominator(terms)
+    return _plus(terms, {(): Fraction(divisor - 1, divisor)}) if up else terms
+
+
+def _plus(a: Terms, b: Terms) -> Terms:
+    out: dict[Monomial, Rational] = {m: tidy(Fraction(a.get(m, 0) + b.get(m, 0))) for m in (*a, *b)}
+    return {m: c for m, c in out.items() if c}
+
+
+def _opened(terms: Terms, m: Monomial, inside: Callable[[str], Terms]) -> Terms | None:
+    """Put what an inner floor or ceiling rounds in its place; None where that may change the value."""
+    if len(m) != 1 or m[0][1] != 1 or m[0][0][0] != "~" or terms[m].numerator != 1:
+        return None
+    expr = generator(m[0][0])
+    if not isinstance(expr, sympy.floor | sympy.ceiling):
+        return None
+    divisor, rest = terms[m].denominator, {n: c for n, c in terms.items() if n != m}
+    inner = _floored(inside(m[0][0]), up=isinstance(expr, sympy.ceiling))
+    if divisor == 1 or inner is None or any(c * divisor != int(c * divisor) for c in rest.values()):
+        return None
+    return _plus(rest, {n: tidy(Fraction(c) / divisor) for n, c in inner.items()})
+
+
+# -- polynomial --------------------------------------------------------------------------------------------------------
+
+# A few lines above 400: sums are bound through sympy's atoms, and atoms are read into sums, so that none can go first.
+
 
 # Sums raised to more than this are no sizes of tensors; expanding them would take for ever.
 _HIGHEST_POWER = 64
@@ -141,7 +454,7 @@ class Poly:
 
     def __repr__(self) -> str:
         try:
-            return _text(self)
+            return _polynomial_text(self)
         except ValueError:  # Python refuses to write out integers of more than 4,300 digits
             return f"a formula with {shown(max((abs(c.numerator) for c in self.terms.values()), default=0))}"
 
@@ -241,7 +554,7 @@ def _restored(terms: Terms) -> Poly:
 
 
 # kept, as sympy takes long
-_text: Callable[[Poly], str] = cached(1 << 14)(lambda p: str(p.expr))
+_polynomial_text: Callable[[Poly], str] = cached(1 << 14)(lambda p: str(p.expr))
 ZERO = Poly({})
 ONE = Poly({(): 1})
 

@@ -7,7 +7,11 @@ from math import ceil, floor
 
 import sympy
 
-from .generators import cached, generator, names_in
+from .polynomial import (
+    cached,
+    generator,
+    names_in,
+)
 
 __all__ = ["enclosed", "is_root"]
 

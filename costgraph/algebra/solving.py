@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .generators import SLACK
-from .polynomial import ONE, Poly, Rational
+from .polynomial import ONE, SLACK, Poly, Rational
 
 __all__ = ["alone", "solve", "symbols_in"]
 

@@ -8,9 +8,17 @@ from math import prod
 
 import sympy
 
-from .generators import SLACK
-from .polynomial import Monomial, Poly, Rational, generator, poly, total
-from .rounding import denominator, is_whole
+from .polynomial import (
+    SLACK,
+    Monomial,
+    Poly,
+    Rational,
+    denominator,
+    generator,
+    is_whole,
+    poly,
+    total,
+)
 from .solving import alone
 
 __all__ = ["exact", "opened", "put", "solve_rounded"]

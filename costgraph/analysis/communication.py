@@ -8,19 +8,25 @@ from dataclasses import dataclass, field, replace
 from ..algebra.polynomial import Poly, poly, total
 from ..bind.evaluate import Formula, bound_answer
 from ..errors import BindingError
-from ..graph.graph import Graph, need_graph
-from ..graph.op import Op
-from ..graph.sizes import Bindings, bindings
 from ..hardware.links import joined
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
-from ..ops.collectives import Collective
-from ..ops.hops import Send
+from ..ir.graph import (
+    Bindings,
+    Graph,
+    Op,
+    bindings,
+    need_graph,
+)
+from ..ops.collectives import Collective, Send
+from .collective_time import (
+    bucketed,
+    exchange,
+    whole,
+)
 from .costs import executions
-from .exchange import exchange, whole
-from .messages import bucketed
-from .seconds import as_seconds
+from .step_time import as_seconds
 from .work import need_other_names
 
 __all__ = ["Communication", "Message", "communication"]

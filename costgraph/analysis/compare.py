@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from ..algebra.polynomial import ZERO, Poly, as_poly
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer
-from ..graph.graph import Graph, need_graph
-from ..graph.op import Op
-from ..graph.sizes import bindings, known_names
 from ..hardware.tables import Column, Table
-from ..notation.door import guarded
-from ..transforms.precision.autocast import word
+from ..ir.graph import (
+    Graph,
+    Op,
+    bindings,
+    known_names,
+    need_graph,
+)
+from ..notation.validation import guarded
+from ..transforms.precision import word
 from .costs import executions, traffic_of
 
 __all__ = ["Comparison", "Compared", "compare"]

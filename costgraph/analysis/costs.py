@@ -2,39 +2,541 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, lru_cache, partial
 from functools import reduce as fold
 
 import sympy
 
-from ..algebra.carried import conditioned, held_by, plain
-from ..algebra.extremum import Owner, as_expr, extremum
-from ..algebra.polynomial import ONE, ZERO, Poly, total
+from ..algebra.conditions import Validity, conditioned, held_by, plain
+from ..algebra.dominance import Relations
+from ..algebra.extremum import Min, Owner, as_expr, at_least_zero, extremum, smaller
+from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly, total
+from ..algebra.symbols import shorten, shown, symbol
 from ..bind.evaluate import Formula, answer, bound_answer
 from ..dtypes import promote
-from ..errors import GraphError, UnsupportedError
-from ..graph.arguments import need_choice, need_flag
-from ..graph.graph import Graph, need_graph
-from ..graph.loop import Loop
-from ..graph.op import Op
-from ..graph.sizes import Bindings, bindings, known_names, of_stages
-from ..graph.tensor import Storage, Tensor
-from ..ops.contraction import Einsum
-from ..ops.grouped import Grouped
-from ..ops.pieces import Absent, Accumulate, taken
+from ..errors import BindingError, GraphError, UnsupportedError
+from ..hardware.tables import Column, Fact, Table
+from ..ir.graph import (
+    ALIASES,
+    SOURCES,
+    Bindings,
+    Graph,
+    Loop,
+    Op,
+    Storage,
+    Tensor,
+    bindings,
+    known_names,
+    need_call,
+    need_choice,
+    need_flag,
+    need_graph,
+    of_stages,
+)
+from ..ir.graph import dimension_size as size_of
+from ..notation.grammar import parse_relation
+from ..notation.validation import guarded
+from ..ops.access_footprint import at_least
+from ..ops.einsum import Einsum
+from ..ops.grouped import Grouped as GroupedMatmul
+from ..ops.loops import Absent, Accumulate, taken
 from ..ops.rules import Flops
-from .aliases import aliased, situations
-from .bounds import least_traffic
+from ..ops.uses import elements_read, together
 from .collecting import collection_paused
-from .table import FLOP_KINDS, CostRow, Costs
-from .tiling import cache_bytes
-from .traffic import compulsory
+from .tiling import cache_bytes, least_traffic
 
 __all__ = [
-    "bytes_moved", "costs", "executions", "flops", "flops_of_kind", "intensity", "matmul_flops", "traffic_of",
-]  # fmt: skip
+    "FLOP_KINDS",
+    "Cost",
+    "CostRow",
+    "Costs",
+    "Grouped",
+    "aliased",
+    "situations",
+    "compulsory",
+    "repeated_bodies",
+    "bytes_moved",
+    "costs",
+    "executions",
+    "flops",
+    "flops_of_kind",
+    "intensity",
+    "matmul_flops",
+    "traffic_of",
+]
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+# The table of costs: rows that can be filtered, grouped, summed and bound.
+
+#: Kinds of FLOPs that hardware treats differently.
+FLOP_KINDS = ("matmul", "pointwise", "transcendental")
+_VALUES = {
+    "kind": (*FLOP_KINDS, "data"),
+    "direction": ("compute", "read", "write"),
+    "phase": ("forward", "recompute", "backward", "optimizer"),
+}
+
+
+@guarded()
+@dataclass(frozen=True)
+class Cost:
+    """A sum of costs: small, additive."""
+
+    matmul: Formula = 0
+    """FLOPs of contractions: a multiply and an add for each index point"""
+    pointwise: Formula = 0
+    """FLOPs of single arithmetic operations"""
+    transcendental: Formula = 0
+    """FLOPs of exp, log, sqrt and the like"""
+    read: Formula = 0
+    """bytes read"""
+    written: Formula = 0
+    """bytes written"""
+
+    @property
+    def flops(self) -> Formula:
+        """FLOPs of all kinds."""
+        return self.matmul + self.pointwise + self.transcendental
+
+    @property
+    def bytes(self) -> Formula:
+        """Bytes moved, read and written."""
+        return self.read + self.written
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """One entry of the table: FLOPs of one kind, or bytes in one direction, of one op."""
+
+    op: str
+    """name of the op"""
+    scope: str
+    """module scope, levels separated by /"""
+    phase: str
+    """forward, recompute, backward or optimizer"""
+    kind: str
+    """matmul, pointwise or transcendental; of bytes the first of these that the op has FLOPs of, else data"""
+    dtype: str
+    """number format: of FLOPs the one that they are done in, of bytes the stored one"""
+    direction: str
+    """compute, read or write"""
+    amount: Poly
+    """FLOPs where the direction is compute, else bytes; all iterations of a Repeat together"""
+    validity: Validity | None = field(default=None, repr=False, compare=False)
+    """what the amount holds for"""
+
+    @property
+    def value(self) -> Formula:
+        """The amount as a formula, or a number."""
+        return answer(self.amount, _held(self.validity))
+
+
+def _held(validity: Validity | None) -> tuple[Validity, ...]:
+    return () if validity is None else (validity,)
+
+
+@guarded()
+@dataclass(frozen=True, repr=False)
+class Costs(Table):
+    """A table of costs that can be filtered, grouped, summed and bound."""
+
+    rows: tuple[CostRow, ...]
+    """The entries, in program order."""
+    names: frozenset[str] = frozenset()
+    """Dimensions of the graph that they come from: what `bind` takes."""
+    validity: Validity | None = field(default=None, repr=False, compare=False)
+    """What the rows hold for."""
+    graph: str = field(default="", compare=False)
+    """Name of the graph that they come from."""
+
+    def __iter__(self) -> Iterator[CostRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _about(self) -> str:
+        return f"graph {shorten(self.graph)}: {len(self.rows)} rows"
+
+    def _columns(self) -> Sequence[Column]:
+        return _COLUMNS
+
+    def _facts(self) -> Sequence[Fact]:
+        whole = self.total()
+        return (
+            Fact("FLOPs", whole.flops, "FLOP"), Fact("of contractions", whole.matmul, "FLOP"),
+            Fact("bytes moved", whole.bytes, "B"),
+        )  # fmt: skip
+
+    def filter(self, **wanted: str | Callable[[str], bool]) -> Costs:
+        """Keep the rows whose columns have these values.
+
+        Parameters
+        ----------
+        **wanted : str or callable
+            By column: op, scope, phase, kind, dtype, direction. A scope or an op stands for all that is inside it
+            (`scope="layers/attn"`); a callable decides by the column's text.
+
+        Returns
+        -------
+        Costs
+            Fewer rows.
+
+        Raises
+        ------
+        GraphError
+            If there is no such column.
+        """
+        for column, value in wanted.items():
+            _need_column(column)
+            _need_value(column, value)
+        kept = [r for r in self.rows if all(_matches(getattr(r, c), w, c) for c, w in wanted.items())]
+        return replace(self, rows=tuple(kept))
+
+    def group(self, column: str, depth: int | None = None) -> Grouped:
+        """Split the table by a column.
+
+        Parameters
+        ----------
+        column : str
+            op, scope, phase, kind, dtype or direction.
+        depth : int, optional
+            Levels of a scope to keep.
+
+        Returns
+        -------
+        Grouped
+            A mapping from value to table; `.total()` sums each.
+        """
+        _need_column(column)
+        if depth is not None and depth < 1:
+            raise GraphError(f"costs: depth {shown(depth)}, expected a positive integer")
+        out: dict[str, list[CostRow]] = {}
+        for r in self.rows:
+            key = getattr(r, column)
+            out.setdefault(key if depth is None else "/".join(key.split("/")[:depth]), []).append(r)
+        return Grouped({k: replace(self, rows=tuple(v)) for k, v in out.items()})
+
+    def total(self) -> Cost:
+        """Add up all rows."""
+        sums = {}
+        for kind in FLOP_KINDS:
+            sums[kind] = total(r.amount for r in self.rows if r.direction == "compute" and r.kind == kind)
+        read = total(r.amount for r in self.rows if r.direction == "read")
+        written = total(r.amount for r in self.rows if r.direction == "write")
+        parts = {**sums, "read": read, "written": written}
+        return Cost(**{k: answer(p, _held(self.validity)) for k, p in parts.items()})
+
+    def bind(self, **dims: int) -> Costs:
+        """Put sizes into every row.
+
+        Raises
+        ------
+        BindingError
+            If a name is no dimension of the graph or is bound to another size, or the graph refuses a size.
+        """
+        for name in dims:
+            if name not in self.names:
+                raise BindingError(f"{name!r} is no dimension, expected one of {', '.join(sorted(self.names))}")
+        values = {k: as_poly(size_of(k, v)) for k, v in dims.items()}
+        validity = self.validity
+        if validity is not None:
+            for name, size in validity.values:
+                if values.get(name, size) != size:
+                    raise BindingError(f"{name}={dims[name]}: the costs were derived with {name}={size}, expected that")
+            validity = validity.at(values)
+            values |= validity.settled()
+        rows = (replace(r, amount=r.amount.bind(values), validity=validity) for r in self.rows)
+        return replace(self, rows=tuple(rows), validity=validity)
+
+
+_COLUMNS = (
+    *map(Column, ("op", "scope", "phase", "kind", "dtype", "direction")),
+    Column("amount", lambda r: "FLOP" if r.direction == "compute" else "B", lambda r: r.value),
+)
+
+
+class Grouped(Table, dict[str, Costs]):
+    """Tables by the value of a column."""
+
+    @property
+    def rows(self) -> tuple[tuple[str, Cost], ...]:
+        """Each value with what its table adds up to."""
+        return tuple(self.total().items())
+
+    def _about(self) -> str:
+        return f"{len(self)} tables"
+
+    def _columns(self) -> Sequence[Column]:
+        amounts = {"matmul": "FLOP", "pointwise": "FLOP", "transcendental": "FLOP", "read": "B", "written": "B"}
+        return (
+            Column("of", read=lambda row: row[0]),
+            *(Column(name, unit, _part(name)) for name, unit in amounts.items()),
+        )
+
+    def total(self) -> dict[str, Cost]:
+        """Add up each table."""
+        return {k: v.total() for k, v in self.items()}
+
+    def bind(self, **dims: int) -> Grouped:
+        """Put sizes into every table."""
+        return Grouped({k: v.bind(**dims) for k, v in self.items()})
+
+
+def _part(name: str) -> Callable[[tuple[str, Cost]], Formula]:
+    return lambda row: getattr(row[1], name)
+
+
+def _need_column(column: str) -> None:
+    need_choice("costs: column", column, [f.name for f in fields(CostRow) if f.type == "str"])
+
+
+def _need_value(column: str, wanted: object) -> None:
+    """Refuse what no row can have: a misspelt kind would add up to nothing."""
+    if not isinstance(wanted, str):
+        need_call(f"costs: {column}", wanted)
+    elif column in _VALUES:
+        need_choice(f"costs: {column}", wanted, _VALUES[column])
+
+
+def _matches(value: str, wanted: str | Callable[[str], bool], column: str) -> bool:
+    if callable(wanted):
+        return wanted(value)
+    return value == wanted or (column in ("scope", "op") and value.startswith(f"{wanted}/"))
+
+
+# -- aliases -----------------------------------------------------------------------------------------------------------
+# Iterations of a Repeat that differ in which of its tensors are one: an op that reads both reads it once.
+#
+# What a loop starts from may be a tensor that its body captures as well, so that the two are one in the first iteration
+# alone; a body may hand a captured tensor on, or one result in two places.
+
+Aliases = Mapping[Storage, tuple[Storage, Poly]]
+Place = tuple[Storage, Poly]
+
+
+@contextmanager
+def aliased(aliases: Aliases) -> Iterator[None]:
+    """Let regions of tensors be told in the storages that these stand for."""
+    token = ALIASES.set({**ALIASES.get(), **aliases})
+    try:
+        yield
+    finally:
+        ALIASES.reset(token)
+
+
+def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
+    """Return which inputs of a Repeat's body are one tensor, and in how many iterations they are.
+
+    For each situation it says what the storages of the body's inputs stand for; there is one in the ordinary case that
+    nothing is read under two names.
+    """
+    count = loop.count
+    seen, first = _followed(loop)
+    if len(seen) == 1:
+        return [(seen[0], count)]
+    out = []
+    for k, aliases in enumerate(seen):
+        if k < first:
+            times = smaller(ONE, at_least_zero(count - k)) if k else ONE
+        else:  # every so many iterations from here on
+            times = at_least_zero(poly(sympy.ceiling(((count - k) / (len(seen) - first)).expr)))
+        if times:
+            out.append((aliases, times))
+    return out
+
+
+def _followed(loop: Loop) -> tuple[list[Aliases], int]:
+    """Follow the carries until a situation comes back; returns the situations and which one it is."""
+    iteration = _iteration(loop.body)
+    before = {name: poly(symbol(name)) - 1 for name in iteration.names()}
+    fixed = dict(_entries(loop, iteration))
+    state = [_resolved(t.storage, t.offset) for t in loop.starts]
+    made: dict[tuple[Storage, int], Storage] = {}
+    places = {f.storage: i for i, f in enumerate(loop.carries)}
+    history: list[tuple[Place, ...]] = []
+    while tuple(state) not in history:
+        history.append(tuple(state))
+        after = []
+        for t in loop.nexts:
+            if t.storage in places:
+                base, delta = state[places[t.storage]]
+                after.append((_older(made, base), delta.bind(before) + t.offset))
+            elif t.storage in fixed:  # a slice is that of the iteration before, for the next one
+                base, delta = fixed[t.storage]
+                after.append((base, delta.bind(before) + t.offset))
+            else:
+                after.append((made.setdefault((t.storage, 0), _copy(t.storage)), t.offset))
+        state = after
+    first = history.index(tuple(state))
+    inputs = [f.storage for f in loop.carries]
+    told = [_told(loop.body, {**fixed, **dict(zip(inputs, s, strict=True))}) for s in history]
+    if all(t == told[0] for t in told):
+        return told[:1], 0
+    return _shortened(told, first)
+
+
+def _shortened(told: list[Aliases], first: int) -> tuple[list[Aliases], int]:
+    """Leave out what comes back sooner than the carries themselves do."""
+    if all(t == told[first] for t in told[first:]):
+        told = told[: first + 1]
+    while first and len(told) == first + 1 and told[first - 1] == told[first]:
+        told.pop()
+        first -= 1
+    return told, first
+
+
+def _copy(storage: Storage) -> Storage:
+    """Stand for what an earlier iteration made: this one makes its own."""
+    out = Storage.__new__(Storage)
+    out.name, out.elements, out.bytes, out.role = storage.name, storage.elements, storage.bytes, storage.role
+    return out
+
+
+def _older(made: dict[tuple[Storage, int], Storage], base: Storage) -> Storage:
+    """Return what stands for a tensor an iteration later: one that a body made is then older than its newest one."""
+    key = next((k for k, s in made.items() if s is base), None)
+    return base if key is None else made.setdefault((key[0], key[1] + 1), _copy(base))
+
+
+def _resolved(storage: Storage, offset: Poly) -> Place:
+    aliases = ALIASES.get()
+    while storage in aliases:
+        storage, delta = aliases[storage]
+        offset = offset + delta
+    return storage, offset
+
+
+def _iteration(body: Graph) -> Poly:
+    """Return the number of an iteration, of which a loop around has another one."""
+    depth = 0
+    while body.parent is not None:
+        body, depth = body.parent, depth + 1
+    return poly(symbol(f"iteration_{depth}"))
+
+
+def _entries(loop: Loop, iteration: Poly) -> Iterator[tuple[Storage, Place]]:
+    """Yield what the inputs of a body stand for that are the same in all iterations, slices apart."""
+    for f, t in zip(loop.slices, loop.xs, strict=True):
+        yield f.storage, _resolved(t.storage, t.offset + t.strides[0] * iteration)
+    for f, t in zip(loop.captured, loop.shared, strict=True):
+        yield f.storage, _resolved(t.storage, ZERO)  # its own offset is that of the outer one
+
+
+def _told(body: Graph, places: Mapping[Storage, Place]) -> Aliases:
+    """Keep what matters: storages under several names of which an op reads two."""
+    bases = [base for base, _ in places.values()]
+    shared = {name: place for name, place in places.items() if bases.count(place[0]) > 1}
+    if not shared:
+        return {}
+    same = partial(_base, shared)
+    for inner in body.walk():
+        names = {t.storage for t in inner.operands}
+        if len({same(n) for n in names}) < len(names):
+            return shared
+    return {}
+
+
+def _base(shared: Aliases, storage: Storage) -> Storage:
+    return shared[storage][0] if storage in shared else storage
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------------
+# Traffic that no fusion avoids: graph inputs, parameters and buffers read, outputs written.
+
+
+def repeated_bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Poly]]:
+    """Yield a graph and every repeated body inside it, with the number of times that it runs."""
+    yield graph, times
+    for op in graph.ops:
+        if op.body is not None:
+            repeated = times if op.loop is None else times * op.loop.count
+            yield from repeated_bodies(op.body, repeated)
+
+
+def _known(graph: Graph) -> Relations:
+    """Return what is known of sizes, and that no token chooses more experts than there are."""
+    products = ((op, op.kind) for op in graph.walk() if isinstance(op.kind, GroupedMatmul))
+    pairs = {(op.operands[1].sizes[0], kind.chosen) for op, kind in products if kind.routing == "expected"}
+    texts = sorted(f"{experts} >= {chosen}" for experts, chosen in pairs if (experts - chosen).constant is None)
+    return Relations([*graph.root.relations.relations, *map(parse_relation, texts)])
+
+
+def _at_most(touched: Poly, whole: Poly, known: Relations) -> Poly:
+    """Return what is touched of a tensor, never more than the whole."""
+    if at_least(whole, touched) or known.nonnegative(whole - touched):
+        return touched
+    return whole if at_least(touched, whole) else poly(Min(touched.expr, whole.expr))
+
+
+def _made(t: Tensor) -> tuple[object, ...] | None:
+    """Identify the elements that an output needs written: None where a loop may only have handed them on."""
+    source = t
+    while source.is_view and source.producer is not None:
+        source = next(o for o in source.producer.operands if o.storage is t.storage)
+    op = source.producer
+    if op is None or op.body is None or op.loop is None:
+        return t.region()
+    inner = op.body.outputs[op.results.index(source)]
+    made = None if inner.role != "activation" else _made(inner)
+    return None if made is None else (op, *made, *t.region()[1:])
+
+
+def _outputs(graph: Graph) -> Iterator[Poly]:
+    """Yield the bytes of each storage that outputs need written; of parts that may overlap the largest."""
+    by_storage: dict[object, dict[tuple[object, ...], Tensor]] = {}
+    for t in graph.outputs:
+        if t.storage.role == "activation" and not t.storage.host and (made := _made(t)):
+            by_storage.setdefault(t.storage, {}).setdefault(made, t)
+    seen: set[tuple[object, ...]] = set()
+    for found in by_storage.values():
+        tensors = [t for made, t in found.items() if made not in seen]
+        seen.update(found)
+        if tensors:
+            yield together(tensors) * tensors[0].element_bytes()
+
+
+def _kept(graph: Graph, t: Tensor) -> Poly:
+    """Return the elements of a cache that a step writes: the next one reads them."""
+    if t.role != "cache":
+        return ZERO
+    changing = [op for op in graph.successors(t) if op.kind.overwrites()]
+    # a kernel writes into caches beside what it hands out
+    return total(
+        written
+        for op in changing
+        for made, written in zip(op.results, op.kind.writes(op), strict=True)
+        if made.storage is t.storage
+    )
+
+
+def compulsory(graph: Graph) -> Poly:
+    """Return the bytes that no fusion avoids.
+
+    Those are of each input, parameter and buffer the part that its widest reader touches, never more than the whole,
+    and of each output every element; of a cache also what is written to it. What nobody reads is not moved.
+    """
+    if "compulsory" not in graph.cache:
+        parts, known = [], _known(graph)
+        for g, times in repeated_bodies(graph):
+            for t in g.tensors:
+                if t.producer is None and t.role in SOURCES and t.role != "formal" and not t.storage.host:
+                    touched = _at_most(elements_read(g, t), t.storage.elements, known)
+                    parts.append((touched + _kept(g, t)) * t.element_bytes() * times)
+        parts += _outputs(graph)
+        graph.cache["compulsory"] = total(parts)
+    out: Poly = graph.cache["compulsory"]
+    return out
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
 
 _COUNTS = ("executed", "full")
 
@@ -100,8 +602,10 @@ def compute_dtype(op: Op) -> str:
     A product of whole numbers adds up in a wider format than that of its operands, which decides the unit that it
     runs on.
     """
-    multiplies = isinstance(op.kind, Einsum | Grouped)
-    operands = op.operands[:2] if isinstance(op.kind, Grouped) else op.operands  # the others say where rows belong
+    multiplies = isinstance(op.kind, Einsum | GroupedMatmul)
+    operands = (
+        op.operands[:2] if isinstance(op.kind, GroupedMatmul) else op.operands
+    )  # the others say where rows belong
     found = [t.dtype for t in operands if t.dtype.kind == "float"]
     if not found:
         found = [t.dtype for t in (operands if multiplies else op.results[:1])]

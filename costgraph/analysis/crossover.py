@@ -14,11 +14,15 @@ from ..algebra.polynomial import ONE, Poly, total
 from ..algebra.solving import solve
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError, UnsupportedError
-from ..graph.graph import Graph
-from ..graph.op import Op
-from ..graph.sizes import bindings, conditions, need_open
 from ..hardware.specs import Hardware, load_hardware
-from .seconds import warn_of
+from ..ir.graph import (
+    Graph,
+    Op,
+    bindings,
+    conditions,
+    need_open,
+)
+from .step_time import warn_of
 from .work import Fallback, Rates, exact, need_other_names, works
 
 __all__ = ["crossover"]

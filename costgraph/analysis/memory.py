@@ -3,29 +3,144 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from ..algebra.conditions import Validity
+from ..algebra.dominance import prune
 from ..algebra.extremum import Owner, as_expr, extremum
-from ..algebra.polynomial import ONE, Poly, Rational, total
-from ..algebra.pruning import prune
+from ..algebra.polynomial import ONE, Monomial, Poly, Rational, as_poly, total
 from ..algebra.symbols import shorten
-from ..bind.evaluate import Formula, answer, need_bound, number
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph, need_graph
-from ..graph.sizes import Bindings, bindings, of_stages
+from ..bind.evaluate import Formula, answer, bound_answer, need_bound, number, outside, plan
 from ..hardware.tables import Column, Fact, Table
-from ..notation.door import guarded
-from .caching import CachingAllocator
-from .hooks import plotter
-from .lifetimes import Copies, Program, copies_for, play
-from .live import View, closed, holds_from, live_bytes, live_cases
+from ..ir.graph import Bindings, Graph, Waiting, bindings, loops, need_choice, need_graph, of_stages
+from ..notation.validation import guarded
+from .allocator import CachingAllocator
+from .collecting import collection_paused
+from .liveness import Copies, Life, Program, View, closed, copies_for, holds_from, live_bytes, live_cases, play
 from .regimes import Range, Regime, narrowed, ranges, regime
+from .registrations import plotter
 from .workspaces import on_device
 
-__all__ = ["Moment", "Timeline", "peak_cases", "peak_memory", "timeline"]
+__all__ = [
+    "Lifetime",
+    "Lifetimes",
+    "lifetimes",
+    "Moment",
+    "Timeline",
+    "peak_cases",
+    "peak_memory",
+    "timeline",
+    "Array",
+    "Programs",
+    "Values",
+    "peaks",
+    "refused",
+]
+
+
+# -- storages ----------------------------------------------------------------------------------------------------------
+# When each storage of a graph is born and when it dies, as a table.
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """One storage: what it is, and when it is there."""
+
+    tensor: str
+    """name of the tensor that it was made for; iterations of a Repeat in brackets"""
+    role: str
+    """input, param, buffer, cache, output, activation, or workspace of a device"""
+    bytes: Formula
+    """bytes it takes"""
+    born: str | None
+    """op that makes it, None for what is there from the start"""
+    dies: str | None
+    """last op that needs it, None for what stays to the end"""
+
+
+class Lifetimes(Table, list[Lifetime]):
+    """The storages of a graph. Made by `lifetimes`; in all else a list."""
+
+    graph = ""
+    """name of the graph"""
+
+    @property
+    def rows(self) -> tuple[Lifetime, ...]:
+        """The storages."""
+        return tuple(self)
+
+    def _about(self) -> str:
+        return f"graph {shorten(self.graph)}: {len(self)} storages"
+
+    def _columns(self) -> Sequence[Column]:
+        return Column("tensor"), Column("role"), Column("bytes", "B"), Column("born"), Column("dies")
+
+    def _facts(self) -> Sequence[Fact]:
+        throughout = [r.bytes for r in self if r.born is None and r.dies is None]
+        return (Fact("throughout", sum(throughout), "B"),) if throughout else ()
+
+
+def lifetimes(graph: Graph, /, *, device: str | None = None, arch: str | None = None, **dims: int) -> Lifetimes:
+    """List every storage with its birth and death.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    device, arch : str, optional
+        As in `peak_memory`: what libraries and kernels allocate there is listed beside the storages, role workspace.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    Lifetimes
+        A list of `Lifetime`, rows (tensor, role, bytes, born, dies), what lives throughout first. Of a Repeat the
+        first, a middle and the last iteration are listed.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+    GraphError
+        If there is no such device or architecture.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, D))
+    ...     g.output(cg.relu(cg.relu(x)))
+    >>> [(r.tensor, r.role, r.born, r.dies) for r in cg.lifetimes(g)]
+    [('x', 'input', None, None), ('relu', 'activation', 'relu', 'relu_1'), ('relu_1', 'output', 'relu_1', None)]
+    """
+    need_graph("lifetimes", graph)
+    out = Lifetimes(_rows(graph, dims, on_device("lifetimes", device, arch)))
+    out.graph = graph.name
+    return out
+
+
+def _rows(graph: Graph, dims: Mapping[str, object], view: View) -> Iterator[Lifetime]:
+    values = bindings(graph, dims)
+    program = play(graph, copies_for(values), values)
+    if view is not None:
+        program = view(graph, program)
+    for life in program.lives:
+        born = None if life.born is None else program.steps[life.born].where
+        dies = None if life.dies is None else program.steps[life.dies].where
+        yield Lifetime(life.name, life.role, bound_answer(life.bytes, values), born, dies)
+    for step in program.steps if view is not None else ():
+        if step.workspace:
+            yield Lifetime(step.where, "workspace", bound_answer(step.workspace, values), step.where, step.where)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 # Unrolled further than this, a timeline is played with the iterations that can differ alone.
 _MOST_STEPS = 20_000
@@ -357,3 +472,109 @@ def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int])
         kept = out.get("workspace", (0,) * len(at))
         out["workspace"] = tuple(more + number(Fraction(needs.get(now, 0))) for now, more in zip(at, kept, strict=True))
     return out
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+# Formulas and peaks of a graph over arrays of sizes: what is played once is worked out at all points together.
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+#: By the iterations that are played of each loop.
+Programs: TypeAlias = dict[tuple[object, ...], Program]
+
+
+class Values:
+    """Values of formulas at points, of sizes of one length; each formula, monomial and generator is worked out once."""
+
+    def __init__(self, sizes: Mapping[str, Any]) -> None:
+        self.sizes = {name: np.asarray(n, dtype=np.float64) for name, n in sizes.items()}
+        self._generators: dict[str, Any] = {}
+        self._monomials: dict[Monomial, Any] = {}
+        self._found: dict[Poly, Any] = {}
+
+    def __call__(self, p: Poly) -> Any:
+        """Return the values of a formula, one number where it is the same at all points."""
+        found = self._found.get(p)
+        if found is None:
+            with np.errstate(all="ignore"):
+                each = [self._monomial(m) if c == 1 else float(c) * self._monomial(m) for m, c in p.terms.items()]
+                found = self._found[p] = sum(each[1:], each[0]) if each else np.float64(0)
+        return found
+
+    def _monomial(self, m: Monomial) -> Any:
+        found = self._monomials.get(m)
+        if found is None:
+            above, below = np.float64(1), np.float64(1)
+            for key, e in m:  # divided once: of whole numbers that divide, that is exact
+                factor = self._generator(key) ** abs(e)
+                above, below = (above * factor, below) if e > 0 else (above, below * factor)
+            found = self._monomials[m] = above / below
+        return found
+
+    def _generator(self, key: str) -> Any:
+        if key not in self._generators:
+            self._generators[key] = plan(Poly({((key, 1),): 1}))(dict(self.sizes))
+        return self._generators[key]
+
+
+def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
+    """Return where what a formula holds for is not so, False where it is everywhere."""
+    found = outside([asked for validity in held for asked in validity.tests()], sizes)
+    return False if found is None else found
+
+
+@collection_paused()
+def peaks(
+    graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = None, programs: Programs | None = None
+) -> Array:
+    """Return the peak memory at points, of which all sizes are given, as `peak_memory` says it of each.
+
+    The program is played once for all points at which its loops have the same iterations that can differ. `waiting` is
+    what a stage of a pipeline knows of the others, where that is not the graph's own; `programs` keeps those that were
+    played.
+    """
+    out = np.zeros(np.broadcast_shapes(*(np.shape(n) for n in sizes.values())))
+    for at, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):
+        out[at] = _most(program, Values({name: n if np.ndim(n) == 0 else n[at] for name, n in sizes.items()}))
+    return out
+
+
+def _programs(
+    graph: Graph, sizes: Mapping[str, Array], many: int, waiting: Waiting | None, programs: Programs
+) -> Iterator[tuple[Array, Program]]:
+    """Yield programs, and the points that each is the one of."""
+    every = list(loops(graph))
+    names = sorted({name for loop in every for name in loop.count.names()})
+    columns = np.array([np.broadcast_to(sizes[name], many) for name in names], dtype=np.int64).reshape(len(names), many)
+    counts, place = np.unique(columns, axis=1, return_inverse=True)
+    same: dict[tuple[object, ...], list[int]] = {}
+    until = any(loop.until for loop in every)  # how often these run depends on the counts themselves
+    for i, found in enumerate(counts.T.tolist()):
+        copies = copies_for({name: as_poly(n) for name, n in zip(names, found, strict=True)})
+        same.setdefault((*map(copies, every), *(found if until else ())), []).append(i)
+    for key, like in same.items():
+        if key not in programs:
+            known = {name: as_poly(int(n)) for name, n in zip(names, counts[:, like[0]], strict=True)}
+            programs[key] = play(graph, copies_for(known), known if until else {}, waiting)
+        yield np.isin(place.reshape(-1), like), programs[key]
+
+
+def _most(program: Program, value: Values) -> Any:
+    """Return the most bytes that are live at once."""
+    births: dict[int | None, list[Life]] = {}
+    deaths: dict[int | None, list[Life]] = {}
+    for life in program.lives:
+        births.setdefault(life.born, []).append(life)
+        deaths.setdefault(life.dies, []).append(life)
+    live = _bytes(births.get(None, ()), value)
+    most = live
+    for now, step in enumerate(program.steps):
+        if now in births:
+            live = live + _bytes(births[now], value)
+        most = np.maximum(most, live + value(step.workspace) if step.workspace else live)
+        if now in deaths:
+            live = live - _bytes([life for life in deaths[now] if life.born is not None], value)
+    return most
+
+
+def _bytes(lives: Iterable[Life], value: Values) -> Any:
+    return sum((value(life.bytes) for life in lives), np.float64(0))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from ..algebra.polynomial import ONE, Poly, total
 from ..bind.evaluate import Formula, bound_answer
-from ..graph.arguments import need_flag
-from ..graph.graph import Graph, need_graph
-from ..graph.op import Op
-from ..graph.scopes import scopes_of
-from ..graph.sizes import bindings
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Graph,
+    Op,
+    Tensor,
+    bindings,
+    need_flag,
+    need_graph,
+    scopes_of,
+)
+from ..ops.collectives import Merge
+from ..ops.elementwise import Pointwise
 from ..ops.grouped import Dispatch, Grouped
 from ..ops.index import Gather
-from ..ops.merge import Merge
-from ..ops.moves import Rearrange
-from ..ops.pointwise import Pointwise
-from ..ops.stated import Opaque
-from .traffic import repeated_bodies
+from ..ops.layout import Rearrange
+from ..ops.opaque import Opaque
+from .costs import repeated_bodies
 
 __all__ = ["cache_bytes", "cached", "param_bytes", "param_count", "unused_params"]
 

@@ -10,18 +10,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import sympy
 
-from ..algebra.carried import conditioned, held_by, plain
-from ..algebra.conditions import Conditions, Validity
-from ..algebra.dominance import Relation, Relations
-from ..algebra.extremum import Max, Min, Owner, as_expr, extremum
-from ..algebra.lines import as_latex, as_text
+from ..algebra.conditions import (
+    Conditions,
+    Validity,
+    conditioned,
+    held_by,
+    plain,
+)
+from ..algebra.dominance import Relation, Relations, prune
+from ..algebra.extremum import (
+    Max,
+    Min,
+    Owner,
+    as_expr,
+    as_latex,
+    as_text,
+    extremum,
+)
 from ..algebra.polynomial import Poly, poly
-from ..algebra.pruning import prune
 from ..algebra.symbols import shown, symbol
-from ..bind.evaluate import Formula, answer
-from ..bind.sweep import plan
+from ..bind.evaluate import Formula, answer, plan
 from ..errors import BindingError, PatternError
-from ..graph.sizes import size_of
+from ..ir.graph import dimension_size as size_of
 
 __all__ = ["Range", "Regime", "Regimes", "narrowed", "ranges", "regime", "regimes"]
 

@@ -7,25 +7,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ..algebra.dominance import Relations
+from ..algebra.dominance import Relations, prune
 from ..algebra.extremum import Max
 from ..algebra.polynomial import ZERO, Poly, poly, total
-from ..algebra.pruning import prune
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, need_bound
 from ..errors import SpecError
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph
-from ..hardware.levels import Level
 from ..hardware.networks import Network
-from ..hardware.rates import StandIn
-from ..hardware.specs import Hardware
+from ..hardware.specs import Hardware, Level, StandIn
 from ..hardware.tables import Column, Fact, Table
-from ..notation.door import guarded
-from .duration import as_declared, holds_for, in_total, least, stages_asked
-from .hooks import plotter
-from .seconds import OVERLAPS, Bound, Spent, in_seconds, largest, lower_bound, spent, together, warn_of, which
-from .traffic import compulsory
+from ..ir.graph import Graph, need_choice
+from ..notation.validation import guarded
+from .costs import compulsory
+from .registrations import plotter
+from .step_time import (
+    OVERLAPS,
+    Bound,
+    Spent,
+    as_declared,
+    holds_for,
+    in_seconds,
+    in_total,
+    largest,
+    least,
+    lower_bound,
+    spent,
+    stages_asked,
+    together,
+    warn_of,
+    which,
+)
 from .work import Asked, Fallback, Work
 
 __all__ = ["Roofline", "RooflineRow", "bound_roofline", "roofline"]
@@ -254,8 +265,8 @@ def roofline(
     Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound; of hardware that is an
     unknown, all can. For a missing rate the next wider format stands in, then the matrix unit, then the nearest
     format; in the lower bound the highest rate of the device. The ranks of a collective fill the domains of the
-    interconnect, those along the last axis of a mesh next to each other; `costgraph.analysis.exchange` has its time.
-    In the lower bound a convolution has the fewest products that an
+    interconnect, those along the last axis of a mesh next to each other; `costgraph.analysis.collective_time` has its
+    time. In the lower bound a convolution has the fewest products that an
     algorithm is known to need, and a device the highest clock that it was seen to reach.
 
     With `hierarchical` (Yang, Kurth and Williams 2020, but with traffic that is derived, not measured) the levels are

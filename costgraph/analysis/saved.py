@@ -7,12 +7,16 @@ from collections.abc import Iterable, Iterator
 from ..algebra.polynomial import Poly, total
 from ..bind.evaluate import Formula, bound_answer
 from ..errors import GraphError
-from ..graph.graph import Graph, need_graph
-from ..graph.loop import Loop
-from ..graph.op import Op
-from ..graph.sizes import bindings
-from ..graph.tensor import Storage, Tensor
-from ..ops.hops import Send
+from ..ir.graph import (
+    Graph,
+    Loop,
+    Op,
+    Storage,
+    Tensor,
+    bindings,
+    need_graph,
+)
+from ..ops.collectives import Send
 
 __all__ = ["behind", "handed_back", "left", "left_for_weights", "saved_bytes"]
 

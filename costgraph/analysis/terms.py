@@ -8,10 +8,19 @@ from typing import Any
 
 import sympy
 
-from ..algebra.carried import conditioned, held_by, plain
+from ..algebra.conditions import (
+    conditioned,
+    held_by,
+    plain,
+)
 from ..algebra.extremum import Max, Min, Owner, as_expr
-from ..algebra.generators import Monomial, Rational, times
-from ..algebra.polynomial import Poly, poly
+from ..algebra.polynomial import (
+    Monomial,
+    Poly,
+    Rational,
+    poly,
+    times,
+)
 from ..algebra.symbols import shown, symbol
 from ..bind.evaluate import Formula, answer
 from ..errors import BindingError

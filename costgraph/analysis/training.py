@@ -14,17 +14,23 @@ from ..algebra.polynomial import Poly, total
 from ..algebra.symbols import shown
 from ..bind.evaluate import Formula, answer, bound_answer
 from ..errors import BindingError, GraphError
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph, need_graph
-from ..graph.op import Op
-from ..graph.sizes import bindings
 from ..hardware.specs import Hardware, load_hardware
+from ..ir.graph import Graph, Op, bindings, need_choice, need_graph
 from .costs import costs, executions, matmul_flops
 
 __all__ = [
-    "given", "goes_over", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "other_formats", "rate_of",
-    "step_tokens", "tokens_poly",
-]  # fmt: skip
+    "given",
+    "goes_over",
+    "hardware_flops",
+    "hfu",
+    "main_format",
+    "mfu",
+    "model_flops",
+    "other_formats",
+    "rate_of",
+    "step_tokens",
+    "tokens_poly",
+]
 
 Fallback = str | Mapping[str, str] | None
 

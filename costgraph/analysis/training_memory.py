@@ -8,18 +8,25 @@ from fractions import Fraction
 
 import sympy
 
+from ..algebra.dominance import prune
 from ..algebra.extremum import extremum
 from ..algebra.polynomial import ZERO, Poly, total
-from ..algebra.pruning import prune
 from ..bind.evaluate import Formula, answer, bound_answer
 from ..errors import GraphError
-from ..graph.graph import Graph, need_graph
-from ..graph.sizes import bindings
-from ..graph.tensor import Storage, Tensor
-from ..notation.door import guarded
-from .lifetimes import Program
-from .live import closed, live_cases
-from .traffic import repeated_bodies
+from ..ir.graph import (
+    Graph,
+    Storage,
+    Tensor,
+    bindings,
+    need_graph,
+)
+from ..notation.validation import guarded
+from .costs import repeated_bodies
+from .liveness import (
+    Program,
+    closed,
+    live_cases,
+)
 
 __all__ = ["StateBytes", "activation_memory", "bytes_per_param", "is_step", "saved_state_bytes", "state_bytes"]
 

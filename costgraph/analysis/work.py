@@ -8,20 +8,27 @@ from fractions import Fraction
 
 from ..algebra.polynomial import ZERO, Poly, poly, total
 from ..errors import BindingError, SpecError
-from ..graph.arguments import need_flag
-from ..graph.graph import Graph
-from ..graph.op import Op
-from ..graph.sizes import Bindings, bindings, known_names
-from ..hardware.levels import Level, levels
 from ..hardware.links import joined
 from ..hardware.networks import Network
-from ..hardware.rates import StandIn
-from ..hardware.specs import Hardware
+from ..hardware.specs import (
+    Hardware,
+    Level,
+    StandIn,
+    levels,
+)
+from ..ir.graph import (
+    Bindings,
+    Graph,
+    Op,
+    bindings,
+    known_names,
+    need_flag,
+)
 from ..ops.collectives import Collective
-from ..ops.contraction import Einsum
-from ..ops.stated import Transfer
-from .bounds import parts_of_traffic
+from ..ops.einsum import Einsum
+from ..ops.opaque import Transfer
 from .costs import compute_dtype, executions
+from .tiling import parts_of_traffic
 
 __all__ = ["Asked", "Fallback", "Rates", "Work", "ask", "exact", "need_other_names", "works"]
 

@@ -11,20 +11,20 @@ from ..algebra.extremum import Min
 from ..algebra.polynomial import ZERO, Poly, as_poly
 from ..algebra.symbols import shown
 from ..errors import GraphError
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph
-from ..graph.op import Op
-from ..graph.strides import numel
-from ..hardware.arch import DEFAULT, Arch, arch_of
+from ..hardware.specs import (
+    DEFAULT,
+    Arch,
+    arch_of,
+)
+from ..ir.graph import Graph, Op, need_choice
+from ..ir.strides import numel
 from ..notation.pattern import Affine
-from ..ops.blocks import Kernel
-from ..ops.contraction import Einsum
-from ..ops.ordering import Sort
-from ..ops.pointwise import Pointwise
+from ..ops.einsum import Einsum
+from ..ops.elementwise import Pointwise
+from ..ops.index import Sort
+from ..ops.loops import Kernel
 from ..ops.reduce import Reduce
-from .families import Life
-from .lifetimes import Program
-from .live import View
+from .liveness import Life, Program, View
 
 __all__ = ["LT_WORKSPACE", "blas_workspace", "on_device", "temporary"]
 

@@ -14,11 +14,23 @@ from ..algebra.extremum import as_expr
 from ..algebra.polynomial import poly
 from ..algebra.symbols import shorten, shown, symbol
 from ..errors import BindingError, ShapeError, UnsupportedError
-from ..hardware.keys import SYMBOLS, TABLES
-from ..hardware.rates import FORMATS, StandIn
-from ..hardware.specs import Hardware, load_hardware
-from .evaluate import Compiled, Formula, compile
-from .sweep import checked, largest_met
+from ..hardware.file import (
+    SYMBOLS,
+    TABLES,
+)
+from ..hardware.specs import (
+    FORMATS,
+    Hardware,
+    StandIn,
+    load_hardware,
+)
+from .evaluate import (
+    Compiled,
+    Formula,
+    checked,
+    compile,
+    largest_met,
+)
 
 __all__ = ["sweep"]
 

@@ -8,15 +8,45 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from inspect import getdoc
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from .. import __version__
 from ..algebra.symbols import printable
-from ..errors import CostGraphError
-from ..notation.progress import waiting
+from ..errors import CostGraphError, FormatError
+from ..ir.graph import Graph
+from ..notation.progress import hush, waiting
+from ..report.plots import check_path
+from ..report.text import WIDTH
+from ..text_file import write_file
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from ..report.collect import Report
+
+__all__ = [
+    "main",
+    "COMMANDS",
+    "app",
+    "command",
+    "check_files",
+    "draw_report",
+    "say",
+    "screen",
+    "write_files",
+]
+
+
+# -- app ---------------------------------------------------------------------------------------------------------------
 
 _EXTRA = 'costgraph: the command line needs typer and rich: pip install "costgraph[cli]"'
 
@@ -79,7 +109,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ImportError:
         sys.stderr.write(_EXTRA + "\n")
         return 2
-    from .frame import app
 
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = get_command(app)
@@ -119,3 +148,149 @@ def _refuse(message: str) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# -- frame -------------------------------------------------------------------------------------------------------------
+# What all commands stand in: their names, and the module that each is imported from once it is asked for.
+#
+# A word on the command line, or a key that completes it, waits for its own command alone.
+
+#: The module of each command, and what the list of commands says of it.
+COMMANDS = {
+    "report": ("commands", "Costs of a model, on a device if one is named."),
+    "formula": ("commands", "Closed form of one quantity of a model."),
+    "crossover": ("commands", "Size at which a model becomes compute-bound."),
+    "models": ("commands", "List the presets."),
+    "hardware": ("commands", "List the devices, or all that is known of one."),
+    "explore": ("commands", "Write a page with a slider for every size."),
+    "train": ("training_commands", "Costs of a step of training."),
+    "plan": ("training_commands", "What decides whether a training run is possible."),
+    "search": ("training_commands", "Plans of training on several devices, fastest first."),
+    "decode": ("serving_commands", "Throughput against latency of generation on a device."),
+    "latency": ("serving_commands", "Time to the first token of an answer, and of those after it."),
+    "calibrate": ("torch_commands", "Measure what a device attains, or fit a model of time to records."),
+    "validate": ("torch_commands", "Hold predictions to measurements, of a device here or published."),
+    "trace": ("torch_commands", "Turn a torch module into a graph with symbolic sizes."),
+    "weights": ("commands", "Tensors of a checkpoint, and how they differ from a model."),
+}
+
+_APPS: dict[str, typer.Typer] = {}
+_PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+
+class _Commands(TyperGroup):
+    """Commands whose modules are imported when one of theirs is called, or its arguments are completed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, listed, rest = super().resolve_command(ctx, args)
+        if name is None or listed is None:
+            return name, listed, rest
+        import_module(f"{__package__}.{COMMANDS[name][0]}")
+        return name, get_command(_APPS[name]), rest
+
+
+app = typer.Typer(
+    name="costgraph",
+    cls=_Commands,
+    **_PLAIN,
+    help="Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline.\n\n"
+    "\b\nExamples:\n"
+    "  costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192\n"
+    "  costgraph formula llama-3-8b peak-memory\n"
+    "  costgraph hardware h100-sxm",
+)
+
+
+def _listed() -> None:
+    """Stand for a command in lists."""
+
+
+for _name, (_, _help) in COMMANDS.items():
+    app.command(_name, short_help=_help)(_listed)
+
+
+def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes a function a command; the lines of its examples stay lines."""
+
+    def declared(function: Callable[..., None]) -> Callable[..., None]:
+        text = re.sub(r"^Examples\n-+$", "\b\nExamples:", getdoc(function) or "", flags=re.MULTILINE)
+        _APPS[name] = typer.Typer(add_completion=False, **_PLAIN)
+        return _APPS[name].command(name, short_help=COMMANDS[name][1], help=text)(function)
+
+    return declared
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"costgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
+
+
+# -- terminal ----------------------------------------------------------------------------------------------------------
+# Where the command line writes: the standard output, files and pictures.
+
+
+def say(lines: str, *, styled: bool = False) -> None:
+    """Write lines to the standard output: of control characters only those of styles, where `text.draw` set them.
+
+    What the output's encoding lacks becomes a question mark, and a rule a row of hyphens.
+    """
+    lines = lines if styled else printable(lines)
+    encoding = sys.stdout.encoding or "utf-8"
+    if not encoding.lower().startswith("utf"):
+        lines = lines.replace("\u2500", "-").encode(encoding, "replace").decode(encoding)
+    hush()
+    sys.stdout.write(lines + "\n")
+
+
+def screen() -> tuple[int, bool]:
+    """Return the columns of the output, and whether it shows colors."""
+    terminal = sys.stdout.isatty()
+    # 80 where nobody says otherwise: a pipe has no width
+    width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else WIDTH
+    return max(width, 40), terminal and "NO_COLOR" not in os.environ
+
+
+def check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
+    """Refuse what cannot be written before anything is derived."""
+    if json == csv == "-":
+        raise FormatError("--json - and --csv -: the standard output takes one of them, expected a file for the other")
+    for path in plots:
+        if path is not None:
+            check_path(path)
+
+
+def write_files(*files: tuple[str | None, Callable[[], str]]) -> bool:
+    """Write what functions return to their files, if any; a hyphen is the standard output: whether one took that."""
+    for path, content in files:
+        if path == "-":
+            # JSON leaves this one as it is, and has one way to escape it
+            say(content().removesuffix("\n").replace("\x7f", "\\u007f"))
+        elif path is not None:
+            write_file(path, content())
+    return any(path == "-" for path, _ in files)
+
+
+def draw_report(
+    graph: Graph, found: Report, dims: Mapping[str, Any], plot: str | None, memory_plot: str | None
+) -> None:
+    """Draw the pictures that were asked for."""
+    if plot is not None:
+        found.plot(plot)
+    if memory_plot is not None:
+        from ..analysis.memory import timeline
+        from ..report.plots import plot_timeline
+
+        room = None if found.hardware is None else float(found.hardware.capacity().value)
+        arch = found.peak.arch
+        line = timeline(graph, device=None if arch is None else "cuda", arch=arch, **dims)
+        plot_timeline(line, memory_plot, capacity=room)

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import sympy
 import typer
+from rich.console import RenderableType
 from rich.markup import escape
 
 from ..algebra.symbols import shorten
+from ..analysis.checkpoint_files import compare_weights
 from ..analysis.crossover import crossover
 from ..analysis.memory import peak_cases
-from ..errors import BindingError, FormatError
-from ..graph.graph import Graph
-from ..graph.sizes import bindings
+from ..errors import BindingError, FormatError, SpecError
+from ..files.checkpoints import read_weights
+from ..hardware.specs import Hardware, list_hardware, load_hardware
+from ..hardware.units import Quantity, format_bytes
+from ..ir.graph import Graph, bindings
 from ..report import report, text
+from ..report.explore import explore
 from ..report.files import to_csv, to_json
+from ..report.formatting import QUANTITIES, quantity_of, show
 from ..report.formula import formula_text, shared, write_formula
-from ..report.quantities import QUANTITIES, quantity_of
+from ..report.text import clean, draw, grid, listing, texts
 from . import options as opt
-from .frame import command
-from .loading import load_model
-from .terminal import check_files, draw_report, say, screen, write_files
+from .app import check_files, command, draw_report, say, screen, write_files
+from .options import load_model
 
-__all__ = ["crossover_command", "formula_command", "report_command"]
+__all__ = [
+    "crossover_command",
+    "formula_command",
+    "report_command",
+    "explore_command",
+    "weights_command",
+    "device",
+    "devices",
+    "hardware_command",
+    "models",
+    "models_command",
+]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 # -- report ------------------------------------------------------------------------------------------------------
 
@@ -142,3 +161,141 @@ def crossover_command(
         say(f"memory-bound at every {symbol}")
     else:
         say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
+
+
+# -- explore command ---------------------------------------------------------------------------------------------------
+# The command that writes the page with sliders.
+
+_Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to write.")]
+_Views = Annotated[
+    list[str] | None,
+    typer.Option("--views", metavar="VIEW", help="One view; may be given several times. forward, prefill, decode or "
+                 "train, then optimizer=, precision=, checkpoint=, accumulate=, clip=, and of one rank dp=, tp=, cp=, "
+                 "ep=, pp=, zero=, sequence, context=, reduce_each=, schedule=."),
+]  # fmt: skip
+
+
+@command("explore")
+def explore_command(
+    model: opt.Model, out: _Out, views: _Views = None, attention: opt.Attention = None, dtype: opt.Format = None,
+    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+) -> None:  # fmt: skip
+    """Write one HTML file that shows in a browser what follows from sizes: memory, FLOPs and time, without a server.
+
+    Examples
+    --------
+      costgraph explore llama-3-8b --out page.html
+      costgraph explore llama-3-8b --out page.html --views forward
+        --views "train precision=bf16 checkpoint=every-block dp=8 tp=T zero=3"
+        --views "train precision=bf16 accumulate=8 pp=4"
+    """
+    page = explore(load_model(model, attention, dtype, dropout, composed, symbolic), out, views=views)
+    say(f"{out}: {page.name}, {len(page.html):,} characters")
+
+
+# -- weights command ---------------------------------------------------------------------------------------------------
+# The command that reads checkpoints, and holds them to a model.
+
+
+@command("weights")
+def weights_command(
+    path: Annotated[str, typer.Argument(metavar="FILE",
+          help="A safetensors file, an index, a folder with one, or a GGUF file.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="What it is held to, as of report.",
+        autocompletion=opt.one_of(opt.presets))] = None,
+    sizes: opt.Sizes = None, dtype: opt.Format = None,
+) -> None:  # fmt: skip
+    """Print which tensors a checkpoint holds, from its headers alone; with a model, in what the two differ.
+
+    The exit code is 1 where they differ.
+
+    Examples
+    --------
+      costgraph weights model.safetensors
+      costgraph weights folder llama-3-8b
+    """
+    found = read_weights(path)
+    if model is None:
+        say(str(found))
+        return
+    compared = compare_weights(load_model(model, None, dtype, None), found, **opt.read_sizes(sizes))
+    say(str(compared))
+    if not compared.agree:
+        raise typer.Exit(1)
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+# The commands that list models and devices, and tell all that is known of one device.
+
+
+def models() -> RenderableType:
+    """Return a table of the presets: name, parameters, published sizes."""
+    from ..models.registry import published
+
+    rows = []
+    for name, parameters, sizes in published():
+        rows.append((name, show(parameters, "1"), " ".join(f"{k}={v}" for k, v in sizes.items())))
+    columns = texts("model", "parameters", "published sizes", amounts=["parameters"])
+    return listing("", columns, rows, whole=["model"])
+
+
+def devices() -> RenderableType:
+    """Return a table of the devices: matrix rate in bf16, memory, bandwidth and ridge point."""
+    rows = []
+    for name in list_hardware():
+        found = load_hardware(name)
+        try:
+            bf16, ridge = str(found.rate("bf16")), f"{float(found.ridge('bf16')):.0f}"
+        except SpecError:
+            bf16, ridge = "none", ""
+        rows.append((name, bf16, str(found.memory), str(found.bandwidth), ridge))
+    head = ("device", "dense bf16", "memory", "bandwidth", "ridge [FLOP/B]")
+    return listing("", texts(*head, amounts=head[1:]), rows)
+
+
+def device(found: Hardware) -> Iterator[RenderableType]:
+    """Yield all that a specification says: quantities, units, sources and noted disagreements."""
+    yield f"[bold]{clean(found.name)}[/bold]"
+    rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
+    rows += [] if found.arch is None else [("arch", clean(found.arch))]
+    rows += [(f"{table} type", clean(text)) for table, text in found.types.items()]
+    yield grid(rows)
+    said = [(place, _value(q), "; ".join(t for t in (q.source, q.note) if t)) for place, q in found.rows]
+    columns = texts("quantity", "value", "sources and notes")
+    yield listing("\nquantities", columns, said, whole=["quantity"], wide={"sources and notes": 1})
+    if found.disagreements:
+        yield "\n[bold]disagreements between sources[/bold]"
+        yield grid([("-", clean(note, 2000)) for note in found.disagreements])
+    yield "\n[bold]sources[/bold]"
+    yield grid([(clean(key), clean(text, 2000)) for key, text in found.sources.items()])
+
+
+def _value(q: Quantity) -> str:
+    return format_bytes(q.value) if q.unit == "B" else str(q)
+
+
+@command("models")
+def models_command() -> None:
+    """List the presets with their parameters and published sizes."""
+    width, color = screen()
+    say(draw([models()], width, color=color), styled=color)
+
+
+@command("hardware")
+def hardware_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A device, or the .toml file of one.", autocompletion=opt.one_of(opt.devices)
+        ),
+    ] = None,
+) -> None:
+    """List the devices; of one, every quantity with its unit, sources and noted disagreements.
+
+    Examples
+    --------
+      costgraph hardware h100-sxm
+    """
+    width, color = screen()
+    found = [devices()] if name is None else device(load_hardware(name))
+    say(draw(found, width, color=color), styled=color)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from inspect import signature
 from typing import Annotated, Any
 
 import typer
 
-from ..algebra.symbols import is_name, read_size, shorten
+from .. import models
+from ..algebra.symbols import is_name, read_size, shorten, size_or_name
 from ..dtypes import DTYPES
-from ..errors import BindingError
+from ..errors import BindingError, CostGraphError, FormatError, UnsupportedError
+from ..files.graphs import load
+from ..ir.graph import Graph
+from ..models.registry import is_known
+from ..report.formatting import symbolic
+from ..text_file import read_text
+from ..transforms.offload import OFFLOADED
+from ..transforms.pipeline_schedules import SCHEDULES
+from ..transforms.pipeline_stages import micro_batches_of as micro_batches
+from ..transforms.shard.grad_reduction import Buckets as Policy
+from ..transforms.shard.parallelize import CONTEXTS, SYSTEMS, parallelize
 
 __all__ = [
     "Arch",
@@ -37,7 +53,34 @@ __all__ = [
     "one_of",
     "presets",
     "read_sizes",
+    "load_model",
+    "Buckets",
+    "Context",
+    "Cp",
+    "Dp",
+    "Ep",
+    "Hold",
+    "Layers",
+    "MicroBatches",
+    "Network",
+    "Offload",
+    "Overlap",
+    "Pp",
+    "ReduceEach",
+    "Schedule",
+    "Sequence",
+    "Stage",
+    "System",
+    "Tp",
+    "Virtual",
+    "Zero",
+    "micro_batches_of",
+    "rank_of",
+    "stage_of",
 ]
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
 
 
 def one_of(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -149,3 +192,194 @@ def read_sizes(words: list[str] | None) -> dict[str, int]:
             raise BindingError(f"{name}={shorten(size)}: a word of the library, expected a dimension of another name")
         out[name] = read_size(size, name)
     return out
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+# Which graph a word on the command line stands for: a preset, a saved graph, a configuration, a model of the Hub.
+
+#: Bytes up to which a file is looked at as a configuration: they have a few thousand.
+_LARGEST_CONFIG = 2**20
+#: Seconds in which the Hub has to answer.
+_PATIENCE = 10
+
+
+def load_model(
+    model: str,
+    attention: str | None,
+    dtype: str | None,
+    dropout: float | None,
+    composed: bool = False,
+    symbolic_: bool = False,
+) -> Graph:
+    """Return a preset, the graph of a file that `costgraph.save` wrote, or the model that a config.json describes.
+
+    What a file is, its content says. A safetensors file, an index of several or a GGUF file stands for the config.json
+    beside it, the last for itself where there is none; OWNER/NAME, where there is no such path, for a model of the Hub.
+    The options are those of `costgraph.models.load`, `composed` of a preset alone; a saved graph has them already. An
+    error if there is no such file or model, a file is neither, or an option does not fit.
+    """
+    given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if model not in models.names():
+        model = _config_of(model)
+    is_file = model not in models.names() and (os.path.exists(model) or model.lower().endswith((".json", ".gguf")))
+    is_config = is_file and (os.path.isdir(model) or model.lower().endswith(".gguf") or _is_config(model))
+    read = (_configured(model) if is_config else load) if is_file else models.load
+    for name in options if is_file else ():
+        if name not in signature(read).parameters or name == "composed":
+            kind = "a config.json" if is_config else "a saved graph"
+            raise FormatError(f"--{name}: {shorten(model)} is {kind}, expected a preset for that")
+    graph = read(model, **options)
+    return symbolic(graph) if symbolic_ else graph
+
+
+def _configured(path: str) -> Callable[..., Graph]:
+    """Return what makes a graph of a configuration: a declaration, or where there is none a trace of transformers."""
+    if is_known(path) or any(find_spec(name) is None for name in ("torch", "transformers")):
+        return models.from_config  # what it does not know, its error names
+    from ..torch import from_config
+
+    return from_config
+
+
+def _config_of(model: str) -> str:
+    """Return the configuration that stands for weights, or for a model of the Hub; anything else as it is."""
+    if model.lower().endswith((".safetensors", ".safetensors.index.json", ".gguf")):
+        beside = os.path.join(os.path.dirname(model), "config.json")
+        if os.path.exists(beside) or model.lower().endswith(".gguf"):
+            return beside if os.path.exists(beside) else model
+        raise FormatError(f"{shorten(model)}: weights without their model, expected a config.json beside them")
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model, re.ASCII) and not model.lower().endswith(".json")
+    return _from_hub(model) if is_id and not os.path.exists(model) else model
+
+
+def _from_hub(name: str) -> str:
+    """Return the path of the config.json of a model of the Hub, from the cache of its client or the network."""
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    except ImportError:
+        raise UnsupportedError(
+            f"{shorten(name)}: no such path, and huggingface_hub is not installed, expected it for a model of the Hub: "
+            f"pip install huggingface_hub"
+        ) from None
+    try:
+        kept = try_to_load_from_cache(name, "config.json")
+        if not isinstance(kept, str):
+            # once: a download tries five times, and talks of each, where there is no network
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE)
+            kept = hf_hub_download(name, "config.json")
+        return kept
+    except Exception as error:  # the client hands on what its library of HTTP raises, which one depends on its version
+        said = str(error).strip().partition("\n")[0]
+        raise FormatError(
+            f"{shorten(name)}: no such path, and no config.json of it from the Hub: {type(error).__name__}: "
+            f"{shorten(said, 300)}, expected one in the cache or on the network"
+        ) from None
+
+
+def _is_config(path: str) -> bool:
+    try:
+        fields = json.loads(read_text(path, path, _LARGEST_CONFIG))
+    except (CostGraphError, ValueError, RecursionError):  # the reader of graphs says what is wrong with it
+        return False
+    return isinstance(fields, dict) and not fields.keys().isdisjoint({"architectures", "model_type"})
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+# Options of a step that ranks share: the axes of their mesh, what is split over these, and what they meet over.
+
+#: How gradients may be reduced: each by itself, or as torch's DistributedDataParallel does.
+BUCKETS = {"none": None, "copy": Policy(("dp", "ep", "cp")), "view": Policy(("dp", "ep", "cp"), view=True)}
+
+
+def _degree(option: str, of: str) -> Any:
+    return typer.Option(option, metavar="N", help=f"Degree of {of} parallelism: a number, or a name that stays open.")
+
+
+def _choice(option: str, of: str, what: str, words: tuple[str, ...]) -> Any:
+    return choice(option, of, f"{what}: {', or '.join(words)}.", words)
+
+
+Dp = Annotated[str, _degree("--dp", "data")]
+Cp = Annotated[str, _degree("--cp", "context")]
+Tp = Annotated[str, _degree("--tp", "tensor")]
+Ep = Annotated[str, _degree("--ep", "expert")]
+Pp = Annotated[
+    str, typer.Option("--pp", metavar="N", help="Stages of a pipeline: a number, or a name that stays open.")
+]
+Schedule = Annotated[str, _choice("--schedule", "NAME", "Order of a pipeline", tuple(SCHEDULES))]
+MicroBatches = Annotated[
+    str | None, typer.Option("--micro-batches", metavar="N", help="Of a step, as --accumulate: a pipeline's.")
+]
+Virtual = Annotated[str, typer.Option("--virtual", metavar="N", help="Groups of layers of a rank of a pipeline.")]
+Layers = Annotated[str | None, typer.Option("--layers", metavar="N,N", help="Layers of each stage of a pipeline.")]
+Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Stage that is reported, such as middle.")]
+Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
+Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
+Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
+ReduceEach = Annotated[
+    bool | None, typer.Option("--reduce-each/--no-reduce-each", help="Reduce gradients of each micro-batch.")
+]
+System = Annotated[str, _choice("--system", "NAME", "Whose policies where systems differ", SYSTEMS)]
+Hold = Annotated[bool | None, typer.Option("--hold/--no-hold", help="Keep what a split sequence has gathered.")]
+Buckets = Annotated[str, _choice("--buckets", "HOW", "Gradients in buckets", tuple(BUCKETS))]
+Offload = Annotated[
+    str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")
+]
+Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
+Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, ideal or streams.")]
+
+
+def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
+    """Return how many micro-batches a step has, which either option says.
+
+    FormatError if both do, and not the same.
+    """
+    if micro_batches is None or accumulate in ("1", micro_batches):
+        return accumulate if micro_batches is None else micro_batches
+    raise FormatError(f"--micro-batches {shorten(micro_batches)}: expected {shorten(accumulate)}, as --accumulate has")
+
+
+def stage_of(rank: Graph, name: str) -> Graph:
+    """Return the graph of a stage of a pipeline by the end of its name; of all others, the graph.
+
+    FormatError if there is no such stage.
+    """
+    names: dict[str, Graph] = {g.name.rpartition(".")[2]: g for g in rank.stages}
+    if not rank.parts:
+        return rank
+    if name not in names:
+        raise FormatError(f"--stage {shorten(name)}: expected one of {', '.join(names)}")
+    return names[name]
+
+
+def rank_of(
+    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce_each: bool | None,
+    pp: str = "1", schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
+    system: str = "torch",
+) -> Graph:  # fmt: skip
+    """Return the graph of one of the ranks that share a step of the whole model; the step itself where one is all.
+
+    Options are words, degrees by axis, as they stand on the command line: the stage of ZeRO; whether the sequence is
+    split over tp; what attention does along cp; whether gradients of each micro-batch are reduced, by default as the
+    system does; the stages of a pipeline, their order, groups of layers of each rank, and layers of each
+    stage; none, copy or view: how gradients are reduced that ranks have whole; torch or megatron. An error if a degree
+    is neither a size nor a name, a word is unknown, or nothing is split over an axis.
+    """
+    words = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
+    for option, (word, known) in words.items():
+        if word not in known:
+            raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
+    if {*degrees.values(), pp} == {"1"} and not (zero or sequence):
+        return step
+    given: dict[str, Any] = {axis: size_or_name(n, f"--{axis}") for axis, n in degrees.items()}
+    if pp != "1":
+        pieces = None if layers is None else tuple(read_size(n, "--layers") for n in layers.split(","))
+        given |= {
+            "pp": size_or_name(pp, "--pp"), "schedule": schedule, "virtual": size_or_name(virtual, "--virtual"),
+            "layers": pieces, "micro_batches": micro_batches(step),
+        }  # fmt: skip
+    return parallelize(
+        step, **given, zero=zero, sequence=sequence, context=context, buckets=BUCKETS[buckets], system=system,
+        reduce_each=reduce_each,
+    )  # fmt: skip

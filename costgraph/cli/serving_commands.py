@@ -13,21 +13,28 @@ from ..algebra.symbols import is_name, read_size
 from ..analysis.crossover import crossover
 from ..analysis.params import cache_bytes, param_bytes
 from ..errors import FormatError, UnsupportedError
-from ..graph.graph import Graph
 from ..hardware.specs import load_hardware
 from ..hardware.units import format_bytes, format_quantity
+from ..ir.graph import Graph
+from ..plan.capacity import largest
 from ..plan.serving import Latency, Throughput, latency, throughput
-from ..plan.sizing import largest
 from ..report.formula import formula_text
 from ..text_file import as_csv, as_json
-from ..transforms.inference.inference import decode, prefill
-from ..transforms.quantize.quantize import quantize
+from ..transforms.inference import (
+    decode,
+    prefill,
+)
+from ..transforms.quantize import quantize
 from ..transforms.shard.parallelize import parallelize
+from . import options
 from . import options as opt
-from . import ranks
-from .frame import command
-from .loading import load_model
-from .terminal import check_files, say, write_files
+from .app import (
+    check_files,
+    command,
+    say,
+    write_files,
+)
+from .options import load_model
 
 __all__ = ["LATENCY_SCHEMA", "THROUGHPUT_SCHEMA", "decode_command", "latency_command"]
 
@@ -124,8 +131,8 @@ def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: s
 @command("decode")
 def decode_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, tokens: _Tokens = "1", vary: _Vary = "B",
-    values: _Values = None, dp: ranks.Dp = "1", tp: ranks.Tp = "1", pp: ranks.Pp = "1", cp: ranks.Cp = "1",
-    ep: ranks.Ep = "1", micro_batches: _Batches = "1", network: ranks.Network = None, weights: _Weights = None,
+    values: _Values = None, dp: options.Dp = "1", tp: options.Tp = "1", pp: options.Pp = "1", cp: options.Cp = "1",
+    ep: options.Ep = "1", micro_batches: _Batches = "1", network: options.Network = None, weights: _Weights = None,
     activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
     dtype: opt.Format = None, symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None,
     csv: opt.Csv = None, plot: _Curve = None,
@@ -165,8 +172,8 @@ def _answer(found: Latency) -> dict[str, float]:
 @command("latency")
 def latency_command(
     model: opt.Model, hardware: opt.Device, prompt: _Prompt, steps: _Steps, sizes: opt.Sizes = None,
-    tokens: _Tokens = "1", dp: ranks.Dp = "1", tp: ranks.Tp = "1", pp: ranks.Pp = "1", cp: ranks.Cp = "1",
-    ep: ranks.Ep = "1", micro_batches: _Batches = "1", network: ranks.Network = None, weights: _Weights = None,
+    tokens: _Tokens = "1", dp: options.Dp = "1", tp: options.Tp = "1", pp: options.Pp = "1", cp: options.Cp = "1",
+    ep: options.Ep = "1", micro_batches: _Batches = "1", network: options.Network = None, weights: _Weights = None,
     activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
     dtype: opt.Format = None, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from costgraph.algebra.polynomial import Poly, poly
 from costgraph.errors import SpecError
-from costgraph.hardware.keys import PER_LINK
+from costgraph.hardware.file import PER_LINK
 from costgraph.hardware.networks import Network, load_network
 from costgraph.hardware.specs import Hardware, load_hardware
 

@@ -6,13 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from costgraph.hardware.file import read_network
-from costgraph.hardware.find import NETWORKS, known, path_of
-from costgraph.hardware.keys import PER_LINK
+from costgraph.hardware.file import (
+    NETWORKS,
+    PER_LINK,
+    known,
+    path_of,
+    read_network,
+)
 from costgraph.hardware.tables import SOURCE, Column, Fact, Table
 from costgraph.hardware.units import Quantity
 
-from ..notation.door import guarded
+from ..notation.validation import guarded
 
 __all__ = ["Network", "list_networks", "load_network"]
 

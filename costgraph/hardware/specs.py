@@ -8,30 +8,280 @@ counts 2:4 structured sparsity has to be halved before it is written down.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import sympy
 
-from costgraph.algebra.polynomial import poly
-from costgraph.algebra.symbols import shown, symbol
-from costgraph.dtypes import DType, dtype
-from costgraph.errors import SpecError
-from costgraph.hardware.file import read_file
-from costgraph.hardware.find import known, path_of
-from costgraph.hardware.keys import LINK_KINDS, symbols_of
-from costgraph.hardware.networks import Network
-from costgraph.hardware.rates import NAMED, Fallback, StandIn, chosen_fallback, fastest, named_rate, nearest, rate_key
-from costgraph.hardware.scaled import as_attained, as_symbols, at_clock, of_share, share_of
-from costgraph.hardware.tables import SOURCE, Column, Fact, Table
-from costgraph.hardware.units import Quantity
-from costgraph.notation.door import READ
+from ..algebra.polynomial import ZERO, Poly, poly, total
+from ..algebra.symbols import shown, symbol
+from ..dtypes import DType, dtype
+from ..errors import GraphError, SpecError
+from ..notation.validation import READ, guarded
+from .file import LINK_KINDS, PEAKS, RATE_KEYS, TABLES, known, path_of, read_file, symbols_of
+from .networks import Network
+from .tables import SOURCE, Column, Fact, Table
+from .units import Quantity, exact
 
-from ..notation.door import guarded
+__all__ = [
+    "DEFAULT",
+    "Arch",
+    "arch_of",
+    "FORMATS",
+    "NAMED",
+    "Fallback",
+    "StandIn",
+    "chosen_fallback",
+    "fastest",
+    "named_rate",
+    "nearest",
+    "rate_key",
+    "as_attained",
+    "as_symbols",
+    "at_clock",
+    "of_share",
+    "share_of",
+    "Hardware",
+    "list_hardware",
+    "load_hardware",
+    "Level",
+    "levels",
+]
 
-__all__ = ["Hardware", "list_hardware", "load_hardware"]
+
+# -- arch --------------------------------------------------------------------------------------------------------------
+# Architectures of GPUs, by compute capability.
+
+#: That of an H100 and an H200.
+DEFAULT = "sm_90"
+#: torch's kernels for attention know devices from the one to the other (`check_mem_efficient_hardware_support`).
+_FIRST, _LAST = (5, 0), (12, 1)
+_NAME = re.compile(r"sm_(\d{1,2})(\d)[af]?\Z", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class Arch:
+    """A compute capability; earlier ones are smaller."""
+
+    major: int
+    minor: int = 0
+
+    def __str__(self) -> str:
+        return f"sm_{self.major}{self.minor}"
+
+
+def arch_of(name: object, place: str) -> Arch:
+    """Return the architecture of a name as `torch.cuda.get_arch_list` has it, such as `sm_90`.
+
+    GraphError if it is no name of one, or of one that torch has no kernels for.
+    """
+    found = _NAME.match(name) if isinstance(name, str) else None
+    number = (0, 0) if found is None else (int(found[1]), int(found[2]))
+    if not _FIRST <= number <= _LAST:
+        raise GraphError(
+            f"{place}: arch {shown(name)}, expected a compute capability from sm_50 to sm_121, such as sm_80 or sm_90"
+        )
+    return Arch(*number)
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
+# Rates that a specification lacks: which of those that it has stands in, and how it bounds the missing one.
+
+Rates = Mapping[str, Quantity]
+Fallback = str | DType | Mapping[str, str]
+
+#: Why a fallback stands in that was named where a question was asked.
+NAMED = "asked for"
+
+FORMATS = {key: dtype({"fp8": "fp8_e4m3", "fp6": "fp6_e2m3", "fp4": "fp4_e2m1"}.get(key, key)) for key in PEAKS}
+
+
+class StandIn(NamedTuple):
+    """A rate in the place of one that a device has none of."""
+
+    wanted: str
+    """place of the missing rate, such as peak.bf16"""
+    used: str
+    """place of the one that is taken"""
+    why: str
+    """what it is to the missing one"""
+
+    def __str__(self) -> str:
+        return f"{self.wanted} is missing, {self.used} ({self.why}) stands in"
+
+
+def nearest(wanted: DType, unit: str, peak: Rates, vector: Rates) -> tuple[str, str] | None:
+    """Return the place of the rate that stands in for a missing one, as `peak.fp32`, and why.
+
+    None where there is no rate at all. A format that holds all values of another one is no faster than that; the matrix
+    unit is no slower than the vector unit, whose work is in fp32 or fp64.
+    """
+    own, other = (("peak", peak), ("vector", vector))[:: 1 if unit == "matmul" else -1]
+    another = "vector unit" if unit == "matmul" else "matrix unit"
+    found = (
+        (own, _wider(own[1], wanted), "next wider format"),
+        (other, _wider(other[1], wanted, same=True), another),
+        (own, _other(own[1], wanted), "nearest format"),
+        (other, _other(other[1], wanted), f"{another}, nearest format"),
+    )
+    return next(((f"{table}.{key}", why) for (table, _), key, why in found if key is not None), None)
+
+
+def fastest(peak: Rates, vector: Rates) -> str | None:
+    """Return the place of the highest rate of all, None where there is none: no missing rate is above it."""
+    tables = (("peak", peak), ("vector", vector))
+    both = [(_speed(q), f"{table}.{key}") for table, rates in tables for key, q in rates.items()]
+    return max(both)[1] if both else None
+
+
+def _wider(rates: Rates, wanted: DType, *, same: bool = False) -> str | None:
+    """Return the narrowest format that holds the wanted one, of its own kind where there is one; then the slowest."""
+    found = {key: f for key, f in _formats(rates).items() if _holds(f, wanted) and (same or f.name != wanted.name)}
+    return min(
+        found, key=lambda key: (found[key].kind != wanted.kind, _size(found[key]), _speed(rates[key])), default=None
+    )
+
+
+def _other(rates: Rates, wanted: DType) -> str | None:
+    """Return the widest of what does not hold the wanted one, of its own kind where there is one; then the fastest."""
+    found = _formats(rates)
+    return max(
+        found, key=lambda key: (found[key].kind == wanted.kind, _size(found[key]), _speed(rates[key])), default=None
+    )
+
+
+def _formats(rates: Rates) -> dict[str, DType]:
+    return {key: FORMATS[key] for key in rates if key in FORMATS}
+
+
+def _size(f: DType) -> int:
+    return f.exponent + f.mantissa if f.kind == "float" else f.bits
+
+
+def _holds(wide: DType, narrow: DType) -> bool:
+    """Whether every value of a format is one of another."""
+    if narrow.kind == "float":
+        return wide.kind == "float" and wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa
+    digits = 1 if narrow.kind == "bool" else narrow.bits - narrow.signed
+    return (wide.mantissa + 1 if wide.kind == "float" else wide.bits - wide.signed) >= digits
+
+
+def _speed(rate: Quantity) -> Fraction:
+    return Fraction(rate.value) if isinstance(rate.value, int | Fraction) else Fraction(0)
+
+
+def rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
+    """Return the key that the rate of a format has in a specification."""
+    if unit == "vector":
+        return "fp64" if name == "fp64" else "fp32"
+    if name == "nvfp4" and "nvfp4" not in peak:
+        return "fp4"
+    return RATE_KEYS.get(name, name)
+
+
+def chosen_fallback(place: str, fallback: Fallback | None, wanted: str) -> str | None:
+    """Return the fallback of a format or None; one that no device can have is refused, needed or not."""
+    chosen: str | None = None
+    alone = {} if fallback is None else {wanted: fallback}
+    for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
+        table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
+        if dot and (table not in ("peak", "vector") or key not in TABLES[table]):
+            raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
+        name = use if isinstance(use, str) and (dot or use in TABLES["peak"]) else dtype(use).name
+        if dtype(asked).name == wanted:
+            chosen = name
+    return chosen
+
+
+def named_rate(tables: Mapping[str, Rates], use: str | None, unit: str, place: str) -> Quantity:
+    """Return the rate that was named to stand in for a missing one, or raise SpecError."""
+    rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in tables[table])
+    if use is None:
+        raise SpecError(f"{place}; expected one of {rates}, or fallback= that names one of them")
+    table, dot, key = use.rpartition(".")
+    if dot:
+        places = [tables[table]] if table in ("peak", "vector") else []
+    else:
+        key = use if use in TABLES["peak"] else rate_key(dtype(use).name, "matmul", tables["peak"])
+        places = [tables["peak"]] if unit == "matmul" else [tables["vector"], tables["peak"]]
+    for rates_there in places:
+        if key in rates_there:
+            return rates_there[key]
+    raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
+
+
+# -- scaled ------------------------------------------------------------------------------------------------------------
+# Tables of a device that is derived from another one: as an unknown, as it was measured, a part of it, or slower.
+
+Tables = Mapping[str, Mapping[str, Quantity]]
+
+#: What each part of a device has a share of; what is said of one core, and of clocks, holds for a part as well.
+_SHARED = {"peak": "", "vector": "", "memory": "", "cores": "", "power": "", "cache": "_per_core"}
+
+
+def share_of(place: str, value: object) -> Fraction:
+    """Return a share as it is exactly, or raise SpecError."""
+    try:
+        found = Fraction(exact(value))
+    except SpecError:
+        found = Fraction(0)
+    if not 0 < found <= 1:
+        raise SpecError(f"{place} is {shown(value)}, expected a number above 0 and at most 1")
+    return found
+
+
+def _times(q: Quantity, share: Fraction) -> Quantity:
+    return Quantity(exact(q.number * share), q.unit, q.source, q.note)
+
+
+def of_share(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
+    """Return the tables of a part: what was measured of the whole, and its links, are not among them."""
+    out = {
+        name: {
+            key: q if _SHARED[name] and key.endswith(_SHARED[name]) else _times(q, share) for key, q in found.items()
+        }
+        for name, found in tables.items()
+        if name in _SHARED
+    }
+    out["memory"] = {key: q for key, q in out["memory"].items() if key in ("capacity", "bandwidth")}
+    return out | {"clock": dict(tables["clock"])} if "clock" in tables else out
+
+
+def at_clock(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
+    """Return the tables at a share of the clock: rates of arithmetic are that share, those of memory stay."""
+    slower = ("FLOP/s", "Hz")
+    return {
+        name: {key: _times(q, share) if q.unit in slower and name != "measured" else q for key, q in found.items()}
+        for name, found in tables.items()
+    }
+
+
+def as_symbols(tables: Tables) -> dict[str, dict[str, Quantity]]:
+    """Return the tables with symbols for rates, bandwidths and caches."""
+    out = {name: dict(found) for name, found in tables.items()}
+    for place, name in symbols_of(tables).items():
+        table, _, key = place.partition(".")
+        out.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
+    return out
+
+
+def as_attained(place: str, tables: Tables) -> dict[str, Mapping[str, Quantity]]:
+    """Return the tables with the rates of [attained] in the place of all those of the vendor."""
+    found = tables.get("attained", {})
+    peak = {key: rate for key, rate in found.items() if key in PEAKS}
+    if "bandwidth" not in found or not peak:
+        raise SpecError(
+            f"{place}: [attained] has no bandwidth or no matrix rate; expected both, as costgraph calibrate writes them"
+        )
+    vector = {key.removeprefix("vector_"): rate for key, rate in found.items() if key.startswith("vector_")}
+    memory = {**tables["memory"], "bandwidth": found["bandwidth"]}
+    return {**tables, "peak": peak, "vector": vector, "memory": memory}
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
 
 
 @guarded()
@@ -425,3 +675,67 @@ def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
         return name_or_path
     path = path_of(name_or_path)
     return Hardware(id=path.stem, **read_file(path))
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+# Levels of memory: what each hands out in a second, and what lies between it and the arithmetic.
+
+#: From the memory to the arithmetic; of places on a line the first that a specification has, as it holds the others.
+_ORDER = (
+    ("last_level",), ("l2",), ("cmem",), ("sram",), ("vmem",), ("sbuf",), ("l1_and_shared_per_core", "shared_per_core"),
+    ("tensor_memory_per_core",), ("registers_per_core",),
+)  # fmt: skip
+#: Where these are known, nothing that counts is missing.
+_NEAREST = {"l1_and_shared_per_core", "registers_per_core"}
+
+
+class Level(NamedTuple):
+    """A level of memory."""
+
+    name: str
+    """memory, last_level or l2"""
+    bandwidth: Quantity
+    """B/s from it to what is nearer to the arithmetic"""
+    nearer: Poly
+    """bytes of all stores that are nearer, those of all cores together"""
+    whole: bool
+    """whether the specification has all of these: with registers, and with first caches and not shared memory alone"""
+
+
+def levels(hardware: Hardware) -> tuple[Level, ...]:
+    """Return the levels of a device's memory that have a bandwidth, from the memory to the arithmetic.
+
+    Parameters
+    ----------
+    hardware : Hardware
+        The device, of numbers or of symbols.
+
+    Returns
+    -------
+    tuple of Level
+        The memory, and each cache whose bandwidth the specification has and that has something nearer.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> [(level.name, str(level.bandwidth)) for level in levels(cg.load_hardware("a100-80-sxm"))]
+    [('memory', '2.039 TB/s'), ('l2', '7.219 TB/s')]
+    """
+    cache = hardware.tables.get("cache", {})
+    stores = [next(key for key in places if key in cache) for places in _ORDER if not cache.keys().isdisjoint(places)]
+    sizes = [_whole_device(hardware, cache, key) for key in stores]
+    whole = _NEAREST.issubset(stores) and bool(sizes[-1])
+    out = [Level("memory", hardware.bandwidth, total(sizes), whole)]
+    for i, key in enumerate(stores, start=1):
+        rate = cache.get(f"{key}_bandwidth")
+        if rate is not None and sizes[i:]:
+            out.append(Level(key, rate, total(sizes[i:]), whole))
+    return tuple(out)
+
+
+def _whole_device(hardware: Hardware, cache: Mapping[str, Quantity], key: str) -> Poly:
+    """Return the bytes of a store, of all cores together; nothing where it is not known how many there are."""
+    if not key.endswith("_per_core"):
+        return poly(cache[key].value)
+    count = hardware.tables.get("cores", {}).get("count")
+    return ZERO if count is None else poly(cache[key].value) * poly(count.value)

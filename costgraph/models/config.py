@@ -2,16 +2,296 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from numbers import Real
 from typing import Any
 
+import costgraph as cg
+
 from ..algebra.symbols import shown
 from ..errors import CostGraphError, FormatError, UnsupportedError
-from .defaults import ACTIVATIONS, ALIASES, DEFAULTS, NO_COST, OFF, ROPES
+from ..files.checkpoints import FILE_TYPES, Gguf, read_gguf
+from ..text_file import place_of, read_text
 
-__all__ = ["Config", "keyed"]
+__all__ = [
+    "gguf_config",
+    "ACTIVATIONS",
+    "ALIASES",
+    "DEFAULTS",
+    "NO_COST",
+    "OFF",
+    "ROPES",
+    "Config",
+    "keyed",
+    "read_config",
+    "formats_of",
+]
+
+
+# -- gguf config -------------------------------------------------------------------------------------------------------
+# What a GGUF file says of its model, in the words of a config.json.
+
+#: Architectures of transformers by those of GGUF; of llama that of its experts, where it has some.
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_OF_EXPERTS = {"llama": "MixtralForCausalLM"}
+
+#: Fields of a config.json by those of GGUF, behind the name of the architecture.
+_FIELDS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "vocab_size": "vocab_size", "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}  # fmt: skip
+#: Float formats, in the words of transformers.
+_FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+#: Fields that cost nothing.
+_FREE = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
+
+
+def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of a config.json that say what a GGUF file does.
+
+    UnsupportedError if the architecture, a field of it or the type of the file is not known: the text names it.
+    """
+    file, place = read_gguf(os.fspath(path)), place_of(path)
+    arch = file.fields.get("general.architecture")
+    experts = bool(file.fields.get(f"{arch}.expert_count"))
+    known = _OF_EXPERTS if experts else _ARCHITECTURES
+    if not isinstance(arch, str) or arch not in known:
+        of = " with experts" if experts else ""
+        raise UnsupportedError(f"{place}: architecture {shown(arch)}{of}, expected one of {', '.join(known)}")
+    config = {"architectures": [known[arch]], "vocab_size": _words(file)} | _fields(file, arch, place)
+    # a head that is the embeddings is not there a second time
+    config["tie_word_embeddings"] = all(t.name != "output.weight" for t in file.tensors)
+    return config | _formats(file, place)
+
+
+def _words(file: Gguf) -> int | None:
+    """Return how many words the vocabulary has, which not every file says."""
+    found = (t.shape[0] for t in file.tensors if t.name == "token_embd.weight" and t.shape)
+    return next(found, file.lengths.get("tokenizer.ggml.tokens"))
+
+
+def _fields(file: Gguf, arch: str, place: str) -> dict[str, Any]:
+    found = {}
+    for name in (*file.fields, *file.lengths):
+        key = name.removeprefix(f"{arch}.")
+        if key == name or key.startswith(_FREE):
+            continue
+        value = file.fields.get(name)
+        if key == "attention.value_length" and value == file.fields.get(f"{arch}.attention.key_length"):
+            continue
+        if key in ("expert_count", "expert_used_count") and value == 0:
+            continue
+        if key not in _FIELDS or value is None:
+            what = f"an array of {file.lengths[name]}" if value is None else shown(value)
+            raise UnsupportedError(f"{place}: {name} is {what}, expected one number, of {', '.join(_FIELDS)}")
+        found[_FIELDS[key]] = value
+    return found
+
+
+def _formats(file: Gguf, place: str) -> dict[str, Any]:
+    number = file.fields.get("general.file_type")
+    name = FILE_TYPES.get(number) if isinstance(number, int) else None
+    if number is None:  # a file need not say it: matrices of one float format do
+        stored = {t.format for t in file.tensors if len(t.shape) > 1}
+        name = stored.pop() if len(stored) == 1 and stored <= _FLOATS.keys() else None
+    if name is None:
+        raise FormatError(
+            f"{place}: general.file_type is {shown(number)}, expected one of {', '.join(map(str, FILE_TYPES))}"
+        )
+    if name.startswith("Q"):
+        return {"quantization_config": {"quant_method": "gguf", "mixture": name}}
+    return {"dtype": _FLOATS[name]}
+
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+# What transformers' configuration classes have where a file says nothing, and the second names of their fields.
+#
+# Read off transformers 5.23, by `model_type`: a test holds each entry against the installed release. What is not here
+# and sets a size, such as a width, must stand in a file: transformers would make a published model's size of it.
+
+_HEADS = {"num_key_value_heads": None, "head_dim": None}
+_DECODER = {"hidden_act": "silu", "tie_word_embeddings": False}
+_MIXTURE = {**_DECODER, "output_router_logits": False}
+_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
+_GEMMA = {
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "sliding_window": 4096,
+    "layer_types": None, "tie_word_embeddings": True,
+}  # fmt: skip
+_LATENT = {**_MIXTURE, "attention_bias": False, "q_lora_rank": 1536}
+_IMAGES = {"num_channels": 3, "image_size": 224}
+_STATE = {
+    "expand": 2, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu",
+    "residual_in_fp32": True,
+}  # fmt: skip
+
+_FALCON = {
+    "num_ln_in_parallel_attn": None, "num_kv_heads": None, "alibi": False, "new_decoder_architecture": False,
+    "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None, "activation": "gelu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+#: What a field is that a file does not have; None: as null, which means what the reader of the family says.
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "gpt2": {
+        "n_inner": None, "activation_function": "gelu_new", "tie_word_embeddings": True, "scale_attn_weights": True,
+        "reorder_and_upcast_attn": False,
+    },
+    "llama": {**_DECODER, **_HEADS, "attention_bias": False, "mlp_bias": False},
+    "mistral": {**_DECODER, "head_dim": None, "sliding_window": 4096},
+    "mixtral": {**_MIXTURE, "head_dim": None, "sliding_window": None, "router_jitter_noise": 0.0},
+    "qwen2": {**_DECODER, **_WINDOW, "max_window_layers": 28, "layer_types": None},
+    "qwen3": {
+        **_DECODER, **_WINDOW, "max_window_layers": 28, "layer_types": None, "head_dim": 128, "attention_bias": False,
+    },
+    "qwen2_moe": {**_MIXTURE, **_WINDOW, **_EVERY_LAYER, "layer_types": None, "qkv_bias": True},
+    "qwen3_moe": {**_MIXTURE, **_WINDOW, **_EVERY_LAYER, "attention_bias": False},
+    "gemma2": {
+        **_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "use_bidirectional_attention": None,
+    },
+    "gemma3_text": {
+        **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
+    },
+    "phi3": {**_DECODER, "num_key_value_heads": None, "sliding_window": None},
+    "falcon": _FALCON,
+    # of the code that came with the first checkpoints of Falcon, which transformers no longer reads
+    "refined_web": {**_FALCON, "new_decoder_architecture": None, "multi_query": False, "parallel_attn": False},
+    "olmo2": {**_DECODER, "num_key_value_heads": None, "attention_bias": False},
+    "gpt_oss": {
+        **_MIXTURE, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "swiglu_alpha": 1.702,
+        "layer_types": None, "attention_bias": True,
+    },
+    "deepseek_v2": {
+        **_LATENT, "first_k_dense_replace": 0, "mlp_bias": False, "topk_method": "greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": {
+        **_LATENT, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
+    "bert": {"hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False, "add_cross_attention": False},
+    "t5": {
+        "feed_forward_proj": "relu", "num_decoder_layers": None, "relative_attention_num_buckets": 32,
+        "is_encoder_decoder": True, "is_decoder": False,
+    },
+    "whisper": {
+        "activation_function": "gelu", "tie_word_embeddings": True, "is_encoder_decoder": True,
+        "apply_spec_augment": False, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    },
+    "clip": {"projection_dim": 512},
+    "clip_text_model": {
+        "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "hidden_act": "quick_gelu", "vocab_size": 49408, "max_position_embeddings": 77,
+    },
+    "clip_vision_model": {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "hidden_act": "quick_gelu", "patch_size": 32, **_IMAGES,
+    },
+    "vit": {
+        **_IMAGES, "patch_size": 16, "hidden_act": "gelu", "qkv_bias": True, "pooler_output_size": None,
+        "pooler_act": "tanh",
+    },
+    "convnext": {
+        **_IMAGES, "patch_size": 4, "num_stages": 4, "hidden_sizes": [96, 192, 384, 768], "depths": [3, 3, 9, 3],
+        "hidden_act": "gelu", "layer_scale_init_value": 1e-6,
+    },
+    "resnet": {
+        "num_channels": 3, "embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3],
+        "layer_type": "bottleneck", "hidden_act": "relu", "downsample_in_first_stage": False,
+        "downsample_in_bottleneck": False,
+    },
+    "swin": {
+        **_IMAGES, "patch_size": 4, "embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24],
+        "window_size": 7, "mlp_ratio": 4.0, "qkv_bias": True, "hidden_act": "gelu", "use_absolute_embeddings": False,
+    },
+    "mobilenet_v2": {
+        **_IMAGES, "depth_multiplier": 1.0, "depth_divisible_by": 8, "min_depth": 8, "expand_ratio": 6.0,
+        "output_stride": 32, "first_layer_is_expansion": True, "finegrained_output": True, "hidden_act": "relu6",
+    },
+    "efficientnet": {
+        **_IMAGES, "image_size": 600, "width_coefficient": 2.0, "depth_coefficient": 3.1, "depth_divisor": 8,
+        "kernel_sizes": [3, 3, 5, 3, 5, 5, 3], "in_channels": [32, 16, 24, 40, 80, 112, 192],
+        "out_channels": [16, 24, 40, 80, 112, 192, 320], "depthwise_padding": [], "strides": [1, 2, 2, 2, 1, 2, 1],
+        "num_block_repeats": [1, 2, 2, 3, 3, 4, 1], "expand_ratios": [1, 6, 6, 6, 6, 6, 6],
+        "squeeze_expansion_ratio": 0.25, "hidden_act": "swish", "hidden_dim": 2560,
+    },
+    "mamba": {**_STATE, "state_size": 16, "time_step_rank": "auto", "tie_word_embeddings": True},
+    "mamba2": {**_STATE, "state_size": 128, "n_groups": 8, "chunk_size": 256, "tie_word_embeddings": False},
+    "xlstm": {
+        "hidden_size": 4096, "embedding_dim": None, "num_hidden_layers": 32, "num_blocks": None, "num_heads": 8,
+        "qk_dim_factor": 0.5, "v_dim_factor": 1.0, "ffn_proj_factor": 2.667, "ffn_round_up_to_multiple_of": 64,
+        "chunk_size": 64, "use_bias": False, "add_out_norm": True, "tie_word_embeddings": False,
+        "weight_mode": "single", "inference_state_dtype": "float32",
+    },
+}  # fmt: skip
+
+#: Second names of fields, by model type: `attribute_map` of each class, and what its `__post_init__` renames.
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "falcon": {"n_embed": "hidden_size"},
+    "refined_web": {
+        "n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+        "n_head_kv": "num_kv_heads",
+    },
+    "t5": {
+        "hidden_size": "d_model", "num_attention_heads": "num_heads", "head_dim": "d_kv",
+    },
+    "whisper": {
+        "num_key_value_heads": "encoder_attention_heads", "num_attention_heads": "encoder_attention_heads",
+        "hidden_size": "d_model", "num_hidden_layers": "encoder_layers",
+    },
+    "convnext": {"num_hidden_layers": "num_stages"},
+    "swin": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+}  # fmt: skip
+
+#: Fields that every model may have and that change no cost of a forward pass or a training step of the whole model.
+NO_COST = frozenset(
+    """
+    architectures model_type transformers_version _name_or_path name_or_path auto_map torch_dtype dtype return_dict
+    use_cache output_hidden_states output_attentions output_router_logits _commit_hash bos_token_id eos_token_id
+    pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id cls_token_id mask_token_id unk_token_id
+    forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids initializer_range initializer_factor
+    init_std id2label label2id num_labels finetuning_task problem_type task task_specific_params tokenizer_class
+    prefix torchscript use_bfloat16 max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences output_scores return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty gradient_checkpointing attn_implementation _attn_implementation
+    _attn_implementation_autoset _experts_implementation pretraining_tp rms_norm_eps layer_norm_eps norm_eps
+    layer_norm_epsilon rope_theta default_theta original_max_position_embeddings unsloth_fixed
+    _attn_implementation_internal experts_implementation attention_dropout hidden_dropout resid_dropout
+    cross_attention_hidden_size pruned_heads chunk_size_feed_forward classifier_dropout
+    """.split()  # noqa: SIM905  # a list of seventy words in quotes is harder to read
+)
+
+#: Elementwise functions by the names that transformers gives them in `hidden_act` and the like.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu",
+    "relu2": "relu2", "relu6": "relu6", "silu": "silu", "swish": "silu", "sigmoid": "sigmoid", "tanh": "tanh",
+    "mish": "mish", "leaky_relu": "leaky_relu", "hardswish": "hardswish",
+}  # fmt: skip
+
+#: Switches that every model may have and that change nothing while they are off.
+OFF = frozenset({"is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"})
+
+#: How frequencies of rotary positions may be had, none of which changes a cost.
+ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su", "mrope")
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
 
 _MOST = 2**63 - 1  # of what is counted, as tensors have it
 _STAGES = 32  # numbers in a list: each stage of a network of images halves a side
@@ -124,7 +404,7 @@ class Config:
         return value
 
     def activation(self, name: str, default: str | None = None) -> str:
-        """Return the elementwise function that transformers means by a word, as `costgraph.ops.pointwise` names it."""
+        """Return the function that transformers means by a word, as `costgraph.ops.elementwise` names it."""
         return ACTIVATIONS[self.choice(name, of=ACTIVATIONS, default=default)]
 
     def labels(self) -> int:
@@ -362,3 +642,121 @@ def keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
     if wrong != "":
         raise FormatError(f"{place}: {shown(wrong)} as the name of a field, expected a string")
     return found
+
+
+# -- config file -------------------------------------------------------------------------------------------------------
+# Reading a config.json of transformers from a file, a folder, or a mapping of its fields; GGUF says the same.
+
+_LARGEST = 2**20  # bytes: configurations are a few thousand
+
+
+def read_config(path: object) -> Config:
+    """Read a configuration from a file, a folder that holds a config.json, a GGUF file, or a mapping of its fields."""
+    if isinstance(path, Mapping):
+        return Config(keyed(path, "config"), "config")
+    if not isinstance(path, str | os.PathLike):
+        raise FormatError(f"from_config of {type(path).__name__}, expected a path or a mapping")
+    # what there is no such path for is no folder
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    place = place_of(file)
+    if os.fspath(file).lower().endswith(".gguf"):
+        return Config(keyed(gguf_config(file), place), place)
+    text = read_text(file, place, _LARGEST, "a config.json")
+    try:
+        fields = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{place}: {shown(str(error), 200)}, expected JSON") from None
+    if not isinstance(fields, Mapping):
+        raise FormatError(f"{place}: {shown(fields)}, expected an object")
+    return Config(keyed(fields, place), place)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} twice in one object, expected it once")
+    return fields
+
+
+# -- quantized ---------------------------------------------------------------------------------------------------------
+# Reading `quantization_config`: in which formats the weights of a checkpoint are, where `quantize` says it.
+
+#: Decoders whose layers hold linear layers and norms alone.
+_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3"})
+#: Modules whose weights stay: what a file says of them in `modules_to_not_convert` is so anyway.
+_KEPT = re.compile(
+    r"((model\.)?(embed_tokens|norm)|lm_head|(mlp\.)?gate|model\.layers\.(\d{1,4}|\*)\.(mlp\.(gate|router)|"
+    r"(input|post_attention)_layernorm|self_attn\.[qk]_norm))"
+)
+
+
+def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
+    """Return what stores the weights of a model as a file says, or None where it says nothing.
+
+    UnsupportedError if the method is not known, or takes other weights of this model than `quantize` does: the text
+    names it.
+    """
+    if not c.has("quantization_config"):
+        return None
+    said = c.part("quantization_config")
+    method = said.word("quant_method")
+    read, kinds = _METHODS.get(method, (None, frozenset()))
+    if read is None or kind not in kinds:
+        of = f" of a {kind} model" if read else ""
+        raise UnsupportedError(
+            f"{c.place}: quantization_config has quant_method {shown(method)}, expected one of {', '.join(_METHODS)}: "
+            f"how it stores which weights{of} is not known; dtype= declares the model as it was before"
+        )
+    options = read(said, c)
+    stay = said.words("modules_to_not_convert")
+    known = (_KEPT.fullmatch(n) or ("skip" in options and n == "model.layers.*.self_attn") for n in stay)
+    other = next((n for n, so in zip(stay, known, strict=True) if not so), None)
+    if other is not None or (stay and "skip" not in options and "lm_head" not in stay):
+        raise UnsupportedError(
+            f"{said.place}: modules_to_not_convert has {shown(other or stay)}, expected what stays anyway: lm_head, "
+            f"embeddings, norms and the router"
+        )
+    return lambda graph: cg.quantize(graph, **options)
+
+
+def _fp8(c: Config, whole: Config) -> dict[str, Any]:
+    """Read fine-grained fp8: weights in blocks of 128 x 128, activations in 128 elements of a token (DeepSeek-V3)."""
+    c.expect("fmt", "e4m3")
+    c.expect("activation_scheme", "dynamic")
+    c.expect("scale_fmt", "float")
+    c.need("weight_block_size", [128, 128])
+    if whole.has("moe_intermediate_size") and whole.size("moe_intermediate_size") % 128:
+        raise UnsupportedError(
+            f"{c.place}: blocks of 128 rows, expected moe_intermediate_size to be a multiple of it, so that experts "
+            f"share no block"
+        )
+    return {"weights": "fp8_e4m3_b128x128_fp32", "activations": "fp8_e4m3_g128_fp32"}
+
+
+def _mxfp4(c: Config, whole: Config) -> dict[str, Any]:
+    """Read MXFP4 as GPT-OSS has it: the matrices of its experts alone, whatever else is named."""
+    c.expect("dequantize", False)
+    return {"weights": "mxfp4", "skip": ["attention", "head", "router"]}
+
+
+def _awq(c: Config, whole: Config) -> dict[str, Any]:
+    """Read AWQ: scales in fp16 and zero points for groups of each column."""
+    c.need("bits", 4)
+    c.need("zero_point", True)
+    c.expect("version", "gemm", "GEMM")
+    return {"weights": "int4", "group": c.size("group_size"), "scale": "fp16", "zero": True}
+
+
+def _gguf(c: Config, whole: Config) -> dict[str, Any]:
+    """Read a mixture of GGUF, whose name is its own."""
+    return {"weights": c.word("mixture")}
+
+
+#: How each method is read, and the types of models in which it takes the weights that `quantize` takes.
+_METHODS: Mapping[str, tuple[Callable[[Config, Config], dict[str, Any]], frozenset[str]]] = {
+    "awq": (_awq, _DENSE),
+    "gguf": (_gguf, frozenset({"llama", "mixtral", "qwen2", "qwen3"})),
+    "fp8": (_fp8, _DENSE | {"deepseek_v3", "qwen3_moe"}),
+    "mxfp4": (_mxfp4, frozenset({"gpt_oss"})),
+}

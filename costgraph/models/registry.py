@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from numbers import Real
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import BindingError, FormatError, GraphError, UnsupportedError
-from ..graph.arguments import need_flag
-from ..graph.graph import Graph
-from ..graph.sizes import bindings, known_names
+from ..ir.graph import Graph, bindings, known_names, need_flag
 from . import (
     alexnet,
     bert,
@@ -52,11 +52,21 @@ from . import (
     whisper,
     xlstm,
 )
-from .config_file import read_config
+from .config import formats_of, read_config
 from .family import Family, Preset
-from .quantized import formats_of
 
-__all__ = ["FAMILIES", "from_config", "is_known", "load", "names"]
+__all__ = [
+    "FAMILIES",
+    "from_config",
+    "is_known",
+    "load",
+    "names",
+    "PARAMETERS",
+    "published",
+]
+
+
+# -- registry ----------------------------------------------------------------------------------------------------------
 
 _MODULES = (
     alexnet, bert, clip, convnext, deepseek, densenet, dit, dlrm, efficientnet, falcon, gemma, gpt2, gpt_oss,
@@ -287,3 +297,19 @@ def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str
 
 def _listed(names: list[str]) -> str:
     return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"
+
+
+# -- published ---------------------------------------------------------------------------------------------------------
+# What is published of each model, as a record: a list of all of them declares none.
+
+PARAMETERS = Path(__file__).with_name("parameters.json")
+"""Parameters of the public module of each model, or, where none is public, of the declaration.
+`tests/with_torch/zoo_page.py` counts them, and tests hold every declaration to them."""
+
+
+def published() -> Iterator[tuple[str, int, Mapping[str, int]]]:
+    """Yield the name, the parameters, and the sizes of every model."""
+    parameters = json.loads(PARAMETERS.read_text(encoding="utf-8"))
+    presets = {name: preset for family in FAMILIES for name, preset in family.presets.items()}
+    for name, preset in sorted(presets.items()):
+        yield name, parameters[name], preset.sizes

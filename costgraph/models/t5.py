@@ -12,9 +12,8 @@ from functools import partial
 import costgraph as cg
 
 from .blocks import block, dropped
-from .config import Config
+from .config import ACTIVATIONS, Config
 from .decoder import logits
-from .defaults import ACTIVATIONS
 from .family import Family, Preset
 
 

@@ -1,27 +1,59 @@
 """Layers, written with the public ops."""
 
-from ..ops.stochastic import dropout
-from .activations import gelu, relu, sigmoid, silu, tanh
-from .attention import attention, self_attention
-from .conv import conv, pool
-from .cross_attention import cross_attention
-from .embeddings import embedding, patch_embedding, relative_bias, tied_head, timestep_embedding
-from .latent import latent_attention
+from ..ops.elementwise import dropout
+from .activations import (
+    gelu,
+    log_softmax,
+    relu,
+    segment_softmax,
+    sigmoid,
+    silu,
+    softmax,
+    tanh,
+)
+from .attention import (
+    attention,
+    cross_attention,
+    latent_attention,
+    patch_merging,
+    self_attention,
+    window_bias,
+    window_merge,
+    window_partition,
+)
+from .conv import (
+    adaptive_pool,
+    conv,
+    conv_transpose,
+    pool,
+    upsample,
+)
+from .embeddings import (
+    embedding,
+    patch_embedding,
+    relative_bias,
+    rotary,
+    rotary_tables,
+    tied_head,
+    timestep_embedding,
+)
 from .linear import gated_mlp, linear, mlp
 from .losses import binary_cross_entropy, cross_entropy
-from .lstm import gru, lstm
 from .moe import experts, moe, router
 from .norms import batch_norm, group_norm, layer_norm, rms_norm
 from .recommendation import dot_interaction, embedding_bag
-from .recurrent import causal_conv, cumulative_sum, head_norm, recurrence, scan_kernel, token_shift
-from .resizing import adaptive_pool, upsample
-from .rotary import rotary, rotary_tables
-from .segments import segment_softmax
-from .softmax import log_softmax, softmax
+from .recurrent import (
+    causal_conv,
+    cumulative_sum,
+    gru,
+    head_norm,
+    lstm,
+    recurrence,
+    scan_kernel,
+    token_shift,
+)
 from .stack import layers
-from .transposed import conv_transpose
 from .vision import inverted_residual, squeeze_excitation, stochastic_depth
-from .windows import patch_merging, window_bias, window_merge, window_partition
 
 __all__ = [
     "adaptive_pool",

@@ -1,12 +1,35 @@
-"""What stands between layers: elementwise functions under the names that models give them."""
+"""Softmax and its logarithm along one axis. Everything here is made of the ops below it; no cost is stated."""
 
 from __future__ import annotations
 
-from ..graph.arguments import need_choice
-from ..graph.tensor import Tensor
-from ..ops.pointwise import pointwise
+from collections.abc import Callable
+from typing import Annotated
 
-__all__ = ["gelu", "relu", "sigmoid", "silu", "tanh"]
+from ..ir.graph import Tensor, need_choice, need_tensor, positive, scope
+from ..notation.validation import READ
+from ..ops.elementwise import pointwise
+from ..ops.fill import fill
+from ..ops.index import gather, scatter
+from ..ops.layout import axis_of
+from ..ops.loops import fused
+from ..ops.reduce import reduce
+
+__all__ = [
+    "gelu",
+    "relu",
+    "sigmoid",
+    "silu",
+    "tanh",
+    "one_kernel",
+    "segment_softmax",
+    "along",
+    "log_softmax",
+    "softmax",
+]
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+# What stands between layers: elementwise functions under the names that models give them.
 
 
 def relu(x: Tensor, *, inplace: bool = False) -> Tensor:
@@ -33,3 +56,127 @@ def sigmoid(x: Tensor) -> Tensor:
 def tanh(x: Tensor) -> Tensor:
     """tanh(x): one transcendental an element."""
     return pointwise("tanh", x)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+# Layers that are one kernel: ops whose results in between never reach memory.
+
+
+def one_kernel(
+    name: str, function: Callable[..., Tensor], *operands: Tensor, backward: str = "", **options: object
+) -> Tensor:
+    """Run a function of tensors that returns one of them inside a kernel (`fused`)."""
+    made = fused(name, function, *operands, backward=backward, **options)
+    assert isinstance(made, Tensor)
+    return made
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+# Softmax over segments: rows that belong together by an index, as the edges that end at one node of a graph.
+
+
+def segment_softmax(x: Tensor, segments: Tensor, count: object, *, name: str = "segment_softmax") -> Tensor:
+    """Exponentials that add up to 1 over the rows of each segment, as attention over the edges of a graph needs them.
+
+    Parameters
+    ----------
+    x : Tensor
+        Rows along its first axis, (E, ...).
+    segments : Tensor
+        The segment of each row, (E,) in an integer format.
+    count : sympy.Expr or int
+        How many segments there are.
+    name : str
+        Scope of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. Made of a maximum and a sum by segment, two lookups and three elementwise ops, a kernel each.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If one is no tensor, or the segments are not one integer a row.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> E, N, H = cg.dims("E N H")
+    >>> with cg.Graph("g") as g:
+    ...     p = cg.nn.segment_softmax(g.input("scores", (E, H)), g.input("ends", (E,), "int64"), N)
+    >>> cg.flops(g)  # a comparison, a subtraction, an exp, an addition and a division
+    5*E*H
+    """
+    need_tensor("segment_softmax", x, segments)
+    shape = (positive("segment_softmax: count", count), *x.sizes[1:])
+    with scope(name):
+        lowest = fill(shape, float("-inf"), x.dtype, name="lowest")
+        # the largest are kept apart from what they start from, which a backward pass compares them with
+        largest = scatter(lowest, segments, x, "max", inplace=False, name="largest")
+        e = pointwise("exp", x - gather(largest, segments, name="largest_of_each"))
+        total = scatter(fill(shape, 0, x.dtype, name="nothing"), segments, e, "add", name="sum")
+        return e / gather(total, segments, name="sum_of_each")
+
+
+# -- softmax -----------------------------------------------------------------------------------------------------------
+
+
+def along(x: Tensor, axis: int) -> tuple[str, str]:
+    """Return the patterns that reduce one axis and keep it with size 1."""
+    need_tensor("softmax or norm", x)
+    at, names = axis_of(x, axis), [f"a{i}" for i in range(x.ndim)]
+    kept = [*names]
+    kept[at] = "1"
+    return " ".join(names), " ".join(kept)
+
+
+def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax") -> Tensor:
+    """Exponentials that add up to 1, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape.
+    axis : int
+        Axis along which they add up to 1.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: maximum, subtraction, sum and division, and one exp (derived from the ops inside).
+
+    Raises
+    ------
+    ShapeError
+        If there is no such axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S = cg.dims("B S")
+    >>> with cg.Graph("g") as g:
+    ...     p = cg.softmax(g.input("x", (B, S)), -1)
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (5*B*S, 8*B*S)
+    """
+    names, kept = along(x, axis)
+
+    def body(x: Tensor) -> Tensor:
+        e = pointwise("exp", x - reduce(x, f"{names} -> {kept}", "max"))
+        return e / reduce(e, f"{names} -> {kept}", "sum")
+
+    return one_kernel(name, body, x, backward="softmax")
+
+
+def log_softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "log_softmax") -> Tensor:
+    """Logarithm of the softmax, in one kernel."""
+    names, kept = along(x, axis)
+
+    def body(x: Tensor) -> Tensor:
+        shifted = x - reduce(x, f"{names} -> {kept}", "max")
+        return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {kept}", "sum"))
+
+    return one_kernel(name, body, x, backward="log_softmax")

@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
-from ..algebra.polynomial import Poly, total
+from ..algebra.polynomial import ZERO, Poly, poly, total
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.domain import Domain
-from ..graph.graph import apply, current_graph
-from ..graph.scopes import scope
-from ..graph.tensor import Tensor
-from ..ops.cached import cache
+from ..ir.graph import (
+    Domain,
+    Tensor,
+    apply,
+    current_graph,
+    module,
+    need_choice,
+    need_flag,
+    need_tensor,
+    positive,
+    scope,
+)
+from ..ir.strides import windows_along
 from ..ops.einsum import einsum
-from ..ops.layout import rearrange, split
-from ..ops.pointwise import FUNCTIONS, Pointwise, pointwise
+from ..ops.elementwise import FUNCTIONS, Pointwise, dropout, pointwise
+from ..ops.fill import pad
+from ..ops.index import gather
+from ..ops.kv_cache import cache
+from ..ops.layout import concat, contiguous_copy, expand, rearrange, roll, slice_axis, split
 from ..ops.reduce import reduce
-from ..ops.stochastic import dropout
-from .kernels import one_kernel
+from .activations import one_kernel, softmax
+from .embeddings import rotary
 from .linear import linear
-from .norms import rms_norm
-from .rotary import rotary
-from .softmax import softmax
+from .norms import layer_norm, rms_norm
 
-__all__ = ["attention", "merged", "self_attention"]
+__all__ = [
+    "attention",
+    "merged",
+    "self_attention",
+    "patch_merging",
+    "window_bias",
+    "window_merge",
+    "window_partition",
+    "cross_attention",
+    "latent_attention",
+]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 _SCORES = "b g r s k, b g t k -> b g r s t"
 _REDUCE = "b g r s t, b g t v -> b g r s v"
@@ -349,3 +371,442 @@ def _scaled(scores: Tensor, softcap: float | None, bias: Tensor | None) -> Tenso
 def _reduced(y: Tensor, v: Tensor, pattern: str) -> Tensor:
     with scope("reduce"):
         return einsum(y, v, pattern, name="matmul")
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+# Attention within windows of an image: cutting and shifting windows, what is added to their scores, merging.
+
+
+def _padded(x: Tensor, multiple: Poly, name: str) -> Tensor:
+    """Append zeros to rows and columns of (b, h, w, c) up to a multiple, in one kernel; a copy where there are none."""
+    sizes = [multiple * windows_along(size, 0, multiple) for size in x.sizes[1:3]]
+    return one_kernel(name, lambda x: pad(pad(x, 1, 0, sizes[0]), 2, 0, sizes[1]), x)
+
+
+def _window(place: str, x: Tensor, side: object, shift: object) -> tuple[Poly, Poly]:
+    need_tensor(place, x)
+    size, by = positive(f"{place}: side", side), poly(shift)
+    if by.constant is not None and (not isinstance(by.constant, int) or by.constant < 0):
+        raise ShapeError(f"{place}: shift {by}, expected a whole number of at least 0")
+    return size, by
+
+
+def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = "windows") -> Tensor:
+    """Cut images into square windows, for attention within each (Liu et al. 2021, arXiv 2103.14030, section 3.2).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, h, w, c). Rows and columns are padded with zeros up to a multiple of `side`: a copy, as torch's `pad`
+        makes one even where nothing is added.
+    side : sympy.Expr or int
+        Rows and columns of a window.
+    shift : sympy.Expr or int
+        Rows and columns by which the image is rolled towards its start before.
+    name : str
+        Scope of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape (b*n, side*side, c) with n = ceiling(h/side)*ceiling(w/side). No FLOPs: the image is read and written once
+        for padding, once an axis for a shift, and once to put the positions of a window side by side.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `x` has another number of axes, or a size is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C = cg.dims("B C")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.nn.window_partition(g.input("x", (B, 56, 56, C)), 7, 3))
+    >>> g.outputs[0].shape
+    (64*B, 49, C)
+    """
+    size, by = _window("window_partition", x, side, shift)
+    if x.ndim != 4:
+        raise ShapeError(f"window_partition of {x!r}: expected four axes (batch, rows, columns, channels)")
+    with scope(name):
+        x = _padded(x, size, "pad")
+        if by != ZERO:
+            x = roll(roll(x, x.sizes[1] - by, 1), x.sizes[2] - by, 2)
+        return rearrange(x, "b (n i) (m j) c -> (b n m) (i j) c", i=size, j=size, name="partition")
+
+
+def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, name: str = "merge") -> Tensor:
+    """Put windows together again: the reverse of `window_partition`.
+
+    Parameters
+    ----------
+    y : Tensor
+        Windows, shape (b*n, side*side, c).
+    like : Tensor
+        What was partitioned, shape (b, h, w, c) but for its channels.
+    side, shift : sympy.Expr or int
+        As they were there.
+    name : str
+        Scope of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, h, w, c), a view without what was padded. No FLOPs.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If sizes do not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, R = cg.dims("B C R")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, R, R, C))
+    ...     y = cg.nn.window_merge(cg.nn.window_partition(x, 7, 3), x, 7, 3)
+    >>> y.shape, cg.flops(g)
+    ((B, R, R, C), 0)
+    """
+    size, by = _window("window_merge", y, side, shift)
+    need_tensor("window_merge", like)
+    if y.ndim != 3 or like.ndim != 4:
+        raise ShapeError(f"window_merge of {y!r} like {like!r}: expected windows of three axes and images of four")
+    batch, rows, columns = like.sizes[:3]
+    down, across = (windows_along(n, 0, size) for n in (rows, columns))
+    with scope(name):
+        x = rearrange(
+            y, "(b n m) (i j) c -> b (n i) (m j) c", b=batch, n=down, m=across, i=size, j=size, name="positions"
+        )
+        if by != ZERO:
+            x = roll(roll(x, by, 1), by, 2)
+        return slice_axis(slice_axis(x, 1, 0, rows), 2, 0, columns)
+
+
+def window_bias(
+    side: object, heads: object, *, images: object = 1, masks: object = None, name: str = "window_bias"
+) -> Tensor:
+    """Make what is added to the scores of attention within windows (Liu et al. 2021, arXiv 2103.14030, equation 4).
+
+    Parameters
+    ----------
+    side : sympy.Expr or int
+        Rows and columns of a window.
+    heads : sympy.Expr or int
+        Heads of queries.
+    images : sympy.Expr or int
+        Number of images; asked for with `masks` alone.
+    masks : sympy.Expr or int, optional
+        Windows of an image where it was shifted: a buffer hides from each other positions that the shift brought
+        together, (masks, side*side, side*side) numbers of the graph's format.
+    name : str
+        Scope of the parameter, the buffers and the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape (1, heads, side*side, side*side), with masks (images*masks, heads, side*side, side*side): a learned number
+        for each head and each of (2*side-1)**2 distances, looked up by a buffer of indices. FLOPs: 1 for each
+        element of the sum with the masks.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If no graph is open, or a size is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> H = cg.dims("H")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.nn.window_bias(7, H))
+    >>> g.outputs[0].shape, cg.param_count(g)
+    ((1, H, 49, 49), 169*H)
+    """
+    size = positive("window_bias: side", side)
+    area = size * size
+    graph = current_graph()
+    with module(graph, name):
+        table = graph.param("table", ((2 * size - 1) * (2 * size - 1), heads))
+        places = graph.buffer("index", (area, area), "int64")
+        bias = rearrange(gather(table, places, name="lookup"), "s t h -> 1 h s t", name="heads")
+        if masks is None:
+            return bias
+        mask = graph.buffer("mask", (masks, area, area))
+        each = expand(mask, "n s t -> b n 1 s t", b=images, name="images")
+        return bias + rearrange(each, "b n 1 s t -> (b n) 1 s t", name="masks")
+
+
+def patch_merging(x: Tensor, *, name: str = "downsample") -> Tensor:
+    """Halve the sides of images and double their channels (Liu et al. 2021, arXiv 2103.14030, section 3.1).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, h, w, c). Odd rows and columns are padded with zeros; the copy is made in any case.
+    name : str
+        Scope of the parameters and of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, ceiling(h/2), ceiling(w/2), 2*c): four neighbours side by side, LayerNorm, a linear layer without
+        bias. FLOPs of kind matmul: 16 * b * c**2 for each position of the result.
+
+    Raises
+    ------
+    ShapeError
+        If `x` has another number of axes.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C = cg.dims("B C")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.nn.patch_merging(g.input("x", (B, 7, 7, C))))
+    >>> g.outputs[0].shape, cg.param_count(g)
+    ((B, 4, 4, 2*C), 8*C**2 + 8*C)
+    """
+    need_tensor("patch_merging", x)
+    if x.ndim != 4:
+        raise ShapeError(f"patch_merging of {x!r}: expected four axes (batch, rows, columns, channels)")
+    with module(current_graph(x.graph), name):
+        y = rearrange(_padded(x, poly(2), "pad"), "b (h i) (w j) c -> b h w (j i c)", i=2, j=2, name="neighbours")
+        return linear(layer_norm(y), "... c -> ... d", d=2 * x.sizes[3], name="reduction")
+
+
+# -- cross attention ---------------------------------------------------------------------------------------------------
+# Attention from one sequence to another: a decoder's to the results of an encoder.
+
+
+def cross_attention(
+    x: Tensor,
+    memory: Tensor,
+    heads: object,
+    size: object,
+    *,
+    groups: object = None,
+    kernel: str = "flash",
+    bias: bool = False,
+    key_bias: bool | None = None,
+    out_bias: bool = False,
+    score_bias: Tensor | None = None,
+    p: float = 0,
+    cached: bool = True,
+    name: str = "cross",
+) -> Tensor:
+    """Attend from one sequence to all of another, such as the results of an encoder, with the linear layers around.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, s, d): what asks.
+    memory : Tensor
+        Shape (b, m, e): what keys and values are made from.
+    heads, size, groups, kernel, bias, key_bias, out_bias, score_bias, p : object
+        As in `self_attention`.
+    cached : bool
+        Mark keys and values as what `prefill` makes once and `decode` reads (`cache` without an axis that grows).
+    name : str
+        As in `self_attention`.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, s, d).
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, M, D, H, K = cg.dims("B S M D H K")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.nn.cross_attention(g.input("x", (B, S, D)), g.input("memory", (B, M, D)), H, K))
+    >>> cg.param_count(g), cg.matmul_flops(g)
+    (4*D*H*K, 4*B*D*H*K*M + 4*B*D*H*K*S + 4*B*H*K*M*S)
+    """
+    need_tensor(f"attention {name!r}", x, memory)
+    need_flag(f"attention {name!r}", cached=cached)
+
+    def made(what: str, source: Tensor, count: object) -> Tensor:
+        shifted = bias if what != "k" or key_bias is None else key_bias
+        y = linear(source, "b s d -> b s h k", h=count, k=size, bias=shifted, name=f"{name}/{what}")
+        return rearrange(y, "b s h k -> b h s k")
+
+    shared = heads if groups is None else groups
+    q, k, v = made("q", x, heads), made("k", memory, shared), made("v", memory, shared)
+    if cached:
+        with scope(name):
+            k, v = (cache(t, "b g t k", name=what) for what, t in (("k_cache", k), ("v_cache", v)))
+    y = attention(q, k, v, causal=False, kernel=kernel, bias=score_bias, p=p, name=name)
+    return merged(y, x.sizes[2], bias=out_bias, name=name)
+
+
+# -- latent ------------------------------------------------------------------------------------------------------------
+# Multi-head latent attention: keys and values of all heads from one short vector, which alone is cached.
+
+
+def latent_attention(
+    x: Tensor,
+    heads: object,
+    *,
+    latent: object,
+    nope: object,
+    rotated: object,
+    value: object,
+    rope: tuple[Tensor, Tensor],
+    query_latent: object = None,
+    absorbed: bool = False,
+    causal: bool = True,
+    kernel: str = "flash",
+    bias: bool = False,
+    p: float = 0,
+    cached: bool = True,
+    contiguous: bool = False,
+    name: str = "attention",
+) -> Tensor:
+    """Attend within a sequence by keys and values that come from one latent vector a position (MLA).
+
+    A key has a part of its own for each head, made from the latent vector, and a rotated part that all heads share.
+    Inference keeps the latent vector and the rotated part: `latent + rotated` elements a position, for all heads.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, s, d).
+    heads : sympy.Expr or int
+        Heads of queries, and of the keys and values that are made.
+    latent : sympy.Expr or int
+        Elements of the latent vector (kv_lora_rank).
+    nope, rotated, value : sympy.Expr or int
+        Elements of a head: of queries and keys without positions, of those with rotary positions, and of values.
+    rope : pair of Tensor
+        Cosines and sines of `rotated` elements, from `rotary_tables`.
+    query_latent : sympy.Expr or int, optional
+        Elements of a latent vector that queries are made from (q_lora_rank); by default straight from `x`.
+    absorbed : bool
+        False: keys and values of all heads are made from the latent vectors, of every position that is seen. True: the
+        matrix of the keys is applied to the queries and that of the values to the results, and all heads attend to the
+        latent vectors themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): more FLOPs for each pair of
+        positions, none for each position of the cache.
+    causal, kernel : object
+        As in `self_attention`.
+    bias : bool
+        Add biases to the layers that make the latent vectors, and to the layer back.
+    p : float
+        As in `self_attention`.
+    cached : bool
+        Mark what inference keeps (`cache`): two tensors, or with `absorbed` one that holds both side by side.
+    contiguous : bool
+        Copy values that are made, so that the product whose other part is in the keys is not kept whole, as
+        `MultiLatentAttention` of Megatron-LM (megatron/core/transformer/multi_latent_attention.py). By default they
+        are a view of it.
+    name : str
+        As in `self_attention`.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, s, d).
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D, H = cg.dims("B S D H")
+    >>> def layer(absorbed):
+    ...     with cg.Graph("g", dtype="bf16") as g:
+    ...         rope = cg.nn.rotary_tables(cg.ops.arange(S), 64)
+    ...         x = g.input("x", (B, S, D))
+    ...         g.output(cg.nn.latent_attention(
+    ...             x, H, latent=512, nope=128, rotated=64, value=128, rope=rope, absorbed=absorbed))
+    ...     return g
+    >>> made, absorbed = map(layer, (False, True))
+    >>> cg.param_count(made) - cg.param_count(absorbed)
+    0
+    >>> [cg.cache_bytes(cg.decode(g)) for g in (made, absorbed)]  # 512 + 64 elements a position
+    [1152*B*S, 1152*B*S]
+    >>> sizes = {"B": 1, "D": 7168, "H": 128}
+    >>> [cg.matmul_flops(cg.decode(g), S=8192, **sizes) for g in (made, absorbed)]
+    [276144455680, 2910715904]
+    """
+    place = f"attention {name!r}"
+    need_tensor(place, x)
+    need_flag(place, absorbed=absorbed, bias=bias, cached=cached, contiguous=contiguous)
+    if x.ndim != 3:
+        raise ShapeError(f"{place}: {x!r}, expected three axes (batch, positions, width)")
+    own, turned, held, values = (
+        positive(f"{place}: {what}", size)
+        for what, size in (("nope", nope), ("rotated", rotated), ("latent", latent), ("value", value))
+    )
+    q_own, q_turned = split(_queries(x, heads, own + turned, query_latent, bias=bias, name=name), (own, turned), -1)
+    both = linear(x, "b s d -> b s e", e=held + turned, bias=bias, name=f"{name}/kv_a")
+    vector, shared = split(both, (held, turned), -1)
+    vector = rms_norm(vector, name=f"{name}/kv_norm")
+    with scope(name):
+        q_turned = rotary(q_turned, *rope)
+        shared = rotary(rearrange(shared, "b s k -> b 1 s k"), *rope)
+    attend = _absorbed if absorbed else partial(_made, contiguous=contiguous)
+    y = attend(q_own, q_turned, vector, shared, values, cached=cached, causal=causal, kernel=kernel, p=p, name=name)
+    return merged(y, x.sizes[2], bias=bias, name=name)
+
+
+def _queries(x: Tensor, heads: object, size: Poly, rank: object, *, bias: bool, name: str) -> Tensor:
+    """Return queries (b, h, s, k)."""
+    if rank is None:
+        q = linear(x, "b s d -> b s h k", h=heads, k=size, name=f"{name}/q")
+    else:
+        short = linear(x, "b s d -> b s r", r=rank, bias=bias, name=f"{name}/q_a")
+        q = linear(rms_norm(short, name=f"{name}/q_norm"), "b s r -> b s h k", h=heads, k=size, name=f"{name}/q_b")
+    return rearrange(q, "b s h k -> b h s k")
+
+
+def _made(
+    q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
+    kernel: str, p: float, name: str, contiguous: bool,
+) -> Tensor:  # fmt: skip
+    """Attend with keys and values of all heads, made from what is cached."""
+    heads, own = q_own.sizes[1], q_own.sizes[3]
+    if cached:
+        with scope(name):
+            vector = cache(vector, "b t l", along="t", name="latent_cache")
+            shared = cache(shared, "b one t k", along="t", name="rotated_cache")
+    both = linear(vector, "b t l -> b t h e", h=heads, e=own + values, name=f"{name}/kv_b")
+    with scope(name):
+        k, v = split(rearrange(both, "b t h e -> b h t e"), (own, values), -1)
+        v = contiguous_copy(v, name="values") if contiguous else v
+        k = concat([k, expand(shared, "b 1 t k -> b h t k", h=heads)], -1, name="keys")
+        q = concat([q_own, q_turned], -1, name="queries")
+    return attention(q, k, v, causal=causal, kernel=kernel, p=p, name=name)
+
+
+def _absorbed(
+    q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
+    kernel: str, p: float, name: str,
+) -> Tensor:  # fmt: skip
+    """Attend to what is cached itself: one key for all heads, whose first part is the value."""
+    heads, own, held = q_own.sizes[1], q_own.sizes[3], vector.sizes[2]
+    graph = current_graph(vector.graph)
+    with module(graph, f"{name}/kv_b"):
+        weight = graph.param("weight", (held, heads, own + values))
+    with scope(name):
+        of_keys, of_values = split(weight, (own, values), -1)
+        q = einsum(q_own, of_keys, "b h s k, l h k -> b h s l", name="absorb_keys")
+        q = concat([q, q_turned], -1, name="queries")
+        k = concat([rearrange(vector, "b t l -> b 1 t l"), shared], -1, name="keys")
+        if cached:
+            k = cache(k, "b one t k", along="t", name="latent_cache")
+        v = split(k, (held, k.sizes[3] - held), -1)[0]
+    y = attention(q, k, v, causal=causal, kernel=kernel, p=p, name=name)
+    with scope(name):
+        return einsum(y, of_values, "b h s l, l h v -> b h s v", name="absorb_values")

@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd, prod
 from typing import Annotated, Any
 
-from ..algebra.polynomial import ONE, Poly, poly
+import sympy
+
+from ..algebra.polynomial import ONE, Poly, poly, total
 from ..algebra.symbols import shown
 from ..errors import PatternError, ShapeError
-from ..graph.arguments import named, need_choice, need_flag, need_tensor, positive
-from ..graph.graph import apply, current_graph
-from ..graph.scopes import module
-from ..graph.strides import windows_along
-from ..graph.tensor import Tensor
-from ..notation.door import READ
+from ..ir.graph import (
+    Tensor,
+    apply,
+    current_graph,
+    module,
+    named,
+    need_choice,
+    need_flag,
+    need_tensor,
+    positive,
+    sizes_of,
+)
+from ..ir.strides import Sizes, windows_along
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
-from ..ops.contraction import Einsum
-from ..ops.layout import reshape, slice_axis
+from ..notation.validation import READ
+from ..ops.einsum import Einsum
+from ..ops.layout import expand, reshape, slice_axis
+from ..ops.opaque import opaque
 from ..ops.pooling import Pool
-from .kernels import one_kernel
+from ..ops.reduce import reduce
+from .activations import one_kernel
 
-__all__ = ["conv", "convolved", "each_axis", "pool", "pooling"]
+__all__ = [
+    "conv",
+    "convolved",
+    "each_axis",
+    "pool",
+    "pooling",
+    "conv_transpose",
+    "spread",
+    "adaptive_pool",
+    "upsample",
+]
+
+
+# -- conv --------------------------------------------------------------------------------------------------------------
 
 #: One number for all axes of a window, or one for each.
 Extents = Annotated[int | Sequence[int], READ]
@@ -270,3 +296,281 @@ def pooling(
     kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
     return Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation, inside=inside)
+
+
+# -- transposed --------------------------------------------------------------------------------------------------------
+# Transposed convolution: each element is spread over a window, and what lands on one place is added up.
+
+_NAME = "conv_transpose"
+
+
+def conv_transpose(
+    x: Tensor,
+    pattern: PatternText,
+    /,
+    *,
+    window: Extents,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    output_padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: object = 1,
+    bias: bool = False,
+    name: str = "conv_transpose",
+    **sizes: object,
+) -> Tensor:
+    """Convolve the other way round: the map that the gradient of a convolution is, as in decoders of images.
+
+    Parameters
+    ----------
+    x : Tensor
+        Batch and channels first, the axes that the window slides over last.
+    pattern : str
+        Axes before and after, as in `conv`: `"b c h w -> b o h w"`.
+    window : int or sequence of int
+        As in `conv`.
+    stride, padding, output_padding, dilation : int or sequence of int
+        As in torch.nn.ConvTranspose2d: an axis of n becomes `(n - 1)*stride - 2*padding + dilation*(window - 1) +
+        output_padding + 1`.
+    groups, bias, name, **sizes : object
+        As in `conv`.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 2 * input points * window * input channels of a group * output channels, what falls on padding included.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern or a size does not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, H, O = cg.dims("B C H O")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, C, H))
+    ...     y = cg.nn.conv_transpose(x, "b c h -> b o h", window=4, stride=2, padding=1, o=O)
+    >>> y.shape, cg.matmul_flops(g)
+    ((B, O, 2*H), 8*B*C*H*O)
+    """
+    need_tensor("conv_transpose", x)
+    need_flag("conv_transpose", bias=bias)
+    graph = current_graph(x.graph)
+    x = graph.adopt(x)
+    place, new = _channels(x, pattern)
+    spans = each_axis(window, x.ndim - place - 1, "window", 1)
+    if set(sizes) != {new}:
+        raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
+    many = positive(f"conv_transpose {name!r}: groups", groups)
+    channels, made = x.sizes[place], positive(f"conv_transpose {name!r}: size of {new!r}", sizes[new])
+    facts: Any = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+
+    def product(x: Tensor, *own: Tensor) -> Tensor:
+        return spread(x, *own, groups=many, **facts)
+
+    with module(graph, name):
+        weight = graph.param("weight", (channels, made / many, *spans))
+        if not bias:
+            return product(x, weight)
+        return one_kernel(_NAME, product, x, weight, graph.param("bias", (made,)), backward="ops")
+
+
+def spread(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    output_padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: Poly = ONE,
+) -> Tensor:
+    """Return what weights of shape (in, out / groups, *window) spread a tensor over, and what is added to it."""
+    channels, share, *window = weight.sizes
+    spans, place, made = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1, share * groups
+    indices, out = _spread(x, spans, stride, padding, output_padding, dilation)
+    lead, after = x.sizes[:place], x.sizes[place + 1 :]
+    extents = {"g": groups, "c": channels / groups, "o": share, **{f"n{i}": size for i, size in enumerate(lead)}}
+    for i, (size, span) in enumerate(zip(after, spans, strict=True)):
+        extents |= {f"o{i}": size, f"w{i}": poly(span)}
+    pattern = _transposed_contraction(place, indices)
+    (y,) = apply(Einsum(pattern=pattern, extents=extents, dtype=x.dtype, sizes=(*lead, made, *out)), [x, weight], _NAME)
+    return y if bias is None else y + reshape(bias, (made, *(1,) * len(spans)))
+
+
+def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
+    """Return the place of the channels, and the name of those that come out."""
+    parsed = parse_pattern(pattern, (x.ndim,))
+    plain = all(isinstance(a, Axes) and len(a.names) == 1 for a in (*parsed.operands[0], *parsed.result))
+    before, after = parsed.operand_names(0), parsed.result_names
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if not plain or len(before) != len(after) or len(changed) != 1 or changed[0] + 1 >= x.ndim:
+        raise PatternError(
+            f"conv_transpose {pattern!r}: expected one other name, with the axes of the window behind it"
+        )
+    return changed[0], after[changed[0]]
+
+
+def _spread(
+    x: Tensor, spans: tuple[int, ...], stride: object, padding: object, more: object, dilation: object
+) -> tuple[list[Affine], list[Poly]]:
+    """Return where each element of a window lands on the last axes, and their sizes."""
+    rank = len(spans)
+    steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
+    pads, rests = each_axis(padding, rank, "padding", 0), each_axis(more, rank, "output_padding", 0)
+    indices, sizes = [], []
+    for i, (n, w) in enumerate(zip(x.sizes[x.ndim - rank :], spans, strict=True)):
+        if rests[i] >= max(steps[i], gaps[i]):
+            raise ShapeError(f"output_padding={more!r}: expected less than the stride or the dilation")
+        size = (n - 1) * steps[i] - 2 * pads[i] + gaps[i] * (w - 1) + rests[i] + 1
+        if size.constant is not None and size.constant < 1:
+            raise ShapeError(f"padding={padding!r} leaves {size} positions of axis {i + x.ndim - rank} of {x!r}")
+        indices.append(Affine(((f"o{i}", steps[i]), (f"w{i}", gaps[i])), -pads[i]))
+        sizes.append(size)
+    return indices, sizes
+
+
+def _transposed_contraction(place: int, indices: list[Affine]) -> Pattern:
+    lead = tuple(Axes((f"n{i}",)) for i in range(place))
+    points = tuple(Axes((f"o{i}",)) for i in range(len(indices)))
+    window = tuple(Axes((f"w{i}",)) for i in range(len(indices)))
+    inputs, outputs = Axes(("g", "c")), Axes(("g", "o"))
+    return Pattern(((*lead, inputs, *points), (inputs, Axes(("o",)), *window)), (*lead, outputs, *indices))
+
+
+# -- resizing ----------------------------------------------------------------------------------------------------------
+# Images made smaller or larger: windows that divide an axis into a given number of parts, and repeated neighbours.
+
+
+def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_pool") -> Tensor:
+    """Average windows that divide the last axes into a given number of parts, as torch.nn.AdaptiveAvgPool2d.
+
+    Parameters
+    ----------
+    x : Tensor
+        The axes that are divided last.
+    sizes : sequence of sympy.Expr or int
+        Parts of each of them. Window i of k runs from floor(i*n/k) to ceil((i + 1)*n/k), and overlaps its neighbours
+        where k does not divide n.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: one for each element of each window. One part of each axis is a reduction, parts of a numeric axis that
+        they divide are a pooling, all else is an op that states this amount.
+
+    Raises
+    ------
+    ShapeError
+        If there are more parts than axes, or the number of parts is a symbol and need not divide the axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, R = cg.dims("B C R")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.nn.adaptive_pool(g.input("x", (B, C, R, R)), (3, 3))
+    >>> y.shape, cg.flops(g, B=1, C=1, R=6), cg.flops(g, B=1, C=1, R=7)  # windows of 3 that share an element
+    ((B, C, 3, 3), 36, 81)
+    """
+    need_tensor("adaptive_pool", x)
+    parts = sizes_of(sizes, "adaptive_pool")
+    if not 0 < len(parts) <= x.ndim:
+        raise ShapeError(f"adaptive_pool of {x!r} into {len(parts)} sizes, expected 1 to {x.ndim}")
+    kept, axes = x.sizes[: -len(parts)], x.sizes[-len(parts) :]
+    if all(k == ONE for k in parts):
+        names = [f"a{i}" for i in range(x.ndim)]
+        left = [*names[: len(kept)], *("1" for _ in parts)]
+        return reduce(x, f"{' '.join(names)} -> {' '.join(left)}", "mean", name=name)
+    windows = [(n / k).constant for n, k in zip(axes, parts, strict=True)]
+    if all(isinstance(w, int) for w in windows):
+        return pool(x, "mean", window=[int(w or 0) for w in windows], name=name)
+    reached = prod((_reached(x, n, k) for n, k in zip(axes, parts, strict=True)), start=prod(kept, start=ONE))
+    made = prod(parts, start=prod(kept, start=ONE)) * x.element_bytes()
+    # of what was pooled the gradient needs the shape alone, but torch keeps it all the same
+    backward = {"flops": reached.expr, "saves": {"inputs": [0]}, "reads": [made.expr, 0]}
+    out: Tensor = opaque(name, [x], ([n.expr for n in (*kept, *parts)], x.dtype), flops=reached.expr, backward=backward)
+    return out
+
+
+def _reached(x: Tensor, whole: Poly, parts: Poly) -> Poly:
+    """Return the sizes of the windows of one axis, added up.
+
+    Each boundary between two windows that is no whole number lies within an element which belongs to both, and
+    gcd(n, k) - 1 of the k - 1 boundaries are whole.
+    """
+    n, k = whole.constant, parts.constant
+    if isinstance(n, int) and isinstance(k, int):
+        return whole + k - gcd(n, k)
+    if not isinstance(k, int):
+        share = whole / parts
+        if all(isinstance(c, int) and all(power > 0 for _, power in m) for m, c in share.terms.items()):
+            return whole
+        raise ShapeError(f"adaptive_pool of {x!r}: {parts} windows over {whole} elements, expected a number of windows")
+    inner = [(whole * i / k).expr for i in range(1, k)]
+    return whole + total(poly(sympy.ceiling(at)) - poly(sympy.floor(at)) for at in inner)
+
+
+def upsample(
+    x: Tensor, factor: Annotated[int, READ] = 2, *, sizes: Sequence[object] | None = None, name: str = "upsample"
+) -> Tensor:
+    """Repeat each element along all axes after the first two: the nearest neighbour, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, c, ...).
+    factor : int
+        How often along each axis.
+    sizes : sequence of sympy.Expr or int, optional
+        Sizes of the axes after the first two where they are not `factor` times as large but up to `factor` - 1 less:
+        what an odd axis had before it was halved.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        No FLOPs; reads each element once. The gradient adds one for each element of `factor` times the size.
+
+    Raises
+    ------
+    ShapeError
+        If the factor is no integer of at least 1, or the sizes are not as many as the axes.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, R = cg.dims("B C R")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.nn.upsample(g.input("x", (B, C, R, R)))
+    >>> y.shape, cg.flops(g), cg.bytes_moved(g)
+    ((B, C, 2*R, 2*R), 0, 20*B*C*R**2)
+    """
+    need_tensor("upsample", x)
+    if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
+        raise ShapeError(f"upsample: factor {factor!r}, expected an integer of at least 1")
+    if x.ndim < 3:
+        raise ShapeError(f"upsample of {x!r}: expected three axes at least, of which the first two are kept")
+    large: Sizes = tuple(n * factor for n in x.sizes[2:])
+    wanted = large if sizes is None else sizes_of(sizes, "upsample")
+    if len(wanted) != len(large):
+        raise ShapeError(f"upsample of {x!r} to {len(wanted)} sizes, expected {len(large)}")
+    axes = [f"a{i}" for i in range(2, x.ndim)]
+    pattern = f"b c {' '.join(f'{a} 1' for a in axes)} -> b c {' '.join(f'{a} {a}r' for a in axes)}"
+
+    def body(x: Tensor) -> Tensor:
+        apart = reshape(x, (*x.sizes[:2], *(n for size in x.sizes[2:] for n in (size, 1))))
+        times: dict[str, Any] = {f"{a}r": factor for a in axes}
+        repeated = expand(apart, pattern, **times)
+        y = reshape(repeated, (*x.sizes[:2], *large))
+        for i, (size, whole) in enumerate(zip(wanted, large, strict=True)):
+            y = y if size == whole else slice_axis(y, i + 2, 0, size)
+        return y
+
+    return one_kernel(name, body, x)

@@ -7,18 +7,22 @@ from typing import Any
 
 from ..algebra.polynomial import Poly
 from ..errors import PatternError, ShapeError
-from ..graph.arguments import need_call, need_flag, need_tensor, positive
-from ..graph.arguments import sizes as sizes_by_name
-from ..graph.graph import current_graph
-from ..graph.scopes import module
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Tensor,
+    current_graph,
+    module,
+    need_call,
+    need_flag,
+    need_tensor,
+    positive,
+)
+from ..ir.graph import sizes as sizes_by_name
 from ..notation.pattern import Affine, Pattern, PatternText, parse_pattern
+from ..ops.axis_sizes import extents_of
 from ..ops.einsum import einsum
-from ..ops.extents import extents_of
+from ..ops.elementwise import dropout
 from ..ops.layout import split
-from ..ops.stochastic import dropout
-from .activations import gelu, silu
-from .kernels import one_kernel
+from .activations import gelu, one_kernel, silu
 
 __all__ = ["gated_mlp", "linear", "mlp"]
 

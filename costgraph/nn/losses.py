@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from ..errors import ShapeError
-from ..graph.arguments import need_tensor
-from ..graph.graph import current_graph
-from ..graph.scopes import module
-from ..graph.tensor import Tensor
+from ..ir.graph import Tensor, current_graph, module, need_tensor
+from ..ops.elementwise import pointwise
 from ..ops.index import take_along
 from ..ops.layout import reshape
-from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from .kernels import one_kernel
-from .softmax import log_softmax
+from .activations import log_softmax, one_kernel
 
 __all__ = ["binary_cross_entropy", "cross_entropy"]
 

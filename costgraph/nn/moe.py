@@ -12,20 +12,27 @@ from typing import Any
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_call, need_choice, need_flag, need_tensor, positive
-from ..graph.graph import current_graph
-from ..graph.scopes import module
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Tensor,
+    current_graph,
+    module,
+    need_call,
+    need_choice,
+    need_flag,
+    need_tensor,
+    positive,
+)
+from ..ops.elementwise import (
+    cast,
+    pointwise,
+)
 from ..ops.fill import fill
 from ..ops.grouped import ROUTINGS, dispatch, grouped, top_k
 from ..ops.index import gather, scatter, take_along
 from ..ops.layout import rearrange, reshape, split
-from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
-from .activations import sigmoid, silu
-from .kernels import one_kernel
+from .activations import one_kernel, sigmoid, silu, softmax
 from .linear import linear
-from .softmax import softmax
 
 __all__ = ["experts", "moe", "router"]
 

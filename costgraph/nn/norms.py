@@ -8,16 +8,26 @@ from ..algebra.polynomial import Poly
 from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
 from ..errors import ShapeError
-from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.graph import current_graph
-from ..graph.scopes import module
-from ..graph.tensor import Tensor
-from ..ops.blocks import fused, save
+from ..ir.graph import (
+    Tensor,
+    current_graph,
+    module,
+    need_choice,
+    need_flag,
+    need_tensor,
+    positive,
+)
+from ..ops.elementwise import (
+    cast,
+    pointwise,
+)
 from ..ops.layout import reshape
-from ..ops.pointwise import cast, pointwise
+from ..ops.loops import (
+    fused,
+    save,
+)
 from ..ops.reduce import reduce
-from .kernels import one_kernel
-from .softmax import along
+from .activations import along, one_kernel
 
 __all__ = [
     "batch_norm", "group_norm", "layer_norm", "normalised", "of_groups", "of_root", "of_running", "of_the_batch",

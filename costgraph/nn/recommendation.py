@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from ..errors import ShapeError
-from ..graph.arguments import need_choice, need_flag, need_tensor
-from ..graph.graph import current_graph
-from ..graph.scopes import module
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Tensor,
+    current_graph,
+    module,
+    need_choice,
+    need_flag,
+    need_tensor,
+)
 from ..ops.einsum import einsum
 from ..ops.index import gather, take_along
 from ..ops.layout import expand, reshape
 from ..ops.reduce import reduce
-from .kernels import one_kernel
+from .activations import one_kernel
 
 __all__ = ["dot_interaction", "embedding_bag"]
 

@@ -8,11 +8,20 @@ from typing import overload
 
 from ..algebra.symbols import is_name, shown
 from ..errors import GraphError
-from ..graph.arguments import need_call, need_list, need_tensor, positive
-from ..graph.graph import current_graph
-from ..graph.scopes import here, module
-from ..graph.tensor import Tensor
-from ..ops.blocks import Carry, repeat
+from ..ir.graph import (
+    Tensor,
+    current_graph,
+    here,
+    module,
+    need_call,
+    need_list,
+    need_tensor,
+    positive,
+)
+from ..ops.loops import (
+    Carry,
+    repeat,
+)
 
 __all__ = ["layers"]
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from ..errors import ShapeError
-from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.graph import current_graph
-from ..graph.scopes import module, scope
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Tensor,
+    current_graph,
+    module,
+    need_choice,
+    need_flag,
+    need_tensor,
+    positive,
+    scope,
+)
+from ..ops.elementwise import dropout, pointwise
 from ..ops.fill import fill
 from ..ops.functions import FUNCTIONS
 from ..ops.layout import reshape
-from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from ..ops.stochastic import dropout
 from .conv import conv
 from .linear import linear
 from .norms import batch_norm
@@ -78,7 +83,7 @@ def squeeze_excitation(
     squeezed : sympy.Expr or int
         Channels between the two layers.
     activation, gate : str
-        Elementwise functions, of `costgraph.ops.pointwise`, after the first layer and after the second.
+        Elementwise functions, of `costgraph.ops.elementwise`, after the first layer and after the second.
     name : str
         Scope of the parameters and of the ops.
 
@@ -147,7 +152,7 @@ def inverted_residual(
         Of the depthwise convolution, which is padded to the size of its input over the stride, rounded up. The window
         is odd.
     activation : str
-        Elementwise function of `costgraph.ops.pointwise`, after expansion and depthwise convolution.
+        Elementwise function of `costgraph.ops.elementwise`, after expansion and depthwise convolution.
     squeezed : sympy.Expr or int, optional
         Channels inside squeeze and excitation; none without.
     squeeze_activation, gate : str

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from ..algebra.symbols import is_name, shorten, shown
 from ..errors import PatternError
-from .door import READ
+from .validation import READ
 
 __all__ = ["Affine", "Axes", "Pattern", "PatternText", "parse_pattern"]
 

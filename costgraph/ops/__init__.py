@@ -1,10 +1,16 @@
 """Op kinds, one file a family. The functions here are those that models need beside the ones of `costgraph` itself."""
 
 # every kind is registered once this package is there; these have no function that models call
-from . import foreign, hops, merge, pack, spectra, stacks, updates  # noqa: F401  # isort: skip
-from .cached import cache, initial_state
+from . import (  # noqa: F401  # isort: skip
+    opaque,
+    collectives,
+    fourier,
+    loops,
+    updates,
+)
 from .collectives import collective
 from .elementwise import (
+    cast,
     equal,
     exp,
     full,
@@ -15,18 +21,24 @@ from .elementwise import (
     log,
     maximum,
     minimum,
+    pointwise,
     sqrt,
     where,
     zeros,
 )  # fmt: skip
 from .grouped import dispatch, grouped, top_k
-from .index import arange, gather, scatter, take_along
-from .keep import keep, stop_gradient
+from .index import arange, gather, scatter, sort, take_along
+from .keep_alive import (
+    keep,
+    stop_gradient,
+)
+from .kv_cache import (
+    cache,
+    initial_state,
+)
 from .layout import concat, contiguous_copy, expand, reshape, roll, slice_axis, split, stack
+from .opaque import transfer
 from .operators import matmul, transpose
-from .ordering import sort
-from .pointwise import cast, pointwise
-from .stated import transfer
 
 __all__ = [
     "arange",

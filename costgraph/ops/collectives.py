@@ -6,19 +6,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..algebra.polynomial import ONE, Poly
+from ..algebra.polynomial import ONE, Poly, total
+from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import named, need_choice, positive
-from ..graph.facts import Flag, Index, Size, is_count, one_of, optional
-from ..graph.graph import Graph, apply, need_graph
-from ..graph.op import Flops, Op, OpKind, Result
-from ..graph.tensor import Tensor
-from ..notation.door import Rule
+from ..ir.graph import (
+    Amount,
+    Flag,
+    Flops,
+    Graph,
+    Index,
+    Op,
+    OpKind,
+    Result,
+    Size,
+    Tensor,
+    apply,
+    is_count,
+    itself,
+    named,
+    need_choice,
+    need_graph,
+    one_of,
+    optional,
+    positive,
+)
+from ..notation.validation import Rule
 from . import rules
-from .reach import carried_parts
+from . import sharding_rule as splits
+from .access_footprint import carried_parts
+from .fill import Fresh
 from .registry import register
 
-__all__ = ["COLLECTIVES", "REDUCING", "Around", "Collective", "Meshed", "Part", "collective", "need_of_all"]
+__all__ = [
+    "COLLECTIVES",
+    "REDUCING",
+    "Around",
+    "Collective",
+    "Meshed",
+    "Part",
+    "collective",
+    "need_of_all",
+    "Receive",
+    "Send",
+    "Pack",
+    "Merge",
+]
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 #: Collectives and what each does to an axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
@@ -199,3 +234,105 @@ def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> 
     need_choice("collective", collective, tuple(COLLECTIVES))
     kind = Collective(collective=collective, ranks=positive("collective: ranks", ranks))
     return apply(kind, [x], named(name, collective))[0]
+
+
+# -- hops --------------------------------------------------------------------------------------------------------------
+# What stages of a pipeline hand to their neighbours, as one of them sees it.
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Receive(Fresh):
+    """A tensor that a neighbour along an axis of the mesh has sent."""
+
+    name = "receive"
+    axis: str = "pp"
+    """Name of the axis."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Send(OpKind):
+    """A tensor that goes to a neighbour along an axis of the mesh; its result is the tensor, which stays here."""
+
+    name = "send"
+    axis: str = "pp"
+    """Name of the axis."""
+    flops, reads, writes = rules.free, rules.whole, rules.nothing
+    placed = splits.as_it_is
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the tensor."""
+        rules.need_operands(self, operands, 1)
+        return [itself(operands[0])]
+
+
+# -- pack --------------------------------------------------------------------------------------------------------------
+# Tensors beside each other in one buffer: what a collective of many of them brings.
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Pack(OpKind):
+    """The elements of all further operands, one after the other, written into the first."""
+
+    name = "pack"
+    flops, writes = rules.free, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the buffer."""
+        if len(operands) < 2:
+            raise ShapeError(f"pack of {len(operands)} operands, expected a buffer and a tensor at least")
+        buffer, *parts = operands
+        size = total(t.numel for t in parts)
+        if not buffer.graph.same(buffer.numel, size) or any(t.dtype != buffer.dtype for t in parts):
+            raise ShapeError(f"pack of {parts!r} into {buffer!r}, expected one format and {size} elements")
+        return [itself(buffer)]
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the buffer."""
+        return (0,)
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return all parts, and nothing of the buffer."""
+        return (rules.nothing(self, op)[0], *rules.whole(self, op)[1:])
+
+
+# -- merge -------------------------------------------------------------------------------------------------------------
+# Rows that ranks have sent to those that have their experts, put in order there.
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Merge(OpKind):
+    """Rows that came from several ranks, those of each ordered by expert, as one list that is ordered by expert.
+
+    It is given where on each rank the rows of this one's experts end, rank by rank. As many rows come from each.
+    """
+
+    name = "merge"
+    restricted = True
+    ranks: Size
+    """How many they are."""
+    axis: str
+    """The axis of a mesh that they are on."""
+    rows: Size
+    """How many rows have come."""
+    chosen: Amount
+    """How many of the experts here a token chooses, in the mean."""
+    owners: Flag = False
+    """Whether the expert of each row is wanted as well: its number here."""
+    reads, writes = rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Where the rows of each expert end, which row stands where, and where each one is."""
+        rules.need_operands(self, operands, 1)
+        (ends,) = operands
+        if ends.ndim != 1 or ends.dtype.kind != "int":
+            raise ShapeError(f"rows that end at {ends!r}: expected integers (ranks * experts,)")
+        rows = [Result((self.rows,), find_dtype("int64"))] * (3 if self.owners else 2)
+        return [Result((ends.sizes[0] / self.ranks,), ends.dtype), *rows]
+
+    def flops(self, op: Op) -> Flops:
+        """Count one for each row to order it, and the sums over experts of all ranks: where rows end."""
+        return Flops(pointwise=self.rows + rules.elements(op.operands[0]))

@@ -1,30 +1,396 @@
-"""Contractions with named axes: products, sums, convolutions, attention scores."""
+"""The record of a contraction: what it computes, where it is restricted, and what that costs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import prod
 from operator import index
+from typing import Annotated, NamedTuple
 
-from ..algebra.polynomial import Poly, poly
-from ..algebra.symbols import kind_of
+from ..algebra.dominance import Relations, prune
+from ..algebra.extremum import Max, Min
+from ..algebra.polynomial import ONE, ZERO, Poly, atom, poly
+from ..algebra.symbols import kind_of, shown
 from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, PatternError, ShapeError
-from ..graph.arguments import need_list
-from ..graph.arguments import sizes as sizes_by_name
-from ..graph.domain import Domain
-from ..graph.graph import Graph, apply, current_graph
-from ..graph.strides import windows_along
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Domain,
+    Extents,
+    Flag,
+    Flops,
+    Graph,
+    Limit,
+    Op,
+    OpKind,
+    Places,
+    Result,
+    Rooms,
+    Shape,
+    Split,
+    Tensor,
+    Working,
+    apply,
+    current_graph,
+    is_amount,
+    need,
+    need_list,
+    optional,
+)
+from ..ir.graph import sizes as sizes_by_name
+from ..ir.strides import Sizes, windows_along
 from ..notation.pattern import Affine, Axes, Pattern, parse_pattern
-from .contraction import Einsum, inherited
-from .extents import extents_of
+from . import rules
+from . import sharding_rule as splits
+from .axis_sizes import extents_of, need_indexed, need_plain
 from .layout import rearrange
-from .order import best_orders
 from .reduce import reduce
+from .registry import register
 
-__all__ = ["contract", "einsum"]
+__all__ = [
+    "Orders",
+    "best_orders",
+    "Einsum",
+    "Restricted",
+    "inherited",
+    "contract",
+    "einsum",
+]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+# In which order a product of several tensors is contracted: the cheapest for all sizes, or all that may be.
+
+# 2**n subsets, each split in two: 8 operands are 3,000 splits
+_MOST_OPERANDS = 8
+
+Path = tuple[tuple[int, int], ...]
+Tree = tuple["Tree", "Tree"] | int
+
+
+class Orders(NamedTuple):
+    """Contraction orders that no other one beats for all sizes."""
+
+    paths: list[Path]
+    """Pairs of positions, as opt_einsum writes them."""
+    flops: Poly
+    """FLOPs: of the one path, or the Min over them."""
+    workspace: Poly
+    """Elements of the intermediates that live at once, the most over the paths that are best for sizes above 1."""
+
+
+def best_orders(
+    axes: Sequence[frozenset[str]], result: frozenset[str], extents: Mapping[str, Poly], relations: Relations
+) -> Orders:
+    """Find the orders by dynamic programming over subsets, keeping what dominance cannot decide.
+
+    GraphError if there are more operands than are searched: the caller has to give the order.
+    """
+    n = len(axes)
+    if n > _MOST_OPERANDS:
+        raise GraphError(f"einsum of {n} operands: expected order=, as at most {_MOST_OPERANDS} are searched")
+    everything = frozenset(range(n))
+
+    def kept(part: frozenset[int]) -> frozenset[str]:
+        outside = result.union(*(axes[i] for i in everything - part))
+        return frozenset().union(*(axes[i] for i in part)) & outside if part != everything else result
+
+    def cost(a: frozenset[int], b: frozenset[int]) -> Poly:
+        before = (axes[min(a)] if len(a) == 1 else kept(a)) | (axes[min(b)] if len(b) == 1 else kept(b))
+        points = prod((extents[x] for x in sorted(before)), start=ONE)
+        return 2 * points if before - kept(a | b) else points
+
+    best: dict[frozenset[int], list[tuple[Poly, Tree]]] = {frozenset([i]): [(ZERO, i)] for i in range(n)}
+    for size in range(2, n + 1):
+        for part in map(frozenset, combinations(range(n), size)):
+            found = []
+            first = min(part)
+            for k in range(size - 1):
+                for rest in combinations(sorted(part - {first}), k):
+                    a = frozenset((first, *rest))
+                    b = part - a
+                    here = cost(a, b)
+                    found += [(x + y + here, (s, t)) for x, s in best[a] for y, t in best[b]]
+            best[part] = prune(found, relations, largest=False)
+    top = best[everything]
+    flops = top[0][0] if len(top) == 1 else atom(Min(*(p.expr for p, _ in top)))
+    spaces = [_space(tree, axes, kept, extents)[1] for tree in _ordinary(top)]
+    return Orders([_path(tree, n) for _, tree in top], flops, poly(Max(*(s.expr for s in spaces))))
+
+
+def _ordinary(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
+    """Leave out orders that are best only where sizes are 1: an outer product there is as small as anything."""
+    names = {k for p, _ in orders for k in p.generators() if k[0] != "~"}
+    larger = {k: Poly({((k, 1),): 1}) + 1 for k in names}
+    return [tree for _, tree in prune([(p.substitute(larger), tree) for p, tree in orders], largest=False)]
+
+
+def _path(tree: Tree, n: int) -> Path:
+    """Write a tree as positions in a list from which each pair is taken and to whose end its product goes."""
+    steps: list[tuple[int, int]] = []
+    places: list[object] = list(range(n))
+
+    def visit(node: Tree) -> Tree:
+        if isinstance(node, int):
+            return node
+        a, b = visit(node[0]), visit(node[1])
+        i, j = sorted((places.index(a), places.index(b)))
+        steps.append((i, j))
+        places.pop(j)
+        places.pop(i)
+        places.append(node)
+        return node
+
+    visit(tree)
+    return tuple(steps)
+
+
+def _space(
+    tree: Tree,
+    axes: Sequence[frozenset[str]],
+    kept: Callable[[frozenset[int]], frozenset[str]],
+    extents: Mapping[str, Poly],
+) -> tuple[frozenset[int], Poly]:
+    """Return the operands under a tree and the elements of the intermediates made under it, itself left out."""
+    if isinstance(tree, int):
+        return frozenset([tree]), ZERO
+    (a, x), (b, y) = (_space(t, axes, kept, extents) for t in tree)
+    own = [prod((extents[n] for n in sorted(kept(p))), start=ONE) for p in (a, b) if len(p) > 1]
+    return a | b, sum([x, y, *own], start=ZERO)
+
+
+# -- contraction -------------------------------------------------------------------------------------------------------
+
+#: A domain, and the axes that it is over by name.
+Restricted = tuple[Domain, str, str]
+
+
+def _is_restriction(value: object) -> bool:
+    return isinstance(value, tuple) and [type(v) for v in value] == [Domain, str, str] and bool(value[1] != value[2])
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Einsum(Working):
+    """A contraction over named axes."""
+
+    name = "einsum"
+    restricted = takes_complex = True
+    pattern: Pattern
+    extents: Extents
+    """Size of every axis of the pattern."""
+    domain: Annotated[Restricted | None, optional("None, or a domain and two axes", _is_restriction), Limit(1)] = None
+    """Which index points there are of two of its axes."""
+    dtype: DType
+    """Number format of the result."""
+    orders: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
+    """FLOPs of three operands or more where no contraction order is always the best."""
+    rooms: Rooms = ()
+    """What stated outputs of windows leave over of an axis."""
+    sizes: Shape | None = None
+    """Shape of a result whose indices alone do not tell it: zeros where nothing lands."""
+    order: Places = ()
+    """Operands in the order of their gradients, () from the first to the last."""
+    causal: Flag = False
+    """Whether its windows see earlier positions alone, which `decode` keeps."""
+    writes = rules.all_results
+
+    @property
+    def summed(self) -> bool:
+        """Whether a sum is made: an axis is left out, or an index of several puts points on one place."""
+        return bool(set(self.extents) - set(self.pattern.result_names)) or any(
+            isinstance(a, Affine) and len(a.terms) > 1 for a in self.pattern.result
+        )
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One dense result."""
+        pattern, extents = self.pattern, self.extents
+        for i, t in enumerate(operands):
+            for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
+                if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
+                    raise ShapeError(
+                        f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another"
+                    )
+        _need_one_domain(pattern, operands, self.domain)
+        domain = _result_domain(pattern, self.domain)
+        if self.sizes is not None:
+            sizes = _stated_sizes(pattern, extents, self.sizes, operands[0].graph)
+        else:
+            sizes = tuple(prod((extents[n] for n in a.names), start=ONE) for a in pattern.result)
+        return [Result(sizes, self.dtype, domain=domain)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count 2 for every index point where a sum is made, 1 where none is: a product alone.
+
+        Of complex numbers 8 and 6.
+        """
+        if any(t.dtype.kind == "complex" for t in op.operands):
+            return self._of_numbers(op) * (4 if self.summed else 6)
+        return self._of_numbers(op)
+
+    def _of_numbers(self, op: Op) -> Flops:
+        if self.orders is not None:
+            return Flops(matmul=self.orders) if self.summed else Flops(pointwise=self.orders)
+        full = executed = prod(self.extents.values(), start=ONE)
+        if self.domain is not None:
+            domain, query, key = self.domain
+            others = prod((n for name, n in self.extents.items() if name not in (query, key)), start=ONE)
+            executed = others * domain.points(self.extents[query], self.extents[key], op.graph.root.relations)
+        return Flops(matmul=2 * executed, full=2 * full) if self.summed else Flops(pointwise=executed)
+
+    def least(self, op: Op) -> Poly:
+        """Return the matmul FLOPs of the algorithm that needs the fewest, of those that windows have.
+
+        F(n, r) of Winograd 1980 (Arithmetic Complexity of Computations, theorem 5a) makes n outputs of a window of r
+        with n + r - 1 products, and none does with fewer; so does the gradient by either operand. Here n is the whole
+        axis, which is the limit of tiles F(m, r): F(2x2, 3x3) needs 16/36 of the products of each tile, F(4x4, 3x3)
+        36/144 (Lavin and Gray 2015, arXiv 1509.09308), and a Fourier transform more than the limit. What the
+        transforms add is left out.
+        """
+        executed = self.flops(op).matmul
+        if self.orders is not None or self.domain is not None or not executed:
+            return executed
+        found = dict(_window_products(self.pattern, self.extents))
+        inside = {name for pair in found for name in pair}
+        others = prod((n for name, n in self.extents.items() if name not in inside), start=2 * ONE)
+        return prod(found.values(), start=others)
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what its index points reach."""
+        return rules.reached_by_index(op, self.pattern, self.extents, self.domain)
+
+    def placed(self, op: Op) -> Split:
+        """Split any axis that is no part of an index, each contracted one into parts of a sum."""
+        pattern = self.pattern
+        dims = [d for o in (*pattern.operands, pattern.result) for d in o]
+        whole = {n for d in dims if isinstance(d, Affine) for n in d.names}
+        for side in (*pattern.operands, pattern.result):
+            names = [n for d in side for n in d.names]
+            whole |= {n for n in names if names.count(n) > 1}  # of a diagonal
+        inside = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
+        labels = [tuple(d.names if isinstance(d, Axes) else () for d in o) for o in (*pattern.operands, pattern.result)]
+
+        def local(extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            own = {n: extents[n] for n in self.extents}
+            made = replace(self, extents=own)
+            if self.sizes is not None:
+                stated = zip(labels[-1], pattern.result, self.sizes, strict=True)
+                sizes = [splits.local_of([names], own)[0] if isinstance(d, Axes) else n for names, d, n in stated]
+                made = replace(made, sizes=tuple(sizes))
+            if self.orders is not None:
+                axes = [frozenset(pattern.operand_names(i)) for i in range(len(pattern.operands))]
+                found = best_orders(axes, frozenset(pattern.result_names), own, op.graph.root.relations)
+                made = replace(made, orders=found.flops, workspace=found.workspace * self.dtype.bits / 8)
+            return made
+
+        return Split(
+            operands=tuple(labels[:-1]),
+            results=(labels[-1],),
+            extents=self.extents,
+            local=local,
+            reduced=dict.fromkeys(inside - set(pattern.result_names), "sum"),
+            whole=frozenset(whole),
+            linear=len(op.operands) == 1,
+            product=len(op.operands) > 1,
+        )
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold pattern, extents, domain and orders against the operands."""
+        pattern, restriction, several = self.pattern, self.domain, len(operands) > 2
+        need(bool(operands), "no operand")
+        need((self.orders is not None) == several, f"orders of {len(operands)} operands")
+        need(not self.order or sorted(self.order) == [*range(len(operands))], f"order {self.order}")
+        need_indexed(operands, pattern, self.extents, self.sizes, self.rooms)
+        if self.sizes is None:
+            need_plain(pattern)
+            inside = {n for i in range(len(operands)) for n in pattern.operand_names(i)}
+            need(set(pattern.result_names) <= inside, f"the result of pattern {shown(str(pattern))}")
+        if restriction is not None:
+            domain, query, key = restriction
+            need({query, key} <= set(self.extents), f"domain over {shown(query)} and {shown(key)}")
+            domain.points(self.extents[query], self.extents[key])  # refuses what it cannot count
+        need(restriction is not None or all(t.domain is None for t in operands), "no domain, where an operand has one")
+        if several:  # FLOPs of a product of several tensors are derived again: else they would be taken at their word
+            affine = any(isinstance(a, Affine) for o in pattern.operands for a in o)
+            need(not affine and restriction is None, f"{len(operands)} operands with an index or a domain")
+            axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
+            found = (best_orders(axes, frozenset(pattern.result_names), self.extents, k) for k in known)
+            need(any(f.flops == self.orders for f in found), f"orders {shown(str(self.orders))}")
+
+
+def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[tuple[tuple[str, str], Poly]]:
+    """Return pairs of axes that slide along each other, with the products of the fewest: one of each has either."""
+    tensors = [*pattern.operands, pattern.result]
+    if len(tensors) != 3:
+        return
+    names = [{name for dim in dims for name in dim.names} for dims in tensors]
+    for i, dims in enumerate(tensors):
+        for dim in dims:
+            if isinstance(dim, Affine) and len(dim.terms) == 2:
+                pair = dim.names
+                seen = sorted(tuple(name in names[j] for name in pair) for j in range(3) if j != i)
+                if seen == [(False, True), (True, False)]:
+                    yield (pair[0], pair[1]), _products(*((extents[name], step) for name, step in dim.terms))
+
+
+def _products(outer: tuple[Poly, int], inner: tuple[Poly, int]) -> Poly:
+    """Return the fewest products of two axes with their steps: of a stride, a window falls into one for each phase."""
+    (n, stride), (r, gap) = outer, inner
+    if stride == 1 < gap:
+        (n, stride), (r, gap) = (r, gap), (n, stride)
+    phases = 1
+    if gap == 1 and isinstance(r.constant, int):
+        phases = min(stride, r.constant)
+    return n * phases + r - phases
+
+
+def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, graph: Graph) -> Sizes:
+    """Return the sizes of a result whose indices alone do not tell them: they stay where nothing lands, as zeros."""
+    if len(sizes) != len(pattern.result):
+        raise ShapeError(f"result of {len(sizes)} axes, the pattern {pattern} has {len(pattern.result)}")
+    for dim, size in zip(pattern.result, sizes, strict=True):
+        if isinstance(dim, Axes) and not graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
+            raise ShapeError(f"result: an axis of size {size} where the pattern {dim} makes another")
+    return sizes
+
+
+def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
+    if restriction is None:
+        return None
+    # a place that an index makes is another position than that of its axis
+    places = [a.names if isinstance(a, Axes) else None for a in pattern.result]
+    domain, query, key = restriction
+    if (query,) in places and (key,) in places:
+        return domain, places.index((query,)), places.index((key,))
+    return None
+
+
+def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
+    """Return the restriction of the first operand that has one."""
+    for dims, t in zip(pattern.operands, operands, strict=True):
+        if t.domain is not None:
+            domain, query, key = t.domain
+            names = {d.names for d in (dims[query], dims[key]) if isinstance(d, Axes)}
+            if len(names) != 2 or any(len(n) != 1 for n in names):
+                raise ShapeError(f"{t!r} is restricted to a domain: expected a name each for axes {query} and {key}")
+            return domain, dims[query].names[0], dims[key].names[0]
+    return None
+
+
+def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: tuple[Domain, str, str] | None) -> None:
+    """Refuse operands that hold something elsewhere than at the index points of the contraction."""
+    for dims, t in zip(pattern.operands, operands, strict=True):
+        if inherited(Pattern((dims,), ()), [t]) not in (None, restriction):
+            raise ShapeError("operands restricted to two different domains, expected one")
+    indices = [d for dims in pattern.operands for d in dims if isinstance(d, Affine)]
+    if restriction is not None and any(set(d.names) & set(restriction[1:]) for d in indices):
+        raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an index: expected axes")
+
+
+# -- einsum ------------------------------------------------------------------------------------------------------------
+# Contractions with named axes: products, sums, convolutions, attention scores.
 
 
 def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> tuple[Poly, ...]:

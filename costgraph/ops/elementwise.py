@@ -1,20 +1,386 @@
-"""Elementwise functions by their own names: comparisons, choices, exponentials, and tensors of one number."""
+"""Elementwise functions with broadcasting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass, replace
+from functools import reduce as fold
+from numbers import Integral, Real
+from typing import Annotated, TypeVar
 
-from ..graph.graph import current_graph
-from ..graph.tensor import Tensor
-from ..notation.door import REAL
+import numpy as np
+import sympy
+
+from ..algebra.polynomial import ONE, Poly, poly
+from ..algebra.symbols import shown
+from ..dtypes import DTYPES, DType, promote
+from ..dtypes import dtype as find_dtype
+from ..errors import GraphError, ShapeError
+from ..ir.graph import (
+    Domain,
+    Flag,
+    Flops,
+    Op,
+    OpKind,
+    Result,
+    Split,
+    Tensor,
+    all_of,
+    apply,
+    current_graph,
+    named,
+    need,
+    need_flag,
+    need_tensor,
+    optional,
+)
+from ..ir.strides import Sizes, elementwise, is_integral
+from ..notation.validation import NUMBER, REAL, Rule
+from . import rules
+from . import sharding_rule as splits
+from .access_footprint import shared
 from .fill import fill
-from .pointwise import pointwise
+from .functions import FUNCTIONS, Elementwise, Function, of_complex
+from .registry import register
 
 __all__ = [
-    "equal", "exp", "full", "greater", "greater_equal", "less", "less_equal", "log", "maximum", "minimum", "sqrt",
-    "where", "zeros",
-]  # fmt: skip
+    "FUNCTIONS",
+    "Function",
+    "Pointwise",
+    "cast",
+    "pointwise",
+    "Dropout",
+    "dropout",
+    "equal",
+    "exp",
+    "full",
+    "greater",
+    "greater_equal",
+    "less",
+    "less_equal",
+    "log",
+    "maximum",
+    "minimum",
+    "sqrt",
+    "where",
+    "zeros",
+]
+
+
+# -- pointwise ---------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+#: Functions whose result has the format of the first operand: a mask and what fills it have no say.
+_FILLS = ("masked_fill", "masked_scale")
+#: Functions of which the sum of results is the result of sums.
+_LINEAR = ("add", "sub", "neg", "copy", "cast")
+
+
+def _broadcast(operands: Sequence[Tensor]) -> Sizes:
+    rank = max(t.ndim for t in operands)
+    out = []
+    for i in range(rank):
+        at = [(t, t.sizes[i - rank + t.ndim]) for t in operands if i - rank + t.ndim >= 0]
+        size = next((n for _, n in at if n != ONE), ONE)
+        for t, n in at:
+            if n != ONE and not t.graph.same(n, size):
+                raise ShapeError(
+                    f"axis {i - rank} has sizes {size} and {n} in {' and '.join(map(repr, operands))}, expected equal "
+                    f"sizes or 1"
+                )
+        out.append(size)
+    return tuple(out)
+
+
+def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None, numbers: str) -> DType:
+    if wanted is not None:
+        return wanted
+    if function.result == "bool":
+        return find_dtype("bool")
+    # a condition, a mask and what fills it have no say in the format of what is selected
+    voters = operands[1:] if function.name == "where" else operands[:1] if function.name in _FILLS else operands
+    common = fold(promote, (t.dtype for t in voters))
+    if function.name not in _FILLS:
+        common = _with_numbers(common, numbers)
+    if common.kind == "complex" and function.name == "abs":
+        return find_dtype(common.element)
+    return find_dtype("fp32") if function.result == "float" and common.kind in ("int", "bool") else common
+
+
+def _with_numbers(common: DType, numbers: str) -> DType:
+    """Return the format after numbers have had their say: torch's rule, only a kind above the tensors' counts."""
+    if numbers == "complex" and common.kind != "complex":
+        return find_dtype("complex128" if common.name == "fp64" else "complex64")
+    if numbers == "float" and common.kind in ("int", "bool"):
+        return find_dtype("fp32")
+    return find_dtype("int64") if numbers == "int" and common.kind == "bool" else common
+
+
+def _kind_of(numbers: Sequence[object]) -> str:
+    """Return the highest kind among numbers: complex, float, int or bool."""
+    if any(isinstance(n, complex) for n in numbers):
+        return "complex"
+    if all(isinstance(n, bool | np.bool_) for n in numbers):
+        return "bool"
+    return "int" if all(map(_is_whole, numbers)) else "float"
+
+
+def _is_whole(number: object) -> bool:
+    if isinstance(number, sympy.Expr) and not number.is_number:  # D/H is a float, as it is in Python
+        return is_integral(poly(_exact(number)))
+    return isinstance(number, Integral | Poly)  # a size is whole
+
+
+def _plain(place: str, number: object) -> complex | Poly:
+    """Return a number as one of Python's own, or a formula of sizes: what a file can hold."""
+    if isinstance(number, sympy.Expr):
+        return _formula(place, number)
+    if isinstance(number, np.generic):
+        number = number.item()
+    if isinstance(number, int | float | complex | Poly):
+        return number
+    return int(number) if isinstance(number, Integral) else float(number)  # type: ignore[arg-type]  # a Real
+
+
+def _formula(place: str, expr: sympy.Expr) -> int | float | Poly:
+    """Return a formula that becomes a number with the sizes in it, floats taken for the decimals that they print."""
+    try:
+        found = poly(_exact(expr))
+        if found.names():
+            return found
+        return found.constant if isinstance(found.constant, int) else float(found.expr)
+    except (ShapeError, TypeError, ValueError, OverflowError) as error:
+        raise ShapeError(f"{place}: number {shown(expr)}: {error}") from None
+
+
+def _exact(expr: sympy.Expr) -> sympy.Expr:
+    return expr.xreplace({f: sympy.Rational(repr(float(f))) for f in expr.atoms(sympy.Float, sympy.NumberSymbol)})
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, int | float | complex | Poly)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Pointwise(OpKind):
+    """An elementwise function of tensors and numbers."""
+
+    name = "pointwise"
+    restricted = True
+    takes_complex = True
+    function: Elementwise
+    scalars: Annotated[
+        tuple[int | float | complex | Poly | None, ...],
+        Rule("a tuple of numbers, formulas and None", all_of(_is_scalar)),
+    ] = ()
+    """Arguments of the function, None where a tensor stands; nothing where all are tensors."""
+    numbers: Annotated[str, Rule("bool, int, float or complex", ("bool", "int", "float", "complex").__contains__)] = (
+        "bool"
+    )
+    """The highest kind among the numbers, which has a say in the format of the result."""
+    inplace: Flag = False
+    """Whether it writes into the storage of its first operand."""
+    dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
+    """Format of the result, None for torch's common one."""
+    masked: Annotated[Domain | None, optional("a domain", lambda v: isinstance(v, Domain))] = None
+    """What a causal mask leaves."""
+    reads, writes = rules.under_the_result, rules.all_results
+
+    def arguments(self, operands: Sequence[T]) -> tuple[complex | Poly | T | None, ...]:
+        """Return the arguments of the function: operands, and numbers between them."""
+        left = iter(operands)
+        return tuple(next(left) if s is None else s for s in self.scalars or (None,) * len(operands))
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One result of the common shape."""
+        function = self.function
+        need(bool(operands), "no operand")
+        numbers = [n for n in self.scalars if n is not None]
+        tensors = len(self.scalars) - len(numbers) if self.scalars else len(operands)
+        need(tensors == len(operands), f"scalars {shown(self.scalars)} beside {len(operands)} operands")
+        if len(operands) + len(numbers) != function.arity:
+            raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
+        sizes = _broadcast(operands)
+        # the gradient of a mask is zero where the operand holds nothing
+        domain = None if function.name == "causal_mask_backward" else shared(operands, sizes)
+        result = _format(function, operands, self.dtype, self.numbers)
+        if self.inplace:
+            first = operands[0]
+            if first.sizes != sizes or first.dtype != result:
+                raise ShapeError(f"in place into {first!r}: expected an operand of the result's shape and format")
+            if first.domain != domain:
+                raise ShapeError(f"in place into {first!r}: expected it restricted to a domain as the result is")
+            return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
+        told = operands[0].graph.told
+        strides = elementwise(told(sizes), [(told(t.sizes), told(t.strides)) for t in operands])
+        return [Result(sizes, result, strides, domain=domain)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count what the table of functions says for each index point of the result."""
+        complex_ = any(t.dtype.kind == "complex" for t in (*op.operands, *op.results))
+        return rules.applied(rules.points(op.results[0]), of_complex(self.function) if complex_ else self.function)
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the first operand where it works in place."""
+        return (0,) if self.inplace else ()
+
+    def placed(self, op: Op) -> Split:
+        """Split any axis but the keys of a mask, or both axes of one that is not known."""
+        last = range(op.results[0].ndim)[-2:] if self.function.name.startswith("causal_mask") else ()
+        last = last[1:] if self.masked is not None else last
+        scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
+        scaled = scaled and self.scalars[:1] == (None,)
+        real = op.results[0].dtype.kind in ("float", "complex")  # what is rounded, or compared, is no sum
+        plain = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
+        product = real and self.function.name == "mul" and len(op.operands) == 2
+        numbers = op.graph.fused and bool(op.operands[0].ndim) and not any(t.ndim for t in op.operands[1:])
+        by_number = real and numbers and len(op.operands) == 2 and self.function.name in ("mul", "div")
+        made = splits.alike(op, whole=last, linear=real and (scaled or plain))
+        return replace(made, product=product, scaled=by_number)
+
+
+def pointwise(
+    function: str | Function,
+    *operands: Tensor | Annotated[complex, NUMBER] | Poly | sympy.Expr,
+    inplace: bool = False,
+    dtype: object = None,
+    name: str = "",
+) -> Tensor:
+    """Apply an elementwise function, shapes broadcast from the right as in NumPy.
+
+    Parameters
+    ----------
+    function : str or Function
+        A name of `FUNCTIONS`, or a record of one's own.
+    *operands : Tensor, number or sympy.Expr
+        At least one tensor; a number is free to read. A formula of sizes is one: `scores * K**-0.5`.
+    inplace : bool
+        Write into the storage of the first operand.
+    dtype : str or DType, optional
+        Format of the result, by default torch's common one.
+    name : str
+        Name of the op, by default the function's.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: the function's for each element of the result. The order of the operands' axes in memory is kept.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the function is unknown, sizes do not broadcast, or a formula has anything but sizes in it.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.ops.pointwise("gelu", g.input("x", (B, D)))
+    >>> cg.flops(g)
+    5*B*D
+    """
+    record = FUNCTIONS.get(function) if isinstance(function, str) else function
+    if not isinstance(record, Function):
+        raise GraphError(f"pointwise: function {shown(function)}, expected one of {', '.join(FUNCTIONS)}")
+    tensors = [t for t in operands if isinstance(t, Tensor)]
+    numbers = [t for t in operands if not isinstance(t, Tensor)]
+    # a formula of sizes is a number that is known once they are bound
+    if not tensors or not all(isinstance(n, Real | complex | np.bool_ | Poly | sympy.Expr) for n in numbers):
+        given = ", ".join(map(shown, operands))
+        raise GraphError(f"{record.name}: operands ({given}), expected tensors and numbers, one tensor at least")
+    need_flag(record.name, inplace=inplace)
+    if inplace and not isinstance(operands[0], Tensor):
+        raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
+    kind = Pointwise(
+        function=record,
+        scalars=tuple(None if isinstance(t, Tensor) else _plain(record.name, t) for t in operands) if numbers else (),
+        numbers=_kind_of(numbers),
+        inplace=inplace,
+        dtype=None if dtype is None else find_dtype(dtype),
+    )
+    return apply(kind, tensors, named(name, record.name))[0]
+
+
+def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:
+    """Convert to another number format: no FLOPs, one read and one write; free if it has the format already."""
+    need_tensor("cast", x)
+    wanted = find_dtype(dtype)
+    return x if x.dtype == wanted else pointwise("cast", x, dtype=wanted, name=name)
+
+
+# -- stochastic --------------------------------------------------------------------------------------------------------
+# Dropout: the one op that needs random numbers.
+
+_DROPOUT = Function("dropout", 1, 2, formula="x * mask * scale")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Dropout(OpKind):
+    """Zeros at random places, and the mask that says where."""
+
+    name = "dropout"
+    restricted = True
+    function: Elementwise = _DROPOUT
+    mask: Annotated[str, Rule("the name of a number format", lambda v: v in DTYPES)]
+    """Format of the mask."""
+    p: Annotated[float, Rule("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1)]
+    """Probability that an element is zeroed."""
+    reads, writes = rules.whole, rules.all_results
+    placed = splits.same_shape
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the elements that are left, and the mask."""
+        rules.need_operands(self, operands, 1)
+        x, name = operands[0], self.function.name
+        need(self.function.arity == 1, f"function {name!r} of {self.function.arity} operands")
+        strides = elementwise(x.sizes, [(x.sizes, x.strides)])
+        mask = Result(x.sizes, find_dtype(self.mask), strides, domain=x.domain)
+        return [Result(x.sizes, x.dtype, strides, domain=x.domain), mask]
+
+    def flops(self, op: Op) -> Flops:
+        """Count what the function does with each element."""
+        return rules.applied(rules.points(op.results[0]), self.function)
+
+
+def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropout") -> Tensor:
+    """Zero elements at random and scale the others; free with `p=0`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape.
+    p : float
+        Probability that an element is zeroed, 0 <= p < 1; no cost depends on it.
+    mask : str or DType
+        Format of the mask that the kernel writes beside its result: bool as torch on a GPU, or that of `x` as torch
+        on a CPU.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 2 an element; random numbers are not counted.
+
+    Raises
+    ------
+    GraphError
+        If `p` is no probability.
+    """
+    if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= p < 1:
+        raise GraphError(f"dropout: p={p!r}, expected a number from 0 to below 1")
+    if p == 0:
+        return x
+    return apply(Dropout(mask=find_dtype(mask).name, p=float(p)), [x], name)[0]
+
+
+# -- elementwise -------------------------------------------------------------------------------------------------------
+# Elementwise functions by their own names: comparisons, choices, exponentials, and tensors of one number.
 
 #: A tensor, or a number, which is free to read.
 Operand = Tensor | Annotated[float, REAL]

@@ -9,26 +9,77 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..algebra.polynomial import ZERO, Poly, poly
 from ..algebra.symbols import shown
+from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Count, Flag, Index, Length, Limit, Room, Start, all_of, is_amount, is_count, need
-from ..graph.graph import apply
-from ..graph.op import Op, OpKind, Result, itself
-from ..graph.placement import Split
-from ..graph.tensor import Tensor
-from ..notation.door import Rule
-from . import rules, splits
-from .fresh import Fresh
-from .layout import axis_of
-from .moves import need_within, room
-from .reach import alike, carried
+from ..ir.graph import (
+    Count,
+    Flag,
+    Index,
+    Length,
+    Limit,
+    Op,
+    OpKind,
+    Result,
+    Room,
+    Shape,
+    Split,
+    Start,
+    Tensor,
+    all_of,
+    apply,
+    is_amount,
+    is_count,
+    itself,
+    need,
+    need_tensor,
+    positive,
+    sizes_of,
+)
+from ..notation.validation import Rule
+from . import rules
+from . import sharding_rule as splits
+from .access_footprint import alike, carried
+from .layout import axis_of, need_within, room
 from .registry import register
 
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Assign", "Fill", "Pad", "Revised", "assign", "fill", "pad"]
+__all__ = [
+    "Fresh",
+    "Assign",
+    "Fill",
+    "Pad",
+    "Revised",
+    "assign",
+    "fill",
+    "pad",
+]
+
+
+# -- fresh -------------------------------------------------------------------------------------------------------------
+# What kinds share whose results come from nothing: a shape and a number format.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fresh(OpKind):
+    """Makes a dense tensor, and reads nothing."""
+
+    sizes: Shape
+    dtype: DType
+    host: Flag = False
+    """Whether it is made in memory of the host."""
+    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
+    placed = splits.fresh
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return it."""
+        rules.need_operands(self, operands, 0)
+        return [Result(self.sizes, self.dtype, host=self.host)]
+
+
+# -- fill --------------------------------------------------------------------------------------------------------------
 
 
 @register

@@ -8,8 +8,11 @@ from math import pi
 from typing import Annotated, Any
 
 from ..errors import UnsupportedError
-from ..graph.facts import all_of, is_count
-from ..notation.door import Rule
+from ..ir.graph import (
+    all_of,
+    is_count,
+)
+from ..notation.validation import Rule
 
 __all__ = ["COMPLEX", "FUNCTIONS", "POWERS", "Elementwise", "Function", "names_in", "of_complex"]
 
@@ -19,7 +22,7 @@ class Function:
     """An elementwise function: what one element costs."""
 
     name: str
-    """Name in tables, files and `costgraph.ops.pointwise`."""
+    """Name in tables, files and `costgraph.ops.elementwise`."""
     arity: int
     """Number of operands."""
     flops: int

@@ -12,18 +12,39 @@ import sympy
 from ..algebra.extremum import smaller
 from ..algebra.polynomial import ONE, Poly, poly, power
 from ..algebra.symbols import shown
-from ..dtypes import DType, promote
+from ..dtypes import (
+    DType,
+    promote,
+)
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.facts import Flag, Index, Limit, Room, Size, is_amount, one_of, optional
-from ..graph.graph import apply
-from ..graph.op import Flops, Op, OpKind, Result
-from ..graph.placement import Split
-from ..graph.strides import numel
-from ..graph.tensor import Tensor
-from ..notation.door import Rule
-from . import rules, splits
+from ..ir.graph import (
+    Flag,
+    Flops,
+    Index,
+    Limit,
+    Op,
+    OpKind,
+    Result,
+    Room,
+    Size,
+    Split,
+    Tensor,
+    apply,
+    is_amount,
+    need_choice,
+    need_flag,
+    need_tensor,
+    one_of,
+    optional,
+    positive,
+)
+from ..ir.strides import numel
+from ..notation.validation import Rule
+from . import (
+    rules,
+    sharding_rule,
+)
 from .registry import register
 
 __all__ = [
@@ -74,7 +95,7 @@ class TopK(OpKind):
 
     def placed(self, op: Op) -> Split:
         """Split the other axes."""
-        return splits.alike(op, whole=[op.results[0].ndim - 1])
+        return sharding_rule.alike(op, whole=[op.results[0].ndim - 1])
 
 
 def _is_above_zero(value: object) -> bool:
@@ -163,7 +184,7 @@ class Grouped(OpKind):
     def placed(self, op: Op) -> Split:
         """Split both axes of the matrices; which rows are of which expert is known of all together."""
         operands = ((("r",), ("d",)), (("e",), ("d",), ("f",)), (("e",),))
-        return splits.across(
+        return sharding_rule.across(
             op, operands, (("r",), ("f",)), lambda own, ranks: self, reduced={"d": "sum"}, whole=frozenset("er")
         )
 
@@ -207,7 +228,7 @@ class GroupedOuter(OpKind):
     def placed(self, op: Op) -> Split:
         """Split both axes of the matrices."""
         operands = ((("r",), ("d",)), (("r",), ("f",)), (("e",),))
-        return splits.across(
+        return sharding_rule.across(
             op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, reduced={"r": "sum"}, whole=frozenset("er")
         )
 

@@ -12,18 +12,48 @@ from ..algebra.polynomial import ONE, ZERO, Poly
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.facts import Flag, Index, Length, Start, is_count, one_of, optional
-from ..graph.graph import apply
-from ..graph.op import Flops, Op, OpKind, Result, itself
-from ..graph.placement import Split
-from ..graph.strides import distinct
-from ..graph.tensor import Tensor
-from . import rules, splits
+from ..ir.graph import (
+    Flag,
+    Flops,
+    Index,
+    Length,
+    Op,
+    OpKind,
+    Result,
+    Split,
+    Start,
+    Tensor,
+    apply,
+    is_count,
+    itself,
+    need_choice,
+    need_flag,
+    need_tensor,
+    one_of,
+    optional,
+    positive,
+)
+from ..ir.strides import distinct
+from . import rules
+from . import sharding_rule as splits
 from .layout import permute
 from .registry import register
 
-__all__ = ["Arange", "Gather", "Scatter", "arange", "gather", "reverse", "scatter", "take_along"]
+__all__ = [
+    "Arange",
+    "Gather",
+    "Scatter",
+    "arange",
+    "gather",
+    "reverse",
+    "scatter",
+    "take_along",
+    "Sort",
+    "sort",
+]
+
+
+# -- index -------------------------------------------------------------------------------------------------------------
 
 
 def _need_integers(ids: Tensor) -> None:
@@ -358,3 +388,67 @@ def arange(size: object, dtype: object = "int64", *, context: bool = False, name
     need_flag("arange", context=context)
     kind = Arange(size=positive("arange: size", size), dtype=find_dtype(dtype), context=context)
     return apply(kind, [], name)[0]
+
+
+# -- ordering ----------------------------------------------------------------------------------------------------------
+# Ordering along an axis.
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Sort(OpKind):
+    """The elements along the last axis in order, and where each of them was."""
+
+    name = "sort"
+    descending: Flag = False
+    flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Values and indices."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        if not x.ndim:
+            raise ShapeError(f"sort of {x!r}: expected at least one axis")
+        return [Result(x.sizes, x.dtype), Result(x.sizes, find_dtype("int64"))]
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[op.results[0].ndim - 1])
+
+
+def sort(x: Tensor, *, descending: bool = False, name: str = "sort") -> tuple[Tensor, Tensor]:
+    """Order the elements along the last axis, as `torch.sort`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., n).
+    descending : bool
+        The largest first.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    tuple of Tensor
+        Values in the format of `x` and indices in int64, each of its shape. FLOPs: 1 for each element, as `top_k`: how
+        often elements are compared depends on the algorithm, and radix sorts compare none.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If it is no tensor, or has no axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S = cg.dims("B S")
+    >>> with cg.Graph("g") as g:
+    ...     values, ids = cg.ops.sort(g.input("x", (B, S)))
+    >>> ids.shape, cg.flops(g), cg.bytes_moved(g)
+    ((B, S), B*S, 16*B*S)
+    """
+    need_tensor("sort", x)
+    need_flag("sort", descending=descending)
+    values, ids = apply(Sort(descending=descending), [x], name)
+    return values, ids

@@ -1,24 +1,64 @@
-"""Ops that move or rename elements: rearrange, reshape, slice, expand, concat. A view is free, a copy is not."""
+"""Records of ops that move or rename elements: of views, of copies where strides allow no view, of joins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING, Annotated
 
 from ..algebra.dominance import lower
 from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
-from ..algebra.symbols import is_name
+from ..algebra.symbols import is_name, shown
 from ..errors import GraphError, PatternError, ShapeError
-from ..graph.arguments import need_list, need_tensor
-from ..graph.arguments import sizes as sizes_by_name
-from ..graph.graph import apply, current_graph, sizes_of
-from ..graph.strides import is_contiguous_in, windows_along
-from ..graph.tensor import Tensor
-from ..notation.pattern import Affine, PatternText, parse_pattern
-from .extents import extents_of
-from .moves import Concat, Expand, Rearrange, Slice, room
+from ..ir.graph import (
+    Count,
+    Domain,
+    Flag,
+    Index,
+    Length,
+    Limit,
+    Op,
+    OpKind,
+    Result,
+    Room,
+    Shape,
+    Sizes,
+    Split,
+    Start,
+    Tensor,
+    all_of,
+    apply,
+    current_graph,
+    is_count,
+    need,
+    need_list,
+    need_tensor,
+    optional,
+    sizes_of,
+)
+from ..ir.graph import sizes as sizes_by_name
+from ..ir.strides import is_contiguous_in, numel, view, windows_along
+from ..notation.pattern import Affine, Pattern, PatternText, parse_pattern
+from ..notation.validation import Rule
+from . import rules
+from . import sharding_rule as splits
+from .access_footprint import alike, carried, regrouped
+from .axis_sizes import extents_of
+from .registry import register
+
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
 
 __all__ = [
+    "Concat",
+    "Expand",
+    "Places",
+    "Rearrange",
+    "Slice",
+    "need_places",
+    "need_within",
+    "room",
     "axis_of",
     "broadcast",
     "concat",
@@ -34,6 +74,326 @@ __all__ = [
     "split",
     "stack",
 ]
+
+
+# -- moves -------------------------------------------------------------------------------------------------------------
+
+
+def _is_places(value: object) -> bool:
+    return isinstance(value, tuple) and [type(v) for v in value] == [Domain, int, int] and bool(value[1] != value[2])
+
+
+#: A domain over two axes by their places, or none.
+Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
+
+
+def _grouped(
+    sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]
+) -> list[list[int]] | None:
+    """Return which consecutive parts make up each size, None where some do not."""
+    out: list[list[int]] = []
+    at = 0
+    for size in sizes:
+        mine: list[int] = []
+        made = ONE
+        while (
+            at < len(parts)
+            and not (mine and same(made, size) and parts[at] != ONE)
+            and (mine or size != ONE or parts[at] == ONE)
+        ):
+            mine.append(at)
+            made = made * parts[at]
+            at += 1
+        if not same(made, size):
+            return None
+        out.append(mine)
+    return out if at == len(parts) else None
+
+
+def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
+    """Return how many positions are left behind the last one of a slice."""
+    return whole - start - (size - 1) * step - 1
+
+
+def need_within(place: str, axis: int, expected: str, **values: Poly) -> None:
+    """Raise ShapeError where a place on an axis is known to be negative, or no whole number."""
+    for what, value in values.items():
+        if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
+            raise ShapeError(f"{place}: {what} is {value} on axis {axis}, expected {expected}")
+
+
+def need_places(domain: tuple[Domain, int, int] | None, sizes: Sequence[Poly]) -> None:
+    """Raise ShapeError where a domain is over other axes than a shape has."""
+    if domain is not None:
+        seen, query, key = domain
+        need(0 <= query < len(sizes) and 0 <= key < len(sizes), f"domain over {shown([query, key])}")
+        seen.points(sizes[query], sizes[key])  # refuses what it cannot count
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Rearrange(OpKind):
+    """Axes split, permuted and merged: a view where strides allow it, else a dense copy."""
+
+    name = "rearrange"
+    restricted = True
+    pattern: Annotated[Pattern | None, optional("a pattern", lambda v: isinstance(v, Pattern))] = None
+    """What was asked for; None of a reshape."""
+    split: Sizes
+    """Shape with all axes apart."""
+    order: Annotated[tuple[int, ...], Rule("a tuple of integers", all_of(is_count))]
+    """Which of these stands on each place."""
+    merged: Shape
+    """Shape of the result."""
+    copy: Flag = False
+    """Whether a copy is asked for."""
+    flops, reads, writes = rules.free, rules.moved_if_copied, rules.written_if_copied
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return a view, or what is copied."""
+        rules.need_operands(self, operands, 1)
+        (x,), split, merged = operands, self.split, self.merged
+        need(sorted(self.order) == list(range(len(split))), f"order {shown(self.order)} of {len(split)} axes")
+        ordered = tuple(split[i] for i in self.order)
+        if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel(ordered)):
+            raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
+        domain = carried(x, self._axes(x))
+        told = x.graph.told
+        strides = view(told(x.sizes), told(x.strides), told(split))
+        if strides is not None:
+            strides = view(told(ordered), tuple(strides[i] for i in self.order), told(merged))
+        if strides is None or self.copy:
+            return [Result(merged, x.dtype, domain=domain)]
+        return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
+
+    def _parts(self, op: Op) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
+        """Return the parts that operand and result are both made of."""
+        x, same = op.operands[0], op.graph.same
+        names = [f"s{i}" for i in range(len(self.split))]
+        groups = [_grouped(sizes, parts, same) for sizes, parts in (
+            (x.sizes, self.split), (self.merged, tuple(self.split[i] for i in self.order)),
+        )]  # fmt: skip
+        if None not in groups:
+            left, right = ([tuple(g) for g in group or ()] for group in groups)
+            at = [names[i] for i in self.order]
+            extents = dict(zip(names, self.split, strict=True))
+            return extents, [tuple(names[i] for i in g) for g in left], [tuple(at[i] for i in g) for g in right], set()
+        if self.order != tuple(range(len(self.split))):
+            return {}, [() for _ in x.sizes], [() for _ in self.merged], set()
+        return splits.refined(x.sizes, self.merged, same)
+
+    def placed(self, op: Op) -> Split:
+        """Split the parts that axes are made of."""
+        extents, left, right, whole = self._parts(op)
+
+        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            merged = splits.local_of(right, own)
+            if all(f"s{i}" in own for i in range(len(self.split))) and extents:
+                return replace(self, split=tuple(own[f"s{i}"] for i in range(len(self.split))), merged=merged)
+            sizes = splits.local_of(left, own)
+            return replace(self, pattern=None, split=sizes, order=tuple(range(len(sizes))), merged=merged)
+
+        return Split((tuple(left),), (tuple(right),), extents, local, whole=frozenset(whole), linear=True)
+
+    def _axes(self, x: Tensor) -> list[int | None]:
+        """Return of each axis of the result which axis of a restriction it is, None of others."""
+        places: list[int | None] = [None] * len(self.merged)
+        if x.domain is not None:
+            told, axes, order = x.graph.told, x.domain[1:], self.order
+            parts = [i for i in regrouped(told(x.sizes), axes, told(self.split)) if i is not None]
+            ordered = told(tuple(self.split[i] for i in order))
+            moved = regrouped(ordered, [order.index(i) for i in parts], told(self.merged))
+            for axis, at in zip(axes, moved, strict=len(parts) == len(axes)):
+                if at is not None:
+                    places[at] = axis
+        return places
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the pattern against the sizes."""
+        if self.pattern is None:
+            return
+        (x,), pattern = operands, self.pattern
+        need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
+        need(not any(isinstance(a, Affine) for a in (*pattern.operands[0], *pattern.result)), "an index in the pattern")
+        names, whole = pattern.operand_names(0), shown(str(pattern))
+        need(len(names) == len(set(names)) == len(self.split), f"split {shown(self.split)} of pattern {whole}")
+        need(tuple(names[i] for i in self.order) == pattern.result_names, f"order {shown(self.order)}")
+        sizes = dict(zip(names, self.split, strict=True))
+        for dims, shape in ((pattern.operands[0], x.sizes), (pattern.result, self.merged)):
+            made = [prod((sizes[n] for n in a.names), start=ONE) for a in dims]
+            need(len(made) == len(shape) and all(map(x.graph.same, made, shape)), f"sizes of pattern {whole}")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Slice(OpKind):
+    """Some positions of one axis: a view."""
+
+    name = "slice"
+    restricted = True
+    axis: Index
+    start: Start
+    size: Length
+    step: Count
+    room: Room | None = None
+    """Positions left behind the last one, where they are looked at when sizes are bound."""
+    split: Flag = False
+    """Whether it is a part of a split, whose gradients are joined by one op."""
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the positions as a view."""
+        rules.need_operands(self, operands, 1)
+        (x,), axis, start, size, step = operands, self.axis, self.start, self.size, self.step
+        need(axis < x.ndim, f"axis {axis} of {x!r}")
+        left = room(x.sizes[axis], start, size, step)
+        expected = f"start={start}, size={size}, step={step} within {x.sizes[axis]}"
+        need_within(f"slice of {x!r}", axis, expected, start=start, size=size - 1, room=left)
+        sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
+        strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
+        domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
+        return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis], domain=domain)]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the room against the axis."""
+        left = room(operands[0].sizes[self.axis], self.start, self.size, self.step)
+        need(self.room in (None, left), f"room {shown(str(self.room))}")
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes, and the own one where it is cut into equal blocks of which this is one."""
+        (x,) = op.operands
+        blocks, at = x.sizes[self.axis] / self.size, self.start / self.size
+        if self.step != 1 or not all(isinstance(n.constant, int) for n in (blocks, at)):
+            return splits.alike(op, whole=[self.axis], linear=True)
+
+        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            size = own[f"a{self.axis}"]
+            left = None if self.room is None else room(blocks * size, at * size, size, 1)
+            return replace(self, start=at * size, size=size, room=left)
+
+        rule = splits.alike(op, linear=True, local=local)
+        return splits.in_blocks(rule, self.axis, blocks, of_operand=True)
+
+    def span(self) -> tuple[Poly, Poly]:
+        """Return where it begins and ends on its axis."""
+        return self.start, self.start + (self.size - 1) * self.step + 1
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Expand(OpKind):
+    """A tensor repeated along new axes or axes of size 1, without a copy."""
+
+    name = "expand"
+    restricted = True
+    sizes: Shape
+    """Shape of the result."""
+    kept: Annotated[
+        tuple[int | None, ...], Rule("a tuple of integers and None", all_of(lambda v: v is None or is_count(v)))
+    ]
+    """Which axis of the operand each is, None for a new one."""
+    domain: Places = None
+    """Of what a gradient is wanted, None where the restriction of the operand goes on."""
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return a view whose strides are zero along what is repeated."""
+        rules.need_operands(self, operands, 1)
+        (x,), used = operands, [i for i in self.kept if i is not None]
+        need(len(self.kept) == len(self.sizes), f"kept {shown(self.kept)} of {len(self.sizes)} axes")
+        need(len(set(used)) == len(used) and all(i < x.ndim for i in used), f"kept {shown(self.kept)} of {x!r}")
+        strides, places = [], list[int | None]()
+        for size, at in zip(self.sizes, self.kept, strict=True):
+            if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
+                raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
+            place = None if at is None or (x.sizes[at] == ONE and size != ONE) else at
+            places.append(place)
+            strides.append(ZERO if place is None else x.strides[place])
+        domain = carried(x, places) if self.domain is None else self.domain
+        return [Result(self.sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
+
+    def placed(self, op: Op) -> Split:
+        """Split what is kept, and what is repeated where a reader wants a part of it."""
+        (x,) = op.operands
+        names = tuple((f"a{i}",) for i in range(len(self.sizes)))
+        moved = {at: i for i, at in enumerate(self.kept) if at is not None and x.sizes[at] == self.sizes[i]}
+        own = [tuple(names[moved[i]] if i in moved else () for i in range(x.ndim))]
+        return splits.across(
+            op, own, names, lambda extents, ranks: replace(self, sizes=splits.local_of(names, extents)), linear=True
+        )
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold what is kept, and the domain, against the operand."""
+        (x,) = operands
+        left = all(x.sizes[i] == ONE for i in range(x.ndim) if i not in self.kept)
+        need(left, f"kept {shown(self.kept)} leaves out axes of {x!r}")
+        need(self.domain is None or x.domain is None, f"domain of {x!r}, which has one")
+        need_places(self.domain, self.sizes)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Concat(OpKind):
+    """Tensors joined along an axis; of what a loop has left in a storage an iteration, all of them in their order."""
+
+    name = "concat"
+    restricted = takes_lists = True
+    axis: Index
+    stacked: Flag = False
+    """Whether it is an axis that they do not have, where each is one position."""
+    reverse: Flag = False
+    """Whether of what a loop has left the last iteration's comes first."""
+    flops, reads, writes = rules.free, rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One dense result."""
+        axis, new = self.axis, int(self.stacked)
+        shapes = [t.sizes[t.storage.pieces :] for t in operands]
+        need(bool(operands) and axis < len(shapes[0]) + new, f"axis {axis}")
+        first, shape = operands[0], shapes[0]
+        for t, sizes in zip(operands[1:], shapes[1:], strict=True):
+            if t.dtype != first.dtype:
+                raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
+            fits = len(sizes) == len(shape) and all(
+                (i == axis and not new) or t.graph.same(a, b) for i, (a, b) in enumerate(zip(sizes, shape, strict=True))
+            )
+            if not fits:
+                raise ShapeError(f"concat of {first!r} and {t!r}: expected equal sizes on all axes but {axis}")
+        alike(operands)
+        listed = any(t.storage.pieces for t in operands)
+        need(first.domain is None or not (new or listed), f"{first!r} restricted to a domain")
+        sizes = (*shape[:axis], total(self.extents(operands)), *shape[axis + 1 - new :])
+        domain = carried(first, [None if i == axis else i for i in range(first.ndim)])
+        return [Result(sizes, first.dtype, domain=domain)]
+
+    def extents(self, operands: Sequence[Tensor]) -> list[Poly]:
+        """Return how much of the axis each operand takes."""
+        each = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
+        return [prod(t.sizes[: t.storage.pieces], start=n) for n, t in zip(each, operands, strict=True)]
+
+    def _of_lists(self, op: Op) -> Split:
+        """Split the other axes: those of operands without the own one, and behind one of iterations."""
+        made, axis, own, operands = [(f"a{i}",) for i in range(op.results[0].ndim)], self.axis, {f"a{self.axis}"}, []
+        for k, t in enumerate(op.operands):
+            lead, middle = [(f"l{k}_{i}",) for i in range(t.storage.pieces)], [] if self.stacked else [(f"o{k}",)]
+            own |= {name for (name,) in (*lead, *middle)}
+            operands.append((*lead, *made[:axis], *middle, *made[axis + 1 :]))
+        return splits.across(op, operands, tuple(made), lambda extents, ranks: self, whole=frozenset(own), linear=True)
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes, and the own one where what is joined is equally long."""
+        first = op.operands[0]
+        if self.stacked or any(t.storage.pieces for t in op.operands):
+            return self._of_lists(op)
+        if any(t.sizes[self.axis] != first.sizes[self.axis] for t in op.operands):
+            return splits.alike(op, whole=[self.axis], linear=True)
+        rule = splits.alike(op, linear=True)
+        extents = {**rule.extents, f"a{self.axis}": first.sizes[self.axis]}
+        return splits.in_blocks(replace(rule, extents=extents), self.axis, poly(len(op.operands)), of_operand=False)
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+# Ops that move or rename elements: rearrange, reshape, slice, expand, concat. A view is free, a copy is not.
 
 
 def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **sizes: object) -> Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from ..algebra.symbols import kind_of
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_tensor
-from ..graph.changes import whole
-from ..graph.tensor import OPERATORS, Tensor
+from ..ir.graph import (
+    OPERATORS,
+    Tensor,
+    need_tensor,
+    whole,
+)
 from .einsum import einsum
+from .elementwise import pointwise
 from .layout import index, rearrange
-from .pointwise import pointwise
 
 __all__ = ["matmul", "transpose"]
 

@@ -11,15 +11,29 @@ from ..algebra.polynomial import ONE, ZERO, Poly
 from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
-from ..graph.facts import Extents, Flag, need
-from ..graph.op import Flops, Op, OpKind, Result, Working
-from ..graph.placement import Split
-from ..graph.strides import dense_in, memory_format
-from ..graph.tensor import Tensor
-from ..notation.door import Rule
+from ..ir.graph import (
+    Extents,
+    Flag,
+    Flops,
+    Op,
+    OpKind,
+    Result,
+    Split,
+    Tensor,
+    Working,
+    need,
+)
+from ..ir.strides import (
+    dense_in,
+    memory_format,
+)
 from ..notation.pattern import Affine, Axes, Pattern
+from ..notation.validation import Rule
 from . import rules
-from .indexing import need_indexed, need_plain
+from .axis_sizes import (
+    need_indexed,
+    need_plain,
+)
 from .registry import register
 
 if TYPE_CHECKING:

@@ -10,19 +10,29 @@ from ..algebra.polynomial import ONE
 from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError, UnsupportedError
-from ..graph.arguments import named, need_choice, need_tensor
-from ..graph.arguments import sizes as sizes_by_name
-from ..graph.facts import need, one_of
-from ..graph.graph import apply, current_graph
-from ..graph.op import Op, OpKind, Result
-from ..graph.placement import Split
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Op,
+    OpKind,
+    Result,
+    Split,
+    Tensor,
+    apply,
+    current_graph,
+    named,
+    need,
+    need_choice,
+    need_tensor,
+    one_of,
+)
+from ..ir.graph import sizes as sizes_by_name
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
-from . import rules, splits
-from .extents import extents_of
-from .indexing import need_plain
+from . import (
+    rules,
+    sharding_rule,
+)
+from .access_footprint import left_over
+from .axis_sizes import extents_of, need_plain
 from .layout import rearrange
-from .reach import left_over
 from .registry import register
 
 if TYPE_CHECKING:
@@ -73,7 +83,7 @@ class Reduce(OpKind):
         domain = op.operands[0].domain if self.operation == "mean" else None
         # a mean of the means of ranks is one of as many points each, and early queries of a domain see fewer keys
         uneven = gone & {n for i in domain[1:] for n in left[i]} if domain is not None else ()
-        return splits.across(
+        return sharding_rule.across(
             op, [tuple(left)], tuple(right), lambda extents, ranks: self, whole=frozenset(uneven),
             reduced=dict.fromkeys(gone, self.operation) if again else {}, linear=self.operation in ("sum", "mean"),
         )  # fmt: skip

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from ..algebra.symbols import shown
 from ..errors import GraphError
-from ..graph.loop import Repeat
-from ..graph.op import OpKind
-from ..graph.op import kinds as _kinds
+from ..ir.graph import OpKind, Repeat
+from ..ir.graph import kinds as _kinds
 
 __all__ = ["KINDS", "adding", "register"]
 

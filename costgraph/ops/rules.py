@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING
 from ..algebra.extremum import at_least_zero, smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..errors import GraphError, UnsupportedError
-from ..graph.op import Flops, Op, OpKind
-from ..graph.strides import windows_along
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Flops,
+    Op,
+    OpKind,
+    Tensor,
+)
+from ..ir.strides import windows_along
 from ..notation.pattern import Affine, Pattern
+from .access_footprint import (
+    larger,
+    points,
+    reached,
+)
 from .functions import Function
-from .reach import larger, points, reached
 
 if TYPE_CHECKING:
-    from ..graph.domain import Domain
+    from ..ir.graph import Domain
 
 __all__ = [
     "Flops", "all_results", "applied", "elements", "free", "in_elements", "in_the_body", "moved_if_copied",

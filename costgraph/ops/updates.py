@@ -9,11 +9,22 @@ from typing import Annotated, NamedTuple
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
-from ..graph.facts import Count, all_of, is_count
-from ..graph.op import Flops, Op, OpKind, Result, itself
-from ..graph.tensor import Tensor
-from ..notation.door import Rule
-from . import rules, splits
+from ..ir.graph import (
+    Count,
+    Flops,
+    Op,
+    OpKind,
+    Result,
+    Tensor,
+    all_of,
+    is_count,
+    itself,
+)
+from ..notation.validation import Rule
+from . import (
+    rules,
+    sharding_rule,
+)
 from .functions import FUNCTIONS, Function
 from .registry import register
 
@@ -73,7 +84,7 @@ class InPlace(OpKind):
     """What writes into its one tensor; scalars may stand beside it."""
 
     writes = rules.all_results
-    placed = splits.same_shape
+    placed = sharding_rule.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the same tensor with other values."""
@@ -120,7 +131,7 @@ class FusedUpdate(OpKind):
     updated: Count
     """How many operands are tensors of one shape; the others are scalars."""
     reads, writes = rules.whole, rules.all_results
-    placed = splits.same_shape
+    placed = sharding_rule.same_shape
 
     def __post_init__(self) -> None:
         """Take steps as files and rewriters hand them on; what is none is refused where operands are known."""

@@ -4,13 +4,23 @@ from collections.abc import Mapping
 
 from .adafactor import Adafactor
 from .adaptive import AdaGrad, Adam, AdamW, RMSProp
+from .gradients import (
+    clip_grad_norm,
+    unscale,
+    zero_grad,
+)
 from .muon import Muon
-from .optimizer import COUNTERS, IMPLEMENTATIONS, Optimizer
-from .over import over
+from .optimizer import (
+    COUNTERS,
+    IMPLEMENTATIONS,
+    STATES,
+    BlockStates,
+    Optimizer,
+    Slot,
+    over,
+    source_like,
+)
 from .sgd import SGD, Lion
-from .slots import Slot, source_like
-from .states import STATES, BlockStates
-from .steps import clip_grad_norm, unscale, zero_grad
 
 __all__ = [
     "COUNTERS", "IMPLEMENTATIONS", "OPTIMIZERS", "SGD", "STATES", "AdaGrad", "Adafactor", "Adam", "AdamW",

@@ -6,16 +6,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from ..graph.tensor import Tensor
-from ..notation.door import guarded
+from ..ir.graph import Tensor
+from ..notation.validation import guarded
+from ..ops.elementwise import pointwise
 from ..ops.operators import matmul
-from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
 from ..ops.updates import ADD_SCALED
-from .calls import Calls, Column
-from .norms import norm, root_mean_square
-from .optimizer import Optimizer, bounds
-from .slots import Slot
+from .optimizer import (
+    Calls,
+    Column,
+    Optimizer,
+    Slot,
+    bounds,
+    norm,
+    root_mean_square,
+)
 
 __all__ = ["Adafactor"]
 

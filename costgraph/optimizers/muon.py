@@ -10,23 +10,41 @@ from typing import Annotated, ClassVar
 
 from ..algebra.polynomial import as_poly
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import need_call, need_choice
-from ..graph.scopes import base_name
-from ..graph.strides import Sizes, numel
-from ..graph.tensor import Tensor
-from ..notation.door import READ, guarded
-from ..ops.blocks import fused
+from ..ir.graph import (
+    Tensor,
+    base_name,
+    need_call,
+    need_choice,
+)
+from ..ir.strides import (
+    Sizes,
+    numel,
+)
+from ..notation.validation import (
+    READ,
+    guarded,
+)
+from ..ops.elementwise import (
+    cast,
+    pointwise,
+)
 from ..ops.index import Gather
-from ..ops.keep import keep
+from ..ops.keep_alive import keep
 from ..ops.layout import reshape
+from ..ops.loops import fused
 from ..ops.operators import matmul, transpose
-from ..ops.pointwise import cast, pointwise
 from ..ops.updates import ADD_SCALED
 from .adaptive import AdamW
-from .calls import Calls, Column, one_by_one
-from .norms import norm
-from .optimizer import Optimizer, bounds
-from .slots import Slot, need_slots
+from .optimizer import (
+    Calls,
+    Column,
+    Optimizer,
+    Slot,
+    bounds,
+    need_slots,
+    norm,
+    one_by_one,
+)
 
 __all__ = ["Muon", "has_matrix"]
 

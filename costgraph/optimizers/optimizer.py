@@ -2,24 +2,560 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import MappingProxyType
 from typing import ClassVar
 
-from ..errors import GraphError
-from ..graph.arguments import need_choice, need_flag
-from ..graph.graph import current_graph
-from ..graph.scopes import building, phase, scope
-from ..graph.tensor import Tensor
+from ..algebra.polynomial import ONE, Poly
+from ..dtypes import DType, dtype
+from ..errors import GraphError, ShapeError
+from ..ir.graph import (
+    Graph,
+    Storage,
+    Tensor,
+    apply,
+    bindings,
+    building,
+    current_graph,
+    need_choice,
+    need_flag,
+    opened,
+    phase,
+    scope,
+)
+from ..ir.strides import Sizes, numel, windows_along
+from ..ops.elementwise import FUNCTIONS, Function, Pointwise, cast, pointwise
 from ..ops.fill import assign
-from ..ops.pointwise import cast, pointwise
-from .calls import Calls, Column, one_by_one
-from .fused import fused_update
-from .over import over
-from .slots import Slot, in_parts, need_slots, pieces
-from .states import STATES, BlockStates
+from ..ops.fourier import view_as
+from ..ops.keep_alive import Keep, keep
+from ..ops.loops import each, fused
+from ..ops.reduce import reduce
+from ..ops.updates import (
+    ADD_PRODUCT,
+    ADD_QUOTIENT,
+    ADD_SCALED,
+    ADD_SCALED_PRODUCT,
+    ADD_SCALED_QUOTIENT,
+    FusedUpdate,
+    Step,
+)
 
-__all__ = ["COUNTERS", "IMPLEMENTATIONS", "Optimizer", "bounds"]
+__all__ = [
+    "Slot",
+    "declare_state",
+    "in_parts",
+    "need_slots",
+    "pieces",
+    "source_like",
+    "norm",
+    "root_mean_square",
+    "STATES",
+    "BlockStates",
+    "over",
+    "Calls",
+    "Column",
+    "Update",
+    "one_by_one",
+    "fused_update",
+    "COUNTERS",
+    "IMPLEMENTATIONS",
+    "Optimizer",
+    "bounds",
+]
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+# What an optimizer updates: a parameter, its gradient, and the state that it keeps for the two.
+
+
+def pieces(t: Tensor) -> int:
+    """Return how many leading axes number tensors of their own: 1 for a parameter of a layer stack, else 0."""
+    return t.storage.pieces
+
+
+def declare_state(graph: Graph, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
+    """Declare a tensor that stays under its own name, whatever scope is open."""
+    with opened(graph=graph.root, levels=()):
+        return graph.root.buffer(name, sizes, dtype, role=role)
+
+
+def source_like(param: Tensor, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
+    """Declare state, or a gradient that stays, beside a parameter, one storage for each of a stack's layers."""
+    # the tensor that was declared has the name, a result of an op in place has the op's
+    state = declare_state(param.graph, f"{param.storage.name}.{name}", sizes, dtype, role)
+    state.storage = Storage(state.name, state.sizes, state.dtype, role, pieces(param))
+    return state
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, its gradient and its state, as an optimizer sees them.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import AdamW, Slot
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     slots = AdamW().update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    >>> [t.name for t in g.tensors if t.role == "state" and t.producer is None]
+    ['w.exp_avg', 'w.exp_avg_sq']
+    """
+
+    param: Tensor
+    """Updated in place; of a layer stack all of its layers, the first axis numbers them."""
+    grad: Tensor
+    """Its gradient, of the same shape, maybe in another format."""
+    master: Tensor | None = None
+    """Copy in a wider format that is updated in place of the parameter, which is then assigned its values."""
+    moments: DType | None = None
+    """Format of state of the parameter's shape, by default that of what is updated."""
+    declare: Callable[[str, Sequence[object], str | DType], Tensor] | None = None
+    """Declares state of a name, sizes and a format, by default beside the parameter."""
+
+    def __post_init__(self) -> None:
+        for what, t in (("grad", self.grad), ("master", self.master)):
+            if t is None and what == "master":
+                continue
+            if not isinstance(t, Tensor) or not isinstance(self.param, Tensor):
+                raise GraphError(f"slot of {self.param!r}: {what} {t!r}, expected a parameter and its tensors")
+            same = self.param.graph.root.same
+            if t.ndim != self.param.ndim or not all(map(same, t.sizes, self.param.sizes)):
+                raise ShapeError(f"slot of {self.param!r}: {what} {t!r}, expected the parameter's shape")
+
+    @property
+    def updated(self) -> Tensor:
+        """What the optimizer updates: the master copy where there is one, else the parameter."""
+        return self.param if self.master is None else self.master
+
+    def state(self, name: str, sizes: Sequence[object] | None = None, dtype: str | DType | None = None) -> Tensor:
+        """Declare optimizer state: a tensor that is there throughout, by default like what is updated.
+
+        Parameters
+        ----------
+        name : str
+            Joined to the parameter's name by a dot.
+        sizes : sequence of sizes, optional
+            Shape, the parameter's by default; of a layer stack with the axis of the layers.
+        dtype : str or DType, optional
+            Number format, by default `moments` or that of what is updated.
+
+        Returns
+        -------
+        Tensor
+            With role state.
+
+        Raises
+        ------
+        GraphError, ShapeError, FormatError
+            If the name is taken, a size is none, or the format is unknown.
+        """
+        shape = self.updated.sizes if sizes is None else sizes
+        wanted = self.moments or self.updated.dtype if dtype is None else dtype
+        declare = partial(source_like, self.param) if self.declare is None else self.declare
+        return declare(name, shape, wanted)
+
+    def axes(self) -> Sizes:
+        """Return the shape of one parameter, without the axes that number those of a layer stack."""
+        return self.param.sizes[pieces(self.param) :]
+
+    def layers(self) -> Sizes:
+        """Return the axes that number the parameters of a layer stack; none where there is one alone."""
+        return self.param.sizes[: pieces(self.param)]
+
+    def factor(self, axis: int) -> Sizes:
+        """Return the parameter's shape with size 1 along one axis, counted from the last: row or column statistics."""
+        sizes = list(self.param.sizes)
+        sizes[axis] = ONE
+        return tuple(sizes)
+
+
+def in_parts(slot: Slot) -> Slot:
+    """Return a slot whose complex numbers are seen as twice as many real ones, as torch's optimizers do it."""
+    if slot.param.dtype.kind != "complex":
+        return slot
+    param, grad = (view_as(t, "real") for t in (slot.param, slot.grad))
+    return replace(slot, param=param, grad=grad, moments=None if slot.moments == slot.param.dtype else slot.moments)
+
+
+def need_slots(place: str, slots: object) -> list[Slot]:
+    """Return the slots as a list, or raise GraphError: there is nothing to do without one."""
+    found = list(slots) if isinstance(slots, list | tuple) else []
+    if not found or not all(isinstance(s, Slot) for s in found):
+        raise GraphError(f"{place}: slots {slots!r}, expected a list of Slot, one at least")
+    return found
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+# Norms of tensors, each one kernel that reads its operand once.
+
+
+def _root(x: Tensor, axis: int | None, operation: str, name: str) -> Tensor:
+    names = [f"a{i}" for i in range(x.ndim)]
+    kept = ["1" if axis is not None and i == axis % x.ndim else n for i, n in enumerate(names)]
+    pattern = f"{' '.join(names)} -> {'' if axis is None else ' '.join(kept)}"
+
+    def body(x: Tensor) -> Tensor:
+        squares = pointwise("square", x)
+        return pointwise("sqrt", reduce(squares, pattern, operation) if x.ndim else squares)
+
+    made = fused(name, body, x)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def norm(x: Tensor, axis: int | None = None) -> Tensor:
+    """Return the 2-norm of all elements, or along one axis, which stays with size 1."""
+    return _root(x, axis, "sum", "norm")
+
+
+def root_mean_square(x: Tensor, axis: int | None = None) -> Tensor:
+    """Return the 2-norm divided by the root of the number of elements: the division is part of the mean."""
+    return _root(x, axis, "mean", "norm")
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+# State in blocks of few bits, as of Adam in 8 bits: codes of which those of a block share a scale.
+#
+# Dettmers et al. 2021 (arXiv 2110.02861). One kernel looks each code up in a table, multiplies it by the scale of its
+# block, updates, takes the largest magnitude in the block as its new scale, and writes the nearest codes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStates:
+    """How a library keeps the state of large tensors in few bits, and that of small ones.
+
+    Which tensors are large follows from their sizes, open ones by their defaults; where nothing is known of a size its
+    tensor is large. What was decided so is assumed from then on: a size that breaks it is refused when it is bound.
+
+    Raises
+    ------
+    GraphError, FormatError
+        If the format is unknown or has no blocks, or an amount is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (7, 128)) @ g.param("w", (128, 256))
+    ...     g.output(cg.reduce(x @ g.param("v", (256, 10)), "b c -> ", "mean"))
+    >>> step = cg.training_step(g, optimizer=cg.AdamW(implementation="fused", states="bitsandbytes-8bit"))
+    >>> w, v = 128 * 256, 2560  # the second is small
+    >>> cg.state_bytes(step).state == 2 * (w + 4 * w // 256) + 2 * 4 * v + 2 * 4 * 256
+    True
+    """
+
+    format: str
+    """of the state of a large tensor, with a scale for the elements of a block"""
+    table: int = 0
+    """fp32 entries of the table in which codes are looked up; 0 where a code is a number by itself"""
+    shared: bool = False
+    """whether all tensors look into one table for each kind of state; each state has its own otherwise"""
+    only_whole: bool = False
+    """whether a tensor is small, too, whose elements are no multiple of the block"""
+    small: str | None = None
+    """format of the state of small tensors, by default that of the parameter"""
+    least: int = 4096
+    """fewest elements of a large tensor"""
+
+    def __post_init__(self) -> None:
+        if not dtype(self.format).block:
+            raise GraphError(f"BlockStates: format {self.format!r}, expected one whose elements share scales in blocks")
+        for name, value in (("table", self.table), ("least", self.least)):
+            if type(value) is not int or value < 0:
+                raise GraphError(f"BlockStates: {name} is {value!r}, expected a whole number of at least 0")
+
+    def format_of(self, slot: Slot) -> DType:
+        """Return the format of a parameter's state."""
+        if self._is_large(slot.param):
+            return dtype(self.format)
+        return slot.updated.dtype if self.small is None else dtype(self.small)
+
+    def _is_large(self, param: Tensor) -> bool:
+        graph, n = param.graph.root, numel(param.sizes[pieces(param) :])
+        block = dtype(self.format).block or 1
+        usual = n.bind(bindings(graph, {})).constant
+        blocks = windows_along(n, 0, block)
+        if graph.relations.nonnegative(self.least - 1 - n):
+            return False
+        large = graph.relations.nonnegative(n - self.least) or usual is None or usual >= self.least
+        if not graph.relations.nonnegative(n - self.least if large else self.least - 1 - n):
+            graph.assume(f"{n.expr} >= {self.least}" if large else f"{n.expr} < {self.least}")
+        if not large or not self.only_whole or graph.same(blocks, n / block):
+            return large
+        if usual is not None and usual % block:
+            return False
+        graph.assume(f"{blocks.expr} == {(n / block).expr}")
+        return True
+
+    def holds(self, state: Tensor) -> bool:
+        """Whether a state is in blocks."""
+        return state.dtype.name == dtype(self.format).name
+
+    def own_tables(self, slots: Sequence[Slot], states: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """Declare the tables of each parameter's states: none where all look into the same."""
+        return [
+            tuple(
+                slot.state(f"{t.name.rpartition('.')[2]}.table", (*slot.layers(), self.table), "fp32")
+                for t in (kept if self.table and not self.shared else ())
+                if self.holds(t)
+            )
+            for slot, kept in zip(slots, states, strict=True)
+        ]
+
+    def common_tables(self, states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Declare the tables that all parameters share, one for each kind of state that is in blocks."""
+        found = next((kept for kept in states if self.shared and self.table and any(map(self.holds, kept))), ())
+        return tuple(self._common(t, i) for i, t in enumerate(found))
+
+    def _common(self, state: Tensor, i: int) -> Tensor:
+        name = f"table{i + 1}"
+        there = next((t for t in state.graph.root.tensors if t.name == name and t.role == "state"), None)
+        return declare_state(state.graph, name, (self.table,), "fp32") if there is None else there
+
+
+#: bitsandbytes from 0.45 on (`bitsandbytes/optim/optimizer.py`, `Optimizer2State.init_state`; blocks had 2,048 elements
+#: before), and torchao (`torchao/optim/adam.py`, `_AdamBase._new_buffer`; `subclass_8bit.py`, `subclass_4bit.py`,
+#: `subclass_fp8.py`).
+STATES: Mapping[str, BlockStates] = MappingProxyType({
+    "bitsandbytes-8bit": BlockStates(format="uint8_g256_fp32_flat", table=256, shared=True, small="fp32"),
+    "torchao-8bit": BlockStates(format="uint8_g256_fp32_flat", table=256, only_whole=True),
+    "torchao-4bit": BlockStates(format="uint4_g128_fp32_flat", table=16, only_whole=True),
+    "torchao-fp8": BlockStates(format="fp8_e4m3_g256_fp32_flat", only_whole=True),
+})  # fmt: skip
+
+
+# -- over --------------------------------------------------------------------------------------------------------------
+# One parameter after the other: those of a layer stack inside a loop over the layers.
+
+Made = Tensor | tuple[Tensor, ...] | None
+Group = tuple[Tensor, ...]
+
+
+def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> list[Group]:
+    """Apply a function to the tensors of each group, one parameter after the other.
+
+    Parameters
+    ----------
+    groups : sequence of tuple of Tensor
+        The tensors of one parameter each; of a layer stack, tensors whose first axis numbers its layers.
+    function : callable
+        `function(*group)`, of a layer stack with the tensors of one layer: adds ops and returns new tensors, operands
+        that it changed in place, or None.
+    name : str
+        Name of the loop over the layers of a stack; neighbours in the list with as many layers share one.
+
+    Returns
+    -------
+    list of tuple of Tensor
+        What the function returned for each group; an operand changed in place is the tensor to read from then on.
+
+    Raises
+    ------
+    GraphError
+        If tensors of a layer stack stand beside others in a group.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import over
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     w = g.param("w", (N,))
+    ...     ((half,),) = over([(w,)], lambda w: cg.ops.pointwise("mul", w, 0.5, inplace=True), "halve")
+    >>> half.storage is w.storage
+    True
+    """
+    out: list[Group] = []
+    for layers, run in _runs(groups, name):
+        if layers is None:
+            out += [_tuple(function(*group)) for group in run]
+        else:
+            out += _stack(layers, run, function, name)
+    return out
+
+
+def _runs(groups: Sequence[Group], name: str) -> Iterator[tuple[Poly | None, list[Group]]]:
+    """Yield neighbours that one loop can take together: how many layers they have, None for no stack."""
+    run: list[Group] = []
+    current: Poly | None = None
+    for group in groups:
+        layers = _layers(group, name)
+        if run and layers != current:
+            yield current, run
+            run = []
+        current = layers
+        run.append(group)
+    if run:
+        yield current, run
+
+
+def _layers(group: Group, name: str) -> Poly | None:
+    counts = {t.sizes[0] if pieces(t) else None for t in group}
+    if len(counts) != 1:
+        raise GraphError(f"{name}: {group!r}, expected tensors of one layer stack or of none")
+    return counts.pop()
+
+
+def _stack(layers: Poly, run: list[Group], function: Callable[..., Made], name: str) -> list[Group]:
+    """Run a loop over the layers, whose body takes the parameters of one layer in turn; stacks nest."""
+    lengths: list[int] = []
+
+    def step(*slices: Tensor) -> Group:
+        at = 0
+        inner = []
+        for group in run:
+            inner.append(slices[at : at + len(group)])
+            at += len(group)
+        made = over(inner, function, name)
+        lengths.extend(map(len, made))
+        return tuple(t for group in made for t in group)
+
+    made = each(layers, step, tuple(t for group in run for t in group), name=name)
+    out, at = [], 0
+    for n in lengths:
+        out.append(made[at : at + n])
+        at += n
+    return out
+
+
+def _tuple(made: Made) -> Group:
+    return () if made is None else made if isinstance(made, tuple) else (made,)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+# What an update is written in: calls on columns, which hold one tensor of each parameter.
+#
+# A column has one tensor where a loop takes the parameters in turn, and one of each where torch calls a kernel for the
+# whole list: what a call makes then exists for all of them until the last call that reads it.
+
+Column = tuple[Tensor, ...]
+#: Adds an update and returns the columns of what was updated and of its gradients as they are afterwards.
+Update = Callable[..., tuple[Column, Column]]
+
+
+def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str) -> list[Column]:
+    """Take what is one parameter already: the loop over them is outside."""
+    out = []
+    for group in groups:
+        made = function(*group)
+        out.append(() if made is None else made if isinstance(made, tuple) else (made,))
+    return out
+
+
+class Calls:
+    """Adds ops to columns of tensors, if `listed` one for a whole list, as torch's `_foreach` functions."""
+
+    def __init__(self, *, listed: bool) -> None:
+        self.listed = listed
+        self._over = over if listed else _directly
+
+    def each(self, name: str, function: Callable[..., Made], *columns: Column) -> tuple[Column, ...]:
+        """Call a function of one tensor of each column; returns a column of each tensor that it returns."""
+        made = self._over(list(zip(*columns, strict=True)), function, name)
+        return tuple(zip(*made, strict=True))
+
+    def new(self, function: str | Function, *operands: Column | float) -> Column:
+        """Make tensors by an elementwise function of columns and numbers."""
+        return self._call(function, operands, inplace=False)
+
+    def inplace(self, function: str | Function, *operands: Column | float) -> Column:
+        """Write into the tensors of the first column; returns the column to read from then on."""
+        return self._call(function, operands, inplace=True)
+
+    def _call(self, function: str | Function, operands: Sequence[Column | float], *, inplace: bool) -> Column:
+        record = FUNCTIONS[function] if isinstance(function, str) else function
+        columns = [o for o in operands if isinstance(o, tuple)]
+
+        def call(*tensors: Tensor) -> Tensor:
+            given = iter(tensors)
+            arguments = [next(given) if isinstance(o, tuple) else o for o in operands]
+            # torch writes into a tensor whatever the formats of the others
+            dtype = tensors[0].dtype if inplace else None
+            return pointwise(record, *arguments, inplace=inplace, dtype=dtype)
+
+        name = f"{record.name}_" if inplace else record.name
+        return self.each(name, call, *columns)[0]
+
+    # -- torch's functions with a factor, which costs nothing where it is 1 ---------------------------------------
+
+    def add(self, a: Column, b: Column, alpha: float, *, inplace: bool = False) -> Column:
+        """`a + alpha * b`."""
+        return self._call(*(("add", (a, b)) if alpha == 1 else (ADD_SCALED, (a, b, alpha))), inplace=inplace)
+
+    def addcmul(self, a: Column, b: Column, c: Column, value: float) -> Column:
+        """`a + value * b * c`."""
+        return self.new(ADD_SCALED_PRODUCT, a, b, c, value)
+
+    def addcmul_(self, a: Column, b: Column, c: Column, value: float = 1) -> Column:
+        """`a += value * b * c`."""
+        return self.inplace(ADD_PRODUCT, a, b, c) if value == 1 else self.inplace(ADD_SCALED_PRODUCT, a, b, c, value)
+
+    def addcdiv_(self, a: Column, b: Column, c: Column, value: float = 1) -> Column:
+        """`a += value * b / c`."""
+        return self.inplace(ADD_QUOTIENT, a, b, c) if value == 1 else self.inplace(ADD_SCALED_QUOTIENT, a, b, c, value)
+
+    def keep(self, x: Column, *others: Column) -> Column:
+        """Let tensors live until here that variables of a loop's function name; lists are deleted by hand."""
+        return x if self.listed or not others else self.each("keep", keep, x, *others)[0]
+
+
+def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Column]:
+    """Run a whole update for each parameter in turn; returns what was updated and the gradient of each."""
+    calls = Calls(listed=False)
+
+    def single(*group: Tensor) -> Column:
+        updated, grad = update(calls, *((t,) for t in group))
+        return updated + grad
+
+    return over(groups, single, name)
+
+
+# -- fused -------------------------------------------------------------------------------------------------------------
+# An update in one kernel: every tensor is read once, and the parameter and its state are written in place.
+#
+# The kernel takes the steps that the same update takes as ops of its own, and so counts their FLOPs; what passes from
+# one step to the next stays in registers.
+
+
+def fused_update(update: Update, group: Column, beside: Column = (), *, name: str) -> Column:
+    """Run a whole update of one parameter, elementwise ops on columns of one tensor each, in one kernel.
+
+    `group` is what is updated, its gradient and its state; `beside` what the kernel reads as well: a step counter.
+    """
+    steps, changed = _steps(update, group)
+    kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))
+    made = dict(zip(changed, apply(kind, [*group, *beside], name), strict=True))
+    return tuple(made.get(i, t) for i, t in enumerate(group))
+
+
+def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    """Write an update down as steps on registers: the first ones hold the operands."""
+    with Graph("update") as scratch:
+        scratch.relations = group[0].graph.root.relations
+        given = [scratch.input(f"operand{i}", t.sizes, t.dtype) for i, t in enumerate(group)]
+        update(Calls(listed=False), *((t,) for t in given))
+    registers = {t: i for i, t in enumerate(given)}
+    steps: list[Step] = []
+    free = len(given)
+    for op in scratch.ops:
+        if isinstance(op.kind, Keep):  # nothing is kept in memory here
+            registers[op.results[0]] = registers[op.operands[0]]
+            continue
+        if not isinstance(op.kind, Pointwise):
+            raise GraphError(f"fused update: op {op.name!r} of kind {op.kind.name!r}, expected elementwise ops alone")
+        places = tuple(registers[t] for t in op.operands)
+        target = places[0] if op.kind.overwrites() else free
+        free += target == free
+        registers[op.results[0]] = target
+        steps.append(Step(op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
+    written = {step.target for step in steps}
+    return tuple(steps), tuple(i for i in range(len(given)) if i in written)
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
 
 #: One call for a list of parameters, one parameter after the other, or one kernel for each.
 IMPLEMENTATIONS = ("foreach", "for-loop", "fused")

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GraphError
-from ..notation.door import guarded
-from .calls import Calls, Column
-from .optimizer import Optimizer, bounds
-from .slots import Slot
+from ..notation.validation import guarded
+from .optimizer import (
+    Calls,
+    Column,
+    Optimizer,
+    Slot,
+    bounds,
+)
 
 __all__ = ["SGD", "Lion"]
 

@@ -2,10 +2,13 @@
 
 from sys import modules as _modules
 
-from ..graph.changes import whole as _whole
-from ..notation.door import guard as _guard
-from ..transforms.in_flight import in_flight, sends
-from ..transforms.schedules import schedule
+from ..ir.graph import whole as _whole
+from ..notation.validation import guard as _guard
+from ..transforms.pipeline_schedules import (
+    in_flight,
+    schedule,
+    sends,
+)
 from .amounts import (
     leading_term,
     training_days,
@@ -13,15 +16,19 @@ from .amounts import (
     training_seconds,
     training_tokens,
 )
+from .breakeven import crossovers
+from .capacity import (
+    dataset_bytes,
+    dataset_tokens,
+    largest_params,
+)
 from .checkpointing import best_interval, checkpoint_for
 from .cluster import run
-from .crossing import crossovers
 from .disaggregation import disaggregated
 from .pipeline import bubble, simulate
 from .preflight import preflight
-from .room import dataset_bytes, dataset_tokens, largest_params
-from .searching import search
 from .serving import latency, throughput
+from .strategy_search import search
 
 __all__ = [
     "best_interval",

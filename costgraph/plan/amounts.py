@@ -14,9 +14,8 @@ from ..analysis.training import given, model_flops, rate_of, tokens_poly
 from ..analysis.training_memory import is_step
 from ..bind.evaluate import Formula, answer
 from ..errors import BindingError, GraphError
-from ..graph.graph import Graph
-from ..graph.sizes import bindings
-from ..notation.door import guarded
+from ..ir.graph import Graph, bindings
+from ..notation.validation import guarded
 
 __all__ = [
     "LeadingTerm",

@@ -11,19 +11,25 @@ from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import dims as make_dims
 from ..algebra.symbols import is_name, shown
 from ..analysis.costs import costs
-from ..analysis.lifetimes import play
-from ..analysis.live import live_bytes
+from ..analysis.liveness import live_bytes, play
 from ..analysis.memory import peak_memory
 from ..bind.evaluate import Formula, bound_answer, need_bound
 from ..errors import BindingError, GraphError
-from ..graph.graph import Graph, need_graph
-from ..graph.sizes import bindings, known_names
 from ..hardware.specs import Hardware
-from ..transforms.backward.backward import backward
+from ..ir.graph import (
+    Graph,
+    bindings,
+    known_names,
+    need_graph,
+)
+from ..transforms.backward import backward
 from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
-from ..transforms.losses import with_loss
+from ..transforms.loss import with_loss
 from ..transforms.training import training_step
-from .sizing import Bytes, memory_limit
+from .capacity import (
+    Bytes,
+    memory_limit,
+)
 
 __all__ = ["best_interval", "checkpoint_for"]
 

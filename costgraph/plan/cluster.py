@@ -11,17 +11,22 @@ import sympy
 from ..algebra.extremum import as_expr
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
-from ..analysis.duration import seconds
+from ..analysis.step_time import seconds
 from ..analysis.training import Fallback, given, main_format, model_flops, other_formats, rate_of, tokens_poly
 from ..analysis.training_memory import is_step
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError
-from ..graph.graph import Graph, need_graph
-from ..graph.sizes import Bindings, known_names, of_stages
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
-from ..notation.door import guarded
-from ..transforms.schedules import SCHEDULES
+from ..ir.graph import (
+    Bindings,
+    Graph,
+    known_names,
+    need_graph,
+    of_stages,
+)
+from ..notation.validation import guarded
+from ..transforms.pipeline_schedules import SCHEDULES
 from .pipeline import bubble as idle_share
 
 __all__ = ["Run", "run", "served", "spread"]

@@ -15,16 +15,24 @@ from ..analysis.roofline import bound_roofline
 from ..analysis.training import tokens_poly
 from ..bind.evaluate import number
 from ..errors import BindingError, GraphError, SpecError
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph, need_graph
-from ..graph.sizes import known_names, need_open, of_stages, size_of
 from ..hardware.links import Wire, extents, joined, wire
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
-from ..notation.door import guarded
+from ..ir.graph import (
+    Graph,
+    known_names,
+    need_choice,
+    need_graph,
+    need_open,
+    of_stages,
+)
+from ..ir.graph import (
+    dimension_size as size_of,
+)
+from ..notation.validation import guarded
+from .capacity import rooms
 from .cluster import served
 from .serving import Fallback, all_steps, bound_size, numbers
-from .sizing import rooms
 
 __all__ = ["Disaggregated", "disaggregated"]
 

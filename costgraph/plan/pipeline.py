@@ -15,9 +15,20 @@ from ..algebra.symbols import dims, shown
 from ..analysis.training import given
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError
-from ..notation.door import READ, guarded
-from ..transforms.events import COSTS, idle, idle_at, played, sizes
-from ..transforms.schedules import SCHEDULES, Action, asked
+from ..notation.validation import (
+    READ,
+    guarded,
+)
+from ..transforms.pipeline_schedules import (
+    COSTS,
+    SCHEDULES,
+    Action,
+    asked,
+    idle,
+    idle_at,
+    played,
+    sizes,
+)
 
 __all__ = ["Event", "Simulated", "bubble", "simulate"]
 

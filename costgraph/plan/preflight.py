@@ -19,11 +19,14 @@ from ..analysis.training import given, main_format, model_flops, rate_of
 from ..analysis.training import mfu as utilization
 from ..analysis.training_memory import activation_memory, saved_state_bytes, state_bytes
 from ..bind.evaluate import Formula, answer
-from ..graph.graph import Graph
-from ..graph.sizes import bindings, known_names
 from ..hardware.specs import Hardware, load_hardware
 from ..hardware.units import format_bytes, format_quantity
-from ..notation.door import guarded
+from ..ir.graph import (
+    Graph,
+    bindings,
+    known_names,
+)
+from ..notation.validation import guarded
 from .amounts import leading_term, training_days, training_flops
 
 __all__ = ["PreflightCheck", "Preflight", "preflight"]

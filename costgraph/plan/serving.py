@@ -11,21 +11,38 @@ from typing import Annotated, Any
 
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import shorten, shown
-from ..analysis.hooks import plotter
 from ..analysis.memory import peak_memory
+from ..analysis.registrations import plotter
 from ..analysis.roofline import bound_roofline
 from ..analysis.training import tokens_poly
 from ..errors import BindingError, GraphError
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph, need_graph
-from ..graph.sizes import known_names, need_open, of_stages, size_of
 from ..hardware.links import joined
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Table
-from ..notation.door import READ, guarded
+from ..ir.graph import (
+    Graph,
+    known_names,
+    need_choice,
+    need_graph,
+    need_open,
+    of_stages,
+)
+from ..ir.graph import (
+    dimension_size as size_of,
+)
+from ..notation.validation import (
+    READ,
+    guarded,
+)
+from .capacity import (
+    is_allowed,
+    largest,
+    parts_of,
+    rooms,
+    smallest,
+)
 from .cluster import served
-from .sizing import is_allowed, largest, parts_of, rooms, smallest
 
 __all__ = ["Latency", "Throughput", "ThroughputRow", "all_steps", "bound_size", "latency", "numbers", "throughput"]
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..graph.graph import Graph
-from ..notation.later import later
+from ..ir.graph import Graph
+from ..notation.lazy_imports import later
 
 if TYPE_CHECKING:
     from ..hardware.networks import Network
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from . import plots
     from .collect import Report
     from .data import Part, Peak
+    from .formatting import Figure
     from .formula import common_part, formula_latex, formula_python, formula_text
     from .plots import plot_roofline, plot_timeline
-    from .quantities import Figure
 
 __all__ = [
     "Figure",
@@ -39,7 +39,7 @@ _LATER = {
     "data": "Part Peak",
     "formula": "common_part formula_latex formula_python formula_text",
     "plots": "plot_roofline plot_timeline plots",
-    "quantities": "Figure",
+    "formatting": "Figure",
 }
 
 if not TYPE_CHECKING:

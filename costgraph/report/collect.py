@@ -11,25 +11,37 @@ import sympy
 
 from ..algebra.symbols import shorten, shown
 from ..analysis.communication import Message, communication
-from ..analysis.costs import costs, executions, unused_names
+from ..analysis.costs import (
+    CostRow,
+    Costs,
+    costs,
+    executions,
+    unused_names,
+)
 from ..analysis.memory import peak_cases, timeline
 from ..analysis.params import unused_params
 from ..analysis.roofline import Roofline, RooflineRow, roofline
-from ..analysis.table import CostRow, Costs
 from ..analysis.workspaces import on_device
 from ..bind.evaluate import Formula
 from ..errors import BindingError, GraphError, SpecError
-from ..graph.graph import Graph
-from ..graph.sizes import Bindings, bindings, known_names
-from ..hardware.arch import DEFAULT
 from ..hardware.networks import Network
-from ..hardware.specs import Hardware, load_hardware
-from ..notation.door import guarded
+from ..hardware.specs import DEFAULT, Hardware, load_hardware
+from ..ir.graph import (
+    Bindings,
+    Graph,
+    bindings,
+    known_names,
+)
+from ..notation.validation import guarded
 from ..text_file import write_file
-from .data import Facts, Part, Peak, Sent
+from .data import Facts, Part, Peak, Sent, training_of
 from .files import to_csv, to_json
-from .quantities import QUANTITIES, Figure, quantity_of, symbolic
-from .training import training_of
+from .formatting import (
+    QUANTITIES,
+    Figure,
+    quantity_of,
+    symbolic,
+)
 
 __all__ = ["SORTS", "Report", "collect"]
 

@@ -14,7 +14,7 @@ from sympy.printing.latex import LatexPrinter
 from sympy.printing.str import StrPrinter
 
 from ..algebra.extremum import Max, Min
-from ..algebra.lines import shared as split
+from ..algebra.extremum import shared as split
 from ..algebra.polynomial import Poly, generator, poly
 from ..algebra.symbols import is_name, shorten
 from ..bind.evaluate import Formula

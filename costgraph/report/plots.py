@@ -1,23 +1,605 @@
-"""Pictures of rooflines; whoever asks an answer to plot itself is sent here."""
+"""Pictures of timelines: live bytes by role over the steps of a program, and its phases behind them."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..analysis.hooks import PLOTTERS
+import numpy as np
+
+from ..algebra.symbols import shorten, shown
+from ..analysis.memory import Timeline
+from ..analysis.registrations import PLOTTERS
 from ..analysis.roofline import Roofline, RooflineRow
-from ..hardware.units import format_quantity
-from .drawing import COLORS, FAINT, check_path, framed, new_figure, saved, short, units_on
-from .labels import FREE, Label, place_labels
-from .roofs import draw_roofs, range_of
-from .serving_plot import plot_throughput
-from .timeline_plot import plot_timeline
-from .validation_plots import plot_validation
+from ..bind.evaluate import need_bound
+from ..errors import FormatError, UnsupportedError
+from ..hardware.units import Quantity, format_bytes, format_quantity
+from ..plan.serving import Throughput, ThroughputRow
+from ..text_file import place_of, write_file
 
-__all__ = ["check_path", "plot_roofline", "plot_timeline"]
+if TYPE_CHECKING:
+    from ..torch.validation import Row, Validation
+
+__all__ = [
+    "COLORS",
+    "FAINT",
+    "PALETTE",
+    "PALE",
+    "ROOF",
+    "check_path",
+    "framed",
+    "new_figure",
+    "saved",
+    "short",
+    "units_on",
+    "FREE",
+    "Label",
+    "place_labels",
+    "draw_roofs",
+    "range_of",
+    "plot_throughput",
+    "plot_timeline",
+    "plot_peaks",
+    "plot_roof",
+    "plot_validation",
+    "plot_roofline",
+]
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+# What all pictures share: one style. matplotlib is met inside functions alone, and only its objects.
+
+_ENDINGS = (".png", ".svg", ".pdf")
+#: Colours that readers of any sight tell apart, of Okabe and Ito 2008.
+PALETTE = {
+    "blue": "#0072b2", "vermilion": "#d55e00", "green": "#009e73", "purple": "#cc79a7", "orange": "#e69f00",
+    "sky": "#56b4e9", "yellow": "#f0e442", "black": "#000000",
+}  # fmt: skip
+ROOF, FAINT, PALE = "#222222", "#7a7a7a", "#dddddd"
+#: By kind of FLOPs.
+COLORS = {
+    "matmul": PALETTE["blue"], "pointwise": PALETTE["vermilion"], "transcendental": PALETTE["green"],
+    "data": PALETTE["purple"],
+}  # fmt: skip
+
+
+def new_figure(width: float, height: float, path: object = None) -> Any:
+    """Return an empty matplotlib figure of so many inches, once its path is looked at; nothing global is touched."""
+    if path is not None:
+        check_path(path)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnsupportedError('plot: matplotlib is missing, expected it from: pip install "costgraph[plot]"') from None
+    figure: Any = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure._repr_png_ = partial(_png, figure)  # notebooks know by themselves only the figures of pyplot
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def check_path(path: object) -> None:
+    """Raise FormatError if no picture can have this path."""
+    if not isinstance(path, str | os.PathLike):
+        raise FormatError(f"plot: path {shown(path, 80)}, expected a text or a path")
+    if Path(path).suffix.lower() not in _ENDINGS:
+        raise FormatError(f"plot: {shorten(os.fspath(path), 200)}, expected a file ending in {', '.join(_ENDINGS)}")
+
+
+def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
+    """Return the figure, written to the file if there is one."""
+    if path is None:
+        return figure
+    picture = BytesIO()
+    figure.savefig(picture, format=Path(path).suffix[1:].lower())
+    write_file(path, picture.getvalue(), f"plot: {place_of(path)}")
+    return figure
+
+
+def short(text: str, most: int = 34) -> str:
+    """Return a name from outside as matplotlib may draw it: no mathematics, the end where it is long."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return (text if len(text) <= most else "..." + text[3 - most :]).replace("$", r"\$")
+
+
+def units_on(axis: Any, unit: str) -> None:
+    """Write amounts with their unit along an axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_quantity(float(value), unit)))
+
+
+def framed(ax: Any, title: str, across: str, up: str) -> None:
+    """Give axes their title, the names of both directions, and the frame and the grid that all pictures have."""
+    ax.set(xlabel=across, ylabel=up)
+    ax.set_title(title, fontsize=11)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(which="major", color=PALE, linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+# Texts beside points of a picture, none of them on another.
+
+#: A text and the point that it names, as the data has it.
+Label = tuple[str, tuple[float, float]]
+
+#: Lines that texts may lie on have this as their `gid`.
+FREE = "free"
+_SIZE = 8.5
+_SIDES = tuple((x, y) for x, y in product((-1, 1, 0), (1, -1, 0)) if x or y)
+_STEPS = (5, 9, 16, 26, 40, 58, 80, 106, 136)  # points of print between a text and what it names
+_LEADER = 16  # points from which on a line leads to a text
+_HALO = 2.5  # points of paper around letters, where they lie on a line
+_GAP = 3  # pixels between two texts
+# A text on a line or a point, and a line to it through another text, are worse than one so many steps further away.
+_ON_LINE, _ON_POINT, _THROUGH = 150, 25, 90
+
+
+def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead: bool = True) -> list[str]:
+    """Write texts where there is room, the first ones nearest to their points; to be called when all else is drawn.
+
+    `lead` asks for a thin line to each text that is not beside its point. Returns the texts that have no place: one on
+    another cannot be read, so they are left out.
+    """
+    from matplotlib.patheffects import withStroke
+
+    figure = ax.figure
+    figure.draw_without_rendering()  # the layout, which says where points lie
+    renderer = figure.canvas.get_renderer()
+    scale = figure.dpi / 72
+    things = _Drawn(ax, scale, [_box_of(t, renderer) for t in ax.texts if t.get_text()])
+    left = []
+    for text, place in labels:
+        written = ax.annotate(
+            text, place, (0, 0), textcoords="offset points", ha="center", va="center", fontsize=size, zorder=5,
+            annotation_clip=False, in_layout=False, path_effects=[withStroke(linewidth=_HALO, foreground="white")],
+        )  # fmt: skip
+        x0, y0, x1, y1 = _box_of(written, renderer)
+        half, at = np.array([x1 - x0, y1 - y0]) / 2, ax.transData.transform(place)
+        found = [
+            (step + things.under(box) + (things.through(at, middle) if lead else 0), step, middle, box)
+            for step, middle, box in _candidates(at, half, scale)
+            if things.free(box)
+        ]
+        if not found:
+            left.append(text)
+            written.remove()
+            continue
+        _, step, middle, box = min(found, key=lambda f: f[0])
+        things.boxes.append(box)
+        written.set_position(tuple((middle - at) / scale))
+        if lead and step >= _LEADER:
+            _lead(ax, place, (middle - at) / scale, half / scale)
+    return left
+
+
+def _box_of(text: Any, renderer: Any) -> tuple[float, ...]:
+    from matplotlib.text import Text
+
+    # of an annotation, the text alone
+    return tuple(Text.get_window_extent(text, renderer).extents)
+
+
+def _candidates(at: Any, half: Any, scale: float) -> Iterator[tuple[float, Any, tuple[float, ...]]]:
+    """Yield how far away, the middle and the box of a text around a point, all in pixels but the first."""
+    for step, side in product(_STEPS, _SIDES):
+        way = np.array(side)
+        middle = at + way * half + step * scale * way / np.hypot(*way)
+        yield step, middle, (*(middle - half), *(middle + half))
+
+
+def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] + _GAP and b[0] < a[2] + _GAP and a[1] < b[3] + _GAP and b[1] < a[3] + _GAP
+
+
+def _lead(ax: Any, place: tuple[float, float], middle: Any, half: Any) -> None:
+    """Draw a thin line from a point to the nearest place of its text."""
+    end = np.clip(0, middle - half, middle + half)
+    ax.annotate(
+        "", place, tuple(end), textcoords="offset points", zorder=2, in_layout=False,
+        arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 2},
+    )  # fmt: skip
+
+
+class _Drawn:
+    """What texts should rather not lie on: points with their areas, and lines."""
+
+    def __init__(self, ax: Any, scale: float, boxes: list[tuple[float, ...]]) -> None:
+        self.frame, self.boxes = ax.bbox.extents, boxes
+        self.lines = [
+            line.get_transform().transform_path(line.get_path()) for line in ax.lines if line.get_gid() != FREE
+        ]
+        spots = [(c, c.get_offset_transform().transform(c.get_offsets())) for c in ax.collections if len(c.get_sizes())]
+        self.points = np.concatenate([np.empty((0, 2)), *(p for _, p in spots)])
+        radii = [np.broadcast_to(np.sqrt(c.get_sizes()) / 2 * scale, len(p)) for c, p in spots]
+        self.radii = np.concatenate([np.empty(0), *radii])
+
+    def free(self, box: Sequence[float]) -> bool:
+        """Tell whether a text can be read there: within the axes, on no other."""
+        x0, y0, x1, y1 = self.frame
+        inside = box[0] >= x0 and box[1] >= y0 and box[2] <= x1 and box[3] <= y1
+        return bool(inside) and not any(_meet(box, other) for other in self.boxes)
+
+    def through(self, at: Any, middle: Any) -> float:
+        """Return how bad it is that a line to a text goes there."""
+        from matplotlib.path import Path
+        from matplotlib.transforms import Bbox
+
+        line = Path([at, middle])
+        return float(_THROUGH * sum(line.intersects_bbox(Bbox.from_extents(*box), filled=False) for box in self.boxes))
+
+    def under(self, box: Sequence[float]) -> float:
+        """Return how bad it is that a text lies there."""
+        from matplotlib.transforms import Bbox
+
+        nearest = np.clip(self.points, box[:2], box[2:])
+        points = int((np.hypot(*(self.points - nearest).T) < self.radii).sum())
+        lines = sum(path.intersects_bbox(Bbox.from_extents(*box), filled=False) for path in self.lines)
+        return float(_ON_POINT * points + _ON_LINE * lines)
+
+
+# -- roofs -------------------------------------------------------------------------------------------------------------
+# The roofs of a device on logarithmic axes: the slope of its memory and the rates of its units.
+
+#: Of all the time, what the ops take that have to be seen; those beyond them may be a decade away.
+_SHARE, _DECADE = 0.99, 10.0
+
+
+def range_of(points: Sequence[tuple[float, float]], ridge: float) -> tuple[float, float]:
+    """Return the intensities that axes show, of the intensity and the time of each op.
+
+    Some op that takes no time may have an intensity far away from all others: it does not stretch the axes.
+    """
+    total, seen, held = sum(t for _, t in points), 0.0, [x for x in (ridge,) if 0 < x < math.inf]
+    for x, seconds in sorted(points, key=lambda p: -p[1]):
+        if seen >= _SHARE * total and held:
+            break
+        held.append(x)
+        seen += seconds
+    held = held or [1.0]
+    every = [x for x, _ in points] + held
+    low, high = max(min(every), min(held) / _DECADE), min(max(every), max(held) * _DECADE)
+    room = max(1.0, (_DECADE**2 * low / high) ** 0.5)  # two decades at least
+    return low / room / 2.5, high * room * 6  # names stand to the right
+
+
+def draw_roofs(ax: Any, memory: Quantity, rates: Mapping[str, float], ends: tuple[float, float]) -> list[Label]:
+    """Draw roofs and set the limits of the axes; return the names of the roofs, to be placed."""
+    bandwidth, (low, high) = float(memory.value), ends
+    ranked = sorted(rates.items(), key=lambda item: -item[1])
+    top = ranked[0][1]
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=(low * bandwidth / 1.5, 4 * top))
+    # the slope ends at the highest roof; lower roofs are dashed
+    ax.plot([low, top / bandwidth], [low * bandwidth, top], color=ROOF, linewidth=1.6)
+    for _, rate in ranked:
+        style = "-" if rate == top else "--"
+        ax.plot([rate / bandwidth, high], [rate, rate], color=ROOF, linewidth=1.6, linestyle=style)
+    middle = math.sqrt(low * min(ranked[-1][1] / bandwidth, high))
+    named = [(f"{name}, {format_quantity(rate, 'FLOP/s')}", (high, rate)) for name, rate in ranked]
+    return [*named, (f"memory, {memory}", (middle, middle * bandwidth))]
+
+
+# -- serving plot ------------------------------------------------------------------------------------------------------
+# Pictures of serving: tokens in a second against the time of a step.
+
+_BOUNDS = {"memory": PALETTE["blue"], "compute": PALETTE["vermilion"], "link": PALETTE["green"]}
+
+# More sizes than these are named at every second, third, ... point.
+_MOST_NAMED = 12
+
+
+def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw tokens in a second against the time of a step, a point for each size.
+
+    The estimate has points, colored by what bounds most of a step, rings where memory is not enough; beside it is the
+    curve of the lower bound.
+    """
+    figure = new_figure(9, 4.8, path)
+    ax = figure.subplots()
+    ax.set(xscale="log", yscale="log")
+    rows = found.rows
+    bounds = [(r.lower_bound, r.most_tokens_per_second) for r in rows]
+    ax.plot(*zip(*bounds, strict=True), color=FAINT, linewidth=1, linestyle="--", label="lower bound: no run is above")
+    ax.plot([r.seconds for r in rows], [r.tokens_per_second for r in rows], color=ROOF, linewidth=1, label="estimate")
+    for bound, color in _BOUNDS.items():
+        own = [r for r in rows if r.bound == bound]
+        _serving_plot_points(ax, [r for r in own if r.fits], f"bound by {bound}", face=color, edge=color)
+        _serving_plot_points(
+            ax, [r for r in own if not r.fits], f"bound by {bound}, does not fit", face="white", edge=color
+        )
+    sizes = " ".join(f"{k}={v}" for k, v in found.sizes.items() if k in ("S", "B"))
+    title = f"{short(found.graph)} on {short(found.hardware.name, 60)}{sizes and ', '}{sizes}"
+    framed(ax, title, "time of a step [s]", "new tokens of all sequences [1/s]")
+    _ticks(ax)
+    ax.margins(x=0.12, y=0.1)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    every = -(-len(rows) // _MOST_NAMED)
+    named = [r for i, r in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
+    place_labels(ax, [(f"{found.symbol}={r.size}", (r.seconds, r.tokens_per_second)) for r in named])
+    return saved(figure, path)
+
+
+def _ticks(ax: Any) -> None:
+    """Write amounts with their units at 1, 2 and 5 of each power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for axis, unit in ((ax.xaxis, "s"), (ax.yaxis, "1")):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
+        units_on(axis, unit)
+
+
+def _serving_plot_points(ax: Any, rows: Sequence[ThroughputRow], label: str, *, face: str, edge: str) -> None:
+    if rows:
+        ax.scatter(
+            [r.seconds for r in rows], [r.tokens_per_second for r in rows], 34, facecolors=face, edgecolors=edge,
+            label=label, zorder=3,
+        )  # fmt: skip
+
+
+# -- timeline plot -----------------------------------------------------------------------------------------------------
+
+#: What is there throughout below, what comes and goes above it.
+_ROLES = {
+    "param": PALETTE["blue"], "buffer": FAINT, "cache": PALETTE["sky"], "input": "#bbbbbb",
+    "state": PALETTE["purple"], "gradient": PALETTE["green"], "output": PALETTE["yellow"],
+    "activation": PALETTE["orange"], "temporary": PALETTE["vermilion"], "workspace": PALETTE["black"],
+}  # fmt: skip
+_PHASES = {"forward": "#ffffff", "recompute": "#f3e3c3", "backward": "#dfeee0", "optimizer": "#e7e0f1"}
+
+# A capacity above so many peaks would press the rest flat.
+_MOST_PEAKS = 2.5
+# Phases that are so much of all steps are named.
+_TIMELINE_PLOT_NAMED = 0.12
+
+
+def plot_timeline(
+    timeline: Timeline, path: str | os.PathLike[str] | None = None, *, capacity: float | None = None
+) -> Any:
+    """Draw live bytes over the steps of a program.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        What `costgraph.timeline` returned, all sizes bound.
+    path : str or path-like, optional
+        File to write: .png, .svg or .pdf.
+    capacity : float, optional
+        Bytes of a device, drawn as a line; where that is far above the peak, the axis is broken below it.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        One step for each op at which memory is taken, bytes stacked by role, the peak marked with its op; with
+        several phases, each has a color behind.
+
+    Raises
+    ------
+    BindingError
+        If a size is open.
+    UnsupportedError
+        If matplotlib is missing.
+    FormatError
+        If the file has another ending, or cannot be written.
+    """
+    need_bound([timeline.peak], "plot of a timeline")
+    figure = new_figure(10, 4.6, path)
+    ax = figure.subplots()
+    live = [float(m.bytes) for m in timeline.moments]
+    at = max(range(len(live)), key=live.__getitem__)
+    # the last step is as wide as the others
+    ax.step(range(len(live) + 1), [*live, live[-1]], where="post", color=ROOF, linewidth=1)
+    ax.plot([at], [live[at]], "o", color=PALETTE["vermilion"], zorder=4)
+    labels = [(f"peak, {short(timeline.op) or 'throughout'}\n{format_bytes(timeline.peak)}", (float(at), live[at]))]
+    _roles(ax, timeline, live)
+    _phases(ax, timeline)
+    title = f"memory of {short(timeline.graph)}, step by step" if timeline.graph else "memory, step by step"
+    framed(ax, title, "step [ops that take memory, in program order]", "live memory [B]")
+    if ax.texts:
+        ax.set_title(title, pad=18)  # above the names of phases
+    ax.margins(x=0.02)
+    ax.set_ylim(0, 1.45 * live[at] or 1)
+    if capacity is not None:
+        labels.insert(0, _capacity(ax, capacity, live[at]))
+    units_on(ax.yaxis, "B")
+    _timeline_plot_key(ax)
+    place_labels(ax, labels)
+    return saved(figure, path)
+
+
+def _capacity(ax: Any, capacity: float, peak: float) -> Label:
+    """Draw the line of a capacity, over a break of the axis where it is far above the peak; return its name."""
+    text = f"capacity, {format_bytes(capacity)}"
+    if far := capacity > _MOST_PEAKS * peak > 0:
+        scale, place = 1.3 * peak, 1.5 * peak
+        ax.spines["left"].set_bounds(0, scale)  # above it there is no scale
+        ax.set_yticks([y for y in ax.get_yticks() if y <= scale])
+        style = {"marker": (2, 0, 60), "markersize": 9, "color": ROOF, "linestyle": "none"}
+        ax.plot([0, 0], [scale, 1.36 * peak], transform=ax.get_yaxis_transform(), clip_on=False, **style)
+        times = float(f"{capacity / peak:.3g}")
+        text += f", {times:,.{0 if times >= 100 else 1}f} times the peak"
+    else:
+        place = capacity
+    ax.set_ylim(0, 1.12 * place if far else 1.25 * max(place, peak) or 1)
+    ax.axhline(place, color=ROOF, linewidth=1, linestyle="--")
+    return text, (ax.get_xlim()[0], place)
+
+
+def _roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
+    """Stack the roles; the whole alone where they are not known."""
+    steps = range(len(live) + 1)
+    below = [0.0] * len(steps)
+    for role, color in _ROLES.items():
+        own = [float(v) for v in timeline.roles.get(role, ())]
+        if any(own):
+            top = [b + v for b, v in zip(below, [*own, own[-1]], strict=True)]
+            ax.fill_between(steps, below, top, step="post", color=color, linewidth=0, label=role)
+            below = top
+    if not timeline.roles:
+        ax.fill_between(steps, [*live, live[-1]], step="post", color=PALETTE["sky"])
+
+
+def _spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
+    """Yield where a phase begins and ends, as often as it comes."""
+    first = 0
+    moments = timeline.moments
+    for i in range(1, len(moments) + 1):
+        if i == len(moments) or moments[i].phase != moments[first].phase:
+            yield first, i, moments[first].phase
+            first = i
+
+
+def _phases(ax: Any, timeline: Timeline) -> None:
+    """Color what is behind each phase, and name it above if it is long enough for that."""
+    spans = list(_spans(timeline))
+    if len({phase for *_, phase in spans}) < 2:
+        return
+    wide = [span for span in spans if span[1] - span[0] >= _TIMELINE_PLOT_NAMED * len(timeline.moments)]
+    named = {phase for *_, phase in wide}
+    for wanted, color in _PHASES.items():
+        own = [(start, end - start) for start, end, phase in spans if phase == wanted]
+        if own:
+            ax.broken_barh(
+                own, (0, 1), transform=ax.get_xaxis_transform(), facecolors=color, edgecolor=FAINT, linewidth=0,
+                zorder=0, label="_above" if wanted in named else f"phase {wanted}",
+            )  # fmt: skip
+    for start, end, phase in wide:
+        ax.text((start + end) / 2, 1.01, phase, transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
+
+
+def _timeline_plot_key(ax: Any) -> None:
+    """Explain the colors beside the axes, the uppermost role first."""
+    handles, labels = ax.get_legend_handles_labels()
+    roles = [i for i, label in enumerate(labels) if not label.startswith("phase ")]
+    order = [*reversed(roles), *(i for i in range(len(labels)) if i not in roles)]
+    if order:
+        legend = ax.figure.legend(
+            [handles[i] for i in order], [labels[i] for i in order], loc="outside right upper", fontsize=8,
+            frameon=False,
+        )  # fmt: skip
+        for patch in legend.legend_handles:
+            patch.set(edgecolor=FAINT, linewidth=0.5)  # the forward pass has the color of paper
+
+
+# -- validation plots --------------------------------------------------------------------------------------------------
+# Pictures of a validation: predicted against measured peaks, and ops on the measured roof.
+
+_MODES = {"kernel": PALETTE["vermilion"], "forward": PALETTE["green"], "step": PALETTE["blue"]}
+_OUTCOMES = {
+    "memory": PALETTE["blue"], "compute": PALETTE["vermilion"], "both": PALETTE["green"], "overhead": FAINT,
+    "faster": PALETTE["orange"],
+}  # fmt: skip
+
+
+def plot_validation(validation: Validation, directory: object) -> list[Path]:
+    """Draw `peaks.png` and `roof.png` in a directory, which is made if it is not there.
+
+    UnsupportedError if matplotlib is missing; FormatError if the files cannot be written.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise FormatError(f"plot: directory {shown(directory, 80)}, expected a path")
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = shorten(str(folder), 200)
+        raise FormatError(f"plot: {place}: {error.strerror}, expected a directory that can be written") from None
+    plot_peaks(validation, folder / "peaks.png")
+    plot_roof(validation, folder / "roof.png")
+    return [folder / "peaks.png", folder / "roof.png"]
+
+
+# -- peaks ---------------------------------------------------------------------------------------------------------
+
+
+def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw predicted against measured bytes at the peak, and by how much they differ.
+
+    Filled points are of declared graphs, rings of traced ones.
+    """
+    figure = new_figure(10, 4.6)
+    left, right = figure.subplots(1, 2)
+    measured = [row.measured.peak for row in validation.rows] or [1]
+    ends = (min(measured) / 1.5, max(measured) * 1.5)
+    left.plot(ends, ends, color=ROOF, linewidth=1)
+    left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    framed(left, "predicted and measured", "measured peak", "predicted peak")
+    right.axhline(0, color=ROOF, linewidth=1)
+    right.set(xscale="log", xlim=ends)
+    framed(right, "what is between them", "measured peak", "predicted less measured [% of the peak]")
+    for mode, color in _MODES.items():
+        for which, face in (("declared", color), ("traced", "none")):
+            points = list(_validation_plots_points(validation.rows, mode, which))
+            if points:
+                x, y = zip(*points, strict=True)
+                style = {"edgecolors": color, "facecolors": face, "linewidths": 0.9, "zorder": 3, "alpha": 0.75}
+                left.scatter(x, y, 26, label=f"{mode}, {which}", **style)
+                right.scatter(x, [100 * (b - a) / a for a, b in points], 26, **style)
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        units_on(axis, "B")
+    left.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"bytes at the peak, {short(str(validation.environment['name']))}", fontsize=11)
+    return saved(figure, path)
+
+
+def _validation_plots_points(rows: Sequence[Row], mode: str, which: str) -> Iterator[tuple[int, int]]:
+    for row in rows:
+        found = getattr(row, which)
+        if row.case.mode == mode and found is not None:
+            yield row.measured.peak, found.peak
+
+
+# -- the measured roof ---------------------------------------------------------------------------------------------
+
+
+def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw the rate that each op reached over its intensity, under the roofs that were measured.
+
+    Color is by what the time follows; ops without FLOPs have no place on these axes. Ops are named as far as there is
+    room, those that take longest first.
+    """
+    hardware = validation.hardware
+    device = hardware.attained() if "attained" in hardware.tables else hardware
+    rows = [r for r in validation.rows if r.case.mode == "kernel" and r.modelled.flops and r.modelled.moved]
+    figure = new_figure(10, 5.2)
+    ax = figure.subplots()
+    points = [(r.modelled.flops / r.modelled.moved, r.modelled.flops / r.seconds.min, r) for r in rows]
+    rates = {k: float(q.value) for k, q in device.peak.items() if k in {r.case.dtype for r in rows}}
+    rates = rates or {k: float(q.value) for k, q in list(device.peak.items())[:1]}
+    ends = range_of([(x, r.seconds.min) for x, _, r in points], max(rates.values()) / float(device.bandwidth.value))
+    labels = draw_roofs(ax, device.bandwidth, {f"matmul {name}": rate for name, rate in rates.items()}, ends)
+    ax.set_ylim(bottom=min([ax.get_ylim()[0], *(y / 2 for _, y, _ in points)]))
+    for outcome, color in _OUTCOMES.items():
+        own = [(x, y) for x, y, r in points if r.outcome == outcome]
+        if own:
+            ax.scatter(*zip(*own, strict=True), 34, label=outcome, color=color, alpha=0.8, edgecolors="white", zorder=3)
+    title = f"ops on the measured roof of {short(str(validation.environment['name']))}"
+    framed(ax, title, "arithmetic intensity, as declared [FLOP/B]", "rate of the fastest run [FLOP/s]")
+    units_on(ax.yaxis, "FLOP/s")
+    if points:
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, title="the time follows", title_fontsize=8)
+    place_labels(ax, labels, lead=False)
+    # those that take longest first: the last ones find no room
+    ranked = sorted(points, key=lambda point: -point[2].seconds.min)
+    place_labels(ax, [(short(r.case.subject, 22), (x, y)) for x, y, r in ranked], size=7)
+    return saved(figure, path)
+
+
+# -- plots -------------------------------------------------------------------------------------------------------------
+# Pictures of rooflines; whoever asks an answer to plot itself is sent here.
 
 #: Of the ops, those that take longest are named.
 _NAMED = 5

@@ -6,15 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from ..algebra.extremum import as_expr
 from ..algebra.polynomial import Poly, total
-from ..analysis.costs import costs
-from ..analysis.traffic import repeated_bodies
+from ..analysis.costs import costs, repeated_bodies
 from ..bind.evaluate import Formula, answer
 from ..errors import CostGraphError
-from ..graph.graph import Graph
-from ..graph.scopes import scopes_of
-from ..graph.showing import SHOWN
-from ..graph.sizes import bindings
-from ..graph.strides import numel
+from ..ir.graph import SHOWN, Graph, bindings, scopes_of
+from ..ir.strides import numel
 from .formula import formula_text
 
 __all__ = ["summary"]

@@ -2,29 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import sympy
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
+from rich.segment import Segment, Segments
+from rich.table import Table
 from rich.text import Text
 
+from ..algebra.symbols import printable
+from ..analysis.costs import Cost
 from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
-from ..analysis.table import Cost
 from ..bind.evaluate import Formula
 from ..hardware.tables import Column
 from ..hardware.units import format_bytes, format_quantity
-from .amounts import amount, exact, percent, show
+from ..plan.preflight import Preflight, PreflightCheck
+from ..text_file import as_csv, as_json
 from .data import Facts, Part, Sent
+from .formatting import QUANTITIES, amount, exact, percent, show
 from .formula import factored, formula_text, shared
-from .grids import WIDTH, clean, draw, grid, line, listing, texts
-from .quantities import QUANTITIES
-from .training_text import training_rows
 
-__all__ = ["WIDTH", "clean", "draw", "exact", "grid", "listing", "percent", "render", "show", "texts"]
+if TYPE_CHECKING:
+    from ..torch.validation import Validation
+
+__all__ = [
+    "WIDTH",
+    "clean",
+    "draw",
+    "grid",
+    "line",
+    "listing",
+    "texts",
+    "training_rows",
+    "exact",
+    "percent",
+    "render",
+    "show",
+    "render_validation",
+    "PLAN_SCHEMA",
+    "plan_csv",
+    "plan_json",
+    "render_plan",
+]
+
+
+# -- grids -------------------------------------------------------------------------------------------------------------
+# Tables and columns as rich draws them; what they show is others'.
+
+#: Columns of what is no terminal.
+WIDTH = 80
+
+_LONGEST_NAME = 120
+_LONGEST_CELL = 1000
+
+
+def line(text: str, most: int = _LONGEST_NAME) -> str:
+    """Return a text from outside as one line that is not too long."""
+    short = text if len(text) <= most else text[: most - 3] + "..."
+    return printable(short).replace("\n", r"\n").replace("\t", r"\t")
+
+
+def clean(text: str, most: int = _LONGEST_NAME) -> str:
+    """Return such a line as rich may print it: no markup."""
+    return escape(line(text, most))
+
+
+def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
+    """Return what rich makes of some renderables, one below the other, with no control characters but its own.
+
+    The width is 80 by default; `color` asks for the escape sequences of a terminal. No line ends with spaces.
+    """
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=width or WIDTH,
+        force_terminal=color,
+        no_color=not color,
+        color_system="standard" if color else None,
+        emoji=False,
+        highlight=False,
+        legacy_windows=False,
+    )
+    console.print(Segments(Segment(printable(s.text), s.style) for s in console.render(Group(*parts))))
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+
+
+def grid(rows: Iterable[Sequence[str]], *, narrow: int = 1) -> Table:
+    """Return rows as columns without lines, the last column wide; `narrow` columns before it never wrap."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(narrow):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def listing(
+    title: str,
+    columns: Sequence[Column],
+    records: Sequence[Any],
+    *,
+    whole: Collection[str] = (),
+    wide: Mapping[str, int] = MappingProxyType({}),
+) -> Table:
+    """Return a table for a terminal: a row for each record, a last one whose name is `total` apart.
+
+    Amounts stand on the right and never wrap, nor do columns with the heads of `whole`; those of `wide` share the room
+    that is left, with their parts of it.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for c in columns:
+        table.add_column(
+            c.head, justify="right" if c.unit else "left", overflow="fold", no_wrap=bool(c.unit) or c.head in whole,
+            ratio=wide.get(c.head),
+        )  # fmt: skip
+    for i, record in enumerate(records):
+        last = i + 2 == len(records) and getattr(records[-1], "name", "") == "total"
+        table.add_row(*(escape(c.cell(record)) for c in columns), end_section=last)
+    return table
+
+
+def texts(*heads: str, amounts: Collection[str] = ()) -> list[Column]:
+    """Return the columns of rows that are texts already, from outside even; those of amounts stand on the right."""
+    cell = partial(line, most=_LONGEST_CELL)
+    return [Column(h, "1" if h in amounts else "", itemgetter(i), text=cell) for i, h in enumerate(heads)]
+
+
+# -- training text -----------------------------------------------------------------------------------------------------
+# Lines of a report on a step of training; needs rich.
+
+#: What stands below another figure.
+_PARTS = {"model-flops-full": "full squares", "weight-bytes": "", "gradient-bytes": "", "optimizer-bytes": ""}
+_PARTS["bytes-per-param"] = ""
+
+
+def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each figure that only a step of training has."""
+    if r.training is None:
+        return
+    for name, figure in r.training.figures.items():
+        label = f"  {_PARTS[name] or figure.title}" if name in _PARTS else figure.title
+        yield label, amount(figure.value, figure.unit)
+    if r.training.mfu is not None and r.training.hfu is not None and r.training.most_mfu is not None:
+        yield (
+            "MFU at the estimate",
+            f"{percent(r.training.mfu)} of the {r.training.dtype} peak, at most {percent(r.training.most_mfu)}",
+        )
+        yield "HFU at the estimate", percent(r.training.hfu)
+        for name, share in r.training.others.items():
+            yield f"  matmuls in {name}", f"{percent(share)} of the matmul FLOPs"
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
 
 # -- sections ----------------------------------------------------------------------------------------------------
 
@@ -244,3 +383,89 @@ def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
 def render(r: Facts, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
     """Return a report as text, with the closed forms if `formulas`: `width` and `color` as `draw`."""
     return draw(sections(r, formulas=formulas), width, color=color)
+
+
+# -- validation text ---------------------------------------------------------------------------------------------------
+# A validation as text for a terminal or a pipe; needs rich.
+
+
+def render_validation(validation: Validation, width: int | None = None, *, color: bool = False) -> str:
+    """Return the table of a validation and what it comes to, as text: `width` and `color` as `draw`."""
+    of, found = validation.environment, validation.tables()
+    place = f"{clean(str(of['name']))}, torch {clean(str(of['torch']))}, {clean(str(of['date']))}"
+    parts = [
+        listing(title, texts(*head, amounts=head[1:]), rows)
+        for title, (head, rows) in zip((place, "times"), found, strict=True)
+    ]
+    return draw([*parts, *(clean(text, 400) for text in validation.summary())], width, color=color)
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+# The list of checks before a training run as text, JSON and CSV; needs rich.
+
+PLAN_SCHEMA = "costgraph/plan/1"
+"""What the JSON of this version calls itself; another number means other keys."""
+
+_COLUMNS = ("check", "figure", "unit", "limit", "against", "verdict")
+
+
+def _value(value: Formula | None) -> int | float | str | None:
+    return formula_text(value) if isinstance(value, sympy.Expr) else value
+
+
+def _record(row: PreflightCheck) -> dict[str, Any]:
+    values = (row.name.strip(), _value(row.figure), row.unit, _value(row.limit), row.against, row.verdict)
+    return dict(zip(_COLUMNS, values, strict=True))
+
+
+def plan_json(found: Preflight) -> str:
+    """Return the list as JSON: an object with a `schema`; a figure that is not bound is its formula, a text."""
+    data = {
+        "graph": found.graph,
+        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
+        "devices": _value(found.devices),
+        "sizes": dict(found.sizes),
+        "ok": found.ok,
+        "checks": [_record(row) for row in found.rows],
+    }
+    return as_json(PLAN_SCHEMA, data)
+
+
+def plan_csv(found: Preflight) -> str:
+    """Return the list as CSV, one check a line."""
+    return as_csv(_COLUMNS, (_record(row).values() for row in found.rows))
+
+
+def _amount(value: Formula, unit: str) -> str:
+    """Return an amount as a cell has room for it; formulas stand below the table."""
+    if isinstance(value, sympy.Expr):
+        return f"needs {', '.join(sorted(s.name for s in value.free_symbols if isinstance(s, sympy.Symbol)))}"
+    if unit == "days":
+        return f"{format_quantity(value, '1')} days"
+    return format_quantity(value, "B") if unit == "B" else show(value, unit)
+
+
+def _limit(row: PreflightCheck) -> str:
+    return "" if row.limit is None else f"{row.against} {_amount(row.limit, row.unit)}"
+
+
+def _sections(found: Preflight) -> Iterator[RenderableType]:
+    count = "" if found.devices == 1 else f"{_amount(found.devices, '1')} x "
+    yield f"[bold]{clean(found.graph)} on {count}{clean(found.hardware.name)}[/bold]"
+    yield grid([("sizes", " ".join(f"{k}={v}" for k, v in found.sizes.items()))])
+    rows = [(row.name, _amount(row.figure, row.unit), _limit(row), row.verdict) for row in found.rows]
+    yield listing("", texts("", "figure", "limit", ""), rows, whole=["figure"])
+    for row in found.rows:
+        for what, value in (("", row.figure), ("limit of ", row.limit)):
+            if isinstance(value, sympy.Expr):
+                yield Text(f"{what}{row.name.strip()} [{row.unit}]")
+                yield Padding(Text(formula_text(value, grouped=True), overflow="fold"), (0, 0, 0, 4))
+    if found.ok is None:
+        yield "whether all is well depends on open sizes"
+    else:
+        yield "no check fails" if found.ok else "a check FAILS"
+
+
+def render_plan(found: Preflight, *, width: int | None = None, color: bool = False) -> str:
+    """Return the list as text: `width` and `color` as `draw`."""
+    return draw(_sections(found), width, color=color)

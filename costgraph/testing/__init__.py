@@ -5,26 +5,88 @@ point, `sample` how to draw one, and `hold` checks its record against both on dr
 """
 
 # the laws and the meanings in them
-from . import cached, formulas, gradients, grouped, hops, identity, lookups, meetings, refusals, sums, times, updates
+from . import (
+    properties,
+    semantics,
+)
 from .arithmetic import FUNCTIONS, Number, function, value
-from .bodies import graphs, ops
-from .hold import hold, missing, search
-from .interpreter import Counted, Run, run
-from .laws import LAWS, Trial, check, law
-from .losses import losses
-from .meanings import MEANINGS, meaning
+from .check_op import (
+    hold,
+    missing,
+    search,
+)
+from .interpreter import (
+    MEANINGS,
+    At,
+    Counted,
+    Run,
+    meaning,
+    run,
+)
+from .properties import (
+    LAWS,
+    TRAINING,
+    Lesson,
+    Trial,
+    check,
+    check_training,
+    law,
+)
 from .ranks import check_sharded, run_ranks
-from .samples import SAMPLES, sample
-from .sketch import Case, Sketch
-from .spreads import Spread, spreads
-from .strategies import DrawnPattern, dtypes, patterns, points, sizes
-from .training import TRAINING, Lesson, check_training
-from .values import At
+from .strategies import (
+    SAMPLES,
+    Case,
+    DrawnPattern,
+    Sketch,
+    Spread,
+    dtypes,
+    graphs,
+    losses,
+    ops,
+    patterns,
+    points,
+    sample,
+    sizes,
+    spreads,
+)
 
 __all__ = [
-    "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
-    "Number", "Run", "Sketch", "Spread", "Trial", "cached", "check", "check_sharded", "check_training", "dtypes",
-    "formulas", "function", "gradients", "graphs", "grouped", "hold", "hops", "identity", "law", "lookups", "losses",
-    "meaning", "meetings", "missing", "ops", "patterns", "points", "refusals", "run", "run_ranks", "sample", "search",
-    "sizes", "spreads", "sums", "times", "updates", "value",
-]  # fmt: skip
+    "At",
+    "Case",
+    "Counted",
+    "DrawnPattern",
+    "FUNCTIONS",
+    "LAWS",
+    "Lesson",
+    "MEANINGS",
+    "Number",
+    "Run",
+    "SAMPLES",
+    "Sketch",
+    "Spread",
+    "TRAINING",
+    "Trial",
+    "check",
+    "check_sharded",
+    "check_training",
+    "dtypes",
+    "function",
+    "graphs",
+    "hold",
+    "law",
+    "losses",
+    "meaning",
+    "missing",
+    "ops",
+    "patterns",
+    "points",
+    "properties",
+    "run",
+    "run_ranks",
+    "sample",
+    "search",
+    "semantics",
+    "sizes",
+    "spreads",
+    "value",
+]

@@ -1,37 +1,775 @@
-"""An interpreter that executes a graph on NumPy arrays index point by index point and counts what it does.
-
-It is slow and simple, and shares no formula with the library: FLOPs are counted as they are done, bytes as addresses
-that are touched, memory as buffers that come and go. What it takes from a graph are facts: the order of the ops, their
-patterns and sizes, number formats, and the workspace that kernels state.
-"""
+"""What each op kind does, index point by index point. Nothing here asks the library for a formula."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from itertools import combinations, product
+from math import ceil, isnan, prod
+from operator import lt, mul
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
+from ..algebra.polynomial import Poly
+from ..dtypes import DType
 from ..errors import BindingError, GraphError, UnsupportedError
-from ..graph.graph import Graph, need_graph
-from ..graph.loop import Loop
-from ..graph.op import Op, OpKind
-from ..graph.sizes import bindings, known_names
-from ..graph.tensor import Storage, Tensor
-from ..ops.blocks import Kernel
-from ..ops.keep import Keep
-from ..ops.pieces import Absent, Accumulate, taken
-from ..ops.stacks import Empty
+from ..ir.graph import Domain, Graph, Loop, Op, OpKind, Storage, Tensor, bindings, known_names, need_graph
+from ..notation.pattern import Affine, Axes, Pattern
+from ..ops.einsum import Einsum
+from ..ops.elementwise import Dropout, Pointwise
+from ..ops.index import Arange
+from ..ops.keep_alive import Keep
+from ..ops.layout import Concat, Expand, Rearrange, Slice
+from ..ops.loops import Absent, Accumulate, Empty, Kernel, taken
+from ..ops.opaque import Transfer
+from ..ops.pooling import Pool, Unpool, Windowed
+from ..ops.reduce import Reduce
+from ..ops.registry import adding
 from ..transforms.rewrite import flat, members
-from .arithmetic import tally
-from .meanings import MEANINGS, Meaning
-from .replay import Event, peak_of
-from .values import Array, At, Buffer, Sizes, Value, array_of, position_of, storage_bytes
+from .arithmetic import FUNCTIONS, Number, tally, value
 
-__all__ = ["Counted", "Run", "run"]
+__all__ = [
+    "RANK",
+    "At",
+    "Buffer",
+    "Sizes",
+    "Value",
+    "array_of",
+    "position_of",
+    "storage_bytes",
+    "whole",
+    "MEANINGS",
+    "Meaning",
+    "meaning",
+    "scalars",
+    "Event",
+    "peak_of",
+    "Counted",
+    "Run",
+    "run",
+]
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+# What the interpreter computes with: buffers, the arrays that lie in them, and one op at work on index points.
+
+Array = np.ndarray[Any, Any]
+Point = tuple[int, ...]
+#: Place on a mesh of the rank that runs, by axis: the first one where it is not said.
+RANK: ContextVar[Mapping[str, int]] = ContextVar("costgraph_rank", default=MappingProxyType({}))
+
+K_co = TypeVar("K_co", bound=OpKind, covariant=True)
+
+
+def storage_bytes(shape: Point, dtype: DType) -> Fraction:
+    """Return the bytes of a dense tensor, the scales of its blocks counted one by one."""
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    last = shape[-1] if shape else 1
+    if shape and dtype.padded != (1, 1):
+        rows += -rows % dtype.padded[1]
+        last += -last % dtype.padded[0]
+    bits = rows * last * dtype.bits
+    for scale in dtype.scale:
+        if scale.per is None:
+            bits += scale.bits
+        elif scale.flat:
+            bits += ceil(rows * last / scale.per) * scale.bits
+        else:
+            bits += ceil(rows / scale.rows) * (ceil(last / scale.per) if scale.per else 1) * scale.bits
+    return Fraction(bits, 8)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A block of memory."""
+
+    name: str
+    """tensor that it was made for, with the iteration"""
+    bytes: Fraction
+    """bytes it takes"""
+    array: Array
+    """its elements"""
+    throughout: bool = False
+    """whether it is there from the start and stays"""
+    inside: bool = False
+    """whether a fused kernel keeps it to itself, so that it is no memory"""
+    host: bool = False
+    """whether it is memory of the host"""
+    held: set[int] | None = None
+    """addresses that have been written, None where there was something everywhere from the start"""
+
+    @property
+    def element(self) -> Fraction:
+        """Bytes of one element, its share of the scales included."""
+        return self.bytes / self.array.size
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor with numbers in it: an array in a buffer."""
+
+    array: Array
+    """a NumPy view into the buffer"""
+    buffer: Buffer
+    """where the elements lie"""
+    limit: Array | None = None
+    """whether a view that is restricted has an index point, None for all"""
+
+    def __post_init__(self) -> None:
+        """Note where the elements lie, which is asked for each of them."""
+        data, base = (a.__array_interface__["data"][0] for a in (self.array, self.buffer.array))
+        self._start: int = data - base
+        self._strides = self.array.strides
+
+    def address(self, index: Point) -> int:
+        """Return how many bytes into the buffer NumPy keeps an element."""
+        found: int = self._start + sum(map(mul, index, self._strides))
+        return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is something at every index point."""
+        held = self.buffer.held
+        return self.limit is None and (held is None or len(held) == self.buffer.array.size)
+
+    def index(self) -> Iterator[Point]:
+        """Yield every index point."""
+        return product(*map(range, self.array.shape))
+
+    def points(self) -> Iterator[Point]:
+        """Yield the index points that hold anything."""
+        return self.index() if self.whole else filter(self.holds, list(self.index()))
+
+    def holds(self, index: Point, address: int | None = None) -> bool:
+        """Whether there is anything at an index point: it has been written, and the view does not leave it out."""
+        held, limit = self.buffer.held, self.limit
+        if held is not None and (self.address(index) if address is None else address) not in held:
+            return False
+        return limit is None or bool(limit[index])
+
+
+def array_of(made: Any) -> Array:
+    """Return the numbers of a tensor, those of one with a storage for each iteration stacked."""
+    if isinstance(made, list):
+        return np.stack([array_of(v) for v in made]) if made else np.empty(0)
+    array: Array = made.array
+    return array
+
+
+def position_of(v: Any, i: int) -> Any:
+    """Return one position along the first axis of a tensor, or the storage of an iteration."""
+    if v is None or isinstance(v, list):
+        return None if v is None else v[i]
+    return Value(v.array[i, ...], v.buffer, None if v.limit is None else v.limit[i, ...])
+
+
+class Sizes:
+    """Numbers for formulas at one point."""
+
+    def __init__(self, point: Mapping[str, int]) -> None:
+        self.point = dict(point)
+        self._known: dict[Poly, Any] = {}
+
+    def __call__(self, p: Poly) -> Any:
+        """Return the value of a formula, an int where it is whole."""
+        if p not in self._known:
+            found = value(p.expr, self.point)
+            self._known[p] = int(found) if isinstance(found, Fraction) and found.denominator == 1 else found
+        return self._known[p]
+
+    def of(self, fact: Any) -> Any:
+        """Return a fact of an op with numbers put in."""
+        if isinstance(fact, Poly):
+            return self(fact)
+        if isinstance(fact, tuple | list):
+            return tuple(self.of(f) for f in fact)
+        if isinstance(fact, Mapping):
+            return {k: self.of(f) for k, f in fact.items()}
+        return fact
+
+    def held(self, t: Tensor) -> Array:
+        """Return for each index point of a tensor whether the library says that it holds anything."""
+        shape = tuple(self(n) for n in t.sizes)
+        return self.seen(t.domain, shape) if t.domain is not None else np.ones(shape, dtype=bool)
+
+    def seen(self, restriction: tuple[Domain, int, int], shape: Point) -> Array:
+        """Return for each index point of a shape whether a domain over two of its axes has it."""
+        domain, query, key = restriction
+        pairs = self.pairs(domain, shape[query], shape[key])
+        found = np.empty(shape, dtype=bool)
+        for index in np.ndindex(*shape):
+            found[index] = pairs[index[query], index[key]]
+        return found
+
+    def pairs(self, domain: Domain, queries: int, keys: int) -> Array:
+        """Return for each query position of the rank that runs, and each key position, whether it is seen."""
+        place, parts = 0, 1
+        for axis, n in domain.ranks:
+            place, parts = place * self(n) + RANK.get().get(axis, 0), parts * self(n)
+        own = np.arange(queries)[:, None] + place * queries + keys - queries * parts
+        key, window = np.arange(keys)[None], None if domain.window is None else self(domain.window)
+        found: Array = key <= own if domain.causal else np.ones((queries, keys), dtype=bool)
+        if window is not None:
+            found &= (key > own - window) & (domain.causal | (key < own + window))
+        return found
+
+
+@dataclass
+class At(Generic[K_co]):
+    """One op at work: what it may read, and what is counted while it does."""
+
+    op: Op
+    """the op"""
+    sizes: Sizes
+    """numbers for its formulas"""
+    operands: list[Value]
+    """what it reads"""
+    placed: dict[Any, Value] = field(default_factory=dict)
+    """storages, or tensors, that are there already: slices of the stacks of a scan"""
+    inside: bool = False
+    """whether a fused kernel runs it"""
+    where: str = ""
+    """iterations around it"""
+    tally: Any = field(default_factory=tally)
+    """FLOPs counted"""
+    read_at: dict[Buffer, set[int]] = field(default_factory=dict)
+    """addresses read"""
+    read_by: dict[int, set[int]] = field(default_factory=dict)
+    """the same by operand"""
+    written_at: dict[Buffer, set[int]] = field(default_factory=dict)
+    """addresses written"""
+    stated: dict[str, Any] = field(default_factory=dict)
+    """bytes read and written of an op that states them"""
+    repeats: bool = False
+    """whether an index looked up the same row twice, which a formula cannot know"""
+    made: dict[int, Value] = field(default_factory=dict)
+    """results by place"""
+
+    @property
+    def kind(self) -> K_co:
+        """The record of the op: its facts in fields."""
+        return cast("K_co", self.op.kind)  # what is said of a kind gets ops of that kind alone
+
+    @overload
+    def of(self, fact: Poly) -> Any: ...
+
+    @overload
+    def of(self, fact: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    @overload
+    def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def of(self, fact: Any) -> Any:
+        """Return a fact of the op with numbers put in: `at.of(at.kind.size)`."""
+        return self.sizes.of(fact)
+
+    def read(self, i: int, *index: int) -> Any:
+        """Read an element of an operand."""
+        v = self.operands[i]
+        address = v.address(index)
+        if i not in self.read_by:
+            self.read_at.setdefault(v.buffer, set())
+            self.read_by[i] = set()
+        self.read_at[v.buffer].add(address)
+        self.read_by[i].add(address)
+        assert v.holds(index, address), f"{self.op.name!r} reads operand {i + 1} at {index}, where it holds nothing"
+        return v.array.item(index)
+
+    def number(self, i: int, *index: int) -> Number:
+        """Read an element of an operand as a number whose arithmetic is counted."""
+        return Number(self.read(i, *index), self.tally)
+
+    def result(self, i: int = 0, like: Array | None = None) -> Value:
+        """Return a result: a new dense array at the first call, with the axes in the order of another one if given."""
+        if i not in self.made:
+            self.made[i] = self._new(self.op.results[i], like)
+        return self.made[i]
+
+    def _new(self, t: Tensor, like: Array | None) -> Value:
+        shape = tuple(self.sizes(n) for n in t.sizes)
+        place = self.placed.get(t, self.placed.get(t.storage))
+        if place is not None:
+            if place.array.shape != shape:
+                raise GraphError(f"{t.name!r}: {shape} elements for a slice of {place.array.shape}")
+            return Value(place.array, place.buffer)
+        # one format for all: it holds every number exactly, and what nobody has written shows as NaN
+        array = np.full(shape, np.nan) if like is None else np.full_like(like, np.nan, dtype=float, order="K")
+        buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside, held=set())
+        buffer.host = t.storage.host
+        return Value(array, buffer)
+
+    def view(self, change: Callable[[Array], Array], *, copy: bool = False) -> Value:
+        """Return what NumPy makes of the operand as the result: a view, or a new array to be written if it copies."""
+        source = self.operands[0]
+        array, limit = change(source.array), None if source.limit is None else change(source.limit)
+        if np.may_share_memory(array, source.buffer.array) and not copy:
+            self.made[0] = Value(array, source.buffer, limit)
+        return self.result()
+
+    def write(self, value: Any, *index: int, to: int = 0) -> None:
+        """Write an element of a result."""
+        v = self.result(to)
+        v.array[index] = value.value if isinstance(value, Number) else value
+        address = v.address(index)
+        self.written_at.setdefault(v.buffer, set()).add(address)
+        if v.buffer.held is not None:
+            v.buffer.held.add(address)
+
+
+def whole(function: Callable[[At[Any]], Array], to: int = 0) -> Callable[[At[Any]], None]:
+    """Write a whole array into a result, where it holds anything."""
+
+    def run(at: At[OpKind]) -> None:
+        found, v = function(at), at.result(to)
+        held = at.sizes.held(at.op.results[to])
+        v.array[held] = np.broadcast_to(found, v.array.shape)[held]
+        if v.buffer.held is not None:
+            v.buffer.held.update(v.address(index) for index in map(tuple, np.argwhere(held).tolist()))
+
+    return run
+
+
+# -- meanings ----------------------------------------------------------------------------------------------------------
+
+K = TypeVar("K", bound=OpKind)
+Meaning = Callable[[At[Any]], None]
+
+#: What ops of each kind without a body do.
+MEANINGS: dict[type[OpKind], Meaning] = {}
+
+
+def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
+    """Say what an op kind does, index point by index point, so that the laws can hold it to its record.
+
+    Parameters
+    ----------
+    *kinds : subclass of OpKind
+        Of which ops it is said.
+
+    Returns
+    -------
+    callable
+        Decorator of a function of `At`: `at.kind` is the record, `at.of(at.kind.size)` puts numbers into one of its
+        facts; `at.read(operand, *index)`, `at.number(operand, *index)`, `at.write(value, *index)` and `at.tally`.
+
+    Raises
+    ------
+    GraphError
+        If the kind has a meaning already.
+    """
+    return adding(MEANINGS, "a meaning", *kinds)
+
+
+# -- contractions ------------------------------------------------------------------------------------------------
+
+
+def _place(dim: Axes | Affine, at: Mapping[str, int], extents: Mapping[str, int]) -> int:
+    """Return the position along one dimension of a tensor at an index point."""
+    if isinstance(dim, Affine):
+        return sum(step * at[name] for name, step in dim.terms) + dim.offset
+    position = 0
+    for name in dim.names:
+        position = position * extents[name] + at[name]
+    return position
+
+
+def _index_points(extents: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    for point in product(*map(range, extents.values())):
+        yield dict(zip(extents, point, strict=True))
+
+
+def _inside(index: Point, shape: Point) -> bool:
+    """Whether an element is there: a window may stand over the padding."""
+    return all(map(lt, index, shape)) and (not index or min(index) >= 0)
+
+
+@meaning(Einsum)
+def _einsum(at: At[Einsum]) -> None:
+    pattern, extents, restriction = at.kind.pattern, at.of(at.kind.extents), at.kind.domain
+    overlapping = any(isinstance(d, Affine) and len(d.terms) > 1 for d in pattern.result)
+    summed = overlapping or bool(set(extents) - set(pattern.result_names))
+    array = at.result().array
+    if restriction is None:
+        array[...] = 0
+    else:
+        domain, q, k = restriction
+        seen = at.sizes.pairs(domain, extents[q], extents[k])
+    for point in _index_points(extents):
+        if restriction is not None and not seen[point[q], point[k]]:
+            at.tally.full += 2 if summed else 0
+            continue
+        out = tuple(_place(d, point, extents) for d in pattern.result)
+        term = 1.0
+        for i, dims in enumerate(pattern.operands):
+            index = tuple(_place(d, point, extents) for d in dims)
+            term = term * at.read(i, *index) if _inside(index, at.operands[i].array.shape) else 0.0
+        _charge(at, summed)
+        if _inside(out, array.shape):
+            before = array.item(out)
+            at.write(term + (0 if isnan(before) else before), *out)
+    own = {d.names for d in pattern.result if isinstance(d, Axes)}
+    if restriction is None or not {(n,) for n in restriction[1:]} <= own:
+        _fill_unreached(at)
+    if at.kind.orders is not None:
+        cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
+        at.tally = tally(cheapest, cheapest) if summed else tally(pointwise=cheapest)
+
+
+def _fill_unreached(at: At[OpKind]) -> None:
+    """Sums of no term are 0: rows of a domain that see nothing, places that no index reaches, written all the same."""
+    v = at.result()
+    written = at.written_at.get(v.buffer, set())
+    for index in v.index():
+        if v.address(index) not in written:
+            at.write(0.0, *index)
+
+
+def _charge(at: At[OpKind], summed: bool) -> None:
+    """Count a multiply and an add for an index point, a product alone where nothing is summed."""
+    if summed:
+        at.tally.matmul += 2
+        at.tally.full += 2
+    else:
+        at.tally.pointwise += 1
+
+
+def _names(dims: Sequence[Axes | Affine]) -> list[str]:
+    return [n for d in dims for n in d.names]
+
+
+def _cheapest(operands: list[set[str]], result: set[str], extents: Mapping[str, int]) -> int:
+    """Try every order of contracting in pairs and return the fewest FLOPs."""
+    if len(operands) == 1:
+        return 0
+    found = []
+    for i, j in combinations(range(len(operands)), 2):
+        rest = [o for n, o in enumerate(operands) if n not in (i, j)]
+        axes = operands[i] | operands[j]
+        kept = axes & result.union(*rest)
+        points = sum(1 for _ in _index_points({n: extents[n] for n in sorted(axes)}))
+        found.append(points * (2 if axes - kept else 1) + _cheapest([*rest, kept], result, extents))
+    return min(found)
+
+
+def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
+    """Return the position of an element among those of the axes that windows slide over."""
+    out = 0
+    for d, i, n in zip(pattern.operands[0], index, shape, strict=True):
+        out = out * n + i if isinstance(d, Affine) else out
+    return out
+
+
+def _shares(kind: Windowed, extents: Mapping[str, int], shape: Point) -> dict[Point, int]:
+    """Return of how many elements the mean of each window is."""
+    found: dict[Point, int] = {}
+    for point in _index_points(extents):
+        index = tuple(_place(d, point, extents) for d in kind.pattern.operands[0])
+        to = tuple(_place(d, point, extents) for d in kind.pattern.result)
+        found[to] = found.get(to, 0) + (not kind.inside or _inside(index, shape))
+    return found
+
+
+@meaning(Unpool)
+def _unpool(at: At[Unpool]) -> None:
+    """Give the gradient of each window to the place of its maximum, or a share of it to every element."""
+    pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
+    out, window = at.result().array, prod(n for name, n in extents.items() if name not in pattern.result_names)
+    out[...] = 0
+    shares = _shares(at.kind, extents, out.shape)
+    slid = {n: extents.pop(n) for n in pattern.result_names}
+    for start in _index_points(slid):
+        to = tuple(_place(d, start, slid) for d in pattern.result)
+        share = at.read(0, *to) / (1 if largest else shares[to])
+        place = at.read(2, *to) if largest else None
+        at.tally.pointwise += 1 if largest else window
+        for point in _index_points(extents):
+            index = tuple(_place(d, start | point, slid | extents) for d in pattern.operands[0])
+            if _inside(index, out.shape) and (not largest or place == _flat(pattern, index, out.shape)):
+                at.write(out[index] + share, *index)
+    _fill_unreached(at)
+
+
+@meaning(Pool)
+def _pool(at: At[Pool]) -> None:
+    pattern, extents = at.kind.pattern, at.of(at.kind.extents)
+    out, shape = at.result().array, at.operands[0].array.shape
+    largest, shares = at.kind.operation == "max", _shares(at.kind, extents, shape)
+    for point in _index_points(extents):
+        index = tuple(_place(d, point, extents) for d in pattern.operands[0])
+        to = tuple(_place(d, point, extents) for d in pattern.result)
+        x = at.read(0, *index) if _inside(index, shape) else (-np.inf if largest else 0.0)
+        old = out[to]
+        if at.kind.indices and (np.isnan(old) or x > old):
+            at.write(_flat(pattern, index, shape), *to, to=1)
+        new = (x if np.isnan(old) else max(old, x)) if largest else x / shares[to] + (0 if np.isnan(old) else old)
+        at.write(new, *to)
+        at.tally.pointwise += 1
+
+
+# -- element by element ------------------------------------------------------------------------------------------
+
+
+def _aligned(index: Point, shape: Point) -> Point:
+    """Return where an operand of a shape is read at an index point of the result: NumPy's broadcasting."""
+    tail = index[len(index) - len(shape) :]
+    return tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
+
+
+def _common(at: At[OpKind], result: Value) -> Iterator[Point]:
+    """Yield the index points of the result at which every operand holds something."""
+    partial = [v for v in at.operands if not v.whole]
+    for index in result.index():
+        if all(v.holds(_aligned(index, v.array.shape)) for v in partial):
+            yield index
+
+
+def _like(at: At[OpKind]) -> Any:
+    """Let NumPy lay out the result of its own elementwise functions on these operands.
+
+    Where two operands have their axes in different orders, NumPy prefers that of C, and torch, which the library
+    follows, that of the first.
+    """
+    arrays = [v.array for v in at.operands]
+    shape = np.broadcast_shapes(*(a.shape for a in arrays))
+    whole = [a for a in arrays if a.shape == shape and 0 not in a.strides]
+    if whole and (whole[0] is arrays[0] or len({np.empty_like(a).strides for a in whole}) > 1):
+        arrays = whole[:1]
+    flags: Any = [["readonly"]] * len(arrays) + [["writeonly", "allocate"]]
+    return np.nditer([*arrays, None], op_flags=flags, order="K").operands[-1]
+
+
+def scalars(at: At[Pointwise]) -> tuple[Any, ...]:
+    """Return the numbers of an elementwise op, None where an operand stands."""
+    number = float if at.kind.numbers == "float" else lambda n: n
+    return tuple(n if n is None else number(n) for n in at.of(at.kind.scalars) or (None,) * len(at.operands))
+
+
+@meaning(Pointwise)
+def _pointwise(at: At[Pointwise]) -> None:
+    name = at.kind.function.name
+    if at.kind.overwrites():
+        at.made[0] = at.operands[0]
+    if name in ("causal_mask", "causal_mask_backward"):
+        _mask(at, 0.0 if name.endswith("backward") else -np.inf)
+        return
+    if name not in FUNCTIONS:
+        raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
+    result = at.result(like=_like(at))
+    template = scalars(at)
+    for index in _common(at, result):
+        given, operands = [], iter(enumerate(at.operands))
+        for scalar in template:
+            if scalar is None:
+                i, v = next(operands)
+                given.append(at.number(i, *_aligned(index, v.array.shape)))
+            else:
+                given.append(Number(scalar, at.tally))
+        at.write(FUNCTIONS[name](*given), *index)
+
+
+def _mask(at: At[Pointwise], hidden: float) -> None:
+    domain = at.kind.masked
+    result = at.result(like=_like(at))
+    seen = None if domain is None else at.sizes.pairs(domain, *result.array.shape[-2:])
+    backward = hidden == 0  # which has zeros where a restricted operand holds nothing
+    for index in list(result.index() if backward else _common(at, result)):
+        x = at.number(0, *index) if at.operands[0].holds(index) else Number(hidden, at.tally)
+        at.write(x.once(x.value if seen is None or seen[index[-2:]] else hidden), *index)
+
+
+@meaning(Dropout)
+def _dropout(at: At[Dropout]) -> None:
+    p = at.kind.p
+    like = _like(at)
+    result, _ = at.result(0, like), at.result(1, like)
+    draw = np.random.default_rng(0)
+    for index in _common(at, result):
+        x = at.number(0, *index)
+        keep = float(draw.random() >= p)
+        at.write(x * keep * (1 / (1 - p)), *index)
+        at.write(keep, *index, to=1)
+
+
+_STEPS: dict[str, tuple[float, Callable[[Any, Any], Any]]] = {
+    "sum": (0.0, lambda a, x: a + x),
+    "mean": (0.0, lambda a, x: a + x),
+    "max": (-np.inf, max),
+    "min": (np.inf, min),
+    "prod": (1.0, lambda a, x: a * x),
+    "any": (0.0, lambda a, x: float(bool(a) or bool(x))),
+    "all": (1.0, lambda a, x: float(bool(a) and bool(x))),
+}
+
+
+@meaning(Reduce)
+def _reduce(at: At[Reduce]) -> None:
+    pattern, operation = at.kind.pattern, at.kind.operation
+    names = [d.names[0] if d.names else None for d in pattern.operands[0]]
+    places = [names.index(d.names[0]) if d.names else None for d in pattern.result]
+    gone = [i for i in range(len(names)) if i not in places]
+    kept: dict[Point, dict[Point, Any]] = {}
+    for index in at.operands[0].points():
+        out = tuple(0 if p is None else index[p] for p in places)
+        kept.setdefault(out, {})[tuple(index[i] for i in gone)] = at.read(0, *index)
+        at.tally.pointwise += 1  # the division of a mean is part of its last addition
+    for out in at.result().index():
+        # a row that holds nothing has a result all the same
+        if out in kept or at.op.results[0].domain is None:
+            at.write(_reduced(operation, kept.get(out, {})), *out)
+
+
+def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
+    """Reduce what a row holds, by its positions: that of the largest is counted from where the row begins."""
+    if operation in ("argmax", "argmin"):
+        return max(elements, key=lambda i: elements[i] * (1 if operation == "argmax" else -1), default=(0,))[0]
+    start, step = _STEPS[operation]
+    for x in elements.values():
+        start = step(start, x)
+    return start / len(elements) if operation == "mean" and elements else start
+
+
+# -- moving elements ---------------------------------------------------------------------------------------------
+
+
+@meaning(Rearrange)
+def _rearrange(at: At[Rearrange]) -> None:
+    """Move axes; what is no view of the operand is copied element by element."""
+    split, order, merged = at.of(at.kind.split), at.kind.order, at.of(at.kind.merged)
+
+    def moved(array: Any) -> Any:
+        return array.reshape(split).transpose(order).reshape(merged)
+
+    result, v = at.view(moved, copy=at.kind.copy), at.operands[0]
+    if result.buffer is v.buffer:
+        return
+    where = np.empty(v.array.shape, dtype=object)
+    for index in v.index():
+        where[index] = index
+    where = moved(where)
+    for index in result.index():
+        if v.holds(where[index]):
+            at.write(at.read(0, *where[index]), *index)
+
+
+@meaning(Slice)
+def _slice(at: At[Slice]) -> None:
+    axis, start, size, step = at.kind.axis, at.of(at.kind.start), at.of(at.kind.size), at.kind.step
+    array = at.operands[0].array
+    if not 0 <= start <= start + max(size - 1, 0) * step < array.shape[axis] + (not size):
+        raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
+    # none where a loop has no iteration left between its ends
+    key = (slice(None),) * axis + (slice(start, start + (size - 1) * step + 1 if size else start, step),)
+    at.view(lambda array: array[key])
+
+
+@meaning(Expand)
+def _expand(at: At[Expand]) -> None:
+    kept, sizes, domain = at.kind.kept, at.of(at.kind.sizes), at.kind.domain
+    places = [k for k in kept if k is not None]
+    index = tuple(None if k is None else slice(None) for k in kept)
+
+    def repeated(array: Any) -> Any:
+        # an axis of size 1 that is made longer is none that is kept
+        array = np.squeeze(array, tuple(i for i in range(array.ndim) if i not in places))
+        array = array.transpose([sorted(places).index(k) for k in places])[index]
+        # as NumPy's broadcast_to, which would not let an op in place write where only axes of size 1 are new
+        strides = [0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
+        return np.lib.stride_tricks.as_strided(array, sizes, strides)
+
+    made = at.view(repeated)
+    if domain is not None:  # a gradient of which a part is wanted
+        at.made[0] = Value(made.array, made.buffer, at.sizes.seen(domain, sizes))
+
+
+@meaning(Concat)
+def _concat(at: At[Concat]) -> None:
+    axis, new, done = at.kind.axis, at.kind.stacked, 0
+    for i, v in enumerate(at.operands):
+        for index in v.points():
+            at.write(at.read(i, *index), *index[:axis], done + (0 if new else index[axis]), *index[axis + 1 - new :])
+        done += 1 if new else v.array.shape[axis]
+
+
+@meaning(Transfer)
+def _transfer(at: At[Transfer]) -> None:
+    if at.kind.into:
+        at.made[0] = at.operands[0]
+    for index in at.operands[-1].points():
+        at.write(at.read(len(at.operands) - 1, *index), *index)
+
+
+@meaning(Arange)
+def _arange(at: At[Arange]) -> None:
+    for i in range(at.of(at.kind.size)):
+        at.write(at.of(at.kind.start) + (-i if at.kind.back else i), i)
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+# Memory by replay: buffers are taken when an op makes them and given back after the last op that touches them.
+
+
+@dataclass
+class Event:
+    """An op that ran."""
+
+    op: str
+    """its name, with the iteration of each loop around it"""
+    made: list[Buffer]
+    """buffers that it took"""
+    touched: list[Buffer]
+    """buffers that it needed, these included"""
+    workspace: Any = 0
+    """bytes beside them"""
+
+
+def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterable[Buffer]) -> tuple[Any, str]:
+    """Return the most bytes of the device live at once, and the op at which they first are, empty if no op ran.
+
+    Buffers of `throughout` are there before the first op and after the last one; outputs are `kept` from birth to the
+    end.
+    """
+    last: dict[Buffer, int] = {}
+    events = [_of_device(event) for event in events]
+    throughout = [b for b in throughout if not b.host]
+    for i, event in enumerate(events):
+        for buffer in (*event.made, *event.touched):
+            last[buffer] = i
+    for buffer in kept:
+        last[buffer] = len(events)
+    live = set(throughout)
+    fixed = set(live)
+    most, where = sum((b.bytes for b in live), start=Fraction(0)), ""
+    taken = most
+    for i, event in enumerate(events):
+        new = set(event.made) - live
+        live |= new
+        taken += sum(b.bytes for b in new)
+        if taken + event.workspace > most:
+            most, where = taken + event.workspace, event.op
+        gone = {b for b in (*event.made, *event.touched) if b in live and b not in fixed and last[b] <= i}
+        live -= gone
+        taken -= sum(b.bytes for b in gone)
+    return most, where
+
+
+def _of_device(event: Event) -> Event:
+    made, touched = ([b for b in found if not b.host] for found in (event.made, event.touched))
+    return Event(event.op, made, touched, event.workspace)
+
+
+# -- interpreter -------------------------------------------------------------------------------------------------------
+# An interpreter that executes a graph on NumPy arrays index point by index point and counts what it does.
+#
+# It is slow and simple, and shares no formula with the library: FLOPs are counted as they are done, bytes as addresses
+# that are touched, memory as buffers that come and go. What it takes from a graph are facts: the order of the ops,
+# their patterns and sizes, number formats, and the workspace that kernels state.
 
 
 @dataclass

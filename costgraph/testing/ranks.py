@@ -11,21 +11,38 @@ from typing import Any
 import numpy as np
 
 from ..errors import GraphError, ShapeError
-from ..graph.graph import Graph, need_graph
-from ..graph.op import OpKind
-from ..graph.placement import Factors, Mesh, Placement, Sharding
-from ..graph.sizes import known_names
-from ..ops.cached import Append
-from ..ops.collectives import Around, Collective, Part
+from ..ir.graph import (
+    Factors,
+    Graph,
+    Mesh,
+    OpKind,
+    Placement,
+    Sharding,
+    known_names,
+    need_graph,
+)
+from ..ops.collectives import Around, Collective, Merge, Part
+from ..ops.elementwise import Dropout
 from ..ops.index import Gather, Scatter
-from ..ops.merge import Merge
-from ..ops.stochastic import Dropout
-from .cached import appended
-from .grouped import merged
-from .interpreter import Run, run
-from .meanings import MEANINGS, Meaning
-from .meetings import cut, together
-from .values import RANK, Array, At, Sizes, Value, whole
+from ..ops.kv_cache import Append
+from .interpreter import (
+    MEANINGS,
+    RANK,
+    Array,
+    At,
+    Meaning,
+    Run,
+    Sizes,
+    Value,
+    run,
+    whole,
+)
+from .semantics import (
+    appended,
+    cut,
+    merged,
+    together,
+)
 
 __all__ = ["check_sharded", "run_ranks"]
 

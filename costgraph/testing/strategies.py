@@ -1,18 +1,328 @@
-"""Strategies for the small things: sizes, points, number formats and pattern texts."""
+"""One sample for each op kind: how to draw an op of it, with operands of all layouts that it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sympy
 from hypothesis import strategies as st
 
+from ..algebra.polynomial import ZERO, poly
 from ..algebra.symbols import dims
 from ..dtypes import DTYPES, DType
+from ..dtypes import dtype as find_dtype
+from ..errors import CostGraphError, UnsupportedError
+from ..ir.graph import (
+    Bodied,
+    Domain,
+    Graph,
+    Mesh,
+    OpKind,
+    Repeat,
+    Tensor,
+    apply,
+    current_graph,
+    known_names,
+    overwritten_by,
+)
+from ..ir.graph import here as place_now
+from ..nn.activations import log_softmax, softmax
+from ..nn.attention import attention
+from ..nn.conv import conv, pool
+from ..nn.linear import linear
+from ..nn.losses import cross_entropy
+from ..nn.norms import layer_norm, rms_norm
+from ..notation.pattern import parse_pattern
+from ..ops.collectives import COLLECTIVES, Around, Collective, Pack, Part, collective
+from ..ops.einsum import Einsum, contract, einsum
+from ..ops.elementwise import FUNCTIONS, Dropout, Pointwise, cast, dropout, pointwise
+from ..ops.fill import Assign, Pad, Revised, fill
+from ..ops.index import Arange, Gather, Scatter, arange
+from ..ops.layout import (
+    Concat,
+    Expand,
+    Rearrange,
+    Slice,
+    concat,
+    contiguous_copy,
+    expand,
+    index,
+    rearrange,
+    reshape,
+    slice_axis,
+)
+from ..ops.loops import Empty, Kernel, kernel, repeat, scan
+from ..ops.opaque import Foreign, Opaque, Transfer, opaque, transfer
+from ..ops.pooling import Pool
+from ..ops.reduce import REDUCTIONS, Reduce, reduce
+from ..ops.registry import KINDS, adding
+from ..transforms.shard.fsdp_policy import FullyShard
+from ..transforms.shard.shard import mesh
+from .arithmetic import value
+from .interpreter import Sizes
 
-__all__ = ["DrawnPattern", "dtypes", "patterns", "points", "sizes"]
+__all__ = [
+    "Named",
+    "kind_of",
+    "Case",
+    "Sketch",
+    "DrawnPattern",
+    "dtypes",
+    "patterns",
+    "points",
+    "sizes",
+    "Spread",
+    "spreads",
+    "contraction",
+    "merged",
+    "names_of",
+    "SAMPLES",
+    "Sample",
+    "sample",
+    "graphs",
+    "ops",
+    "losses",
+]
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
+# Kinds as they are asked for: a class, or the name that it has in tables and files.
+
+Named = type[OpKind] | str
+
+
+def kind_of(place: str, kind: Named) -> type[OpKind]:
+    """Return a registered kind.
+
+    UnsupportedError if it is not registered.
+    """
+    name = kind if isinstance(kind, str) else kind.name
+    found = KINDS.get(name)
+    if found is None or (found is not kind and not isinstance(kind, str)):
+        raise UnsupportedError(f"{place}: op kind {name!r} is not registered, expected one of {', '.join(KINDS)}")
+    return found
+
+
+# -- sketch ------------------------------------------------------------------------------------------------------------
+# A graph that grows op by op while hypothesis draws: sizes, tensors to read, and where they may be read.
+
+T = TypeVar("T")
+
+#: Most elements of a tensor, and most index points of an op, at the point that is drawn.
+LARGEST, MOST_POINTS = 72, 700
+PRIMES = (2, 3, 5)
+SYMBOLS = ("A", "B", "C", "D")
+FLOATS = ("fp32", "bf16", "fp16", "fp64")
+SMALL = ("fp8_e4m3", "mxfp8", "mxfp6", "nvfp4", "fp4_e2m1")
+
+
+class Case(NamedTuple):
+    """A graph, and a size for each of its dimensions."""
+
+    graph: Graph
+    """what was drawn"""
+    point: dict[str, int]
+    """small primes, and numbers made of them"""
+
+
+class Sketch:
+    """What a sample draws from: sizes, and tensors that may be read.
+
+    Parameters
+    ----------
+    draw : callable
+        hypothesis' own, of a composite strategy.
+    graph : Graph
+        It has to be open.
+    """
+
+    trained = False
+    """whether what is drawn is differentiated"""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any], graph: Graph) -> None:
+        self._draw = draw
+        self.graph = graph
+        self.pool: list[Tensor] = []
+        self.point: dict[str, int] = {name: self.one_of(PRIMES) for name in SYMBOLS}
+        self.related = self.chance(5)
+        if self.related:  # sizes that divide each other, as the width of a head does that of a model
+            graph.assume("C == A*B")
+            self.point["C"] = self.point["A"] * self.point["B"]
+        self.kinds: Sequence[type[OpKind]] = ()
+        """kinds of ops in bodies, all that have a sample where it is empty"""
+        self.functions: Sequence[str] = ()
+        """elementwise functions, all where it is empty"""
+        self.depth = 0
+        self.changes = True  # whether ops in place may be drawn
+        # whether of tensors that are restricted to a domain none are read, or one wherever it fits; None to read any
+        self.restricted: bool | None = None
+        self._made = 0
+
+    # -- drawing -------------------------------------------------------------------------------------------------
+
+    def one_of(self, choices: Sequence[T]) -> T:
+        """Draw one of several."""
+        return self._draw(st.sampled_from(list(choices)))  # type: ignore[no-any-return]  # one of them
+
+    def number(self, low: int, high: int) -> int:
+        """Draw a whole number."""
+        return int(self._draw(st.integers(low, high)))
+
+    def chance(self, of: int = 2) -> bool:
+        """Draw whether something that is rarer than 1 in `of` happens; hypothesis shrinks to no."""
+        return self.number(0, of) == of
+
+    def some(self, items: Sequence[T], least: int = 0) -> list[T]:
+        """Draw some of several, in their order."""
+        kept = [x for x in items if self.chance(1)]
+        return kept if len(kept) >= least else list(items[:least])
+
+    def order(self, items: Sequence[T]) -> list[T]:
+        """Draw an order."""
+        return list(self._draw(st.permutations(list(items))))
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def value(self, size: Any) -> int:
+        """Return what a size is at the point."""
+        found = value(poly(size).expr, self.point)
+        assert isinstance(found, Fraction)
+        assert found.denominator == 1, f"{size} is {found} at {self.point}"
+        return int(found)
+
+    def size(self) -> Any:
+        """Draw a size: mostly a symbol, else a number, a product or a sum."""
+        a, b = dims(f"{self.one_of(SYMBOLS)} {self.one_of(SYMBOLS)}")
+        if self.related and self.chance(3):
+            whole, part = dims("C A")
+            return whole / part
+        return self.one_of([a, b, a, 2, 3, a + 1, a * b, 2 * a, sympy.Integer(1)])
+
+    def shape(self, rank: int | None = None, most: int = LARGEST) -> tuple[Any, ...]:
+        """Draw a shape of at most so many elements."""
+        out: list[Any] = []
+        for _ in range(self.number(0, 3) if rank is None else rank):
+            size = self.size()
+            if prod(map(self.value, out)) * self.value(size) > most:
+                size = sympy.Integer(1)
+            out.append(size)
+        return tuple(out)
+
+    def elements(self, t: Tensor) -> int:
+        """Return how many elements a tensor has at the point."""
+        return prod(map(self.value, t.sizes))
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def fresh(self, shape: Sequence[Any], dtype: str | None = None, role: str | None = None) -> Tensor:
+        """Declare an input, a parameter or a buffer."""
+        self._made += 1
+        role = self.one_of(["input", "param", "buffer"]) if role is None else role
+        name = f"{role}{self._made}"
+        dtype = self.one_of(SMALL if self.chance(6) else FLOATS) if dtype is None else dtype
+        t = getattr(self.graph, role)(name, tuple(shape), dtype)
+        self.pool.append(t)
+        return t  # type: ignore[no-any-return]  # one of three methods with one result
+
+    def tensor(self, fits: Callable[[Tensor], bool] = lambda t: True, shape: Sequence[Any] | None = None) -> Tensor:
+        """Draw a floating tensor that may be read, or declare one of a shape that `fits` takes."""
+        if self.restricted:
+            found = [t for t in (*self.pool, self.scores()) if t.domain is not None and fits(t)]
+            if found:
+                return found[-1]
+        found = [t for t in self.others() if t.dtype.kind == "float" and fits(t)]
+        if found and not self.chance(2):
+            return self.one_of(found[-6:])
+        return self.fresh(self.shape() if shape is None else shape)
+
+    def others(self, fits: Callable[[Tensor], bool] = lambda t: True) -> list[Tensor]:
+        """Return all tensors that may be read and that `fits` takes."""
+        return [t for t in self.pool if (self.restricted is not False or t.domain is None) and fits(t)]
+
+    def scores(self) -> Tensor:
+        """Make scores of a causal or a windowed attention: a tensor that is restricted to a domain."""
+        (window,) = (self.one_of([None, None, 2, dims("W")]),)
+        self.point.setdefault("W", self.number(1, 4))
+        causal = self.chance(1) or window is None
+        queries = self.size()
+        keys = queries if not causal or self.chance(1) else self.size()
+        domain = Domain(causal, None if window is None else poly(window))
+        batch = self.shape(self.one_of([1, 0]), 3)
+        q = self.fresh((*batch, queries, 1), "fp32")
+        k = self.fresh((keys, 1), self.one_of(["fp32", "bf16"]))
+        names = "b " * len(batch)
+        order = self.one_of(["s t", "t s"])
+        made = einsum(q, k, f"{names}s d, t d -> {names}{order}", domain=domain, over=("s", "t"))
+        self.pool.append(made)
+        return made
+
+    def drawn(self, sample: Callable[[Sketch], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Draw an op; where a restricted operand means nothing to it, which is an error, again with whole ones."""
+        before = self.restricted
+        self.restricted = self.chance(2) or None
+        try:
+            return sample(self)
+        except CostGraphError as error:
+            if "domain" not in str(error):
+                raise
+            self.restricted = False
+            return sample(self)
+        finally:
+            self.restricted = before
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return another tensor of the shape and the format of one, restricted as that is."""
+        return self.fresh(x.shape, x.dtype.name) if x.domain is None else pointwise("neg", x)
+
+    def axis(self, x: Tensor) -> int:
+        """Draw an axis, of a restricted tensor mostly none of its domain."""
+        free = [i for i in range(x.ndim) if x.domain is None or i not in x.domain[1:]]
+        return self.one_of(free if free and not self.chance(3) else range(x.ndim))
+
+    def partner(self, x: Tensor) -> str:
+        """Draw a format that has a common one with that of another operand."""
+        return self.one_of([x.dtype.name, "fp32", "bf16"])
+
+    def made(self, *tensors: Tensor) -> None:
+        """Let tensors be read from now on, and those that an op has just overwritten no more."""
+        for t in tensors:
+            if t.producer is not None:
+                gone = overwritten_by(t.producer)
+                self.pool = [p for p in self.pool if p.storage not in gone]
+        self.pool += [t for t in tensors if t not in self.pool]
+
+    @contextmanager
+    def inside(self, *tensors: Tensor, changes: bool = True) -> Iterator[None]:
+        """Draw the body of an op: what is made in it cannot be read outside."""
+        before, could = list(self.pool), self.changes
+        self.pool += tensors
+        self.depth += 1
+        self.changes = could and changes
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            self.changes = could
+            self.pool = [t for t in before if t in self.pool]
+
+    def may_change(self, t: Tensor) -> bool:
+        """Whether an op may write into a tensor: it is an activation of the graph that is being drawn."""
+        here = current_graph(self.graph)
+        return self.changes and place_now().graph is here and t.graph is here and t.storage.role == "activation"
+
+
+def together(a: DType, b: DType) -> bool:
+    """Whether two floating formats have a common one: of two small ones neither holds the other."""
+    return a == b or (max(a.bits, b.bits) > 8 and a.kind == b.kind == find_dtype("fp32").kind)
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+# Strategies for the small things: sizes, points, number formats and pattern texts.
 
 _PRIMES = (2, 3, 5, 7)
 
@@ -131,3 +441,792 @@ def _grouped(draw: Callable[[Any], Any], names: Sequence[str]) -> list[list[str]
         else:
             out += [[n]] if draw(st.integers(0, 5)) else [[], [n]]
     return out
+
+
+# -- spreads -----------------------------------------------------------------------------------------------------------
+# Strategies for meshes, and for where the sources of a graph lie on them.
+
+
+class Spread(NamedTuple):
+    """A mesh, and placements on it."""
+
+    mesh: Mesh
+    """its degrees are symbols, or numbers"""
+    degrees: dict[str, int]
+    """ranks by axis"""
+    sizes: dict[str, int]
+    """the same by symbol, where degrees are symbols"""
+    placements: dict[str, str]
+    """of sources"""
+    gather: FullyShard
+    """along which axes parameters are put together where they are read, and how"""
+
+
+def spreads(graph: Graph, point: Mapping[str, int]) -> st.SearchStrategy[Spread]:
+    """Draw a mesh of two to six ranks, and for each source which of its axes are split.
+
+    Parameters
+    ----------
+    graph : Graph
+        Of whose sources.
+    point : mapping of str to int
+        A size for every dimension: what the ranks do not divide there is not split.
+
+    Returns
+    -------
+    strategy of Spread
+        What `costgraph.shard` takes.
+    """
+    return _spreads(graph, dict(point))
+
+
+@st.composite
+def _spreads(draw: Callable[[Any], Any], graph: Graph, point: dict[str, int]) -> Spread:
+    degrees = draw(st.sampled_from([{"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 2, "y": 3}]))
+    symbols = draw(st.booleans())
+    named = {axis: f"ranks_{axis}" for axis in degrees}
+    sizes, placements = Sizes({**graph.defaults, **point}), {}
+    for t in (t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"):
+        own = t.sizes[t.storage.pieces :]
+        left = [int(sizes(n)) for n in own]
+        axes = [[f"n{i}"] for i in range(len(own))]
+        for axis, ranks in degrees.items():
+            fits = [i for i, n in enumerate(left) if n % ranks == 0]
+            at = draw(st.sampled_from([None, *fits, *fits]))
+            if at is not None:
+                axes[at].append(axis)
+                left[at] //= ranks
+        placements[t.name] = " ".join(f"({' '.join(names)})" if len(names) > 1 else names[0] for names in axes)
+    made = mesh(**{axis: dims(named[axis]) if symbols else n for axis, n in degrees.items()})
+    gathered = tuple(axis for axis in degrees if draw(st.booleans()))
+    between = draw(st.sampled_from([True, False, *gathered]))
+    flags = {name: draw(st.booleans()) for name in ("reshard_root", "prefetch", "by_unit")}
+    gather = FullyShard(gathered, reshard_after_forward=between, **flags)
+    return Spread(made, degrees, {named[a]: n for a, n in degrees.items()} if symbols else {}, placements, gather)
+
+
+# -- contractions ------------------------------------------------------------------------------------------------------
+# How contractions are drawn: products, windows, convolutions, what their gradients are, and scores of attention.
+
+
+def contraction(s: Sketch) -> Sequence[Tensor]:
+    """Draw a contraction."""
+    return s.one_of([_product, _product, _product, _windows, _restricted, _convolution, _spread])(s)
+
+
+def names_of(count: int, first: str = "a") -> list[str]:
+    """Return names of axes."""
+    return [f"{first}{i}" for i in range(count)]
+
+
+def _product(s: Sketch) -> Sequence[Tensor]:
+    """Two or three operands that share some axes, in any order, merged and split."""
+    operands = [s.tensor(lambda t: s.elements(t) <= 30)]
+    known: dict[str, Any] = {}
+    patterns = [_named(s, operands[0], known)]
+    for _ in range(s.one_of([1, 1, 1, 2])):
+        fits = s.others(lambda t: all(together(t.dtype, o.dtype) for o in operands))
+        kept = s.some(list(known), 0)[:2]
+        shape = (*(known[n] for n in kept), *s.shape(s.number(0, 1), 6))
+        least = min(operands, key=lambda o: o.dtype.bits)
+        other = s.one_of(fits) if fits and s.chance(1) else s.fresh(shape, s.partner(least))
+        before = dict(known)
+        pattern = _named(s, other, known, kept)
+        if prod(map(s.value, known.values())) > MOST_POINTS:
+            known.clear()
+            known.update(before)
+            continue
+        operands.append(other)
+        patterns.append(pattern)
+    if len(operands) == 1:
+        operands.append(s.fresh((), s.partner(operands[0])))
+        patterns.append([])
+    left = s.some(list(known))
+    while prod(s.value(known[n]) for n in left) > LARGEST:
+        left.pop()
+    result = merged(s, s.order(left))
+    return [einsum(*operands, f"{', '.join(' '.join(p) for p in patterns)} -> {' '.join(result)}")]
+
+
+def _named(s: Sketch, t: Tensor, known: dict[str, Any], shared: Sequence[str] = ()) -> list[str]:
+    """Name the axes of an operand: as one of the same size is named already, or anew."""
+    out: list[str] = []
+    for size in t.sizes:
+        same = [n for n, k in known.items() if poly(k) == size and (n not in out or s.chance(4))]
+        wanted = [n for n in same if n in shared]
+        name = s.one_of(wanted or same) if same and (wanted or s.chance(1)) else f"a{len(known)}"
+        known.setdefault(name, size)
+        out.append(name)
+    return out
+
+
+def merged(s: Sketch, names: Sequence[str]) -> list[str]:
+    """Merge two neighbours at times."""
+    if len(names) > 1 and s.chance(2):
+        at = s.number(0, len(names) - 2)
+        return [*names[:at], f"({names[at]} {names[at + 1]})", *names[at + 2 :]]
+    return list(names)
+
+
+def _windows(s: Sketch) -> Sequence[Tensor]:
+    """A window that slides over one axis, by an index such as a*2+r*3-1."""
+    width, stride, dilation = s.number(1, 4), s.number(1, 3), s.number(1, 3)
+    reach = (width - 1) * dilation
+    padding = s.number(0, reach)
+    batch, length = s.shape(s.number(0, 1), 5), s.size()
+    if s.value(length) + 2 * padding - reach < 1:
+        length = poly(length).expr + reach
+    x = s.fresh((*batch, length), s.one_of(["fp32", "bf16"]))
+    if x.ndim == 2 and s.chance(1):
+        x = rearrange(rearrange(x, "a b -> b a"), "b a -> a b")
+    w = s.fresh((width,), "fp32")
+    at = "+".join(s.order([f"o*{stride}", f"r*{dilation}"])) + (f"-{padding}" if padding else "")
+    names = names_of(len(batch))
+    kept = s.order([*names, "o"]) if s.chance(1) else names
+    return [einsum(x, w, f"{' '.join([*names, at])}, r -> {' '.join(kept)}")]
+
+
+def _convolution(s: Sketch) -> Sequence[Tensor]:
+    width, padding = s.number(1, 3), s.number(0, 1)
+    groups = s.one_of([1, 1, 2])
+    shape = (s.size(), groups * s.number(1, 2), *(s.number(width, width + 2) for _ in range(s.number(1, 2))))
+    spread = "h w"[: 2 * len(shape) - 5]
+    if s.value(shape[0]) * prod(shape[1:]) > LARGEST:
+        shape = (1, *shape[1:])
+    x = s.fresh(shape, "fp32", "input")
+    y = conv(
+        x,
+        f"b c {spread} -> b o {spread}",
+        window=(width,) * (len(shape) - 2),
+        stride=s.number(1, 2),
+        padding=min(padding, width),
+        groups=groups,
+        bias=s.chance(2),
+        o=2 * groups,
+    )
+    return [y]
+
+
+def _spread(s: Sketch) -> Sequence[Tensor]:
+    """What the gradient of a window or a diagonal is: an index or a name twice in the result."""
+    x, w = s.fresh((s.size(), s.size()), "fp32"), s.fresh((s.number(1, 3),), s.one_of(["fp32", "bf16"]))
+    extents = dict(zip("nor", (*x.sizes, *w.sizes), strict=True))
+    stride, dilation, padding, left = s.number(1, 3), s.number(1, 2), s.number(0, 2), s.number(0, 2)
+    full = x.sizes[1] * stride + w.sizes[0] * dilation + left
+    index = f"o*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
+    text, sizes = s.one_of([
+        (f"n o, r -> n {index}", (x.sizes[0], full)), (f"n o, r -> {index}", (full,)),
+        ("n o, r -> n n o", (x.sizes[0], *x.sizes)),
+        (f"n o, r -> (n r) o*{stride + 1}", (x.sizes[0] * w.sizes[0], x.sizes[1] * (stride + 1) + left)),
+    ])  # fmt: skip
+    kind = Einsum(pattern=parse_pattern(text, scattered=True), extents=extents, dtype=x.dtype, sizes=sizes)
+    return [contract([x, w], kind)]
+
+
+def _restricted(s: Sketch) -> Sequence[Tensor]:
+    """Scores of a causal or a windowed attention, and what reads them."""
+    scores = s.scores()
+    out = [scores]
+    if s.chance(1):
+        out.append(pointwise(s.one_of(["exp", "gelu", "square"]), out[-1]))
+    if s.chance(1):
+        assert scores.domain is not None
+        names = names_of(scores.ndim)
+        key = names[scores.domain[2]]
+        v = s.fresh((scores.shape[scores.domain[2]], 2), "fp32")
+        out.append(einsum(out[-1], v, f"{' '.join(names)}, {key} d -> {' '.join(n for n in names if n != key)} d"))
+    elif s.chance(1):
+        out.append(reduce(out[-1], s.one_of(["... a b -> ... a", "... a b -> ... b"]), s.one_of(["sum", "max"])))
+    return out
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+Sample = Callable[[Sketch], Sequence[Tensor]]
+
+#: How to draw an op of each kind.
+SAMPLES: dict[type[OpKind], Sample] = {}
+
+
+def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
+    """Say how to draw an op of a kind, so that the laws can hold it on inputs that nobody chose.
+
+    Parameters
+    ----------
+    kind : subclass of OpKind
+        Of which ops it is said.
+
+    Returns
+    -------
+    callable
+        Decorator of a function that gets a `Sketch`, adds one op to the open graph and returns what others may read
+        of it.
+
+    Raises
+    ------
+    GraphError
+        If the kind has a sample already.
+    """
+    return adding(SAMPLES, "a sample", kind)
+
+
+# -- contractions ------------------------------------------------------------------------------------------------
+
+
+sample(Einsum)(contraction)
+
+
+@sample(Pool)
+def _pool(s: Sketch) -> Sequence[Tensor]:
+    width = s.number(1, 3)
+    x = s.tensor(lambda t: t.ndim >= 1 and s.value(t.sizes[-1]) >= width, (*s.shape(1, 6), s.number(width, 5)))
+    operation = s.one_of(["max", "mean"])
+    padding = s.number(0, width // 2)
+    made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
+    maker = made.producer
+    if maker is not None and operation == "mean" and padding and width % 2:
+        assert isinstance(maker.kind, Pool)
+        return apply(replace(maker.kind, inside=True), maker.operands, "mean_pool")
+    if operation == "mean" or maker is None or s.chance(1):
+        return [made]
+    assert isinstance(maker.kind, Pool)
+    return apply(replace(maker.kind, indices=True), maker.operands, "max_pool")[:1]
+
+
+# -- element by element ------------------------------------------------------------------------------------------
+
+_PLAIN = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
+
+
+@sample(Pointwise)
+def _pointwise(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor()
+    if s.chance(6):
+        return [cast(x, s.one_of([n for n in ("fp32", "bf16", "fp64", "int64") if n != x.dtype.name]))]
+    if s.chance(6):
+        mask = s.fresh(x.shape, "bool")
+        return [pointwise("masked_fill", x, mask) if s.chance(1) else pointwise("where", mask, x, 0.0)]
+    function = FUNCTIONS[s.one_of(s.functions or _PLAIN)]
+    if function.name.startswith("causal_mask") and x.ndim < 2:
+        function = FUNCTIONS["relu"]
+    operands: list[Any] = [x]
+    for _ in range(function.arity - 1):
+        operands.append(s.one_of([2, 0.5, -1.5]) if s.chance(2) else _beside(s, x))
+    tensors = [t for t in operands if isinstance(t, Tensor)]
+    changes = s.may_change(x) and function.result == "same" and x.touched == x.numel
+    if changes and s.chance(1) and all(t.dtype == x.dtype and t.sizes == x.sizes for t in tensors):
+        return [pointwise(function, *operands, inplace=True)]
+    return [pointwise(function, *s.order(operands))]
+
+
+def _beside(s: Sketch, x: Tensor) -> Tensor:
+    """Another operand: of the same shape, or of one that is broadcast to it."""
+    found = s.others(lambda t: t.sizes == x.sizes and together(t.dtype, x.dtype))
+    if found and s.chance(1):
+        return s.one_of(found)
+    if s.chance(6) and 3 * s.elements(x) <= LARGEST:
+        return s.fresh((s.number(1, 3), *x.shape), s.partner(x))  # it is x that is repeated
+    shape = [n if s.chance(2) else 1 for n in x.shape[s.number(0, x.ndim) :]]
+    return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
+
+
+@sample(Dropout)
+def _dropout(s: Sketch) -> Sequence[Tensor]:
+    return [dropout(s.tensor(), s.one_of([0.1, 0.5]), mask=s.one_of(["bool", "fp32"]))]
+
+
+@sample(Reduce)
+def _reduce(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    names = names_of(x.ndim)
+    gone = s.some(names, 1)
+    kept = s.order([n for n in names if n not in gone])
+    if s.chance(1):
+        kept.insert(s.number(0, len(kept)), "1")
+    operation = s.one_of([r for r in REDUCTIONS if len(gone) == 1 or not r.startswith("arg")])
+    return [reduce(x, f"{' '.join(names)} -> {' '.join(kept)}", operation)]
+
+
+# -- moving elements ---------------------------------------------------------------------------------------------
+
+
+@sample(Rearrange)
+def _rearrange(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    if s.chance(4):
+        return [contiguous_copy(x)]
+    if s.chance(4):
+        return [reshape(x, s.one_of([(x.numel,), (*x.sizes, 1), (1, *x.sizes), x.sizes]))]
+    left, right, given = [], [], {}
+    for i, size in enumerate(x.sizes):
+        factor = next((f for f in (2, 3, *dims("A B C D")) if _divides(f, size)), None)
+        if factor is None or s.chance(1):
+            left.append(f"a{i}")
+            right.append(f"a{i}")
+        else:
+            left.append(f"(a{i} b{i})")
+            right += [f"a{i}", f"b{i}"]
+            given[f"b{i}"] = factor
+    right = merged(s, s.order(right) if s.chance(1) else right)
+    return [rearrange(x, f"{' '.join(left)} -> {' '.join(right)}", **given)]
+
+
+def _divides(factor: Any, size: Any) -> bool:
+    quotient = poly(size) / poly(factor)
+    whole = all(isinstance(c, int) and all(e > 0 for _, e in m) for m, c in quotient.terms.items())
+    return whole and quotient != 1
+
+
+@sample(Slice)
+def _slice(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    axis = s.axis(x)
+    long = s.value(x.sizes[axis])
+    if s.chance(2):
+        return [index(x, (slice(None),) * axis + (s.one_of([0, -1, slice(None, None, 2), None, slice(1)]),))]
+    if s.chance(1) and x.sizes[axis].constant is None and long > 2:  # a symbolic size of 1 is another layout
+        return [slice_axis(x, axis, s.number(0, 1), x.sizes[axis] - 1)]
+    start = s.number(0, long - 1)
+    step = s.number(1, 2)
+    return [slice_axis(x, axis, start, s.number(1, (long - 1 - start) // step + 1), step)]
+
+
+@sample(Expand)
+def _expand(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim <= 2 and s.elements(t) <= 24, s.shape(s.number(0, 2), 12))
+    names = names_of(x.ndim)
+    new = s.one_of([2, 3, *dims("A B")])
+    at = s.number(0, x.ndim)
+    given = {"n": new} | {n: new for n, size in zip(names, x.sizes, strict=True) if size == 1 and s.chance(1)}
+    if s.elements(x) * s.value(new) ** len(given) > LARGEST:
+        given = {"n": 1}
+    return [expand(x, f"{' '.join(names)} -> {' '.join([*names[:at], 'n', *names[at:]])}", **given)]
+
+
+@sample(Concat)
+def _concat(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis = s.axis(x)
+    others = s.others(lambda t: t.dtype == x.dtype and t.sizes == x.sizes)
+    shape = (*x.shape[:axis], s.one_of([1, 2, dims("A")]), *x.shape[axis + 1 :])
+    other = s.like(x) if x.domain is not None else s.fresh(shape, x.dtype.name)
+    parts = [x, s.one_of(others) if others and s.chance(1) else other]
+    return [concat(s.order(parts), axis)]
+
+
+@sample(Transfer)
+def _transfer(s: Sketch) -> Sequence[Tensor]:
+    return [transfer(s.tensor())]
+
+
+@sample(Empty)
+def _empty(s: Sketch) -> Sequence[Tensor]:
+    apply(Empty(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "empty")
+    return []  # nobody reads what was never written
+
+
+# -- by index ----------------------------------------------------------------------------------------------------
+
+
+def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
+    """Indices: 0, 1, 2, ... when the graph runs, different ones if there are no more than rows."""
+    fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= most]
+    shape = (s.one_of(fitting),) if fitting and not s.chance(3) else s.one_of([(1,), (2, 2)])
+    return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
+
+
+def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
+    """Draw a table, indices and how many leading axes they have in common."""
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
+    batch = s.one_of([0, 0, x.ndim - 1, s.number(0, x.ndim - 1)])
+    if not batch:
+        ids = _ids(s, s.value(x.sizes[0]))
+        return x, [ids, *(s.fresh(ids.shape, "int64", "input") for _ in range(s.one_of([0, 0, x.ndim - 1])))], 0
+    return x, [s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input")], batch
+
+
+@sample(Gather)
+def _gather(s: Sketch) -> Sequence[Tensor]:
+    x, ids, batch = _indexed(s)
+    return apply(Gather(batch=batch), [x, *ids], "gather")
+
+
+@sample(Scatter)
+def _scatter(s: Sketch) -> Sequence[Tensor]:
+    x, ids, batch = _indexed(s)
+    updates = s.fresh((*ids[0].shape, *x.shape[batch + len(ids) :]), x.dtype.name)
+    changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
+    mode = s.one_of(["add", "set", *(["max"] if len(ids) == 1 else [])])
+    if s.trained and ((mode == "set" and s.elements(ids[0]) > s.value(x.sizes[0])) or (mode == "max" and changes)):
+        mode = "add"  # of what is set twice, autograd has no gradient, and a maximum in place leaves none
+    return apply(Scatter(mode=mode, inplace=changes, batch=batch), [x, *ids, updates], "scatter")
+
+
+@sample(Arange)
+def _arange(s: Sketch) -> Sequence[Tensor]:
+    made = arange(s.size(), s.one_of(["int64", "int32", "fp32"]))
+    return [made if made.dtype.kind == "float" else cast(made, "fp32")]
+
+
+@sample(Opaque)
+def _opaque(s: Sketch) -> Sequence[Tensor]:
+    x, size = s.tensor(), s.size()
+    amounts: dict[str, Any] = {} if s.chance(1) else dict.fromkeys(("reads", "writes"), 8 * size)
+    amounts["flops"] = s.one_of([0, 5 * size, {"matmul": 2 * size, "transcendental": 3}])
+    return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
+
+
+@sample(Foreign)
+def _foreign(s: Sketch) -> Sequence[Tensor]:
+    x, n = s.tensor(), poly(s.size())
+    kind = Foreign(
+        outputs=(((n,), x.dtype, None, None, ZERO),),
+        matmul=n,
+        full=2 * n,
+        pointwise=n,
+        transcendental=n,
+        bytes_read=s.one_of([None, (8 * n,)]),
+        workspace=poly(8),
+    )
+    return apply(kind, [x], "relu")
+
+
+def _dim(s: Sketch, ranks: Any, blocks: int, *others: Any) -> Tensor:
+    """Return a tensor of which an axis can be cut into parts of each block."""
+    return s.fresh((*others, ranks * blocks * s.one_of([1, dims("B")]), *s.shape(1, 4)))
+
+
+@sample(Collective)
+def _collective(s: Sketch) -> Sequence[Tensor]:
+    kind = s.one_of(sorted(COLLECTIVES))
+    ranks: Any = s.one_of([2, 3, dims("A")])
+    if s.chance(1):
+        rows = (ranks * s.one_of([1, dims("B")]), *s.shape(1, 4)) if kind == "reduce_scatter" else None
+        x = s.tensor(lambda t: s.elements(t) <= 20, s.shape(1, 20)) if rows is None else s.fresh(rows)
+        return [collective(x, kind, ranks)]
+    kind = s.one_of(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+    blocks, dim = s.number(1, 2), s.number(0, 1)
+    x = _dim(s, ranks, blocks, *[2] * dim)
+    source = x.ndim - 1 if kind == "all_to_all" and x.ndim - 1 != dim else None
+    made = Collective(
+        collective=kind, ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks),
+        operation=s.one_of(["sum", "mean", "max", "min"]), source=source,
+    )  # fmt: skip
+    return apply(made, [x], kind)
+
+
+@sample(Around)
+def _around(s: Sketch) -> Sequence[Tensor]:
+    ranks: Any = s.one_of([2, 3, dims("A")])
+    dim = s.number(0, 1)
+    own = apply(Part(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
+    return apply(Around(ranks=poly(ranks), axis="x", dim=dim), own, "around")
+
+
+@sample(Pack)
+def _pack(s: Sketch) -> Sequence[Tensor]:
+    first = s.fresh(s.shape(s.number(1, 2), 6))
+    parts = [first, *(s.fresh(s.shape(s.number(1, 2), 6), first.dtype.name) for _ in range(s.number(0, 2)))]
+    room = sum(t.numel.expr for t in parts)
+    return apply(Pack(), [fill((room,), dtype=parts[0].dtype), *parts], "pack")
+
+
+@sample(Part)
+def _part(s: Sketch) -> Sequence[Tensor]:
+    ranks: Any = s.one_of([2, 3, dims("A")])
+    blocks, dim = s.number(1, 2), s.number(0, 1)
+    return apply(
+        Part(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)), [_dim(s, ranks, blocks, *[2] * dim)], "part"
+    )
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+# Samples of ops with a body, and whole graphs.
+
+#: What a fused kernel holds: ops that move or compute elements.
+_FUSED = (Einsum, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Dropout, Pool)
+_DEEPEST = 2
+
+
+def _grow(s: Sketch, kinds: Sequence[type[OpKind]], least: int, most: int) -> list[Tensor]:
+    """Draw some ops and return what they made."""
+    out: list[Tensor] = []
+    for _ in range(s.number(least, most)):
+        made = s.drawn(SAMPLES[s.one_of(kinds)])
+        s.made(*made)
+        out += made
+    return [t for t in out if t in s.pool]
+
+
+@sample(Kernel)
+def _kernel(s: Sketch) -> Sequence[Tensor]:
+    return s.one_of([_drawn_kernel, _layer, _attention])(s)
+
+
+def _layer(s: Sketch) -> Sequence[Tensor]:
+    """A layer that is one kernel."""
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    name = s.one_of(["softmax", "log_softmax", "layer_norm", "rms_norm", "linear"])
+    if name == "linear" and x.dtype.bits >= 16:
+        return [linear(x, "... i -> ... o", o=2, bias=True)]
+    if name.endswith("softmax"):
+        return [(softmax if name == "softmax" else log_softmax)(x, s.number(0, x.ndim - 1))]
+    small = x.dtype.bits < 16  # parameters of the graph's own format have to have a common one with it
+    norm = layer_norm if name == "layer_norm" else rms_norm
+    return [norm(cast(x, "bf16") if small else x, affine=s.chance(1))]
+
+
+def _attention(s: Sketch) -> Sequence[Tensor]:
+    """Attention in one kernel, or an op each for its steps; queries may share keys, and see some of them."""
+    groups, share = s.number(1, 2), s.number(1, 2)
+    queries = s.one_of([2, 3, dims("A")])
+    window = s.one_of([None, 2, dims("W")])
+    s.point.setdefault("W", s.number(1, 4))
+    causal = s.chance(1)
+    keys = s.one_of([queries, 5]) if causal or window is None else queries
+    q = s.fresh((1, groups * share, queries, 2), "fp32")
+    k, v = (s.fresh((1, groups, keys, 2), "fp32") for _ in "kv")
+    kernel_ = s.one_of(["flash", "eager"])
+    return [attention(q, k, v, causal, window, kernel_, softcap=s.one_of([None, 30.0]), p=s.one_of([0, 0.5]))]
+
+
+def _drawn_kernel(s: Sketch) -> Sequence[Tensor]:
+    s.tensor()
+    space = s.one_of([0, 0, 96, 8 * dims("A")])
+    with kernel("fused", workspace=space) as body, s.inside(changes=False):
+        made: list[Tensor] = []
+        while not made:
+            made = [t for t in _grow(s, _FUSED, 1, 3) if t.graph is body and t.producer is not None]
+    # something outside has to read what it makes
+    handed = [body.export(t) for t in s.some(made, 1)]
+    return [t for t in handed if t.dtype.kind == "float"]
+
+
+def _count(s: Sketch) -> Any:
+    s.point.setdefault("L", s.number(1, 4))
+    s.point.setdefault("T", s.number(1, 3))
+    return s.one_of([dims("L"), dims("T"), 1, 2, 3])
+
+
+def _usual() -> tuple[type[OpKind], ...]:
+    """Return all kinds that have a sample, but what traces alone make of a write: it is drawn where it is asked for."""
+    return tuple(k for k in SAMPLES if k is not Revised)
+
+
+def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
+    return [k for k in s.kinds or _usual() if s.depth < _DEEPEST or not issubclass(k, Bodied)]
+
+
+def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
+    """Turn what a body made into something of the shape and format of a carry."""
+    fits = [t for t in made if t.sizes == x.sizes and t.dtype == x.dtype and t.domain is None]
+    if fits and s.chance(1):
+        return s.one_of(fits)
+    floats = [t for t in made if t.dtype.kind == "float" and t.dtype.bits >= 16 and t.domain is None]
+    if floats and s.chance(1):
+        y = floats[-1]
+        names = " ".join(f"a{i}" for i in range(y.ndim))
+        y = reduce(y, f"{names} -> ", "sum") if y.ndim else y
+        return cast(pointwise("add", x, y), x.dtype)
+    if x.ndim and s.value(x.sizes[-1]) <= 5 and x.dtype.bits >= 16 and s.chance(1):
+        w = s.fresh((x.sizes[-1].expr, x.sizes[-1].expr), x.dtype.name, "param")
+        return einsum(x, w, "... i, i j -> ... j")
+    return s.one_of([x, pointwise("relu", x), pointwise("neg", x)])
+
+
+@sample(Repeat)
+def _repeat(s: Sketch) -> Sequence[Tensor]:
+    many = s.one_of([1, 1, 2])
+    carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(many))
+    carries = tuple(t if t.dtype.block is None else cast(t, "bf16") for t in carries)
+    count = _count(s)
+    stacked = s.chance(1)
+    xs = tuple(s.fresh((count, *s.shape(1, 6)), "fp32") for _ in range(s.number(0, 1))) if stacked else ()
+
+    def inner(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        with s.inside(*tensors):
+            # a part of a tensor that shares scales is charged otherwise: a known deviation
+            s.pool = [t for t in s.pool if t.dtype.block is None]
+            made = _grow(s, _kinds(s), 0, 3)
+            # slices of block formats have scales of their own: a known deviation; none is restricted to a domain
+            here = [t for t in made if t.graph is current_graph() and t.dtype.block is None and t.domain is None]
+            after = [_like(s, x, made) for x in tensors[: len(carries)]]
+        if len(after) == 2 and after[0].sizes == after[1].sizes and after[0].dtype == after[1].dtype and s.chance(1):
+            after.reverse()
+        return after, s.some(here[-2:])
+
+    if not stacked:
+        out = repeat(count, lambda *t: tuple(inner(*t)[0]), carries)
+        return list(out)
+
+    def step(carry: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        after, ys = inner(*carry, *x)
+        return tuple(after), tuple(ys)
+
+    state, ys = scan(count, step, carries, xs)
+    return [*_tuple(state), *_tuple(ys)]
+
+
+def _tuple(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _finish(s: Sketch) -> Case:
+    """Declare outputs: what nobody reads, and some of what others read as well."""
+    graph = s.graph
+    here = [t for t in s.pool if t.producer is not None]
+    unread = [t for t in here if t in graph and not graph.out_degree(t)]
+    for t in dict.fromkeys([*s.some(unread, 1), *s.some(here[-3:])]):
+        graph.output(t)
+    if not graph.outputs:
+        graph.output(pointwise("relu", s.fresh((2,), "fp32")))
+    return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
+
+
+def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
+    with Graph("drawn", dtype="fp32") as graph:
+        s = Sketch(draw, graph)
+        _grow(s, kinds, 0 if must else 1, most)
+        if must:
+            s.made(*s.drawn(SAMPLES[must]))
+            _grow(s, (Pointwise, Rearrange), 0, 1)
+        return _finish(s)
+
+
+@st.composite
+def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
+    return _case(draw, kinds, must, most)
+
+
+def ops(kind: Named) -> st.SearchStrategy[Case]:
+    """Draw graphs around an op of one kind: operands of all layouts before it, sometimes a reader behind it.
+
+    Parameters
+    ----------
+    kind : subclass of OpKind or str
+        An op kind with a sample, or its name.
+
+    Returns
+    -------
+    strategy of Case
+        (graph, point): every dimension of the graph has a size in `point`.
+    """
+    return _drawn((Rearrange, Slice, Expand, Pointwise), kind_of("ops", kind), 2)
+
+
+def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case]:
+    """Draw whole graphs: views, several consumers, ops in place, kernels, nested loops, domains, lookups.
+
+    Parameters
+    ----------
+    most : int
+        Most ops at the outermost level.
+    kinds : sequence of subclasses of OpKind or str
+        Kinds of ops or their names, all that have a sample by default, but `revised`.
+
+    Returns
+    -------
+    strategy of Case
+        (graph, point): every dimension of the graph has a size in `point`.
+    """
+    return _drawn([kind_of("graphs", k) for k in kinds] or _usual(), None, most)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+# Graphs with a loss: parameters, inputs that want a gradient, and ops that have one, drawn to be trained.
+
+#: Kinds of ops that a gradient goes through.
+_KINDS: tuple[type[OpKind], ...] = (
+    Einsum, Einsum, Pointwise, Pointwise, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Scatter, Dropout,
+    Pool, Pad, Assign, Kernel, Repeat, Repeat, Transfer,
+)  # fmt: skip
+#: Elementwise functions of numbers of either sign, with a gradient at almost all of them.
+_FUNCTIONS = (
+    "add", "sub", "mul", "div", "fma", "lerp", "neg", "abs", "square", "exp", "sin", "cos", "tanh", "erf", "maximum",
+    "minimum", "relu", "leaky_relu", "relu2", "sigmoid", "silu", "gelu", "gelu_tanh", "softplus", "elu", "softcap",
+    "hardswish", "mish", "copy", "clamp",
+)  # fmt: skip
+_LEAST_BITS = 16
+
+
+class _Trained(Sketch):
+    """Draws floating sources that want a gradient more often than not."""
+
+    trained = True
+
+    def fresh(self, shape: Sequence[Any], dtype: str | None = None, role: str | None = None) -> Tensor:
+        dtype = self.one_of(["fp32", "fp32", "fp32", "bf16", "fp64"]) if dtype is None else dtype
+        if role is None:
+            role = self.one_of(["param", "param", "input", "buffer"])
+        self._made += 1
+        name = f"{role}{self._made}"
+        options = {"grad": self.chance(1)} if role == "input" and dtype.startswith(("fp", "bf")) else {}
+        t: Tensor = getattr(self.graph, role)(name, tuple(shape), dtype, **options)
+        self.pool.append(t)
+        return t
+
+
+def _scalar(s: Sketch, t: Tensor) -> Tensor:
+    """Make one number of a tensor."""
+    wide = t if t.dtype.bits > _LEAST_BITS else cast(t, "fp32")
+    if t.ndim == 2 and t.domain is None and s.value(t.sizes[0]) <= s.value(t.sizes[1]) and s.chance(3):
+        return cross_entropy(wide, s.fresh(t.shape[:1], "int64", "input"))
+    names = " ".join(f"a{i}" for i in range(t.ndim))
+    return reduce(wide, f"{names} -> ", s.one_of(["sum", "mean"])) if t.ndim else wide
+
+
+def _is_last(t: Tensor) -> bool:
+    """Whether a loop ends with a tensor: a state that nobody need read."""
+    op = t.producer
+    return op is not None and op.loop is not None and t in op.loop.lasts
+
+
+def _loss(s: Sketch) -> Tensor:
+    """Add up what nobody reads, and some of what others read as well."""
+    here = [t for t in s.pool if t in s.graph and t.dtype.kind == "float" and t.dtype.bits >= _LEAST_BITS]
+    made = [t for t in here if t.producer is not None]
+    unread = [t for t in made if not s.graph.out_degree(t) and not (_is_last(t) and s.chance(1))]
+    parts = [_scalar(s, t) for t in dict.fromkeys([*unread, *s.some(made[-2:])])]
+    parts = parts or [_scalar(s, s.fresh((2,), "fp32", "param"))]
+    loss = parts[0]
+    for part in parts[1:]:
+        loss = pointwise("add", loss, part)
+    return cast(loss, "fp32") if loss.dtype.name != "fp32" else loss
+
+
+@st.composite
+def _losses_drawn(
+    draw: Callable[[Any], Any], most: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None
+) -> Case:
+    with Graph("drawn", dtype="fp32") as graph:
+        s = _Trained(draw, graph)
+        s.kinds, s.functions = kinds, [n for n in _FUNCTIONS if n in FUNCTIONS]
+        s.fresh(s.shape(s.number(1, 3), 30), "fp32", "param")
+        _grow(s, kinds, 0 if must else 1, most)
+        if must:
+            _grow(s, (must,), 1, 1)
+        graph.output(_loss(s))
+    return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
+
+
+def losses(most: int = 5, kinds: Sequence[Named] = (), *, around: Named | None = None) -> st.SearchStrategy[Case]:
+    """Draw graphs with one scalar output, whose parameters and some of whose inputs want gradients.
+
+    Parameters
+    ----------
+    most : int
+        Most ops at the outermost level, what makes the loss of them aside.
+    kinds : sequence of subclasses of OpKind or str
+        Kinds of ops or their names; by default those that a gradient goes through: contractions, elementwise functions,
+        reductions, views, lookups, windows, kernels and loops, in place where it is drawn so.
+    around : subclass of OpKind or str, optional
+        A kind of which there is one op at least.
+
+    Returns
+    -------
+    strategy of Case
+        (graph, point): every dimension of the graph has a size in `point`. `costgraph.backward` may still refuse it,
+        such as where an op in place overwrites what a gradient reads.
+    """
+    must = None if around is None else kind_of("losses", around)
+    return _losses_drawn(most, [kind_of("losses", k) for k in kinds] or _KINDS, must)

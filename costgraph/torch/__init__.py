@@ -9,12 +9,22 @@ except ImportError as error:
         f"costgraph.torch: torch cannot be imported ({error}), expected an installed torch: pip install torch"
     ) from None
 
-from .calibrating import Calibration, calibrate
-from .configured import from_config
+from .calibration import (
+    Calibration,
+    calibrate,
+)
+from .hf_config import from_config
 from .lowering import lower, random_inputs
-from .measuring import Measurement, environment, measure
+from .measurement import (
+    Measurement,
+    environment,
+    measure,
+)
 from .tracing import Dispatched, dispatched, trace
-from .validating import Validation, validate
+from .validation import (
+    Validation,
+    validate,
+)
 
 __all__ = [
     "Calibration",

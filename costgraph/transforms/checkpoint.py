@@ -10,17 +10,23 @@ from typing import Annotated
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import is_level, read_size, shorten
 from ..errors import FormatError, GraphError
-from ..graph.arguments import need_flag, positive
-from ..graph.graph import Graph
-from ..graph.op import Op
-from ..graph.scopes import base_name
-from ..notation.door import READ, guarded
-from ..ops.cached import Cache
-from ..ops.contraction import Einsum
-from .backward.walk import is_view_op
-from .layers import Layers
+from ..ir.graph import (
+    Graph,
+    Op,
+    base_name,
+    need_flag,
+    positive,
+)
+from ..notation.validation import (
+    READ,
+    guarded,
+)
+from ..ops.einsum import Einsum
+from ..ops.kv_cache import Cache
+from .reverse_mode import is_view_op
 from .rewrite import Rewriter
-from .shard.names import SUMMED
+from .selection import Layers
+from .shard.parallelize import SUMMED
 
 __all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "read_checkpoint", "selective"]
 

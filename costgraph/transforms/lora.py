@@ -8,22 +8,38 @@ from typing import Annotated, Any
 
 from ..algebra.polynomial import ONE, Poly
 from ..errors import GraphError, UnsupportedError
-from ..graph.arguments import positive
-from ..graph.graph import Graph, current_graph, need_graph
-from ..graph.op import Op
-from ..graph.scopes import building, opened
-from ..graph.tensor import Tensor
-from ..notation.door import Rule
+from ..ir.graph import (
+    Graph,
+    Op,
+    Tensor,
+    building,
+    current_graph,
+    need_graph,
+    opened,
+    positive,
+)
 from ..notation.pattern import Affine, Axes, Pattern
-from ..ops import stochastic
-from ..ops.blocks import Kernel
-from ..ops.contraction import Einsum
-from ..ops.einsum import einsum
-from ..ops.foreign import need_declared
-from ..ops.pointwise import Pointwise, cast, pointwise
-from .quantize.uses import Sources, is_in, uses_of
+from ..notation.validation import Rule
+from ..ops import elementwise
+from ..ops.einsum import Einsum, einsum
+from ..ops.elementwise import (
+    Pointwise,
+    cast,
+    pointwise,
+)
+from ..ops.loops import Kernel
+from ..ops.opaque import need_declared
+from .quantize import (
+    Sources,
+    is_in,
+    uses_of,
+)
 from .rewrite import Rewriter
-from .selecting import Names, patterns_of, split_at_layers
+from .selection import (
+    Names,
+    patterns_of,
+    split_at_layers,
+)
 
 __all__ = ["lora"]
 
@@ -162,7 +178,7 @@ class _Adapter(Rewriter):
             old = self.outer[old]
         x: Tensor = self.tensors[old]
         down, up, sizes = _patterns(op, place, self.rank)
-        read = stochastic.dropout(x, self.p) if self.p else x
+        read = elementwise.dropout(x, self.p) if self.p else x
         made = _multiplied(_multiplied(read, down, sizes, "lora_a"), up, sizes, "lora_b")
         scaled = pointwise("mul", made, self.alpha, name="lora_scale")
         return pointwise("add", y, cast(scaled, y.dtype), name="lora_add")

@@ -8,19 +8,30 @@ from dataclasses import replace
 from ..algebra.polynomial import ZERO
 from ..algebra.symbols import shown
 from ..errors import GraphError, UnsupportedError
-from ..graph.graph import Graph, need_graph
-from ..graph.loop import Loop, Repeat, is_pass
-from ..graph.op import Op
-from ..graph.scopes import opened
-from ..graph.strides import contiguous
-from ..graph.tensor import SOURCES, Tensor
-from ..ops.blocks import Kernel, each
-from ..ops.collectives import Collective
-from ..ops.fresh import Fresh
-from ..ops.hops import Send
-from ..ops.keep import Keep
-from ..ops.stacks import Empty
-from ..ops.stated import Transfer, transfer
+from ..ir.graph import (
+    SOURCES,
+    Graph,
+    Loop,
+    Op,
+    Repeat,
+    Tensor,
+    is_pass,
+    need_graph,
+    opened,
+)
+from ..ir.strides import contiguous
+from ..ops.collectives import Collective, Send
+from ..ops.fill import Fresh
+from ..ops.keep_alive import Keep
+from ..ops.loops import (
+    Empty,
+    Kernel,
+    each,
+)
+from ..ops.opaque import (
+    Transfer,
+    transfer,
+)
 from .rewrite import Rewriter, bound_record, map_stages
 
 __all__ = ["OFFLOADED", "need_offloaded", "offload"]

@@ -8,15 +8,21 @@ from typing import Any, TypeVar
 
 from ..algebra.polynomial import Poly
 from ..errors import UnsupportedError
-from ..graph.call import Call
-from ..graph.changes import carry_facts
-from ..graph.domain import Domain
-from ..graph.graph import Graph
-from ..graph.op import Bodied, Op, OpKind
-from ..graph.placement import Placement, Sharding
-from ..graph.scopes import opened, same_suffix
-from ..graph.tensor import Tensor
-from ..ops.moves import Concat
+from ..ir.graph import (
+    Bodied,
+    Call,
+    Domain,
+    Graph,
+    Op,
+    OpKind,
+    Placement,
+    Sharding,
+    Tensor,
+    carry_facts,
+    opened,
+    same_suffix,
+)
+from ..ops.layout import Concat
 
 __all__ = ["Rewriter", "bound", "bound_record", "flat", "members", "map_stages"]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ..graph.graph import Graph
-from ..graph.op import Op
-from ..graph.scopes import opened
+from ..ir.graph import Graph, Op, opened
 from ..nn.norms import over_the_batch
-from ..ops.blocks import Kernel
+from ..ops.loops import Kernel
 from .rewrite import Rewriter
 
 __all__ = ["Trained"]

@@ -10,26 +10,43 @@ from typing import Any
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError
-from ..graph.arguments import need_flag, positive
-from ..graph.changes import carry_facts
-from ..graph.graph import Graph
-from ..graph.scopes import building, opened
-from ..graph.strides import contiguous
-from ..graph.tensor import Tensor
-from ..ops.blocks import Repeat, written_slices
+from ..ir.graph import (
+    Graph,
+    Tensor,
+    building,
+    carry_facts,
+    need_flag,
+    opened,
+    positive,
+)
+from ..ir.strides import contiguous
 from ..ops.collectives import need_of_all
-from ..ops.pieces import absent, slice_of
-from ..ops.pointwise import pointwise
+from ..ops.elementwise import pointwise
+from ..ops.loops import (
+    Repeat,
+    absent,
+    slice_of,
+    written_slices,
+)
 from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, over, source_like, unscale, zero_grad
-from .backward.backward import differentiate, loss_of, prepared
-from .backward.updating import Update
-from .backward.walk import Leaf
+from .backward import (
+    differentiate,
+    loss_of,
+    prepared,
+)
 from .checkpoint import Checkpoint
-from .frozen import with_frozen
-from .losses import Loss, with_loss
-from .precision.policy import Policy, find_policy
-from .precision.precision import apply_precision
+from .loss import (
+    Loss,
+    with_loss,
+)
+from .precision import (
+    Policy,
+    apply_precision,
+    find_policy,
+)
+from .reverse_mode import Leaf, Update
 from .rewrite import Rewriter
+from .selection import with_frozen
 
 __all__ = ["training_step"]
 

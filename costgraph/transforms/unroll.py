@@ -7,19 +7,30 @@ from typing import Any
 
 from ..algebra.polynomial import ONE, Poly, as_poly
 from ..errors import BindingError, UnsupportedError
-from ..graph.graph import Graph
-from ..graph.loop import Loop
-from ..graph.op import Op
-from ..graph.scopes import base_name, same_suffix
-from ..graph.sizes import bindings
-from ..graph.strides import Sizes
-from ..graph.tensor import Tensor
+from ..ir.graph import (
+    Graph,
+    Loop,
+    Op,
+    Tensor,
+    base_name,
+    bindings,
+    same_suffix,
+)
+from ..ir.strides import Sizes
 from ..ops.fill import Revised
-from ..ops.moves import Rearrange, Slice
-from ..ops.play import Env, Player, Turn
-from ..ops.stacks import Empty, Stacked
-from .layers import layers_of
+from ..ops.layout import (
+    Rearrange,
+    Slice,
+)
+from ..ops.loops import (
+    Empty,
+    Env,
+    Player,
+    Stacked,
+    Turn,
+)
 from .rewrite import Rewriter, flat
+from .selection import layers_of
 
 __all__ = ["position", "unroll"]
 

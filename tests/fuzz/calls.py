@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from public import PUBLIC, RECORDS
 
 import costgraph as cg
-from costgraph.files.weights import Weight, Weights
+from costgraph.files.checkpoints import (
+    Weight,
+    Weights,
+)
 from costgraph.hardware import units
 from costgraph.optimizers import Slot
 

@@ -67,7 +67,7 @@ def _text(value: Any) -> str:
 
 
 def _names(graph: cg.Graph) -> set[str]:
-    from costgraph.graph.sizes import known_names
+    from costgraph.ir.graph import known_names
 
     return set(known_names(graph))
 

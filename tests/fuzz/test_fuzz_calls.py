@@ -20,9 +20,12 @@ from limits import TooSlowError, limited
 from public import PUBLIC, RECORDS
 
 import costgraph as cg
-from costgraph.graph import changes
-from costgraph.graph.scopes import building, here
-from costgraph.notation import door
+from costgraph.ir import graph
+from costgraph.ir.graph import (
+    building,
+    here,
+)
+from costgraph.notation import validation
 
 B = cg.dims("B")
 
@@ -129,7 +132,7 @@ def use(e, found):
 def at_the_boundary(error):
     """Whether Python itself refused the call: too few arguments, or one that is not in the signature."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    doors = (__file__, ""), (door.__file__, "entered"), (changes.__file__, "called")
+    doors = (__file__, ""), (validation.__file__, "entered"), (graph.__file__, "called")
     return isinstance(error, TypeError) and any(place.filename == f and place.name.endswith(n) for f, n in doors)
 
 

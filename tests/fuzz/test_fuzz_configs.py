@@ -11,7 +11,10 @@ from guard import outcome, refused
 from hostile import TEXTS, VALUES, nested
 
 import costgraph as cg
-from costgraph.models.defaults import ALIASES, DEFAULTS
+from costgraph.models.config import (
+    ALIASES,
+    DEFAULTS,
+)
 
 LARGE = [10**9, 2**63 - 1, 2**63, 10**308, 10**309, 1e308, -1e308, 1e-308, [10**9], [1] * 3000, ["x"] * 20_000]
 HOSTILE = [*VALUES, *LARGE, *(t for t in TEXTS if len(t) < 100), nested(500), {"x": nested(500)}]

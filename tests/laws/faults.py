@@ -10,16 +10,27 @@ from types import MappingProxyType
 
 from costgraph.algebra import polynomial
 from costgraph.algebra.polynomial import ONE, ZERO
-from costgraph.analysis import costs, lifetimes, memory, params, traffic
-from costgraph.graph import domain
-from costgraph.ops import moves as layout_ops
-from costgraph.ops import reach, rules
+from costgraph.analysis import (
+    costs,
+    liveness,
+    memory,
+    params,
+)
+from costgraph.analysis import (
+    costs as traffic,
+)
+from costgraph.ir import graph as domain
+from costgraph.ops import (
+    access_footprint,
+    rules,
+)
+from costgraph.ops import layout as layout_ops
 from costgraph.ops.registry import KINDS
 from costgraph.ops.rules import Flops
-from costgraph.transforms.backward import walk
+from costgraph.transforms import reverse_mode
 
 #: The name in the package is that of the function.
-pointwise_ops = import_module("costgraph.ops.pointwise")
+pointwise_ops = import_module("costgraph.ops.elementwise")
 FAULTS: list[Fault] = []
 
 
@@ -98,7 +109,7 @@ ELEMENTWISE = "FLOPs of elementwise functions"
 
 @fault(ELEMENTWISE, "elements of the first operand instead of the result", ("pointwise", "flops"), ("pointwise",))
 def _(right, op):
-    function, count = op.kind.function, reach.points(op.operands[0])
+    function, count = op.kind.function, access_footprint.points(op.operands[0])
     return Flops(pointwise=count * function.flops, transcendental=count * function.transcendentals)
 
 
@@ -339,7 +350,7 @@ def _(right, graph, *args):
     return program
 
 
-@fault(LIFETIMES, "workspace is left out", (lifetimes, "Step"), ("kernel", "opaque"))
+@fault(LIFETIMES, "workspace is left out", (liveness, "Step"), ("kernel", "opaque"))
 def _(right, op, where, workspace):
     return right(op, where, ZERO)
 
@@ -359,7 +370,7 @@ def _(right, graph, times=ONE):
     yield from ((g, ONE) for g, _ in right(graph, times))
 
 
-@fault(LOOPS, "two iterations stand for all", (lifetimes, "copies_needed"), ("repeat",))
+@fault(LOOPS, "two iterations stand for all", (liveness, "copies_needed"), ("repeat",))
 def _(right, op):
     return 2
 
@@ -375,12 +386,12 @@ TRAINING = "training"
 LOSSES = ("training",)
 
 
-@fault(TRAINING, "a second contribution to a gradient is dropped", (walk.Walk, "add"), LOSSES)
+@fault(TRAINING, "a second contribution to a gradient is dropped", (reverse_mode.Walk, "add"), LOSSES)
 def _(right, self, before, grad):
     return before
 
 
-@fault(TRAINING, "storages of iterations that are not played count once too few", (lifetimes, "Rest"), LOSSES)
+@fault(TRAINING, "storages of iterations that are not played count once too few", (liveness, "Rest"), LOSSES)
 def _(right, start, depth):
     rest = right(start, depth)
     family = rest.family

@@ -8,8 +8,7 @@ import pytest
 from budget import in_part
 
 import costgraph as cg
-from costgraph.graph.changes import FACTS
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import FACTS, known_names
 
 B, S, D, L = cg.dims("B S D L")
 

@@ -8,14 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from shared import load
 
 from costgraph import testing
-from costgraph.testing.files import saved
+from costgraph.testing.properties import saved
 
 CODE = """
 import json, sys
 from pathlib import Path
 import costgraph as cg
-from costgraph.testing.files import loaded, saved
-from costgraph.testing.laws import QUESTIONS
+from costgraph.testing.properties import loaded, saved
+from costgraph.testing.properties import QUESTIONS
 for data in json.loads(Path({path!r}).read_text()):
     graph = loaded(data)
     for name, ask in QUESTIONS.items():

@@ -10,7 +10,7 @@ from shared import load
 
 import costgraph as cg
 from costgraph import models, testing
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 
 LAW = "what_the_graph_refuses_its_formulas_refuse"
 B, D, F, H, K, L, P, S, W = cg.dims("B D F H K L P S W")

@@ -4,9 +4,9 @@ import pytest
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.ops.cached import append
 from costgraph.ops.fill import fill
-from costgraph.ops.pieces import accumulate
+from costgraph.ops.kv_cache import append
+from costgraph.ops.loops import accumulate
 
 A, B, D, L, W = cg.dims("A B D L W")
 

@@ -8,7 +8,7 @@ from shared import load
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import GraphError, UnsupportedError
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 
 drawn = drawing(40)
 B, D, F, H, L, S, V = cg.dims("B D F H L S V")

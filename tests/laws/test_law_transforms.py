@@ -7,7 +7,7 @@ from hypothesis import given
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 
 A, B, D, L, N = cg.dims("A B D L N")
 LOOPS = ("repeat", "pointwise", "einsum", "rearrange", "slice", "reduce")

@@ -28,23 +28,21 @@ TESTS = ["tests", FEW_LAWS, *(f"--ignore={path}" for path in LONG)]
 # tests that a module's own name does not lead to
 HOMES = {
     "ops/rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
-    "graph/domain": ["attention"],
-    "ops/reach": ["costs", "index", "layout", "transforms"],
-    "graph/strides": ["pointwise"],
-    "ops/extents": ["einsum"],
+    "ir/graph": ["attention"],
+    "ops/access_footprint": ["costs", "index", "layout", "transforms"],
+    "ir/strides": ["pointwise"],
+    "ops/axis_sizes": ["einsum"],
     "algebra/dominance": ["extremum"],
     "analysis/roofline": ["models"],
     "transforms/fuse": ["transforms"],
     "transforms/rewrite": ["transforms"],
     "transforms/unroll": ["transforms"],
-    "analysis/costs": ["einsum", "reduce"],
+    "analysis/costs": ["costs", "einsum", "reduce"],
     "analysis/params": ["nn", "repeat"],
     "analysis/memory": ["peak", "repeat"],
-    "analysis/lifetimes": ["repeat", "peak"],
-    "analysis/traffic": ["costs"],
-    "ops/order": ["einsum"],
-    "algebra/division": ["polynomial"],
-    "algebra/generators": ["polynomial"],
+    "analysis/liveness": ["repeat", "peak"],
+    "ops/einsum": ["einsum"],
+    "algebra/polynomial": ["polynomial"],
 }
 # -- children ----------------------------------------------------------------------------------------------------
 

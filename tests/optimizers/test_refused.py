@@ -6,7 +6,7 @@ import pytest
 from each import each
 
 import costgraph as cg
-from costgraph.files.fields import typed
+from costgraph.files.graphs import typed
 from costgraph.optimizers import (
     SGD,
     Adafactor,
@@ -22,7 +22,7 @@ from costgraph.optimizers import (
     unscale,
     zero_grad,
 )
-from costgraph.optimizers.fused import fused_update
+from costgraph.optimizers.optimizer import fused_update
 
 
 @each(

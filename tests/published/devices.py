@@ -13,8 +13,8 @@ from pathlib import Path
 from shared import load
 
 import costgraph as cg
-from costgraph.graph.sizes import known_names
 from costgraph.hardware.units import Quantity
+from costgraph.ir.graph import known_names
 
 ROWS = json.loads(Path(__file__).with_name("devices.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "published_devices.md"

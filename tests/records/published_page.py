@@ -10,8 +10,8 @@ from pathlib import Path
 
 from costgraph.hardware.specs import list_hardware, load_hardware
 from costgraph.report.records import hold
-from costgraph.report.records.held import spread
-from costgraph.report.records.picture import plot_times
+from costgraph.report.records.predictions import spread
+from costgraph.report.records.show import plot_times
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / "published" / "gpus.json"

@@ -12,9 +12,14 @@ pytest.importorskip("rich")
 from shared import load
 
 import costgraph as cg
-from costgraph.analysis.calibrated import load_calibration
-from costgraph.analysis.calibrated.model import SHIPPED, loads_of, shipped
-from costgraph.analysis.calibrated.terms import Rows, rows_of
+from costgraph.analysis.calibrated import (
+    SHIPPED,
+    Rows,
+    load_calibration,
+    loads_of,
+    rows_of,
+    shipped,
+)
 from costgraph.analysis.work import ask
 from costgraph.cli import app as cli
 from costgraph.report.records import calibrate

@@ -11,8 +11,8 @@ from shared import load
 
 import costgraph as cg
 from costgraph.report.records import hold
-from costgraph.report.records.case import FAMILIES
-from costgraph.report.records.predicting import predict
+from costgraph.report.records.families import FAMILIES
+from costgraph.report.records.predictions import predict
 
 H100 = cg.load_hardware("h100-sxm")
 BANDWIDTH = float(H100.bandwidth)

@@ -2,8 +2,7 @@
 
 import published_page
 
-from costgraph.report.records.held import Held
-from costgraph.report.records.predicting import predict
+from costgraph.report.records.predictions import Held, predict
 from costgraph.report.records.record import column, last_digits
 
 TEXT = published_page.PAGE.read_text(encoding="utf-8")

@@ -10,12 +10,23 @@ pytest.importorskip("torch.utils.flop_counter")
 
 import costgraph as cg
 from costgraph.errors import UnsupportedError
-from costgraph.report.records.case import Run
-from costgraph.report.records.limits import LIMITS
-from costgraph.report.records.predicting import _peak, predict
+from costgraph.report.records.families import Run
+from costgraph.report.records.predictions import (
+    LIMITS,
+    _peak,
+    predict,
+)
 from costgraph.report.records.record import column, last_digits
-from costgraph.torch.validating.program import Program, axes_of, joined, made_of
-from costgraph.torch.validating.published import PROGRAMS, benchmarked
+from costgraph.torch.validation_programs import (
+    PROGRAMS,
+    axes_of,
+    benchmarked,
+    joined,
+    made_of,
+)
+from costgraph.torch.validation_programs import (
+    PublishedProgram as Program,
+)
 
 MIB = 2**20
 #: Of cuBLAS, in each of two threads, up to Ada: two blocks of 4 MiB, and eight of 16 KiB.

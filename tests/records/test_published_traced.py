@@ -10,8 +10,11 @@ from each import each
 pytest.importorskip("torch.utils.flop_counter")
 
 import costgraph as cg
-from costgraph.report.records.predicting import predict
-from costgraph.torch.validating.published import PROGRAMS, traced
+from costgraph.report.records.predictions import predict
+from costgraph.torch.validation_programs import (
+    PROGRAMS,
+    traced,
+)
 
 #: Programs of which another one has all that a trace has to pass.
 ALIKE = ("tiled_swiglu", "tiled_geglu", "geglu", "fused_linear_simpo_loss", "fused_linear_orpo_loss")

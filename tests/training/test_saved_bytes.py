@@ -92,7 +92,7 @@ def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkp
 
 def between_the_passes(step):
     """Bytes of activations that are there when the backward pass begins."""
-    from costgraph.analysis.lifetimes import play
+    from costgraph.analysis.liveness import play
 
     program = play(step)
     begins = next(i for i, s in enumerate(program.steps) if s.op.phase == "backward")

@@ -6,8 +6,8 @@ import numpy as np
 
 from costgraph import Graph
 from costgraph.algebra.polynomial import Poly
-from costgraph.ops.keep import Keep
-from costgraph.ops.pointwise import pointwise
+from costgraph.ops.elementwise import pointwise
+from costgraph.ops.keep_alive import Keep
 from costgraph.testing import run
 from costgraph.transforms.vjp.table import Pull, rule_of
 

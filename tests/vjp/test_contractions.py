@@ -8,8 +8,8 @@ from pulls import built, check, gradients, walk
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.graph.domain import Domain
-from costgraph.ops.pointwise import pointwise
+from costgraph.ir.graph import Domain
+from costgraph.ops.elementwise import pointwise
 from costgraph.testing import run
 
 
@@ -244,7 +244,7 @@ def test_convolutions_are_those_of_torch(shape, weight, options):
 
 def apply_to(made, x, w):
     """The same convolution with an input in the place of the parameter."""
-    from costgraph.graph.graph import apply
+    from costgraph.ir.graph import apply
 
     return apply(made.producer.kind, [x, w], "conv")[0]
 

@@ -5,8 +5,8 @@ import pytest
 from pulls import check, gradients
 
 import costgraph as cg
+from costgraph.ops.elementwise import pointwise
 from costgraph.ops.functions import FUNCTIONS, Function
-from costgraph.ops.pointwise import pointwise
 
 SMOOTH = np.array([0.3, 0.7, 1.3, 2.2, 5.1])
 WIDE = np.array([-4.1, -2.3, -0.4, 0.6, 2.9, 3.7, 7.2])
@@ -85,9 +85,8 @@ def test_a_function_of_ones_own_with_its_gradient():
 
 
 def test_masks_of_attention_hide_gradients_too():
-    from costgraph.graph.domain import Domain
-    from costgraph.graph.graph import apply
-    from costgraph.ops.pointwise import Pointwise
+    from costgraph.ir.graph import Domain, apply
+    from costgraph.ops.elementwise import Pointwise
 
     def masked(x):
         made = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=Domain(True, None)), [x], "mask")[0]

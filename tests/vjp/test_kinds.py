@@ -8,11 +8,10 @@ import pytest
 from pulls import built, check, gradients, walk
 
 import costgraph as cg
-from costgraph.graph.graph import apply
-from costgraph.graph.op import Bodied
+from costgraph.ir.graph import Bodied, apply
+from costgraph.ops.elementwise import pointwise
 from costgraph.ops.fill import assign, fill, pad
 from costgraph.ops.layout import index
-from costgraph.ops.pointwise import pointwise
 from costgraph.ops.registry import KINDS
 from costgraph.transforms.vjp import NOT_DIFFERENTIABLE
 from costgraph.transforms.vjp.table import RULES
@@ -79,7 +78,7 @@ def test_reductions_of_steps_have_none(operation):
 
 
 def test_a_mean_of_a_domain_is_refused():
-    from costgraph.graph.domain import Domain
+    from costgraph.ir.graph import Domain
 
     def mean(q, k):
         s = cg.einsum(q, k, "s d, t d -> s t", domain=Domain(True, None), over=("s", "t"))

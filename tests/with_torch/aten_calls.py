@@ -9,11 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from costgraph.algebra.polynomial import Poly, total
 from costgraph.errors import UnsupportedError
-from costgraph.torch.tracing.call import Call, Counts, Spec
-from costgraph.torch.tracing.lists import one_by_one, tags_of
+from costgraph.torch.tracing.call import Call, Counts, Spec, Values
+from costgraph.torch.tracing.recorder import (
+    one_by_one,
+    tags_of,
+)
 from costgraph.torch.tracing.rules import counts_of
 from costgraph.torch.tracing.sizes import Translator
-from costgraph.torch.tracing.values import Values
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def spec(*sizes: int | Poly, dtype: str = "fp32") -> Spec:
     """Return a dense tensor as a rule sees it."""
     from costgraph.algebra.polynomial import poly
     from costgraph.dtypes import dtype as find_dtype
-    from costgraph.graph.strides import contiguous
+    from costgraph.ir.strides import contiguous
 
     shape = tuple(map(poly, sizes))
     return Spec(shape, contiguous(shape), find_dtype(dtype))

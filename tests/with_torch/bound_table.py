@@ -13,8 +13,8 @@ import torch
 from outside_cache import elementwise, fastest, products
 
 import costgraph as cg
-from costgraph.torch.calibrating import calibrate
-from costgraph.torch.measuring import environment
+from costgraph.torch.calibration import calibrate
+from costgraph.torch.measurement import environment
 
 MIB = 2**20
 SETS = (MIB // 4, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import costgraph as cg
-from costgraph.models.defaults import ACTIVATIONS
+from costgraph.models.config import ACTIVATIONS
 
 B, S, M = 2, 5, 7
 #: Modules with more parameters are counted, and not run.

@@ -6,7 +6,7 @@ import torch
 from lowered import exact
 
 import costgraph as cg
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 from costgraph.torch.lowering import lower, random_inputs
 
 

@@ -9,7 +9,7 @@ from sharded_steps import Case
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import CostGraphError
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 
 #: What is not the same on two machines, or means nothing to torch.
 UNLIKE = {"dropout", "opaque", "foreign", "empty", "unpool"}

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import costgraph as cg
 from costgraph.torch.lowering import lower, random_inputs
-from costgraph.torch.lowering.emitter import Numbers
-from costgraph.torch.lowering.sources import Leaves
+from costgraph.torch.lowering.context import Leaves, Numbers
 
 RANKS = 4
 KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",

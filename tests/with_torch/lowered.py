@@ -9,16 +9,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from costgraph import testing
-from costgraph.torch.lowering import formats, lower, random_inputs
+from costgraph.torch.lowering import (
+    context,
+    lower,
+    random_inputs,
+)
 
 
 @contextmanager
 def exact():
     """Let every floating format be fp64, as the interpreter has it: what is compared then is what is computed."""
-    floats = {name: torch.float64 for name, d in formats.FORMATS.items() if d.is_floating_point}
+    floats = {name: torch.float64 for name, d in context.FORMATS.items() if d.is_floating_point}
     blocks = dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4",
                             "nvfp4"), torch.float64)  # fmt: skip
-    with mock.patch.dict(formats.FORMATS, {**floats, **blocks, "int4": torch.int64}):
+    with mock.patch.dict(context.FORMATS, {**floats, **blocks, "int4": torch.int64}):
         yield
 
 

@@ -4,8 +4,8 @@ import torch
 from torch.nn import functional
 
 import costgraph as cg
-from costgraph.torch.calibrating import calibration
-from costgraph.torch.measuring import timed
+from costgraph.torch import calibration
+from costgraph.torch.measurement import timed
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,14 @@ from outside_cache import CPU, elementwise, fastest, products, shortly
 
 import costgraph as cg
 from costgraph.cli import app as cli
-from costgraph.torch.calibrating import Calibration, Rate, calibrate
-from costgraph.torch.calibrating.caches import last_level_cache
-from costgraph.torch.calibrating.devices import BUILT_IN
-from costgraph.torch.measuring import environment
+from costgraph.torch.calibration import (
+    BUILT_IN,
+    Calibration,
+    Rate,
+    calibrate,
+    last_level_cache,
+)
+from costgraph.torch.measurement import environment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,7 +125,7 @@ def test_updates_in_place_are_no_faster_either(outside):
 
 
 def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_path):
-    monkeypatch.setattr("costgraph.torch.calibrating.calibration._probes", lambda *a: iter(()))
+    monkeypatch.setattr("costgraph.torch.calibration._probes", lambda *a: iter(()))
     assert calibrate("cpu", quick=True, like="h100-sxm").like == cg.load_hardware("h100-sxm")
     with pytest.raises(cg.errors.SpecError, match="hardware 'h100' is unknown"):
         calibrate("cpu", like="h100")
@@ -164,7 +168,7 @@ def quickly(monkeypatch):
         place = environment("cpu", command="a test")
         return Calibration(place, rates, None, None)
 
-    monkeypatch.setattr("costgraph.torch.calibrating.calibrate", fake)
+    monkeypatch.setattr("costgraph.torch.calibration.calibrate", fake)
     return asked
 
 

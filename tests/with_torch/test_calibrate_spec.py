@@ -12,12 +12,18 @@ import torch
 
 import costgraph as cg
 from costgraph.errors import FormatError, UnsupportedError
-from costgraph.torch.calibrating import Calibration, Rate
-from costgraph.torch.calibrating.caches import last_level_cache, working_sets
-from costgraph.torch.calibrating.calibration import _Rounds
-from costgraph.torch.calibrating.devices import BUILT_IN
-from costgraph.torch.calibrating.probes import Probe, streams
-from costgraph.torch.calibrating.spec import entry, specification
+from costgraph.torch.calibration import (
+    BUILT_IN,
+    Calibration,
+    Probe,
+    Rate,
+    _Rounds,
+    entry,
+    last_level_cache,
+    specification,
+    streams,
+    working_sets,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -28,7 +28,11 @@ from config_mutations import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import costgraph as cg
-from costgraph.models.defaults import ALIASES, DEFAULTS, NO_COST
+from costgraph.models.config import (
+    ALIASES,
+    DEFAULTS,
+    NO_COST,
+)
 
 transformers.logging.set_verbosity_error()
 

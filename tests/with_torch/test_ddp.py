@@ -18,8 +18,8 @@ from ddp_worlds import CASES, SIZES, Train  # noqa: E402  # after torch is known
 from shared import load, training_step  # noqa: E402  # as above
 
 import costgraph as cg  # noqa: E402  # after torch is known to be there
-from costgraph.analysis.messages import bucketed  # noqa: E402
-from costgraph.graph.sizes import bindings  # noqa: E402  # after torch is known to be there
+from costgraph.analysis.collective_time import bucketed  # noqa: E402
+from costgraph.ir.graph import bindings  # noqa: E402  # after torch is known to be there
 from costgraph.torch import trace  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -10,7 +10,7 @@ complex numbers.
 import pytest
 
 import costgraph as cg
-from costgraph.graph.sizes import known_names
+from costgraph.ir.graph import known_names
 from costgraph.torch import from_config
 
 pytest.importorskip("transformers")

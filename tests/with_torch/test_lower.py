@@ -11,7 +11,7 @@ from torch.nn import functional  # noqa: E402
 
 import costgraph as cg  # noqa: E402
 from costgraph.errors import BindingError, GraphError, UnsupportedError  # noqa: E402
-from costgraph.graph.sizes import known_names  # noqa: E402
+from costgraph.ir.graph import known_names  # noqa: E402
 from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from shared import load, training_step  # noqa: E402  # as above
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import costgraph as cg  # noqa: E402
-from costgraph.graph.sizes import known_names  # noqa: E402
+from costgraph.ir.graph import known_names  # noqa: E402
 from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 
 SIZES = {"B": 3, "S": 7, "D": 12, "H": 4, "G": 2, "K": 6, "F": 13, "L": 3, "V": 23, "P": 11, "C": 5}

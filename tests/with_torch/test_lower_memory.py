@@ -12,7 +12,7 @@ from shared import load  # noqa: E402  # as above
 
 import costgraph as cg  # noqa: E402
 from costgraph import testing  # noqa: E402
-from costgraph.graph.sizes import known_names  # noqa: E402
+from costgraph.ir.graph import known_names  # noqa: E402
 from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 
 torch.set_num_threads(1)
@@ -161,7 +161,7 @@ def drawn_peaks(case):
 
 
 def test_peak_of_drawn_graphs():
-    plain = mock.patch.multiple("costgraph.testing.sketch", FLOATS=("fp32",), SMALL=("fp32",))
-    functions = mock.patch("costgraph.testing.samples._PLAIN", _FUNCTIONS)
+    plain = mock.patch.multiple("costgraph.testing.strategies", FLOATS=("fp32",), SMALL=("fp32",))
+    functions = mock.patch("costgraph.testing.strategies._PLAIN", _FUNCTIONS)
     with plain, functions:
         drawn_peaks()

@@ -14,7 +14,7 @@ from sharded_steps import CASES, MORE  # noqa: E402  # after torch is known to b
 
 import costgraph as cg  # noqa: E402  # after torch is known to be there
 from costgraph.algebra.polynomial import poly  # noqa: E402
-from costgraph.graph.graph import apply  # noqa: E402
+from costgraph.ir.graph import apply  # noqa: E402
 from costgraph.ops.collectives import Collective  # noqa: E402
 from costgraph.torch import lower, random_inputs  # noqa: E402
 

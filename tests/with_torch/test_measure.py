@@ -16,8 +16,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from costgraph.errors import BindingError, UnsupportedError
-from costgraph.torch.measuring import Times, environment, measure, progressing, timed
-from costgraph.torch.measuring.allocations import _peak_of, peak_bytes
+from costgraph.notation.progress import progressing
+from costgraph.torch.measurement import (
+    Times,
+    _peak_of,
+    environment,
+    measure,
+    peak_bytes,
+    timed,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
 

@@ -10,8 +10,11 @@ from transformers_suite import tiny
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
-from costgraph.graph.graph import apply as graph_apply
-from costgraph.ops.spectra import Fourier, ViewAs
+from costgraph.ir.graph import apply as graph_apply
+from costgraph.ops.fourier import (
+    Fourier,
+    ViewAs,
+)
 from costgraph.torch import lower, trace
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from traced import adamw, differences
 
 import costgraph as cg
-from costgraph.ops.blocks import Kernel
+from costgraph.ops.loops import Kernel
 from costgraph.torch import trace
 
 transformers = pytest.importorskip("transformers")

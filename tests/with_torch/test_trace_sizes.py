@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 import costgraph as cg  # noqa: E402
 from costgraph.algebra.polynomial import poly  # noqa: E402
 from costgraph.torch import trace  # noqa: E402
+from costgraph.torch.tracing.meta_kernels import STAND_INS  # noqa: E402
 from costgraph.torch.tracing.shapes import Shapes, hints  # noqa: E402
 from costgraph.torch.tracing.sizes import Translator  # noqa: E402
-from costgraph.torch.tracing.stand_ins import STAND_INS  # noqa: E402
 
 s, t = sympy.symbols("s0 s1", positive=True, integer=True)
 FORMULAS = [

@@ -9,7 +9,7 @@ from torch import nn
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.ops.contraction import Einsum
+from costgraph.ops.einsum import Einsum
 from costgraph.torch import trace
 
 FP32, BF16 = torch.float32, torch.bfloat16

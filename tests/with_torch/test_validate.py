@@ -17,10 +17,23 @@ from validation_causes import CAUSES, causes
 import costgraph as cg
 from costgraph.cli import app as cli
 from costgraph.errors import FormatError, GraphError, SpecError, UnsupportedError
-from costgraph.torch.validating import SCHEMA, SUBJECTS, Case, Validation, suite, validate
-from costgraph.torch.validating.judging import FOLLOWS, OUTCOMES, Attained, agrees, outcome
-from costgraph.torch.validating.run import declared, predicted, traced
-from costgraph.torch.validating.subjects import check
+from costgraph.torch.validation import (
+    FOLLOWS,
+    OUTCOMES,
+    SCHEMA,
+    SUBJECTS,
+    Attained,
+    Validation,
+    agrees,
+    check,
+    declared,
+    outcome,
+    predicted,
+    suite,
+    traced,
+    validate,
+)
+from costgraph.torch.validation_programs import Case
 
 META = torch.device("meta")
 MATMUL = Case("matmul", {"M": 17, "K": 29, "N": 31})
@@ -195,7 +208,7 @@ def test_a_module_that_cannot_be_traced_says_why(monkeypatch):
     def refuses(*args, **options):
         raise UnsupportedError("the shape of its result depends on data")
 
-    monkeypatch.setattr("costgraph.torch.validating.run.trace", refuses)
+    monkeypatch.setattr("costgraph.torch.validation.trace", refuses)
     (row,) = validate("cpu", [small("perceptron")], hardware="h100-sxm", quick=True, progress=False).rows
     assert row.traced is None
     assert "depends on data" in row.untraced
@@ -254,7 +267,7 @@ def test_every_cause_is_explained_and_used():
     ("cases", "text"),
     [
         ([], "validate: no cases, expected one at least"),
-        (["matmul"], "validate: case 'matmul', expected a costgraph.torch.validating.Case"),
+        (["matmul"], "validate: case 'matmul', expected a costgraph.torch.validation.Case"),
         ([Case("product", {"M": 3})], "validate: subject 'product', expected one of matmul, .*"),
         ([replace(MATMUL, mode="step")], "validate: matmul: mode 'step', expected one of kernel"),
         ([replace(MATMUL, dtype="fp7")], "validate: matmul: dtype 'fp7', expected one of fp64, .*"),

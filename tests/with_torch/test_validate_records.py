@@ -11,9 +11,14 @@ import torch
 from validation_causes import causes
 from validation_page import PAGE, page, records
 
-from costgraph.torch.validating import SUBJECTS
-from costgraph.torch.validating.judging import outcome
-from costgraph.torch.validating.run import declared, modelled, predicted, traced
+from costgraph.torch.validation import (
+    SUBJECTS,
+    declared,
+    modelled,
+    outcome,
+    predicted,
+    traced,
+)
 
 RECORDS = records()
 ROWS = [pytest.param(name, row, id=f"{name}: {row.case.name}") for name, found in RECORDS.items() for row in found.rows]

@@ -13,7 +13,7 @@ from zoo_convnets import REFERENCES
 
 import costgraph as cg
 from costgraph.torch import trace
-from costgraph.transforms.losses import with_loss
+from costgraph.transforms.loss import with_loss
 
 torch.set_num_threads(1)
 

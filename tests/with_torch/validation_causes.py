@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from costgraph.torch.validating.case import Case
+from costgraph.torch.validation_programs import Case
 
 __all__ = ["CAUSES", "causes"]
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from validation_causes import CAUSES, causes
 
-from costgraph.torch.measuring.environment import counted
-from costgraph.torch.validating import SCHEMA, Validation
-from costgraph.torch.validating.judging import FOLLOWS
+from costgraph.torch.measurement import counted
+from costgraph.torch.validation import (
+    FOLLOWS,
+    SCHEMA,
+    Validation,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FOLDER = ROOT / "docs" / "validation.md", ROOT / "tests" / "measured"

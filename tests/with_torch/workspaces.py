@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from costgraph.torch.measuring.allocations import _MARK, _events, _peak_of
+from costgraph.torch.measurement import (
+    _MARK,
+    _events,
+    _peak_of,
+)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}

@@ -16,7 +16,7 @@ from pathlib import Path
 from shared import load
 
 import costgraph as cg
-from costgraph.models.published import PARAMETERS
+from costgraph.models.registry import PARAMETERS
 
 HERE = Path(__file__).parent
 COUNTS = HERE / "zoo_counts.json"

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: markup, style, engine and data, under a policy that allows nothing else."""
+"""What a page knows of graphs and devices, as JSON has it: formulas by their number in `Tables`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,458 @@ import html
 import json
 import os
 import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from importlib.resources import files
+from itertools import product
+from typing import Any, TypeVar
+
+import sympy
 
 from ... import models
-from ...algebra.symbols import shown
-from ...errors import FormatError
-from ...graph.graph import Graph
-from ...graph.showing import SHOWN
-from ...hardware.specs import list_hardware, load_hardware
+from ...algebra.conditions import Asked as Test
+from ...algebra.extremum import Max, Min
+from ...algebra.polynomial import Monomial, Poly, Rational, generator, poly, total
+from ...algebra.symbols import shorten, shown, size_or_name
+from ...analysis.collective_time import exchange, whole
+from ...analysis.costs import compulsory, flops, matmul_flops
+from ...analysis.liveness import Program, copies_for, holds_from, live_bytes, play
+from ...analysis.memory import peak_cases
+from ...analysis.params import param_bytes, param_count
+from ...analysis.step_time import unit_times, when
+from ...analysis.work import Asked, Rates, Work, works
+from ...errors import CostGraphError, FormatError, SpecError, UnsupportedError
+from ...hardware.file import LINK_KINDS
+from ...hardware.specs import Hardware, list_hardware, load_hardware
+from ...ir.graph import SHOWN, Graph, Waiting, bindings, conditions, known_names, need_choice, stages
+from ...notation.progress import progressing
+from ...ops.collectives import Send
+from ...optimizers import OPTIMIZERS
 from ...text_file import write_file
-from .collect import collected
-from .views import views_of
+from ...transforms.checkpoint import read_checkpoint
+from ...transforms.inference import decode, prefill
+from ...transforms.shard.parallelize import CONTEXTS, parallelize
+from ...transforms.training import training_step
+from ..formatting import symbolic
 
-__all__ = ["Page", "explore"]
+__all__ = [
+    "Tables",
+    "views_of",
+    "collected",
+    "Page",
+    "explore",
+]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+# Formulas as data: sums are rows over one table of monomials, nothing in them is code.
+
+T = TypeVar("T", bound=Hashable)
+# Above it a number of JavaScript is not exact: such a coefficient is text.
+_LARGEST = 2**53
+_KINDS = {
+    Max: "max", Min: "min", sympy.Max: "max", sympy.Min: "min",
+    sympy.floor: "floor", sympy.ceiling: "ceil", sympy.Pow: "pow", sympy.log: "log",
+}  # fmt: skip
+
+
+class Tables:
+    """Polynomials by number, each once, over tables of what they are made of.
+
+    Examples
+    --------
+    >>> from costgraph import dims
+    >>> B, D = dims("B D")
+    >>> tables = Tables()
+    >>> tables.row(poly(3 * B * D**2))
+    0
+    >>> tables.data()
+    {'rows': [[0, 3]], 'monomials': [[0, 1, 1, 2]], 'generators': ['B', 'D']}
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Poly, int] = {}
+        self._monomials: dict[Monomial, int] = {}
+        self._generators: dict[str, int] = {}
+        self._found: dict[str, list[Any]] = {"rows": [], "monomials": [], "generators": []}
+
+    def row(self, p: Poly) -> int:
+        """Return the number of a polynomial; UnsupportedError where the engine has no rule for a function in it."""
+        if p not in self._rows:
+            row = [x for m, c in p.terms.items() for x in (self._monomial(m), _coefficient(c))]
+            self._add("rows", self._rows, p, row)
+        return self._rows[p]
+
+    def data(self) -> dict[str, list[Any]]:
+        """Return the tables as JSON has them."""
+        return self._found
+
+    def _add(self, table: str, places: dict[T, int], key: T, entry: object) -> None:
+        places[key] = len(self._found[table])
+        self._found[table].append(entry)
+
+    def _monomial(self, m: Monomial) -> int:
+        if m not in self._monomials:
+            self._add("monomials", self._monomials, m, [x for key, power in m for x in (self._generator(key), power)])
+        return self._monomials[m]
+
+    def _generator(self, key: str) -> int:
+        if key not in self._generators:
+            self._add("generators", self._generators, key, key if key[0] != "~" else self._atom(generator(key)))
+        return self._generators[key]
+
+    def _atom(self, expr: sympy.Expr) -> list[Any]:
+        for kind, name in _KINDS.items():
+            if isinstance(expr, kind):
+                return [name, *(self.row(poly(a)) for a in expr.args)]
+        known = ", ".join(dict.fromkeys(_KINDS.values()))
+        raise UnsupportedError(
+            f"explore: {shorten(str(expr))}: no rule for {type(expr).__name__}, expected one of {known}"
+        )
+
+
+def _coefficient(value: Rational) -> int | str:
+    return value if isinstance(value, int) and abs(value) < _LARGEST else str(value)
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+# What a page shows of a graph: it itself, steps of training, passes of inference, the part of one rank or stage.
+
+_PASSES: Mapping[str, Callable[[Graph], Graph]] = {"forward": lambda g: g, "prefill": prefill, "decode": decode}
+_DEGREES = ("dp", "tp", "cp", "ep", "pp")
+#: What `parallelize` takes beside degrees; without a value it is a flag.
+_RANKS = ("zero", "sequence", "context", "reduce_each", "schedule")
+_WORDS = {"zero": ("0", "1", "2", "3"), "reduce_each": ("yes", "no"), "context": CONTEXTS}
+_STEP = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
+#: Steps of the whole model by their options: views of ranks share one.
+_Steps = dict[frozenset[tuple[str, str]], Graph]
+_DEFAULT = (
+    "forward", "train precision=bf16", "train precision=bf16 checkpoint=every-block",
+    "train optimizer=sgd precision=bf16", "prefill", "decode", "train precision=bf16 dp=dp tp=tp",
+    "train precision=bf16 dp=dp zero=1", "train precision=bf16 dp=dp zero=2", "train precision=bf16 dp=dp zero=3",
+    "train precision=bf16 accumulate=8 pp=4",
+)  # fmt: skip
+
+
+def views_of(graph: Graph, wanted: object = None) -> dict[str, Graph]:
+    """Return graphs by the name of the view; of the default ones those that the graph has.
+
+    Those that are wanted are graphs, or words such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8
+    tp=T zero=3`; an error if a word is none of these, or a transform refuses the graph.
+    """
+    if isinstance(wanted, Mapping):
+        found = dict(wanted)
+        if not found or not all(isinstance(k, str) and isinstance(v, Graph) for k, v in found.items()):
+            raise FormatError(f"explore: views is {shown(wanted)}, expected graphs by the name of the view")
+        return found
+    if wanted is None:
+        return dict(_those_it_has(graph))
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise FormatError(f"explore: views is {shown(wanted)}, expected a list such as ['forward', 'decode']")
+    steps: _Steps = {}
+    found = {text: _view(graph, text, steps) for text in list(wanted)}
+    if not found:
+        raise FormatError("explore: views is empty, expected one view at least")
+    return found
+
+
+def _those_it_has(graph: Graph) -> Iterable[tuple[str, Graph]]:
+    steps: _Steps = {}
+    for text in _DEFAULT:
+        try:
+            yield text, _view(graph, text, steps)
+        except CostGraphError:  # a graph without a loss, without tokens, or that is a step itself
+            continue
+
+
+def _view(graph: Graph, text: object, steps: _Steps) -> Graph:
+    if not isinstance(text, str) or not text.strip():
+        raise FormatError(f"explore: view {shown(text)}, expected one such as {', '.join(map(repr, _DEFAULT))}")
+    word, *rest = text.split()
+    options = dict(part.partition("=")[::2] for part in rest)
+    known = (*_DEGREES, *_RANKS, *(_STEP if word == "train" else ()))
+    for name, value in options.items():
+        if name not in known or bool(value) == (name == "sequence"):
+            flags = (k if k == "sequence" else f"{k}=" for k in known)
+            raise FormatError(f"explore: view {shorten(text)}: {shorten(name)}, expected {', '.join(flags)}")
+    if word == "train":
+        key = frozenset((k, v) for k, v in options.items() if k in _STEP)
+        found = steps[key] = steps.get(key) or _step(graph, options)
+    elif word in _PASSES:
+        found = _PASSES[word](graph)
+    else:
+        raise FormatError(f"explore: view {shorten(text)}: expected {', '.join(_PASSES)} or train, then options")
+    return _rank(found, options) if options.keys() & {*_DEGREES, *_RANKS} else found
+
+
+def _step(graph: Graph, options: Mapping[str, str]) -> Graph:
+    name = options.get("optimizer", "adamw")
+    if name not in OPTIMIZERS:
+        raise FormatError(f"explore: optimizer={shorten(name)}, expected one of {', '.join(OPTIMIZERS)}")
+    policy = read_checkpoint(options.get("checkpoint", "none"))
+    accumulate = size_or_name(options.get("accumulate", "1"), "accumulate")
+    try:
+        clip = float(options["clip"]) if "clip" in options else None
+    except ValueError:
+        raise FormatError(f"explore: clip={shorten(options['clip'])}, expected a number") from None
+    return training_step(graph, None, OPTIMIZERS[name](), options.get("precision"), policy, accumulate, clip=clip)
+
+
+def _rank(found: Graph, options: Mapping[str, str]) -> Graph:
+    given: dict[str, Any] = {name: size_or_name(options[name], name) for name in _DEGREES if name in options}
+    given |= {name: options[name] for name in ("context", "schedule") if name in options}
+    for name, words in _WORDS.items():
+        if name in options:
+            need_choice(f"explore: {name}", options[name], words)
+    if "zero" in options:
+        given["zero"] = int(options["zero"])
+    if "reduce_each" in options:
+        given["reduce_each"] = options["reduce_each"] == "yes"
+    micro_batches = size_or_name(options.get("accumulate", "1"), "accumulate")
+    return parallelize(found, sequence="sequence" in options, micro_batches=micro_batches, **given)
+
+
+# -- collect -----------------------------------------------------------------------------------------------------------
+
+# Sizes that a model leaves open start here or at 1: small, so that most devices have room.
+_START = {"S": 2048}
+#: Of so many others powers of two are tried to find sizes that a view allows.
+_MOST_TRIED, _TRIED = 4, (1, 2, 4, 8)
+_STAGES = ("first", "middle", "last")
+
+
+def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]) -> dict[str, Any]:
+    """Return all that a page shows: `tables`, `views`, `devices` and the sizes at which the page starts.
+
+    A device without any rate is shown with its memory alone.
+    """
+    tables = Tables()
+    twins = {view: [symbolic(part) for part in stages(graph)] for view, graph in views.items()}
+    every = [part for parts in twins.values() for part in parts]
+    keys = sorted({key for g in every for w in works(g) for key in (*w.flops, *w.least)})
+    found: list[dict[str, Any]] = []
+    with progressing("explore", len(every)) as step:
+        for view, parts in twins.items():
+            places = range(len(found), len(found) + len(parts))
+            for i, (part, at) in enumerate(zip(parts, places, strict=True)):
+                named = f"{view}: {_STAGES[-1 if at == places[-1] else i]} stage" if len(parts) > 1 else view
+                step(named)
+                found.append(_collect_view(named, part, tables, keys, devices))
+                if len(parts) > 1 and part.waiting is not None:
+                    found[-1] |= _pipeline(part, part.waiting, places, tables, devices)
+    return {
+        "name": name,
+        "keys": [f"{kind} {dtype}" for kind, dtype in keys],
+        "views": found,
+        "devices": [_device(d, keys) for d in devices],
+        "sizes": _starts(list(views.values()), every, [view["counts"] for view in found]),
+        "tables": tables.data(),
+    }
+
+
+def _starts(graphs: Sequence[Graph], parts: Sequence[Graph], counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sizes at which a page starts: those of the model, small ones else, which all views allow if any do."""
+    names = sorted(frozenset().union(*map(known_names, parts)))
+    given = {name: size for graph in reversed(graphs) for name, size in graph.defaults.items()}
+    found = {n: given.get(n, _START.get(n, 1)) for n in names}
+    for part, least in zip(parts, counts, strict=True):
+        own = known_names(part)
+        free = [n for n in names if n in own and n not in given and n not in _START][:_MOST_TRIED]
+        for tried in product(_TRIED, repeat=len(free)):
+            sizes = found | {n: max(found[n], size) for n, size in zip(free, tried, strict=True)}
+            if _allows(part, {n: sizes[n] for n in own}) and all(sizes[n] >= low for n, low in least.items()):
+                found = sizes
+                break
+    return found
+
+
+def _allows(part: Graph, sizes: Mapping[str, int]) -> bool:
+    try:
+        bindings(part, sizes)
+    except CostGraphError:
+        return False
+    return all(test.holds(sizes) for test, _ in _of_stages(part))
+
+
+def _of_stages(part: Graph) -> list[tuple[Test, str]]:
+    """Return what makes a stage of a pipeline one."""
+    if part.waiting is None:
+        return []
+    whole, alike = part.waiting.stages, part.waiting.alike
+    return [
+        (Test(whole, 2), f"a pipeline has {whole.brief()} stages, 2 or more"),
+        (Test(alike, 1), f"there are {alike.brief()} stages as this one, 1 or more"),
+    ]
+
+
+def _pipeline(
+    part: Graph, known: Waiting, places: Sequence[int], tables: Tables, devices: Sequence[Hardware]
+) -> dict[str, Any]:
+    """Return what the time of a pipeline needs of one of its stages: its place, and how long what it hands on takes."""
+    row, values = tables.row, bindings(part, {})
+    sends = [op for op in part.walk() if isinstance(op.kind, Send)]
+
+    def times(device: Hardware) -> list[int] | str:
+        try:
+            return [row(exchange(op, part, values, device)[0]) for op in sends]
+        except SpecError as error:
+            return str(error)
+
+    return {
+        "pipeline": list(places), "schedule": known.schedule, "stages": row(known.stages),
+        "micro_batches": row(known.micro_batches), "alike": row(known.alike),
+        "ranks": [[row(n) for n in run] for run in known.ranks], "sends": [times(d) for d in devices],
+    }  # fmt: skip
+
+
+def _collect_view(
+    name: str, graph: Graph, tables: Tables, keys: Sequence[tuple[str, str]], devices: Sequence[Hardware]
+) -> dict[str, Any]:
+    values, row = bindings(graph, {}), tables.row
+    exchanged: dict[object, Any] = {}
+    cases = [
+        [
+            row(poly(r.formula)),
+            r.op or "(start)",
+            r.phase or "forward",
+            r.label,
+            [[k, row(p)] for k, p in r._roles if p],
+        ]
+        for r in peak_cases(graph, values)
+    ]
+    found = works(graph)
+    totals = {
+        "flops": flops(graph), "matmul": matmul_flops(graph), "bytes": total(w.bytes for w in found),
+        "fused": compulsory(graph), "params": param_count(graph), "param_bytes": param_bytes(graph),
+    }  # fmt: skip
+    return {
+        "name": name,
+        "group": _group(graph),
+        "sizes": sorted(known_names(graph)),
+        "totals": {k: row(p if isinstance(p, Poly) else poly(p)) for k, p in totals.items()},
+        "peak": cases,
+        "ops": [_op(w, graph, tables, keys, devices, exchanged) for w in found],
+        "memory": _memory(play(graph, copies_for(values), values), row),
+        "asked": [[row(a.amount), a.least, a.whole, a.equal, a.strict, text] for a, text in _asked(graph)],
+        "counts": holds_from(graph, values),
+    }
+
+
+def _asked(graph: Graph) -> list[tuple[Test, str]]:
+    """Return what sizes have to satisfy, with the words of a warning."""
+    return [
+        *((Test(r.difference, equal=r.equal, strict=r.strict), r.text) for r in graph.root.relations.relations),
+        *((Test(c.formula, c.least, whole=c.whole),
+           f"{c.place}, {c.formula.brief()}, is {'a whole number, ' if c.whole else ''}{c.least} or more")
+          for c in conditions(graph)),
+        *((test, text) for test, text in _of_stages(graph) if test.amount.names()),
+    ]  # fmt: skip
+
+
+def _group(graph: Graph) -> str:
+    """Return the words above the views of a kind."""
+    if graph.waiting is not None:
+        return "a stage of a pipeline"
+    if graph.sharding is not None:
+        return "one of several ranks"
+    return "steps of training" if graph.gradients else "passes"
+
+
+def _op(
+    work: Work,
+    graph: Graph,
+    tables: Tables,
+    keys: Sequence[tuple[str, str]],
+    devices: Sequence[Hardware],
+    exchanged: dict[object, Any],
+) -> dict[str, Any]:
+    row = tables.row
+    out: dict[str, Any] = {
+        "op": work.op.name, "phase": work.op.phase, "bytes": row(work.bytes),
+        "flops": [[keys.index(key), row(p)] for key, p in work.flops.items()],
+    }  # fmt: skip
+    if work.least != work.flops:
+        out["least"] = [[keys.index(key), row(p)] for key, p in work.least.items()]
+    if work.link is not None:
+        out["link"] = work.link
+    if work.collective is not None:
+        out |= {"collective": work.collective.collective, "axis": work.collective.axis or ""}
+        # most collectives of a graph are those of another layer or phase again
+        kind = work.collective
+        key = (kind.collective, kind.axis, kind.ranks, work.times, whole(work.op), work.op.operands[0].storage.pieces)
+        if key not in exchanged:
+            exchanged[key] = [_sent(work, graph, d, row) for d in devices]
+        out["sent"] = exchanged[key]
+    if graph.waiting is not None:
+        out["when"] = when(work.op)
+    return out
+
+
+def _sent(work: Work, graph: Graph, device: Hardware, row: Callable[[Poly], int]) -> list[Any] | str:
+    """Return the seconds of a collective over its link, and the least of each unit; words where there is no link."""
+    values = bindings(graph, {})
+    try:
+        rates = Rates(device)
+        once, link = exchange(work.op, graph, values, device)
+        least = unit_times(Asked(graph, rates, values, [work]))
+    except SpecError as error:
+        return str(error)
+    return [row(once * work.times), link, {unit: row(p) for unit, p in least.items() if unit != "memory"}]
+
+
+def _memory(program: Program, row: Callable[[Poly], int]) -> dict[str, Any]:
+    """Return storages, and the steps at which live memory is looked at."""
+    return {
+        "lives": [
+            [life.role, row(life.bytes), -1 if life.born is None else life.born, life.dies]
+            for life in program.lives if life.bytes
+        ],
+        "steps": [
+            [at, *(_collect_step(program, at) if at >= 0 else ("(start)", "forward")),
+             row(program.steps[at].workspace) if at >= 0 and program.steps[at].workspace else None]
+            for at, _ in live_bytes(program)
+        ],
+    }  # fmt: skip
+
+
+def _collect_step(program: Program, at: int) -> tuple[str, str]:
+    return program.steps[at].where, program.steps[at].op.phase
+
+
+def _device(hardware: Hardware, keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "id": hardware.id, "name": hardware.name, "capacity": int(hardware.capacity().value),
+        "bandwidth": float(hardware.bandwidth.value),
+        "links": dict(_links(hardware)),
+    }  # fmt: skip
+    rates = Rates(hardware)
+    try:
+        out["rates"] = [_rate(rates.of(*key)) for key in keys]
+        out["least"] = [
+            ["vector" if rates.shares_unit(*key) else "matmul", _rate(rates.of(*key, highest=True) * rates.headroom)]
+            for key in keys
+        ]
+        out["notes"] = [str(instead) for instead in rates.stand_ins.values()]
+    except SpecError as error:
+        out["refused"] = str(error)
+    return out
+
+
+def _links(hardware: Hardware) -> Iterator[tuple[str, float]]:
+    for kind in LINK_KINDS:
+        with suppress(SpecError):
+            yield kind, float(hardware.link(kind).value)
+
+
+def _rate(p: Poly) -> float:
+    return float(Fraction(p.constant or 0))
+
+
+# -- page --------------------------------------------------------------------------------------------------------------
+# One self-contained HTML file: markup, style, engine and data, under a policy that allows nothing else.
 
 
 @dataclass(frozen=True, repr=False)

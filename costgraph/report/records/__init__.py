@@ -1,7 +1,13 @@
 """Measurements that others published, and predictions beside them."""
 
-from .calibrating import Calibrated, calibrate
-from .held import Held, hold
+from .fitting import (
+    Calibrated,
+    calibrate,
+)
+from .predictions import (
+    Held,
+    hold,
+)
 from .record import Record, read_records
 
 __all__ = ["Calibrated", "Held", "Record", "calibrate", "hold", "read_records"]

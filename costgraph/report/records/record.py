@@ -11,8 +11,11 @@ from typing import Annotated, Any, TypeVar
 
 from ...algebra.symbols import shown
 from ...errors import FormatError, UnsupportedError
-from ...notation.door import Rule
-from ...notation.records import Text, read_record
+from ...notation.validation import (
+    Rule,
+    Text,
+    read_record,
+)
 from ...text_file import place_of, read_text
 
 __all__ = ["Amount", "Record", "column", "facts", "last_digits", "read_records"]

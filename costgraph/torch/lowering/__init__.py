@@ -5,17 +5,16 @@ from . import (  # noqa: F401
     collectives,
     contraction,
     elementwise,
-    grouped,
+    external,
+    indexing,
     kernels,
-    lookups,
-    reductions,
-    shapes,
-    spectra,
-    stated,
+    layout,
     updates,
-    windows,
-)  # fmt: skip
+)
+from .context import (
+    LOWERINGS,
+    lowering,
+)
 from .module import lower, random_inputs
-from .table import LOWERINGS, lowering
 
 __all__ = ["LOWERINGS", "lower", "lowering", "random_inputs"]

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.collectives import REDUCING, Around, Collective, Part
-from ...ops.pack import Pack
-from .site import Site, strided
-from .table import lowering
+from ...ops.collectives import REDUCING, Around, Collective, Pack, Part
+from .context import (
+    Site,
+    lowering,
+    strided,
+)
 
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 

@@ -1,23 +1,481 @@
-"""Fused kernels: torch's function where the body is what one computes, else the ops of the body one by one."""
+"""Attention in one kernel, with what its gradient needs, and the gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from ...ops.blocks import Kernel
-from .attention import flash, flash_backward
-from .bodies import Bound, Rule, given_node, match, named_results, narrow, reduced_axis, whole
-from .contraction import linear
-from .losses import NLL, NLL_BACKWARD, nll, nll_backward
-from .norms import LAYER_BACKWARD, ROOT_BACKWARD, norm, norm_backward
-from .site import Site
-from .table import lowering
-from .windows import convolution
+from ...ir.graph import Graph, Op, OpKind, Tensor
+from ...ops.einsum import Einsum
+from ...ops.elementwise import Dropout, Pointwise
+from ...ops.loops import Kernel
+from ...ops.reduce import Reduce
+from .context import Site, lowering
+from .contraction import convolution, linear
+from .elementwise import item, mask_of
 
-__all__: list[str] = []  # its lowerings are found in LOWERINGS
+__all__ = [
+    "Bound",
+    "Rule",
+    "given_node",
+    "match",
+    "named_results",
+    "narrow",
+    "number_of",
+    "record_of",
+    "reduced_axis",
+    "whole",
+    "flash",
+    "flash_backward",
+    "LAYER_BACKWARD",
+    "ROOT_BACKWARD",
+    "norm",
+    "norm_backward",
+    "NLL",
+    "NLL_BACKWARD",
+    "nll",
+    "nll_backward",
+]
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+# What a fused body computes, told by the names of its ops and by what each of them reads.
+
+K = TypeVar("K", bound=OpKind)
+
+#: What the names of a text stand for.
+Bound = dict[str, Tensor]
+#: Lowers a kernel whose body is recognised, or returns False where sizes, formats or results do not allow it.
+Rule = Callable[[Site[Kernel], Bound], bool]
+
+
+def label_of(op: Op) -> str:
+    match op.kind:
+        case Pointwise() as kind:
+            return kind.function.name
+        case Reduce() as kind:
+            return kind.operation
+        case Kernel() as kind:
+            return kind.backward or kind.name
+        case kind:
+            return kind.name
+
+
+def through(t: Tensor) -> Tensor:
+    """Look through casts: torch's kernels compute in a wider format than they read and write by themselves."""
+    while t.producer is not None and label_of(t.producer) == "cast":
+        t = t.producer.operands[0]
+    return t
+
+
+def match(body: Graph, text: str) -> Bound | None:
+    """Return what the names of a text such as `e = exp x; z = sum e` stand for, None if the body is another one."""
+    rows = [row.split() for row in text.split("; ")]
+    ops = [op for op in body.ops if label_of(op) != "cast"]
+    if len(ops) != len(rows):
+        return None
+    found: Bound = {}
+    for op, (made, _, label, *names) in zip(ops, rows, strict=True):
+        operands = [through(t) for t in op.operands]
+        if label != label_of(op) or len(names) != len(operands):
+            return None
+        if any(found.setdefault(n, t) is not t for n, t in zip(names, operands, strict=True)):
+            return None
+        found[made] = op.results[0]
+        found |= {f"{made}'": t for t in op.results[1:2]}
+    return found
+
+
+def named_results(site: Site[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
+    """Return which name each result of the kernel is, None if it hands out anything else."""
+    by_tensor = {found[n]: n for n in names}
+    out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.kind.body.outputs)}
+    return out if out and all(out.values()) and len(set(out.values())) == len(out) else None
+
+
+def given_node(site: Site[Kernel], t: Tensor) -> Any:
+    """Return what a name stands for that the kernel is given, None for what is made inside."""
+    formals = dict(zip(site.kind.body.formals, site.operands, strict=True))
+    return formals.get(t)
+
+
+def record_of(found: Bound, name: str, kind: type[K]) -> K:
+    """Return the record of the op that makes what a name stands for."""
+    op = found[name].producer
+    assert op is not None
+    assert isinstance(op.kind, kind)
+    return op.kind
+
+
+def number_of(site: Site[Kernel], found: Bound, name: str) -> float:
+    """Return the number beside the operands of the elementwise op that makes what a name stands for."""
+    return next(float(n) for n in site.of(record_of(found, name, Pointwise).scalars) if n is not None)
+
+
+def reduced_axis(found: Bound, name: str) -> int | None:
+    """Return the only axis that a reduction leaves out, None if there are several."""
+    pattern = record_of(found, name, Reduce).pattern
+    gone = [i for i, a in enumerate(pattern.operands[0]) if not a.names or a.names[0] not in pattern.result_names]
+    return gone[0] if len(gone) == 1 and len(pattern.operands[0]) == len(pattern.result) else None
+
+
+def whole(found: Mapping[str, Tensor]) -> bool:
+    """Whether no tensor is restricted to a domain."""
+    return all(t.domain is None for t in found.values())
+
+
+def narrow(site: Site[Kernel], node: Any) -> bool:
+    """Whether torch computes with none of the format."""
+    dtype = site.shadow(node).dtype
+    return dtype.itemsize == 1 or not dtype.is_floating_point
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+_SCORES = "b g r s k, b g t k -> b g r s t"
+_REDUCE = "b g r s t, b g t v -> b s g r v"
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, first: int, scale: float,
+    p: float,
+) -> torch.Tensor:  # fmt: skip
+    """Attend in one kernel: q (b, g, r, s, k), k (b, g, t, k), v (b, g, t, v) to (b, s, g, r, v)."""
+    b, g, r, s, _ = q.shape
+    t = k.shape[2]
+    # one query at the end sees all keys; torch's flag aligns at the first positions, so that as many have to be there
+    plain = window is None and (not causal or (s == 1 and first == t - 1))
+    flag = window is None and causal and s == t and s > 1
+    mask = None if plain or flag else mask_of(s, t, causal, window, first, q.device)
+    made = torch.nn.functional.scaled_dot_product_attention(
+        q.reshape(b, g * r, s, -1), k, v, mask, dropout_p=p, is_causal=flag, scale=scale, enable_gqa=r > 1
+    )
+    return made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
+
+
+#: Which pairs are seen, where torch's `is_causal` does not say it: `mask_of` without its device.
+Pairs = tuple[int, int, bool, int | None, int]
+
+
+def _bias(x: torch.Tensor, pairs: Pairs | None) -> torch.Tensor | None:
+    """Return what torch's kernel for CPUs adds to scores."""
+    if pairs is None:
+        return None
+    seen = mask_of(*pairs, x.device)
+    return x.new_zeros(seen.shape).masked_fill_(seen.logical_not_(), float("-inf"))
+
+
+def attend_and_keep(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, pairs: Pairs | None = None
+) -> list[torch.Tensor]:
+    """Attend, and keep the logarithm of the sum of each row, (b, g, r, s, 1), from which the gradient starts."""
+    b, g, r, s, _ = q.shape
+    heads, aten = q.reshape(b, g * r, s, -1), torch.ops.aten
+    if q.is_cuda and q.dtype.itemsize == 2:
+        made, sums = aten._scaled_dot_product_flash_attention(heads, k, v, 0.0, causal, False, scale=scale)[:2]
+    elif q.is_cuda:
+        more = (None, True, 0.0, causal)
+        made, sums = aten._scaled_dot_product_efficient_attention(heads, _each(k, r), _each(v, r), *more, scale=scale)[
+            :2
+        ]
+    else:
+        made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            heads, k, v, 0.0, causal, attn_mask=_bias(q, pairs), scale=scale
+        )
+    made = made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
+    return [made, sums[..., :s].reshape(b, g, r, s, 1).contiguous()]
+
+
+def _each(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Repeat each head."""
+    return x if count == 1 else x.repeat_interleave(count, 1)
+
+
+def attend_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: torch.Tensor, sums: torch.Tensor,
+    causal: bool, scale: float, pairs: Pairs | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values."""
+    b, g, r, s, _ = q.shape
+    heads, sums, aten = q.reshape(b, g * r, s, -1), sums.reshape(b, g * r, s), torch.ops.aten
+    dy, y = (t.reshape(b, s, g * r, -1).transpose(1, 2) for t in (grad, made))
+    if q.is_cuda and q.dtype.itemsize == 2:
+        state = (
+            torch.empty(2, dtype=torch.uint64, device=q.device),
+            torch.empty((), dtype=torch.uint64, device=q.device),
+        )
+        found = aten._scaled_dot_product_flash_attention_backward(
+            dy, heads, k, v, y, sums, None, None, s, k.shape[2], 0.0, causal, *state, scale=scale
+        )
+    elif q.is_cuda:
+        found = _efficient_backward(dy, heads, k, v, y, sums, causal, scale, r)
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, heads, k, v, y, sums, 0.0, causal, attn_mask=_bias(q, pairs), scale=scale
+        )
+    return [found[0].reshape(q.shape).contiguous(), found[1].contiguous(), found[2].contiguous()]
+
+
+def _efficient_backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, sums: torch.Tensor,
+    causal: bool, scale: float, share: int,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Go back through CUDA's kernel for fp32: its row sums are padded to 32 rows, its heads are all of their own."""
+    padded = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
+    state = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+    keys, values = _each(k, share), _each(v, share)
+    more = (padded, *state, 0.0, [True, True, True, False], causal)
+    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        dy, q, keys, values, None, y, *more, scale=scale
+    )
+    return [found[0], *(t.unflatten(1, (-1, share)).sum(2) if share > 1 else t for t in found[1:3])]
+
+
+#: What a flash kernel does between its two products, with what it keeps for its gradient and without.
+_SOFTMAX = "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z"
+_KEEPING = f"{_SOFTMAX}; l = log z; t = add m l"
+
+
+def flash(site: Site[Kernel], found: Bound) -> bool:
+    """Lower attention that never writes its scores."""
+    scores, reduced = (record_of(found, n, Einsum) for n in "sy")
+    inner = record_of(found, "p", Kernel).body
+    keeps = "p'" in found
+    q, k, v = (given_node(site, found[n]) for n in "qkv")
+    patterns = str(scores.pattern), str(reduced.pattern)
+    if patterns != (_SCORES, _REDUCE) or any(n is None or narrow(site, n) for n in (q, k, v)):
+        return False
+    made = named_results(site, found, "y", *(n for n in ("p'", "n") if n in found))
+    if made is None or match(inner, _KEEPING if keeps else _SOFTMAX) is None:
+        return False
+    if len({site.shadow(n).dtype for n in (q, k, v)}) > 1:
+        return False
+    factor, p = number_of(site, found, "c"), record_of(found, "d", Dropout).p if "d" in found else 0.0
+    shape, rows = site.shadow(q).shape, site.shadow(q).shape[:-1]
+    b, g, r, s, _ = shape
+    like = torch.empty((b, s, g, r, site.shadow(v).shape[-1]), dtype=site.shadow(q).dtype, device="meta")
+    if not keeps:
+        site.settle(site.call(attend, q, k, v, *_seen(site, scores, s, site.shadow(k).shape[2]), factor, p, like=like))
+        return True
+    pairs = _pairs(site, q, k, v, scores)
+    if pairs is None or p:
+        return False
+    sums = torch.empty((*rows, 1), dtype=_sums(like.dtype), device="meta")
+    both = site.call(attend_and_keep, q, k, v, pairs[0], factor, *pairs[1:], like=[like, sums])
+    for i, name in made.items():
+        node = site.call(item, both, int(name != "y"))
+        if name == "n":  # positions first
+            node = site.permuted(site.viewed(node, (b, g * r, s)), (0, 2, 1))
+        site.settle(node, i)
+    return True
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _seen(site: Site[Kernel], scores: Einsum, queries: int, keys: int) -> tuple[bool, int | None, int]:
+    """Return whether later keys are hidden, the window, and where the first query stands."""
+    return (False, None, 0) if scores.domain is None else site.seen(scores.domain[0], queries, keys)
+
+
+def _pairs(site: Site[Kernel], q: Any, k: Any, v: Any, scores: Einsum) -> tuple[bool] | tuple[bool, Pairs] | None:
+    """Return torch's `is_causal`, of a rank's own queries a mask beside it; None where torch's kernels have neither."""
+    queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
+    size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
+    causal, window, first = _seen(site, scores, queries, keys)
+    device = site.emitter.device.type
+    if size != other or (device == "cuda" and size % 8):
+        return None
+    if scores.domain is not None and scores.domain[0].ranks:  # on CUDA its kernels take no mask
+        return None if device == "cuda" else (False, (queries, keys, causal, window, first))
+    if window is not None or (causal and queries not in (1, keys)):
+        return None
+    return (causal and queries > 1,)
+
+
+def flash_backward(site: Site[Kernel], found: Bound) -> bool:
+    """Lower the gradient of attention, which computes the scores again."""
+    scores, grads = (record_of(found, n, Einsum) for n in "sa")
+    patterns = str(scores.pattern), str(grads.pattern)
+    made = named_results(site, found, "dq", "dk", "dv")
+    given = [given_node(site, found[n]) for n in ("g", "q", "k", "v", "y", "l")]
+    if patterns != (_SCORES, "b s g r v, b g t v -> b g r s t") or made is None or any(n is None for n in given):
+        return False
+    q, k, v = given[1:4]
+    pairs = _pairs(site, q, k, v, scores)
+    if pairs is None or narrow(site, q) or len({site.shadow(n).dtype for n in given[:5]}) > 1:
+        return False
+    like = [torch.empty(site.shadow(n).shape, dtype=site.shadow(q).dtype, device="meta") for n in (q, k, v)]
+    every = site.call(attend_backward, *given, pairs[0], number_of(site, found, "c"), *pairs[1:], like=like)
+    for i, name in made.items():
+        site.settle(site.call(item, every, ("dq", "dk", "dv").index(name)), i)
+    return True
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+# Layer norm and root-mean-square norm, and their gradients.
+
+
+def norm(statistics: str) -> Rule:
+    """Return the rule of a norm that can hand out these: r of its deviation, of a layer norm m of its mean as well."""
+
+    def rule(site: Site[Kernel], found: Bound) -> bool:
+        made, x = named_results(site, found, "y", *statistics), given_node(site, found["x"])
+        last = reduced_axis(found, "v") == found["x"].ndim - 1
+        if made is None or x is None or not last or not whole(found) or narrow(site, x):
+            return False
+        given = [None if n not in found else given_node(site, found[n]) for n in ("w", "b")]
+        if any(v is None and n in found for v, n in zip(given, "wb", strict=True)):
+            return False
+        shadow = site.shadow(x)
+        size = [shadow.shape[-1]]
+        if any(v is not None and list(site.shadow(v).shape) != size for v in given):
+            return False
+        weight, shift = (None if v is None else site.cast(v, shadow.dtype) for v in given)
+        eps = number_of(site, found, "a")
+        if "m" in statistics:
+            every = site.call(torch.native_layer_norm, x, size, weight, shift, eps)
+        else:
+            every = site.call(torch.ops.aten._fused_rms_norm, x, size, weight, eps)
+        for i, name in made.items():
+            site.settle(site.call(item, every, ("y", *statistics).index(name)), i)
+        return True
+
+    return rule
+
+
+def layer_backward(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, shift: bool
+) -> list[Any]:
+    """Return the gradients of what is normalised, of the weight and, if there is one, of the shift."""
+    size, mask = [x.shape[-1]], [True, True, shift]
+    weight, mean, scale = weight.to(x.dtype), mean.to(_statistics(x)), scale.to(_statistics(x))
+    return list(
+        torch.ops.aten.native_layer_norm_backward(grad, x, size, mean, scale, weight, weight if shift else None, mask)
+    )
+
+
+def _statistics(x: torch.Tensor) -> torch.dtype:
+    """Return the format in which torch keeps mean and deviation: on a GPU a wider one than that of short floats."""
+    return torch.float32 if x.is_cuda and x.dtype.itemsize == 2 else x.dtype
+
+
+def root_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> list[Any]:
+    """Return the gradients of what is normalised and of the weight."""
+    if x.is_cuda:
+        size, aten = [x.shape[-1]], torch.ops.aten
+        return list(aten._fused_rms_norm_backward(grad, x, size, scale, weight.to(x.dtype), [True, True]))
+    # torch has no kernel of it on a CPU
+    wide, g = x.to(scale.dtype), grad.to(scale.dtype)
+    normal = wide * scale
+    of_weight = (g * normal).flatten(0, -2).sum(0)
+    g = g * weight
+    along = (g * normal).mean(-1, keepdim=True)
+    return [normal.mul_(along).neg_().add_(g).mul_(scale).to(x.dtype), of_weight.to(weight.dtype)]
+
+
+_REST = (
+    "t = sum j; u = mul t; v = cubed r; z = mul u v; e = expand z; d = div e; o = copy {c}; i = mul o; q = mul d i; "
+)
+_LAYER_BACKWARD = (
+    "gw = mul g w; c = sub x m; n = mul c r; gn = mul g n; sw = sum gn; k = mul gw r; j = mul gw c; "
+    + _REST.format(c="c")
+    + "a = add k q; b = neg a; f = sum b; h = expand f; l = div h; y = add a l"
+)
+#: Bodies of gradients, as the rules of the ops of a norm make them.
+LAYER_BACKWARD = (f"sb = sum g; {_LAYER_BACKWARD}", _LAYER_BACKWARD)
+ROOT_BACKWARD = (
+    "gw = mul g w; n = mul x r; gn = mul g n; sw = sum gn; k = mul gw r; j = mul gw x; "
+    + _REST.format(c="x")
+    + "y = add k q"
+)
+
+
+def norm_backward(site: Site[Kernel], found: Bound) -> bool:
+    """Lower the gradient of a norm with a weight along the last axis."""
+    names: list[str] = [n for n in ("y", "sw", "sb") if n in found]
+    made = named_results(site, found, *names)
+    given = {n: given_node(site, found[n]) for n in ("g", "x", "r", "w", "m") if n in found}
+    if made is None or any(v is None for v in given.values()) or not whole(found):
+        return False
+    shadows = {n: site.shadow(v) for n, v in given.items()}
+    x, kept = shadows["x"], (*shadows["x"].shape[:-1], 1)
+    same = shadows["g"].shape == x.shape and shadows["g"].dtype == x.dtype and not narrow(site, given["x"])
+    if not same or x.ndim < 2 or tuple(shadows["w"].shape) != tuple(x.shape[-1:]) or tuple(shadows["r"].shape) != kept:
+        return False
+    vector, like = torch.empty(x.shape[-1:], dtype=x.dtype, device="meta"), torch.empty_like(x)
+
+    if "m" in found:
+        arguments = [given[n] for n in ("g", "x", "m", "r", "w")]
+        both = site.call(layer_backward, *arguments, "sb" in found, like=[like, vector, vector])
+    else:
+        arguments = [given[n] for n in ("g", "x", "r", "w")]
+        both = site.call(root_backward, *arguments, like=[like, vector.to(shadows["w"].dtype)])
+    for i, name in made.items():
+        site.settle(site.call(item, both, names.index(name)), i)
+    return True
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+# The loss of classes and its gradient, where some targets are none: what is below zero, as in torch's `nll_loss`.
+
+#: Bodies of the losses as they are, of their mean and of their sum, in the order of torch's numbers for them.
+NLL = tuple(
+    f"r = rearrange t; p = gather x r; q = rearrange p; {end}; w = fill"
+    for end in ("y = neg q", "m = mean q; y = neg m", "u = sum q; y = neg u")
+)
+#: Those of their gradients.
+NLL_BACKWARD = tuple(
+    f"n = neg g; {middle}; z = fill; i = rearrange t; s = scatter z i r"
+    for middle in ("r = rearrange n", "e = expand n; d = div e; r = rearrange d", "e = expand n; r = rearrange e")
+)
+
+
+def _reduction(found: Bound) -> int:
+    return 1 if "m" in found or "d" in found else 2 if "u" in found or "e" in found else 0
+
+
+def _classes(site: Site[Kernel], node: Any) -> Any:
+    """Return targets, one number for all that are none."""
+    return site.call(torch.clamp, node, min=-1)
+
+
+def _counted(targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return how many targets are classes."""
+    return (targets >= 0).sum().to(dtype)
+
+
+def nll(site: Site[Kernel], found: Bound) -> bool:
+    """Lower the loss: a mean is that of targets that are classes."""
+    x, targets, made = given_node(site, found["x"]), given_node(site, found["t"]), named_results(site, found, *"yw")
+    if x is None or targets is None or made is None or not whole(found) or narrow(site, x) or found["x"].ndim != 2:
+        return False
+    both = site.call(torch.ops.aten.nll_loss_forward, x, _classes(site, targets), None, _reduction(found), -1)
+    for i, name in made.items():
+        site.settle(site.call(item, both, "yw".index(name)), i)
+    return True
+
+
+def nll_backward(site: Site[Kernel], found: Bound) -> bool:
+    """Lower its gradient, which what is no class has none of."""
+    grad, targets, shape = given_node(site, found["g"]), given_node(site, found["t"]), site.sizes(found["s"])
+    if grad is None or targets is None or not whole(found) or named_results(site, found, "s") is None:
+        return False
+    how = _reduction(found)
+    if narrow(site, grad) or len(shape) != 2 or (how == 1 and number_of(site, found, "d") != shape[0]):
+        return False
+    like = site.call(torch.Tensor.expand, grad if how else site.viewed(grad, (shape[0], 1)), shape)
+    count = site.call(_counted, targets, site.shadow(grad).dtype)
+    ids = _classes(site, targets)
+    site.own(torch.ops.aten.nll_loss_backward, grad, like, ids, None, how, -1, count)
+    return True
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+# Fused kernels: torch's function where the body is what one computes, else the ops of the body one by one.
 
 
 @lowering(Kernel)

@@ -8,15 +8,24 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.cached import Append, Cache
-from ...ops.keep import Keep, StopGradient
-from ...ops.pieces import Accumulate
+from ...ops.keep_alive import (
+    Keep,
+    StopGradient,
+)
+from ...ops.kv_cache import (
+    Append,
+    Cache,
+)
+from ...ops.loops import Accumulate
 from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
-from .elementwise import chosen
-from .functions import IN_PLACE, KERNELS, item
-from .site import Site
-from .table import lowering
-from .walk import kept
+from .context import Site, lowering
+from .elementwise import (
+    IN_PLACE,
+    KERNELS,
+    chosen,
+    item,
+)
+from .module import kept
 
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 

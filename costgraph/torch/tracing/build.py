@@ -3,34 +3,169 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 
-from ...algebra.polynomial import ZERO, Poly
+from ...algebra.dominance import lower
+from ...algebra.polynomial import ONE, ZERO, Poly
 from ...errors import UnsupportedError
-from ...graph.call import Call as Seen
-from ...graph.graph import Graph, apply
-from ...graph.op import Op
-from ...graph.scopes import opened
-from ...graph.tensor import Tensor
+from ...ir.graph import Call as Seen
+from ...ir.graph import Graph, Op, Tensor, added_since, apply, opened
+from ...ir.strides import Sizes, is_integral
+from ...ops.access_footprint import larger
 from ...ops.fill import Revised
-from ...ops.foreign import Foreign, Output
-from ...ops.keep import Keep, StopGradient
-from ...ops.layout import reshape
-from ...ops.reach import larger
+from ...ops.keep_alive import Keep, StopGradient
+from ...ops.layout import Concat, reshape
+from ...ops.opaque import Foreign, Output
+from ...transforms.reroll import Join, Turns
 from .call import Call, Counts, Spec
-from .events import Asked, Death, Event, Handle, Joined, Made, Source, Turn
-from .looped import Looped
-from .marks import Barrier
-from .parts import Written, part_of
+from .recorder import Asked, Barrier, Death, Event, Handle, Joined, Made, Source, Turn
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
+from .sizes import Translator
+from .symbolic_range import Loops
 from .template import Template, Wanted, template_of
 
-__all__ = ["Builder"]
+__all__ = [
+    "Looped",
+    "Part",
+    "Written",
+    "part_of",
+    "Builder",
+]
+
+
+# -- looped ------------------------------------------------------------------------------------------------------------
+# Which turn of which loop each op of a graph is of, as it is built from what was recorded.
+
+
+class Looped:
+    """Labels the ops that are added to a graph by the turns that they are of.
+
+    `names` are the tensors of each storage now, and `settle` gives one of them a name after a part of it was written.
+    """
+
+    def __init__(
+        self, graph: Graph, names: Mapping[int, Mapping[Handle, Tensor]], settle: Callable[[Handle], None]
+    ) -> None:
+        self.graph, self.names, self.settle = graph, names, settle
+        self.turns = Turns()
+        self.written: set[int] = set()
+        """storages that the turn has written to"""
+        self._path: tuple[tuple[int, int], ...] = ()
+        self._next: tuple[tuple[int, int], ...] = ()
+        self._around: dict[int, Handle] = {}
+        """the first name of each storage that is there before the loops"""
+
+    def begin(self, path: tuple[tuple[int, int], ...]) -> None:
+        """Go on with another turn: what the last one has written has a name by then."""
+        if self._path:
+            for number in sorted(self.written):
+                if number in self._around:
+                    self.settle(self._around[number])
+        elif path:
+            self._around = {number: next(iter(names)) for number, names in self.names.items() if names}
+        self.written.clear()
+        self._next = path
+
+    def label(self, before: int) -> None:
+        """Note which turn the ops are of that were added since a graph had so many nodes."""
+        if self._path:
+            self.turns.paths |= dict.fromkeys(added_since(self.graph, before), self._path)
+        self._path = self._next
+
+    def join(self, event: Joined, parts: Sequence[Tensor]) -> Tensor:
+        """Add what stands for a join, which can be made once the loop has its turns in one."""
+        graph, name = self.graph, f"joined.{len(self.turns.joins)}"
+        whole = Tensor(graph, name, event.made.sizes, event.made.dtype, role="buffer")
+        graph.add_node(whole)
+        self.turns.joins[name] = Join(event.loop, Concat(axis=event.axis, stacked=event.stacked), event.back)
+        return graph.add_op(Keep(), [whole, *parts], "stack" if event.stacked else "cat", event.phase).results[0]
+
+    def counted(self, counts: Loops, translator: Translator) -> Turns:
+        """Return what is known of the loops."""
+        for number, loop in enumerate(counts.loops):
+            self.turns.counts[number], self.turns.played[number] = translator.size(loop.count), loop.played
+        return self.turns
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+# Parts of tensors that are written: where in a tensor they lie.
+
+#: Axis, first position, step.
+Place = tuple[int, Poly, int]
+
+
+class Written(NamedTuple):
+    """What was written to a storage last."""
+
+    names: Mapping[Handle, Tensor]
+    """tensors of the storage as they were before"""
+    part: Tensor
+    earlier: Written | None
+    """what was written before that"""
+    unseen: bool = False
+    """whether a backward pass knows nothing of it"""
+
+
+class Part(NamedTuple):
+    """Where a part of a tensor lies."""
+
+    places: Sequence[Place]
+    """of each axis along which it is not whole"""
+    sizes: Sizes
+    """its shape, with all axes of the tensor"""
+
+
+def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> Part | None:
+    """Return of which positions of a tensor another one is.
+
+    A part of several axes is one of tensors between, which a program that cuts one axis after the other has named. None
+    if there are none such.
+    """
+    if not whole.ndim and not part.ndim:
+        return Part([], ())
+    found = _place_of(part, whole)
+    if found is not None:
+        return Part([found[0]], found[1])
+    for name in names:
+        own = _place_of(part, name) if name.ndim == whole.ndim and name.sizes != part.sizes else None
+        rest = None if own is None else part_of(name, whole, names)
+        if own is not None and rest is not None and own[0][0] not in [axis for axis, *_ in rest.places]:
+            return Part([*rest.places, own[0]], own[1])
+    return None
+
+
+def _place_of(part: Tensor, whole: Tensor) -> tuple[Place, Sizes] | None:
+    """Return of which axis a tensor is some positions, and its shape with that axis.
+
+    None where it is none, or where it differs along several axes.
+    """
+    known = whole.graph.root.relations
+    for axis in range(whole.ndim) if part.dtype == whole.dtype else ():
+        sizes, strides = list(part.sizes), list(part.strides)
+        if part.ndim == whole.ndim - 1:
+            sizes.insert(axis, ONE)
+            strides.insert(axis, whole.strides[axis])
+        if len(sizes) != whole.ndim or not whole.strides[axis]:
+            continue
+        others = [i for i in range(whole.ndim) if i != axis]
+        alike = all(sizes[i] == whole.sizes[i] and (sizes[i] == ONE or strides[i] == whole.strides[i]) for i in others)
+        step = 1 if sizes[axis] == ONE else (strides[axis] / whole.strides[axis]).constant
+        start = (part.offset - whole.offset) / whole.strides[axis]
+        if not alike or not isinstance(step, int) or not is_integral(start):
+            continue
+        bounds = [lower(n, known) for n in (start, whole.sizes[axis] - start - (sizes[axis] - 1) * step - 1)]
+        # what lies in the storage is a part of all that is in it, whether that can be proved of its places or not
+        if whole.region() == (whole.storage,) or all(n is not None and n >= 0 for n in bounds):
+            return (axis, start, step), tuple(sizes)
+    return None
+
+
+# -- build -------------------------------------------------------------------------------------------------------------
 
 
 class Builder:

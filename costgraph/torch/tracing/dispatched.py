@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...graph.graph import Graph, need_graph
+from ...ir.graph import (
+    Graph,
+    need_graph,
+)
 from .cuda import SOURCES
 
 __all__ = ["Dispatched", "dispatched"]

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import functional
 
-from .events import Asked
-from .recorder import Recorder
+from .recorder import Asked, Recorder
 from .state import swap
 
 __all__ = ["Formats", "narrowed"]

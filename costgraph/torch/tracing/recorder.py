@@ -2,41 +2,468 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import grad_mode
+from torch.autograd.function import Function, _SingleLevelFunction
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
 
 from ...algebra.polynomial import Poly, poly
-from ...algebra.symbols import symbol
+from ...algebra.symbols import is_level, symbol
 from ...errors import UnsupportedError
-from .call import Call, Counts, Spec
-from .choices import Choices
-from .composites import COMPOSITES, is_composed
-from .counted import Loops
+from .call import Call, Counts, Spec, Values, format_of
+from .choices import Choice, Choices
+from .composites import COMPOSITES, is_composed, run_eagerly
 from .data import Data
-from .events import Asked, Death, Event, Handle, Made, Source, Turn
-from .higher_order import run_eagerly
-from .joins import JOINS, joined
-from .leaves import Leaves
-from .lists import Place, handles, one_by_one, places, tags_of
-from .marks import BARRIER, NONE, Barrier, is_unseen
+from .meta_kernels import STAND_INS
 from .rules.counts import counts_of, is_derived
-from .scopes import Scopes
 from .shapes import caller
-from .stand_ins import STAND_INS
+from .symbolic_range import Loops
 from .translations import translation_of
-from .values import Values, format_of
+from .translations.table import Translation
 
-__all__ = ["Recorder"]
+__all__ = [
+    "BARRIER",
+    "NONE",
+    "Barrier",
+    "is_unseen",
+    "Scopes",
+    "path_of",
+    "Asked",
+    "Death",
+    "Event",
+    "Handle",
+    "Joined",
+    "Made",
+    "Source",
+    "Turn",
+    "Leaves",
+    "JOINS",
+    "joined",
+    "Place",
+    "handles",
+    "is_listed",
+    "one_by_one",
+    "places",
+    "tags_of",
+    "Recorder",
+    "backward_passes",
+    "barriers",
+]
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+# Marks of tensors: of which the gradient stops, or is stated by the program.
+
+#: Attribute of a tensor with its `Barrier`: weak references to tensors would break `swap_tensors`.
+BARRIER = "_costgraph_barrier"
+
+
+class Barrier(NamedTuple):
+    """Why a gradient does not pass to the producer of a tensor."""
+
+    by: str = ""
+    """function of the program that states the gradient, or why the tensor is a leaf; "" where none passes"""
+    leaf: bool = False
+    """whether the tensor is a leaf of autograd that is no parameter of the module as declared"""
+    alone: bool = False
+    """whether it is a leaf only if no parameter is behind it: elsewhere `requires_grad_` changes nothing"""
+
+
+#: No gradient passes, as behind `detach`.
+NONE = Barrier()
+
+
+def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
+    """Whether the gradient of what an op has written to passes the op by.
+
+    That is so wherever gradients are switched off; elsewhere of a tensor that has none itself, as `x.data`, which may
+    be another name for one that has. `stopped` is None of a run that has gradients itself.
+    """
+    marks = (t.__dict__.get(BARRIER) for t in made if isinstance(t, torch.Tensor))
+    return bool(stopped) or (stopped is False and NONE in marks)
+
+
+# -- scopes ------------------------------------------------------------------------------------------------------------
+# Which module an op belongs to: in the backward pass, the one whose forward pass made it necessary.
+
+
+def path_of(name: str) -> str:
+    """Return the path of a parameter or a module; a compiled module has that of the one inside it.
+
+    A key may be any text: what a name has not is an underscore, as in front of a digit that begins a word.
+    """
+    parts = (re.sub(r"\W", "_", part, flags=re.ASCII) for part in name.split(".") if part not in ("", "_orig_mod"))
+    return "/".join(part if is_level(part) else f"_{part}" for part in parts)
+
+
+class Scopes:
+    """The path of the module that runs: its submodules give the levels."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.paths = {id(m): path_of(name) for name, m in module.named_modules()}
+        self.stack: list[str] = []
+        self.made: dict[int, str] = {}
+        """Scope in which each node of the backward pass came to be, by its number."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the modules that are called."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with warnings.catch_warnings():
+                # a compiled module says that such hooks see it twice: both have one path
+                warnings.filterwarnings("ignore", message="Using `torch.compile")
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        inside = self.stack[-1] if self.stack else ""
+        self.stack.append(self.paths.get(id(module), f"{inside}/{type(module).__name__}".strip("/")))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
+
+    def now(self) -> tuple[str, bool]:
+        """Return the scope of an op that runs now, and whether it is a part of the forward pass that runs again."""
+        node = torch._C._current_autograd_node()
+        again = node is not None and torch.is_grad_enabled()
+        if node is not None and not self.stack:
+            return self.made.get(node._sequence_nr(), ""), again
+        scope = self.stack[-1] if self.stack else ""
+        if node is None and torch.is_grad_enabled():  # the node of this op was made just before the op itself runs
+            self.made[torch.autograd._get_sequence_nr() - 1] = scope
+        return scope, again
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+# What a recorder notes of a program: storages that are there, calls that ran, and what was given back.
+
+
+@dataclass(frozen=True)
+class Handle(Spec):
+    """A view of a storage: what one of torch's tensors is."""
+
+    storage: int
+    """number of the storage"""
+    offset: Poly
+    """first element within the storage"""
+    signs: tuple[bool, bool] = (False, False)
+    """whether it stands for the conjugate of what is stored, and for its negative"""
+    barrier: Barrier | None = None
+    """why no gradient passes to its producer, None where one does"""
+
+
+@dataclass
+class Source:
+    """A storage that is there before the first op."""
+
+    name: str
+    role: str
+    handle: Handle
+    bytes: Poly
+    grad: bool = False
+
+
+@dataclass
+class Made:
+    """One op that ran."""
+
+    target: str
+    """name and overload, as in torch.ops.aten; with its namespace where that is another one"""
+    operands: tuple[Handle, ...]
+    outputs: list[tuple[Handle, int | None, int, Poly | None]]
+    """results: the operand whose storage each shares, the place among what the call returned (-1: that operand
+    itself), and the bytes of the storage where they are not those of the tensor"""
+    counts: Counts | None
+    """what its rule says, None where its translation does"""
+    moves: bool
+    """False for a view, which touches no memory"""
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    scope: str
+    phase: str
+    call: Call | None
+    """the same, by the names of the schema"""
+    translation: Translation | None
+    """what makes declared ops of it"""
+    tags: Collection[Any] = ()
+    """what torch says of its op"""
+    choice: Choice | None = None
+    """why a device runs it, None where torch's own way leads to it on any device"""
+    line: str = ""
+    """line of the program, of a call whose costs are not known yet"""
+    unseen: bool = False
+    """whether it writes in place where the program lets a backward pass know nothing of it"""
+    no_grad: bool = False
+    """whether it ran without autograd"""
+
+    @property
+    def name(self) -> str:
+        """Name of the op without its overload."""
+        return self.target.partition(".")[0] or "op"
+
+
+@dataclass
+class Death:
+    """A storage is given back."""
+
+    storage: int
+
+
+@dataclass
+class Asked:
+    """A program states the format of a tensor, which has it already."""
+
+    of: Handle
+    made: Handle
+    """what the program has from there on, in a storage of its own as a cast would make one, or the same"""
+    scope: str
+    phase: str
+    fixed: bool | None = None
+    """whether it is that format in whatever format the model is; None where it is not known"""
+
+
+@dataclass
+class Turn:
+    """A turn of a loop over a size begins or ends."""
+
+    path: tuple[tuple[int, int], ...]
+    """numbers of the loops around what follows, and the turn of each"""
+
+
+@dataclass
+class Joined:
+    """A tensor of what all turns of a loop have made, and of others beside it: its size follows from their number."""
+
+    parts: tuple[Handle, ...]
+    made: Handle
+    loop: int
+    axis: int
+    stacked: bool
+    """whether each of them is one position of a new axis"""
+    back: bool
+    """whether what the last turn has made comes first"""
+    scope: str
+    phase: str
+
+
+Event = Made | Death | Asked | Turn | Joined
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+# Leaves of autograd: which tensors have a gradient of their own, and whether a program replaces them in a run.
+
+
+class Leaves:
+    """Tensors that are there before the first op, each with its data as declared.
+
+    A parameter is one Python object for the whole run. `.to`, `.data =` and `swap_tensors` can give the object other
+    data, and a program can make further parameters: gradients of these belong to no parameter of the graph.
+    """
+
+    def __init__(self) -> None:
+        self._declared: dict[int, tuple[torch.Tensor, str, Handle, bool]] = {}
+
+    def declare(self, t: torch.Tensor, name: str, handle: Handle) -> None:
+        """Note a tensor that is there from the start, and whether it has a gradient of its own."""
+        self._declared.setdefault(id(t), (t, name, replace(handle, barrier=None), t.requires_grad))
+
+    def barrier(self, t: torch.Tensor, handle: Handle) -> Barrier | None:
+        """Return why the gradient of a leaf of autograd does not go to a declared tensor; None where it does."""
+        if id(t) not in self._declared:
+            if t.requires_grad and t._base is None:  # of a view the flag says what that of its base does
+                cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == NONE
+                return Barrier(
+                    "a leaf of autograd (a parameter, its copy, `requires_grad_`) is made while the program runs",
+                    leaf=True,
+                    alone=not cut,
+                )
+            return t.__dict__.get(BARRIER)
+        _, name, before, trained = self._declared[id(t)]
+        if t.requires_grad and handle != before:
+            return Barrier(f"parameter {name!r} gets other data while the program runs", leaf=True)
+        if t.requires_grad and not trained:
+            return Barrier(f"{name!r} begins to require a gradient while the program runs", leaf=True)
+        if trained and not t.requires_grad:
+            return NONE  # frozen from here on
+        return None if t.requires_grad else t.__dict__.get(BARRIER)
+
+    def need_same(self, parameters: Iterable[tuple[torch.Tensor, Handle]]) -> None:
+        """Refuse parameters that have other data after the run than before it."""
+        for t, handle in parameters:
+            _, name, before, _ = self._declared[id(t)]
+            if replace(handle, barrier=None) != before:
+                raise UnsupportedError(
+                    f"trace: parameter {name!r} gets other data while the program runs, expected one that keeps its "
+                    f"own; convert, assign or swap parameters before the trace"
+                )
+
+
+# -- joins -------------------------------------------------------------------------------------------------------------
+# Lists of what turns of a loop have made, joined: as many parts as the loop has turns, whose number is a size.
 
 aten = torch.ops.aten
+
+#: What joins tensors of a list.
+JOINS = (aten.cat.default, aten.stack.default)
+
+
+class Recording(Protocol):
+    """What notes the calls of a program."""
+
+    turns: Loops
+    scopes: Scopes
+    phase: str
+    events: list[Event]
+
+    @staticmethod
+    def barrier(t: torch.Tensor, mark: Barrier = ...) -> None:
+        """Note that no gradient passes to what made a tensor."""
+
+    def known(self, t: torch.Tensor) -> Handle:
+        """Return what a tensor is."""
+
+    def made(self, t: torch.Tensor) -> Handle:
+        """Return what a tensor is that the program has made just now."""
+
+
+def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+    """Record a join of what a loop has made, and return what it makes; None where the list is any other."""
+    found = recorder.turns.joined(parts)
+    if found is None:
+        return None
+    first, stacked = parts[found.first], func is aten.stack.default
+    shape, axis = list(first.shape), dim % (first.ndim + stacked)
+    each = [1 if stacked else t.shape[axis] for t in parts]
+    many = sum(each[: found.first]) + sum(each[found.last :]) + found.count * each[found.first]
+    shape[axis : axis + 1 - stacked] = [many]
+    made: torch.Tensor = aten.new_empty.default(first, shape)
+    known = tuple(map(recorder.known, parts))
+    barrier = next((h.barrier for h in known if h.barrier is not None), None)
+    if barrier is not None:
+        recorder.barrier(made, barrier)
+    scope, _ = recorder.scopes.now()
+    recorder.events.append(
+        Joined(known, recorder.made(made), found.loop, axis, stacked, found.back, scope, recorder.phase)
+    )
+    return made
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+# Calls on lists of tensors, one of each parameter: what they do is done at each place of the lists by itself.
+
+#: Beginnings of their names: the first stands before that of the op which does the same with one tensor.
+_EACH, _UPDATE = "_foreach_", "_fused_"
+#: What schemas of lists call a number that stands beside each tensor, and a factor of a product.
+_NUMBERS = ("scalar", "scalars")
+
+
+def is_listed(call: Call) -> bool:
+    """Whether a call does something at each place of lists."""
+    return call.name.startswith((_EACH, _UPDATE)) and any(map(_is_list, call.arguments.values()))
+
+
+def _lead(call: Call) -> tuple[Spec, ...]:
+    """Return the first list of tensors, which has as many as there are places."""
+    found: tuple[Spec, ...] = next(filter(_is_list, call.arguments.values()))
+    return found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], Spec)
+
+
+def one_by_one(call: Call) -> list[Call]:
+    """Return what a call does at each place of its lists, as calls of single tensors; a call of none as it is.
+
+    An op that is there for single tensors has its name, and names of arguments by which rules ask for them.
+    """
+    if not is_listed(call):
+        return [call]
+    name = call.name.removeprefix(_EACH)
+    number = "value" if name.startswith("addc") else "other"
+    lead = _lead(call)
+
+    def at(i: int) -> Call:
+        arguments = {
+            number if k in _NUMBERS else k: (v[i] if i < len(v) else None) if isinstance(v, tuple) else v
+            for k, v in call.arguments.items()
+        }
+        return replace(call, name=name, arguments=arguments, results=call.results[i : i + 1] or lead[i : i + 1])
+
+    return [at(i) for i in range(len(lead))]
+
+
+@cache
+def tags_of(name: str) -> tuple[Any, ...]:
+    """Return what torch says of an op for single tensors, by its name."""
+    packet = getattr(torch.ops.aten, name, None)
+    return () if packet is None else tuple(getattr(packet, packet.overloads()[0]).tags)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a call gets and makes at one place of its lists."""
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    operands: Mapping[Handle, int]
+    """number of each tensor"""
+    outputs: list[tuple[Handle, int | None, int, Poly | None]]
+
+
+def places(call: Call, whole: Place) -> list[Place]:
+    """Return what a call gets and makes at each place of its lists, which have one element there; else the whole."""
+    return [_at(whole, i) for i in range(len(_lead(call)))] if is_listed(call) else [whole]
+
+
+def _at(whole: Place, i: int) -> Place:
+    def cut(value: Any) -> Any:
+        return value[i : i + 1] if isinstance(value, tuple) else value
+
+    arguments, keywords = tuple(map(cut, whole.arguments)), {k: cut(v) for k, v in whole.keywords.items()}
+    operands: dict[Handle, int] = {}
+    for h in handles((arguments, *keywords.values())):
+        if h.numel:
+            operands.setdefault(h, len(operands))
+    outputs = [
+        (h, None if place >= 0 else operands[h], min(place, 0), bytes_)
+        for h, _, place, bytes_ in whole.outputs
+        if place == i or (place < 0 and h in operands)
+    ]
+    return Place(arguments, keywords, operands, outputs)
+
+
+def handles(value: Any) -> Iterator[Handle]:
+    """Yield the tensors in an argument, those of lists one by one."""
+    if isinstance(value, Handle):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from handles(v)
+
+
+# -- recorder ----------------------------------------------------------------------------------------------------------
+
 # References to a tensor, and to its storage, that an op meets whose operand nothing but autograd's buffer holds: the
 # buffer, and those that calling the op takes.
 _ALONE, _ALONE_IN_STORAGE = 4, 2
@@ -432,3 +859,110 @@ def _encoded(value: Any, operands: Mapping[Handle, int]) -> Any:
     if isinstance(value, tuple):
         return tuple(_encoded(v, operands) for v in value)
     return value
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+# What a program says of gradients: where a backward pass runs, where none would, and where it states one itself.
+
+#: Through it each backward pass goes.
+_ENGINE = torch.autograd.graph._engine_run_backward
+
+
+@contextmanager
+def backward_passes(recorder: Recorder) -> Iterator[None]:
+    """Let what autograd runs be the backward pass, also where the program itself asks for it."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        before = recorder.phase
+        recorder.phase = "backward"
+        try:
+            return _ENGINE(*args, **options)
+        finally:
+            recorder.phase = before
+
+    with patch.object(torch.autograd, _ENGINE.__name__, run), patch.object(torch.autograd.graph, _ENGINE.__name__, run):
+        yield
+
+
+@contextmanager
+def barriers(recorder: Recorder) -> Iterator[None]:
+    """Note where a forward pass would let no gradient pass, or state one itself, of a run that has none at all."""
+    recorder.stopped = False
+    with ExitStack() as patched:
+        for patches in (_switches(recorder), _inference(recorder), _functions(recorder)):
+            patched.enter_context(patches)
+        yield
+    recorder.stopped = None
+
+
+class _Mode(NamedTuple):
+    """Whether gradients are on, which a switch goes back to."""
+
+    ran: bool
+    meant: bool
+    """the same, of a run that has gradients where the program does not switch them off"""
+
+
+@contextmanager
+def _switches(recorder: Recorder) -> Iterator[None]:
+    """Follow `no_grad`, `enable_grad` and `set_grad_enabled`, which all ask for what is, and set what is to be."""
+    is_on, put = torch.is_grad_enabled, torch._C._set_grad_enabled
+
+    def asked() -> bool | _Mode:
+        by_switch = sys._getframe(1).f_code.co_filename == grad_mode.__file__
+        return _Mode(is_on(), not recorder.stopped) if by_switch else is_on()
+
+    def switched(mode: bool | _Mode) -> None:
+        ran, meant = mode if isinstance(mode, _Mode) else (mode, mode)
+        put(ran)
+        recorder.stopped = not meant
+
+    with patch.object(torch, "is_grad_enabled", asked), patch.object(torch._C, "_set_grad_enabled", switched):
+        yield
+
+
+@contextmanager
+def _inference(recorder: Recorder) -> Iterator[None]:
+    """Follow `inference_mode`, which is a switch of its own; `inference_mode(False)` has gradients on."""
+    block = torch.inference_mode
+    enter, leave = block.__enter__, block.__exit__
+    before: list[bool | None] = []
+
+    def entered(self: torch.inference_mode) -> None:
+        before.append(recorder.stopped)
+        enter(self)
+        recorder.stopped = self.mode
+
+    def left(self: torch.inference_mode, *error: Any) -> None:
+        leave(self, *error)
+        recorder.stopped = before.pop()
+
+    with patch.object(block, "__enter__", entered), patch.object(block, "__exit__", left):
+        yield
+
+
+@contextmanager
+def _functions(recorder: Recorder) -> Iterator[None]:
+    """Mark what functions return that state their gradient; a checkpoint has that of what it runs."""
+    base = torch._C._FunctionBase.__dict__["apply"]
+
+    def applied(function: type[Function], *args: Any) -> Any:
+        apply = base.__get__(None, function)
+        if function is CheckpointFunction:
+            outside, run = recorder.stopped, args[0]
+
+            def running(*given: Any) -> Any:
+                with patch.object(recorder, "stopped", outside):
+                    return run(*given)
+
+            return apply(running, *args[1:])
+        made = apply(*args)
+        if not recorder.stopped and not function.__module__.startswith(__package__):  # what stands for torch's own
+            for t in made if isinstance(made, tuple) else (made,):
+                if isinstance(t, torch.Tensor):
+                    recorder.barrier(t, Barrier(function.__qualname__))
+        return made
+
+    # programs have `apply` of their functions from before, which goes on to that of a class between
+    with patch.object(_SingleLevelFunction, "apply", classmethod(applied)):
+        yield

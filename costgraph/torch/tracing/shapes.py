@@ -2,25 +2,181 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy import functions
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from ...algebra.dominance import integral
+from ...algebra.extremum import Max, Min
+from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import shown
-from ...errors import UnsupportedError
-from .checks import answer
-from .nodes import remembering
+from ...errors import CostGraphError, UnsupportedError
+from ...ir.strides import is_integral
+from .sizes import Translator, holds, remainder
 
-__all__ = ["HERE", "REMAINDERS", "TORCH", "Shapes", "alternatives", "caller", "hints", "is_program", "place"]
+__all__ = [
+    "Node",
+    "remembering",
+    "answer",
+    "HERE",
+    "REMAINDERS",
+    "TORCH",
+    "Shapes",
+    "alternatives",
+    "caller",
+    "hints",
+    "is_program",
+    "place",
+    "assumptions",
+]
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+# Sizes that remember what was made of them: a run asks for the same products and comparisons again and again.
+
+#: Operations of two sizes; those of one are rare.
+_BINARY = (
+    "add", "sub", "mul", "mod", "eq", "ne", "gt", "lt", "ge", "le", "and_", "or_", "int_floordiv", "sym_min", "sym_max",
+)  # fmt: skip
+
+
+class Node(SymNode):
+    """A size as torch has it, whose operations are worked out once for each pair of operands."""
+
+    def wrap_int(self, num: int) -> SymNode:
+        """Return a number that meets a size."""
+        known = _known(self)
+        if num not in known:
+            known[num] = remembering(super().wrap_int(num))
+        return known[num]
+
+    def neg(self) -> SymNode:
+        """Return a size with the other sign."""
+        return remembering(super().neg())
+
+    def statically_known_true(self, file: str, line: int) -> bool:
+        """Whether it holds of all sizes: none is above the end of a slice `:`, which is no call then, as in any run."""
+        if isinstance(self.expr, sympy.Le) and self.expr.rhs == sys.maxsize:
+            return True
+        return bool(super().statically_known_true(file, line))
+
+
+def _known(node: SymNode) -> dict[Any, SymNode]:
+    """Return what is remembered of all sizes of a run."""
+    known: dict[Any, SymNode] = getattr(node.shape_env, "known_nodes")  # noqa: B009  # of the tracer's own shapes
+    return known
+
+
+def remembering(node: SymNode) -> SymNode:
+    """Let a size remember what is made of it: a third of the time of a run goes into working that out again."""
+    if type(node) is SymNode:
+        node.__class__ = Node
+    return node
+
+
+def _remembered(name: str) -> Callable[[Node, Any], Any]:
+    plain = getattr(SymNode, name)
+
+    def operation(self: Node, other: Any) -> Any:
+        shapes: Any = self.shape_env  # the tracer's own
+        if not isinstance(other, SymNode) or shapes is None:
+            return plain(self, other)
+        # an expression of numbers alone does not say of which type they are
+        key = (name, self._expr, self.pytype, other._expr, other.pytype)
+        known = _known(self)
+        if key not in known:
+            made = remembering(plain(self, other))
+            known[key] = shapes.padding(made) if name == "mod" else made
+        return known[key]
+
+    return operation
+
+
+for _name in _BINARY:
+    setattr(Node, _name, _remembered(_name))
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+# Questions about the values of tensors: which of them a program asks only to stop with an error.
+
+_TORCH = Path(torch.__file__).parent
+# between a program and the question: how torch asks it, and the tracer
+_ASKING = (
+    *(str(_TORCH / name) for name in ("fx", "_subclasses", "utils", "_ops.py", "__init__.py", "_tensor.py")),
+    str(Path(__file__).parent),
+)
+_ENDS = ("RAISE_VARARGS", "RERAISE")
+
+
+def answer(question: sympy.Basic) -> bool | None:
+    """Return the answer to a question about values after which a program goes on; None where both ways go on.
+
+    An `assert`, or an `if` with nothing but a `raise` behind it, is a check: a trace takes it for passed. `max` and
+    `min` of numbers choose between values, which no cost depends on.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_ASKING):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    called = _called(frame)
+    if called in ("max", "min") and all(symbol_is_type(s, SymT.UNBACKED_FLOAT) for s in question.free_symbols):
+        return True
+    return _passing(frame.f_code, frame.f_lasti, called == "bool")
+
+
+@cache
+def _passing(code: CodeType, at: int, called: bool) -> bool | None:
+    """Return which answer does not lead to an error, None where both go on; `called` of what `bool` returns."""
+    steps = list(dis.get_instructions(code))
+    places = {step.offset: i for i, step in enumerate(steps)}
+    i = bisect_right(steps, at, key=lambda step: step.offset) - 1 + called
+    while steps[i].opname in ("TO_BOOL", "CACHE", "NOT_TAKEN"):
+        i += 1
+    name = steps[i].opname
+    if "JUMP" not in name or not name.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    jumps = name.endswith("IF_TRUE")
+    if _fails(steps, i + 1):
+        return jumps
+    return not jumps if _fails(steps, places[steps[i].argval]) else None
+
+
+def _fails(steps: list[dis.Instruction], i: int) -> bool:
+    """Whether from here an error is raised whatever happens: nothing is chosen before it."""
+    for step in steps[i:]:
+        if step.opname in _ENDS:
+            return True
+        if "JUMP" in step.opname or "RETURN" in step.opname or "YIELD" in step.opname:
+            return False
+    return False
+
+
+def _called(frame: FrameType) -> str:
+    """Return the name of the function of Python's own that is called just now, "" if none is."""
+    step = [s for s in dis.get_instructions(frame.f_code) if s.offset <= frame.f_lasti][-1]
+    where = step.positions
+    if not step.opname.startswith("CALL") or where is None or where.lineno is None or where.col_offset is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, where.lineno).encode()[where.col_offset :]
+    return text.partition(b"(")[0].decode()
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -342,3 +498,120 @@ def alternatives(given: Mapping[str, int]) -> list[dict[str, int]]:
     """
     found = [hints(given, step) for step in (None, lambda n: n & -n, lambda n: n)]
     return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+# What a program asked of the sizes on its way, as assumptions on the graph.
+
+#: Turns in which a number of a turn may be asked of.
+_FEW = 3
+
+_SIGNS = {sympy.Ge: ">=", sympy.Gt: ">", sympy.Le: "<=", sympy.Lt: "<", sympy.Eq: "=="}
+
+
+def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
+    """Return what sizes must keep so that the program goes the way that was recorded, as `Graph.assume` reads it.
+
+    Sizes are in general position, as everywhere in the library: larger than 1, and equal only where they must be. What
+    follows from the former is left out, and from the latter where torch itself asked, which is how tensors lie in
+    memory; a program that compares two sizes goes another way where they are equal. UnsupportedError if something that
+    was asked has no such form.
+    """
+    found = [f"{translator.formula(size)} == {translator.formula(expr)}" for size, expr in shapes.equal]
+    left = (remainder(expr, translator) for expr in sorted(translator.exact, key=str))
+    found += [f"{n} == 0" for n in left if n]
+    named = [(s, most) for s, most in shapes.most.items() if s in translator.names]
+    found += [f"{translator.names[s]} <= {translator.formula(most)}" for s, most in named]
+    by_torch = {guard.expr: "" for guard in shapes.guards}
+    late = {asked: line for asked, (line, turns) in shapes.late.items() if _always(turns)}
+    for asked, place in (by_torch | late | shapes.asked).items():
+        expr = sympy.to_nnf(asked, simplify=False)
+        try:
+            # what follows from general position is left out before it is written down
+            found += [] if _follows(expr, translator, apart=not place) else _texts(expr, translator)
+        except CostGraphError as error:
+            raise UnsupportedError(
+                f"{place or 'torch'}: asks whether {shown(str(expr))}, which is no relation of sizes ({error}), "
+                f"expected one of sums, products and whole parts; name no dimension for its axes (None)"
+            ) from error
+    return list(dict.fromkeys(found))
+
+
+def _always(turns: set[tuple[tuple[str, int], ...]]) -> bool:
+    """Whether something is asked in so many turns of each loop around that it is not of the number of one of them.
+
+    What reads some positions before its own, or behind it, asks of these in as many turns.
+    """
+    loops: dict[tuple[str, ...], list[list[int]]] = {}
+    for path in turns:
+        loops.setdefault(tuple(line for line, _ in path), []).append([k for _, k in path])
+    return any(all(len(set(turn)) > _FEW for turn in zip(*found, strict=True)) for found in loops.values())
+
+
+def _texts(expr: Any, translator: Translator) -> list[str]:
+    """Return the relations that say what a guard says."""
+    if isinstance(expr, sympy.And):
+        return [text for part in expr.args for text in _texts(part, translator)]
+    if isinstance(expr, sympy.Or):
+        return [f"{_margin(expr, translator)} >= 0"]
+    left, right = (translator.formula(side) for side in expr.args)
+    times = None if right else _times(expr.args[0], translator)
+    if times is not None and isinstance(expr, sympy.Eq | sympy.Ne):
+        return [f"{times} {'==' if isinstance(expr, sympy.Eq) else '>'} 1"]
+    if not isinstance(expr, sympy.Ne):
+        return [f"{left} {_SIGNS[type(expr)]} {right}"]
+    if holds(left - right) or (not right and isinstance(expr.args[0], REMAINDERS)):
+        return [f"{left} > {right}"]
+    return [f"{left} < {right}" if holds(right - left) else f"{_margin(expr, translator)} >= 0"]
+
+
+def _times(expr: Any, translator: Translator) -> Poly | None:
+    """Return the quotient of two sizes if it is a whole number."""
+    if not isinstance(expr, REMAINDERS):
+        return None
+    size, block = map(translator.formula, expr.args)
+    times = block / size if size.terms else size
+    return times if times.terms and is_integral(times) else None
+
+
+def _margin(expr: Any, translator: Translator) -> Poly:
+    """Return what is at least 0 where a guard holds, and below 0 where it does not."""
+    if isinstance(expr, sympy.And | sympy.Or):
+        extremum = Min if isinstance(expr, sympy.And) else Max
+        return poly(extremum(*(_margin(part, translator).expr for part in expr.args)))
+    left, right = (translator.formula(side) for side in expr.args)
+    ahead = left - right
+    return {
+        sympy.Ge: lambda: ahead,
+        sympy.Le: lambda: -ahead,
+        sympy.Gt: lambda: _above(ahead),
+        sympy.Lt: lambda: _above(-ahead),
+        sympy.Eq: lambda: poly(Min(ahead.expr, (-ahead).expr)),
+        sympy.Ne: lambda: poly(Max(_above(ahead).expr, _above(-ahead).expr)),
+    }[type(expr)]()
+
+
+def _above(p: Poly) -> Poly:
+    """Return what is at least 0 where a whole number is above 0."""
+    whole = integral(p)
+    if whole is None:
+        raise UnsupportedError(f"{p} need not be a whole number")
+    return whole - 1
+
+
+def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
+    """Whether a guard holds for all sizes above 1; where they are `apart`, no two of them are equal."""
+    if isinstance(expr, sympy.Or) and apart:
+        return True  # in which order torch takes the axes of a tensor: layout is decided once
+    if isinstance(expr, sympy.And | sympy.Or):
+        each = (_follows(part, translator, apart=apart) for part in expr.args)
+        return all(each) if isinstance(expr, sympy.And) else any(each)
+    if isinstance(expr, sympy.Ne) and apart and not any(isinstance(side, REMAINDERS) for side in expr.args):
+        return True
+    left, right = (translator.formula(side) for side in expr.args)
+    ahead = left - right
+    if isinstance(expr, sympy.Eq | sympy.Ne):
+        unequal = holds(ahead, strict=True) or holds(-ahead, strict=True)
+        return unequal if isinstance(expr, sympy.Ne) else not ahead
+    strict = isinstance(expr, sympy.Gt | sympy.Lt)
+    return holds(ahead if isinstance(expr, sympy.Ge | sympy.Gt) else -ahead, strict=strict)

@@ -14,9 +14,7 @@ from torch.utils._sympy import functions
 
 from ...algebra.dominance import lower
 from ...algebra.extremum import Max, Min
-from ...algebra.generators import cached
-from ...algebra.polynomial import ONE, Poly, poly
-from ...algebra.rounding import is_whole
+from ...algebra.polynomial import ONE, Poly, cached, is_whole, poly
 from ...algebra.symbols import shown, symbol
 from ...errors import CostGraphError, UnsupportedError
 

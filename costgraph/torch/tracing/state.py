@@ -2,26 +2,119 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import operator
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...algebra.symbols import shown
 from ...errors import UnsupportedError
-from ...graph.graph import Graph
+from ...ir.graph import Graph
 
-__all__ = ["attributes", "borrowed", "elements", "forgetting", "is_a", "is_theirs", "swap"]
+__all__ = [
+    "initialized",
+    "unpack_linears",
+    "attributes",
+    "borrowed",
+    "elements",
+    "forgetting",
+    "is_a",
+    "is_theirs",
+    "swap",
+]
+
+
+# -- lazy --------------------------------------------------------------------------------------------------------------
+# Lazy modules: their parameters get shapes from a run of a copy on the meta device.
+
+
+def initialized(module: nn.Module, inputs: Sequence[object], keywords: Mapping[str, object]) -> nn.Module:
+    """Return a module without lazy parameters: the same one, or a copy without data that has run once.
+
+    UnsupportedError if the copy does not run.
+    """
+    lazy = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)}
+    if not lazy:
+        return module
+    try:
+        kinds: dict[int, Any] = {id(t): type(t) for t in lazy.values()}
+        copies = {
+            id(t): kinds[id(t)](t.requires_grad, "meta", t.dtype) for t in lazy.values()
+        }  # buffers refuse `deepcopy`
+        made = copy.deepcopy(module, copies).to("meta")
+        with torch.no_grad():
+            made(*map(_on_meta, inputs), **{k: _on_meta(v) for k, v in keywords.items()})
+    except Exception as error:
+        raise UnsupportedError(
+            f"trace: parameter {min(lazy)!r} of {type(module).__name__} is lazy, and a run on the meta device, to "
+            f"give it a shape, fails ({type(error).__name__}: {shown(str(error), 120)}); call the module once on a "
+            f"batch before the trace"
+        ) from error
+    return made
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+# -- quantized ---------------------------------------------------------------------------------------------------------
+# Layers of `quantize_dynamic`: their packed weights have no dense tensors, which a run takes in their place.
+
+_LIBRARY: Any = torch.library.Library("costgraph", "DEF")  # type: ignore[no-untyped-call]  # torch has no types for it
+_LIBRARY.define("linear_dynamic(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _result(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return input.new_empty([*input.shape[:-1], weight.shape[0]])
+
+
+torch.library.register_fake("costgraph::linear_dynamic", _result, lib=_LIBRARY)
+
+
+def _packed(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    for m in module.modules():
+        if type(m).__module__.startswith("torch.ao.nn.") and ".dynamic." in type(m).__module__:
+            unpack = getattr(getattr(m, "_packed_params", None), "_weight_bias", None)
+            if unpack is not None:
+                yield m, unpack
+
+
+def unpack_linears(module: nn.Module) -> None:
+    """Give each dynamically quantized linear layer its weights as parameters without data, and a call of them.
+
+    Weights stay in their format: 8 bits, or fp16. The layers are as before once what `borrowed` has met is restored.
+    """
+    for m, unpack in _packed(module):
+        with _disable_current_modes():
+            weight, bias = unpack()
+        dtype = torch.int8 if weight.is_quantized else torch.float16
+        m._parameters["weight"] = nn.Parameter(torch.empty(tuple(weight.shape), dtype=dtype), requires_grad=False)
+        m._parameters["bias"] = None
+        if bias is not None:
+            m._parameters["bias"] = nn.Parameter(torch.empty(tuple(bias.shape)), requires_grad=False)
+        m.__dict__["forward"] = partial(_forward, m, "ReLU" in type(m).__name__)
+
+
+def _forward(m: nn.Module, positive: bool, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.costgraph.linear_dynamic(x, m._parameters["weight"], m._parameters["bias"])
+    return made.relu_() if positive else made
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
 
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, list, set, deque)

@@ -13,20 +13,28 @@ from ...algebra.dominance import Relations
 from ...algebra.polynomial import ONE, ZERO, Poly
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, UnsupportedError
-from ...graph.graph import Graph
-from ...graph.op import Bodied, Op, OpKind
-from ...graph.scopes import here, opened, scope
-from ...graph.strides import Sizes, contiguous
-from ...graph.tensor import Tensor
-from ...ops.blocks import Kernel
-from ...ops.contraction import Einsum
-from ...ops.spectra import Fourier
-from ...ops.stated import Opaque
+from ...ir.graph import (
+    Bodied,
+    Graph,
+    Op,
+    OpKind,
+    Tensor,
+    here,
+    opened,
+    scope,
+)
+from ...ir.strides import (
+    Sizes,
+    contiguous,
+)
+from ...ops.einsum import Einsum
+from ...ops.fourier import Fourier
+from ...ops.loops import Kernel
+from ...ops.opaque import Opaque
 from ...transforms.rewrite import Rewriter
-from .call import Call, Spec
+from .call import Call, Spec, number_of
 from .rules.workspaces import copied, copies_matmul_operands, copies_results, workspace_of
 from .translations.table import Translation
-from .values import number_of
 
 __all__ = ["Template", "Wanted", "declared", "template_of"]
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...algebra.polynomial import ONE
-from ...graph.graph import Graph
-from ...graph.op import Op
-from ...graph.tensor import Tensor
-from ...ops.blocks import Kernel
+from ...ir.graph import Graph, Op, Tensor
 from ...ops.index import Scatter
+from ...ops.loops import Kernel
 from ...ops.reduce import Reduce
-from .exchange import before, heads, swapped, views
-from .experts import Routed
-from .kernels import Pieces, live, passes
-from .tensors import Later, Stated
+from .kernels import (
+    Pieces,
+    before,
+    heads,
+    live,
+    passes,
+    swapped,
+    views,
+)
+from .placed_tensors import (
+    Later,
+    Stated,
+)
+from .token_routing import Routed
 
 __all__ = ["Cutting"]
 

@@ -6,14 +6,25 @@ from collections.abc import Sequence
 
 from ...algebra.polynomial import ONE, ZERO, Poly
 from ...dtypes import DType
-from ...graph.graph import Graph
-from ...graph.op import OpKind
-from ...graph.placement import Factors, Mesh, Placement
-from ...graph.strides import numel
-from ...graph.tensor import Tensor
-from ...ops.blocks import Kernel
-from ...ops.moves import Concat, Rearrange, Slice
-from ...ops.pointwise import FUNCTIONS, Pointwise
+from ...ir.graph import (
+    Factors,
+    Graph,
+    Mesh,
+    OpKind,
+    Placement,
+    Tensor,
+)
+from ...ir.strides import numel
+from ...ops.elementwise import (
+    FUNCTIONS,
+    Pointwise,
+)
+from ...ops.layout import (
+    Concat,
+    Rearrange,
+    Slice,
+)
+from ...ops.loops import Kernel
 
 __all__ = ["added", "cast_to", "from_rows", "in_rows", "joined", "pieces"]
 

@@ -3,32 +3,474 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import Annotated
 
 from ...algebra.extremum import smaller
 from ...algebra.polynomial import ONE, Poly
-from ...errors import GraphError, UnsupportedError
-from ...graph.arguments import need_flag, positive
-from ...graph.graph import Graph, need_graph
-from ...graph.placement import Mesh
-from ...graph.tensor import Tensor
-from ...notation.door import Rule
-from ...ops.cached import Append
-from ...ops.hops import Receive
+from ...errors import GraphError, ShapeError, UnsupportedError
+from ...ir.graph import Graph, Mesh, Op, Split, Tensor, need_flag, need_graph, positive
+from ...ir.strides import is_integral
+from ...notation.validation import Rule
+from ...ops.collectives import Receive
+from ...ops.einsum import Einsum
+from ...ops.keep_alive import Keep
+from ...ops.kv_cache import Append
+from ...ops.layout import Rearrange, Slice
+from ...ops.loops import Kernel
 from ..offload import need_offloaded
 from ..offload import offload as on_host
+from ..pipeline_stages import in_stages, together
 from ..rewrite import Rewriter
-from ..stages import in_stages, together
-from .buckets import Buckets
-from .fully import FullyShard
-from .heads import Heads, heads
-from .inferred import inferred, replicated, with_states
-from .names import axes_of, placed_by_name
-from .shard import Placements, shard
+from .fsdp_policy import FullyShard
+from .grad_reduction import Buckets
+from .shard import Placements, groups, shard
 
-__all__ = ["CONTEXTS", "SYSTEMS", "System", "parallelize"]
+__all__ = [
+    "SUMMED",
+    "TENSOR",
+    "axes_of",
+    "is_known",
+    "placed_by_name",
+    "Heads",
+    "heads",
+    "inferred",
+    "replicated",
+    "with_states",
+    "CONTEXTS",
+    "SYSTEMS",
+    "System",
+    "parallelize",
+]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+# Where tensor parallelism has the parameters of known layers, by the ends of their names.
+
+#: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
+#: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
+#: of the model is split along what it sums. kv is tp where ranks have a head of keys and values or more each; of fewer,
+#: several ranks have the same one.
+_OURS: Mapping[str, str] = {
+    "tokens/table": "(v tp) d",
+    "head/weight": "d (v tp)",
+    "head/bias": "(v tp)",
+    "attention/q/weight": "d (h tp) k",
+    "attention/q/bias": "(h tp) k",
+    "attention/[kv]/weight": "d (g kv) k",
+    "attention/[kv]/bias": "(g kv) k",
+    "attention/kqv/weight": "d n (h tp) k",
+    "attention/kqv/bias": "n (h tp) k",
+    "attention/q_b/weight": "c (h tp) k",
+    "attention/kv_b/weight": "c (h tp) k",
+    "attention/proj/weight": "(e tp) d",
+    "cross/[qkv]/weight": "d (h tp) k",
+    "cross/[qkv]/bias": "(h tp) k",
+    "cross/proj/weight": "(e tp) d",
+    "mlp/gate_up/weight": "d (2 f tp)",
+    "mlp/gate/weight": "d (f tp)",
+    "mlp/up/weight": "d (f tp)",
+    "mlp/up/bias": "(f tp)",
+    "mlp/down/weight": "(f tp) d",
+    "mlp/ffw1/weight": "d (f tp)",
+    "mlp/ffw1/bias": "(f tp)",
+    "mlp/ffw2/weight": "(f tp) d",
+    "shared/gate_up/weight": "d (2 f tp)",
+    "shared/gate/weight": "d (f tp)",
+    "shared/up/weight": "d (f tp)",
+    "shared/down/weight": "(f tp) d",
+    "experts/gate_up": "e d (2 f tp)",
+    "experts/gate_up_bias": "e (2 f tp)",
+    "experts/down": "e (f tp) d",
+    "attention/[kv]_cache.kept": "b (g kv) s k",
+    "attention/norm_state.kept": "b (h tp) k",
+    "attention/state.kept": "b (h tp) k v",
+    "cross/[kv]_cache.kept": "b (h tp) s k",
+}
+#: The same of what `costgraph.torch.trace` finds in models of transformers. torch has the axis first that a layer
+#: makes; heads and what they hold are one axis of it. What makes them is split along that, and so is what sums it.
+_MADE = (
+    "[qkv]_proj", "gate_proj", "up_proj", "fc1", "intermediate/dense", "self/query", "self/key", "self/value",
+    "*Attention/[qkv]", "DenseReluDense/wi*", "self_attention/query_key_value", "mlp/dense_h_to_4h",
+)  # fmt: skip
+_SUMMED = (
+    "o_proj", "out_proj", "down_proj", "fc2", "output/dense", "*Attention/o", "DenseReluDense/wo",
+    "self_attention/dense", "mlp/dense_4h_to_h",
+)  # fmt: skip
+_TABLES = ("embed_tokens", "word_embeddings", "wte", "shared", "lm_head", "embed_out")
+#: Where tensor parallelism has parameters, by the ends of their names: of the layers of `costgraph.nn`, and of traced
+#: models of transformers. An axis stands with those of the mesh that split it, as in `shard`.
+TENSOR: Mapping[str, str] = {
+    **_OURS,
+    **{f"{name}/weight": "(v tp) d" for name in _TABLES},
+    **{f"{name}/weight": "(f tp) d" for name in _MADE},
+    **{f"{name}/bias": "(f tp)" for name in _MADE},
+    **{f"{name}/weight": "d (f tp)" for name in _SUMMED},
+    "gate_up_proj/weight": "(2 f tp) d",
+    "experts/gate_up_proj": "e (2 f tp) d",
+    "experts/down_proj": "e d (f tp)",
+    "relative_attention_bias/weight": "n (h tp)",
+    "attn/c_attn/weight": "d (3 f tp)",
+    "attn/c_attn/bias": "(3 f tp)",
+    "mlp/c_fc/weight": "d (f tp)",
+    "mlp/c_fc/bias": "(f tp)",
+    "c_proj/weight": "(f tp) d",
+}
+#: Parameters beside which other tensors of the same layer stay whole: queries that share keys stand with these in one
+#: tensor, no equal parts of which are heads with their keys.
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
+    "qkv_proj/weight": ("o_proj/weight",),
+    # what chooses experts is whole
+    "mlp/experts/gate_up_proj": ("mlp/gate/weight",),
+}
+#: Layers whose results tensor parallelism sums over its ranks, by the ends of their names: what they sum is split.
+SUMMED = (
+    *(name.removesuffix("/weight") for name, text in _OURS.items() if name.endswith("/weight") and text[0] == "("),
+    *_SUMMED, "c_proj",
+)  # fmt: skip
+
+
+def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Yield where tensor parallelism has parameters, and what a step keeps of them in their shape."""
+    sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
+    names = {t.name for t in sources}
+    for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
+        of, _, _ = t.name.rpartition(".") if t.role in ("state", "gradient") else (t.name, "", "")
+        found = next((end for end in TENSOR if fnmatchcase(of, end) or fnmatchcase(of, f"*/{end}")), None)
+        if found is None:
+            continue
+        layer = "/".join([*of.split("/")[: -1 - found.count("/")], ""])
+        if any(found in ends and layer + fused in names for fused, ends in _BESIDE.items()):
+            continue
+        if len(axes_of(TENSOR[found])) == t.ndim - t.storage.pieces:
+            yield t.name, _as_stored(t, TENSOR[found])
+
+
+def is_known(name: str) -> bool:
+    """Whether the name of a parameter is that of a known layer: one that stays whole does so for a reason."""
+    ends = (*TENSOR, *_BESIDE)
+    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in ends)
+
+
+def _as_stored(t: Tensor, text: str) -> str:
+    """Return a placement in the order of axes in which `quantize` stores a weight, which readers have as it was."""
+    readers = list(t.graph.successors(t))
+    kind = readers[0].kind if [op.name for op in readers] == [f"{t.name}.order"] else None
+    if not isinstance(kind, Rearrange):
+        return text
+    words = dict(zip(kind.order, axes_of(text), strict=True))
+    return " ".join(words[i] for i in range(len(words)))
+
+
+def axes_of(text: str) -> list[str]:
+    """Return the axes of a placement."""
+    out: list[str] = []
+    for word in text.split():
+        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
+            out[-1] += f" {word}"
+        else:
+            out.append(word)
+    return out
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+# Fewer heads of keys and values than ranks: each of them is on several.
+
+Axes = tuple[tuple[str, Poly], ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Axes of a mesh that tensor parallelism has, and what they split."""
+
+    axes: Axes
+    """tp, or kv and replica: ranks with other heads of keys and values, and those with the same."""
+    joint: tuple[tuple[str, tuple[str, ...]], ...]
+    """tp as both of them."""
+    split: Mapping[str, str]
+    """Placements on these axes, by name."""
+
+
+def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
+    """Return the axes of tensor parallelism for what it splits, with kv among its axes where heads may be fewer.
+
+    Of G heads of keys and values, tp > G ranks have one each, tp/G ranks the same one: the axis of G ranks splits keys
+    and values, both of them the queries, whose heads lie group by group. What ranks with one head add to its gradient
+    is reduced over the others of the kind.
+    """
+    named = {t.name: t for g in graph.bodies() for t in g.tensors if t.name in split}
+    counts = {}
+    for name, text in split.items():
+        at = next((i for i, word in enumerate(groups(text) or ()) if "kv" in word), None)
+        if at is not None:
+            counts[name] = named[name].sizes[named[name].storage.pieces + at]
+    few = {n for n in counts.values() if _fewer(n, tp, graph)}
+    if len(few) > 1:
+        raise GraphError(
+            f"parallelize: layers of {' and of '.join(sorted(map(str, few)))} heads of keys and values, which are "
+            f"fewer than tp={tp}: expected one number"
+        )
+    placed = {n: text if counts.get(n) in few else text.replace(" kv)", " tp)") for n, text in split.items()}
+    if not few:
+        return Heads((("tp", tp),), (), placed)
+    (count,) = few
+    share = tp / count
+    if share.constant is not None and not isinstance(share.constant, int):
+        raise ShapeError(
+            f"parallelize: {count} heads of keys and values over tp={tp} ranks, expected a multiple or a divisor"
+        )
+    return Heads((("kv", count), ("replica", share)), (("tp", ("kv", "replica")),), placed)
+
+
+def _fewer(count: Poly, ranks: Poly, graph: Graph) -> bool:
+    """Whether there are fewer heads than ranks: always, or under the defaults of a graph."""
+    if len(count.terms) == 1 and is_integral(ranks / count):
+        return ranks != count
+    defaults = {name: ONE * n for name, n in graph.root.defaults.items()}
+    few, many = count.bind(defaults).constant, ranks.bind(defaults).constant
+    return few is not None and many is not None and few < many
+
+
+# -- inferred ----------------------------------------------------------------------------------------------------------
+# Column and row parallelism, inferred from pairs of products with elementwise ops or attention heads between them.
+#
+# A weight is split along the axis that its product makes where everything between it and the next products keeps that
+# axis, and these products sum it: column parallelism of the first, row parallelism of the others.
+
+#: Weights that tensor parallelism keeps whole in any system: routers, and projections to a latent that is normalized.
+_WHOLE = (
+    "*router/weight",
+    "*router/gate/weight",
+    "*mlp/gate/weight",
+    "*_a/weight",
+    "*q_a_proj/weight",
+    "*kv_a_proj_with_mqa/weight",
+)
+
+#: A tensor, and one of its axes.
+_Axis = tuple[Tensor, int]
+
+
+def replicated(graph: Graph, split: Collection[str], patterns: Collection[str]) -> list[str]:
+    """Return the weight matrices that stay replicated and have no known name.
+
+    `split` are names of split weights, `patterns` match weights with a stated placement. A projection to or from one
+    feature, such as a gate or a value head, is a vector.
+    """
+    matrices = [t.name for t in _products(_Flat(graph)) if ONE not in t.sizes[t.storage.pieces :]]
+    names = [n for n in matrices if n not in split and not is_known(n)]
+    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in (*_WHOLE, *patterns))]
+
+
+def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:
+    """Return the weight matrices, each with its product and its position among the operands."""
+    found: dict[Tensor, tuple[Op, int]] = {}
+    for op in flat.ops:
+        for i, t in enumerate(op.operands):
+            source = flat.source(t)
+            matrix = isinstance(op.kind, Einsum) and source.role == "param" and source.ndim - source.storage.pieces == 2
+            if matrix and len(op.operands) == 2:
+                found.setdefault(source, (op, i))
+    return found
+
+
+def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tuple[str, str]]:
+    """Yield placements of weights and biases without a known name, one pair of products after another."""
+    flat, taken = _Flat(graph), {*placed}
+    for weight, (op, i) in _products(flat).items():
+        rule = op.kind.placed(op)
+        if weight.name in taken or is_known(weight.name) or rule is None:
+            continue
+        labels = rule.operands[i] or ()
+        kept = {n for result in rule.results for dim in result for n in dim}
+        made = [n for names in labels for n in names if n in kept]
+        group = _Group(flat, ranks)
+        if len(made) == 1 and group.spread(op, rule, made[0]) and group.summed and taken.isdisjoint(group.names()):
+            yield from group.placements()
+            taken |= group.names()
+
+
+class _Flat:
+    """The ops of the forward pass, kernels opened, and the tensors that are aliases of each other."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.ops: list[Op] = []
+        self.same: dict[Tensor, Tensor] = {}
+        """The outer tensor of a formal, or the inner tensor of a result."""
+        self.users: dict[Tensor, list[Op]] = {}
+        self.params: set[Tensor] = set()
+        """Parameters that loops read."""
+        self.ends: set[Tensor] = set()
+        """Inputs, outputs and carries of graphs and loops."""
+        for g in graph.bodies():
+            if not g.fused:
+                loop = None if g.owner is None else g.owner.loop
+                left = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # what is saved lies as it is
+                self.ends |= {*left, *(f for f in g.formals if f.role != "param")}
+                self.note(g)
+        for op in self.ops:
+            for t in dict.fromkeys(map(self.root, op.operands)):
+                self.users.setdefault(t, []).append(op)
+        self.ends = {*map(self.root, self.ends - self.params)}
+        self.outputs = {*map(self.root, graph.outputs)} - {*self.users}
+        self.by = {self.root(t): op for op in self.ops for t in op.results}
+
+    def note(self, graph: Graph) -> None:
+        for op in graph.ops:
+            if op.loop is not None:
+                loop = op.loop
+                self.ends |= {*loop.starts, *op.results}
+                pairs = [*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True)]
+                found = {f: t for f, t in pairs if self.root(t).role == "param"}
+                self.same |= found
+                self.params |= {*found}
+                continue
+            if isinstance(op.kind, Slice) and op.results[0].role == "param" and op.results[0].storage.pieces:
+                self.same[op.results[0]] = op.operands[0]  # some layers of a stack
+                continue
+            if op.phase != "forward" or isinstance(op.kind, Keep):
+                continue
+            if isinstance(op.kind, Kernel):
+                body = op.kind.body
+                self.same |= dict(zip(body.formals, op.operands, strict=False))
+                self.same |= dict(zip(op.results, body.outputs, strict=False))
+                self.note(body)
+            else:
+                self.ops.append(op)
+
+    def root(self, t: Tensor) -> Tensor:
+        while t in self.same:
+            t = self.same[t]
+        return t
+
+    def source(self, t: Tensor) -> Tensor:
+        """Return the parameter that a tensor is a view of, or itself."""
+        t = self.root(t)
+        while t.is_view and t.producer is not None and t.producer.operands:
+            t = self.root(t.producer.operands[0])
+        return t
+
+
+class _Group:
+    """Axes that must be sharded together."""
+
+    def __init__(self, flat: _Flat, ranks: Poly) -> None:
+        self.flat, self.ranks = flat, ranks
+        self.axes: set[_Axis] = set()
+        self.blocks: dict[Tensor, Poly] = {}
+        """Tensors that are cut into slices of equal size, and the number of slices."""
+        self.summed = False
+        """Whether a product sums the axis."""
+        self.left: list[Tensor] = []
+
+    def names(self) -> set[str]:
+        return {t.name for t, _ in self.axes if t.role == "param" and t.producer is None}
+
+    def spread(self, op: Op, rule: Split, name: str) -> bool:
+        """Shard a named axis of an op and every axis tied to it; False where one cannot be sharded."""
+        if not self.split(op, rule, name):
+            return False
+        done: set[tuple[Op, int, _Axis]] = set()
+        while self.left:
+            t = self.left.pop()
+            if t in self.flat.outputs:  # logits stay split, as those of a known head
+                self.summed = True
+                continue
+            if t in self.flat.ends:
+                return False
+            near = [*self.flat.users.get(t, ()), *([self.flat.by[t]] if t in self.flat.by else [])]
+            if t.role != "param" and t not in self.flat.by:
+                return False
+            for axis in [a for a in self.axes if a[0] is t]:
+                for o in near:
+                    if (o, 0, axis) not in done:
+                        done.add((o, 0, axis))
+                        if not self.through(o, t, axis[1]):
+                            return False
+        return True
+
+    def through(self, op: Op, t: Tensor, dim: int) -> bool:
+        """Shard an op along an axis of one of its tensors."""
+        kind, rule = op.kind, op.kind.placed(op)
+        if isinstance(kind, Slice) and kind.axis == dim:
+            whole, part = op.operands[0].sizes[dim], op.results[0].sizes[dim]
+            if not is_integral(whole / part) or not is_integral(kind.start / part):
+                return False
+            self.blocks[self.flat.root(op.operands[0])] = whole / part
+            return self.add(op.operands[0], dim) and self.add(op.results[0], dim)
+        if rule is None:
+            return False
+        tensors = [*zip(op.operands, rule.operands, strict=False), *zip(op.results, rule.results, strict=False)]
+        names = {
+            name
+            for o, labels in tensors
+            if labels is not None and self.flat.root(o) is t and dim < len(labels)
+            for name in [next((n for n in labels[dim] if rule.extents[n] != ONE), None)]
+        }
+        names.discard(None)
+        return len(names) == 1 and self.split(op, rule, str(names.pop()))
+
+    def split(self, op: Op, rule: Split, name: str) -> bool:
+        """Shard a named axis of an op in all its tensors, as the outermost factor."""
+        if name in rule.whole or any(name in dim for dim in (rule.fixed or ())):
+            return False
+        tensors = [*zip(op.operands, rule.operands, strict=False), *zip(op.results, rule.results, strict=False)]
+        made = any(name in dim for labels in rule.results for dim in labels)
+        if not made:
+            reads = [self.flat.source(t).role for t in op.operands]
+            if not isinstance(op.kind, Einsum) or "param" not in reads:
+                return False
+            self.summed = True
+        for t, labels in tensors:
+            for i, dim in enumerate(labels or ()):
+                if name in dim:
+                    if next((n for n in dim if rule.extents[n] != ONE), None) != name or not self.divides(
+                        rule.extents[name]
+                    ):
+                        return False
+                    if not self.add(t, i):
+                        return False
+        return True
+
+    def divides(self, size: Poly) -> bool:
+        part = (size / self.ranks).constant
+        return part is None or part == int(part)
+
+    def add(self, t: Tensor, dim: int) -> bool:
+        t = self.flat.root(t)
+        if (t, dim) in self.axes:
+            return True
+        if any(o is t for o, _ in self.axes):  # two axes of one tensor
+            return False
+        self.axes.add((t, dim))
+        self.left.append(t)
+        return True
+
+    def placements(self) -> Iterator[tuple[str, str]]:
+        """Yield placements; a parameter that is cut into equal slices is sharded block by block."""
+        blocks = {t.sizes[d]: n for t, n in self.blocks.items() for o, d in self.axes if o is t}
+        params = [a for a in self.axes if a[0].role == "param" and a[0].producer is None]
+        for t, dim in sorted(params, key=lambda a: a[0].name):
+            words = [f"a{i}" for i in range(t.ndim - t.storage.pieces)]
+            count = blocks.get(t.sizes[dim + t.storage.pieces])  # axes of a slice of a stack
+            words[dim] = f"(a{dim} tp)" if count is None or count == ONE else f"({count} a{dim} tp)"
+            yield t.name, " ".join(words)
+
+
+def with_states(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield placements of parameters and of gradients and state with their shape."""
+    sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
+    sizes = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.name in split}
+    for t in sources:
+        of = t.name.rpartition(".")[0] if t.role in ("state", "gradient") else t.name
+        if of in split and sizes.get(of) == t.sizes[t.storage.pieces :]:
+            yield t.name, split[of]
+
+
+# -- parallelize -------------------------------------------------------------------------------------------------------
 
 #: Whose policies a step has, where systems differ.
 SYSTEMS = ("torch", "megatron")

@@ -1,31 +1,429 @@
-"""From the graph of all devices to that of one rank: placements that propagate, and the collectives that follow."""
+"""The graph of one rank, from the graph of all: op by op, with what takes tensors to where they are wanted."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated
 
-from ...algebra.polynomial import ONE, poly
+from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import is_name, shown
 from ...errors import CostGraphError, GraphError, PatternError, ShapeError, UnsupportedError
-from ...graph.arguments import need_flag, positive
-from ...graph.graph import Graph
-from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
-from ...graph.tensor import Tensor
-from ...notation.door import Rule
+from ...ir.graph import (
+    Factors,
+    Graph,
+    Loop,
+    Mesh,
+    Op,
+    Placement,
+    Sharding,
+    Split,
+    Tensor,
+    is_pass,
+    need_flag,
+    positive,
+    tidy,
+)
+from ...ir.strides import contiguous
+from ...notation.validation import Rule
 from ...ops.collectives import need_of_all
-from .buckets import Buckets, in_buckets
-from .fully import FullyShard
-from .last import LastApart
-from .ring import in_rings
-from .sharder import Sharder
-from .tensors import Stated
+from ...ops.elementwise import Pointwise
+from ...ops.fill import Fresh
+from ...ops.grouped import Grouped, GroupedOuter
+from ...ops.index import Scatter
+from ...ops.layout import Rearrange, Slice
+from ...ops.loops import Empty, Kernel, Stacked
+from ...ops.updates import ZeroGrad
+from .choice import Choice, Given, choose, of_keys, of_rank, queries, restricted
+from .cutting import Cutting
+from .fsdp_policy import FullyShard
+from .grad_reduction import Buckets, LastApart, in_buckets
+from .kernels import before, common
+from .partial_sums import added, adds, becoming, late, made_of, pending_of, targets
+from .placed_tensors import Later, Stated, in_rings, repeated
 
-__all__ = ["groups", "mesh", "shard"]
+__all__ = [
+    "Sharder",
+    "groups",
+    "mesh",
+    "shard",
+]
+
+
+# -- sharder -----------------------------------------------------------------------------------------------------------
+
+#: Kinds whose result is the parameter that they are of, in another form.
+_SAME = (Rearrange, Slice, Pointwise)
+
+
+class _WiderError(Exception):
+    """Raised where an iteration hands on what is split along more axes than what it was handed."""
+
+    def __init__(self, starts: Mapping[int, Placement]) -> None:
+        self.starts = starts
+
+
+class Sharder(Cutting):
+    """Copies ops with the sizes of one rank, and moves operands to where their rule wants them."""
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the graph of one rank."""
+        self.own = made_of(old, adds, _SAME)  # sums over tokens, however many these are beside what a weight has
+        return super().run(old, name)
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op, and take gradients to where they are kept."""
+        inside = self.piece is not None
+        if not inside:
+            if self.put_off(op):
+                self.after(op, new)
+                return
+            self.before(op, new)
+        # a stack is there before its slices are
+        if isinstance(op.kind, Empty) or (op.results[:1] and op.results[0] in self.stated.stacks):
+            self.stack(op, new)
+        elif isinstance(op.kind, Fresh):
+            self.tensors[op.results[0]] = Later(op)
+        elif self.narrow(op):
+            pass
+        elif isinstance(op.kind, Stacked):
+            self.stacked(op, new)
+        elif op.loop is not None:
+            self.loop(op, new)
+        elif isinstance(op.kind, Kernel):
+            self.kernel(op, new)
+        else:
+            self.plain(op, new)
+        # what has been added up of micro-batches is reduced apart
+        behind = op.loop is not None and is_pass(op.loop.body)
+        phase = "backward" if behind else op.phase
+        if behind:
+            self.names |= {self.tensors[g]: f"{p.name}.grad" for p, g in op.graph.gradients.items() if g in op.results}
+        for t in op.results:
+            home = self.homes.get(self.tensors[t]) if self.piece is None else None
+            if home is not None and t not in self.own:
+                self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
+            if t not in self.wanted or isinstance(self.tensors[t], Later) or self.unfinished(t):
+                continue
+            if self.goal(t) is not None:
+                self.tensors[t] = self.settled(t, new, phase) if t in self.finals else self.tensors[t]
+            elif behind or not self.defer(t):
+                self.tensors[t] = self.slices_moved_to(self.tensors[t], self.wanted[t], new, phase)
+                if t in self.finals and t.storage.bytes == t.numel * t.element_bytes():
+                    self.reduced[t.storage] = self.tensors[t]
+        if not inside:
+            self.after(op, new)
+
+    def plain(self, op: Op, new: Graph) -> None:
+        """Add an op of a rank."""
+        if self.is_summed(op):
+            return
+        self.note_term(op)
+        if isinstance(op.kind, ZeroGrad):
+            self.clear(op.operands[0], new, op.phase)
+        axis = self.routed(op, new)
+        before = [self.tensors[t] for t in op.operands]
+        rule = op.kind.placed(op)
+        if rule is not None:
+            rule = self.rows.rule(op, restricted(rule, op, [g.at for g in self.given(op)]), before, axis)
+        choice = self.whole(op) if rule is None else choose(rule, self.given(op), self.mesh, self.asked(op, rule))
+        choice = self.rows.counted(op, choice)
+        self.moved += [
+            f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}"
+            for i, axis, why in choice.moved
+            if rule is None or axis not in queries(op, rule, choice)  # keys are put together for its queries
+        ]
+        wanted = [*zip(op.operands, choice.operands, strict=True)]
+        # what is made for this op is made last: moving others may cut the kernel around, before which it need not be
+        order = sorted(range(len(wanted)), key=lambda i: isinstance(self.tensors[op.operands[i]], Later))
+        found = {i: self.value(wanted[i][0], new, wanted[i][1], op.phase) for i in order}
+        operands = [found[i] for i in range(len(wanted))]
+        for old, t in zip(op.operands, operands, strict=True):
+            self.read.setdefault(old, []).append(t)
+        if axis and isinstance(op.kind, Grouped | GroupedOuter):
+            operands[2] = self.merge(self.rows.own[before[2]].routing, axis, new, op.phase).results[0]
+        self.need_in_place(op, operands, choice.operands)
+        kind = op.kind if rule is None else rule.local(choice.extents, choice.ranks)
+        kind = kind if rule is None else of_rank(kind, rule, choice, self.mesh)
+        made = self.in_product(op, kind, operands, new) or self.add(op, kind, operands, self.here(new))
+        for t, place in zip(made.results, choice.results, strict=True):
+            self.at[t] = place
+        if rule is not None and op.phase == "backward":
+            home = of_keys(rule, choice, [t in self.params for t in operands])
+            self.homes |= {} if home is None else {made.results[0]: home}
+        self.rows.note(op, rule, choice, before, made.results, axis)
+        self.note_scattered(op, operands, made.results[0])
+        scaled = not any(t.ndim for t in operands[1:]) and op.phase != "optimizer"  # as where weights are quantized
+        if isinstance(op.kind, _SAME) and operands[0] in self.params and (len(operands) == 1 or scaled):
+            self.params |= dict.fromkeys(made.results, self.params[operands[0]])
+        for i, t in zip(op.kind.overwrites(), op.results, strict=False):
+            self.note_part(op.operands[i], operands[i], t)
+
+    def given(self, op: Op) -> list[Given]:
+        """Return the operands as they lie."""
+        out = []
+        for t in op.operands:
+            found = self.tensors[t]
+            if isinstance(found, Later):
+                out.append(Given(None, zero=found.zero))
+                continue
+            param = found in self.params
+            # an update is made of each rank's own part
+            read = param and op.phase != "optimizer" and not self.apart
+            stated = found in self.fixed or t in self.stated.places
+            gathered = self.params[found] if read else ()
+            out.append(
+                Given(self.at[found], gathered, stays=param, name=t.name, stated=stated, repeated=repeated(found))
+            )
+        return out
+
+    def asked(self, op: Op, rule: Split) -> dict[str, str]:
+        """Return which names of the rule are asked for, by axis of the mesh: of a gradient, or a stated placement."""
+        made = op.results[0]
+        behind = becoming(made, self.wanted, _SAME)
+        # a gradient of weights is summed over tokens: what has these whole is exchanged, and tokens are not gathered
+        tokens = {} if behind is None else common(rule, [g.at for g in self.given(op)])
+        place, axes = self.stated.places.get(made), None
+        if behind is not None:
+            kept = behind[-1].results[0] if behind else made
+            place, axes = self.kept_at(self.wanted[kept], behind), self.staying[kept]
+        given = [self.tensors[t] for t in op.operands]
+        lie = [self.at[t] for t in given if isinstance(t, Tensor)]
+        if place is None and any(at.pending for at in lie):
+            place = self.met(made)
+        elif place is None and isinstance(op.kind, Scatter) and len(lie) < len(given):
+            # into nothing, which may lie anywhere, along what splits none of the values
+            place, axes = self.met(made), frozenset(self.mesh).difference(*(at.axes for at in lie))
+        if place is None:
+            return tokens
+        axes = place.axes if axes is None else axes
+        return tokens | {
+            axis: names[0]
+            for names, dim in zip(rule.results[0], place.dims, strict=True)
+            for axis in axes
+            if axis in dim and names
+        }
+
+    def kept_at(self, place: Placement, behind: Sequence[Op]) -> Placement | None:
+        """Return where a tensor lies, of which ops make a gradient that is kept at a placement."""
+        found: Placement | None = place
+        for op in reversed(behind):
+            rule = op.kind.placed(op)
+            found = None if rule is None or found is None else before(rule, found, self.mesh)
+        return found
+
+    def met(self, t: Tensor) -> Placement | None:
+        """Return where the tensor lies that an old one, or what elementwise ops make of it, is put together with."""
+        while True:
+            if t in self.met_by:
+                return self.met_by[t]
+            readers = list(t.graph.successors(t))
+            if not readers and t.graph.fused and t in t.graph.outputs and t.graph.owner is not None:
+                t = t.graph.owner.results[t.graph.outputs.index(t)]  # what a kernel hands out
+                continue
+            if not readers:
+                return None
+            others = [self.tensors.get(o) for o in readers[0].operands if o is not t and o.sizes == t.sizes]
+            found = [self.at[o] for o in others if isinstance(o, Tensor) and not self.at[o].pending]
+            alone = len(readers[0].operands) == 1 and readers[0].results[0].sizes == t.sizes
+            if found or not alone or readers[0].loop is not None:
+                return found[0] if found else None
+            t = readers[0].results[0]
+
+    def whole(self, op: Op) -> Choice:
+        """Have every operand whole on every rank, as nothing is known of the op."""
+        self.moved += [
+            f"{op.name!r}: {t.name!r} put together along {axis}: {op.kind.name} has no rule of placement"
+            for t in op.operands
+            if not isinstance(self.tensors[t], Later)
+            for axis in self.mesh
+            if axis in {*self.at[self.tensors[t]].axes, *self.at[self.tensors[t]].pending}
+        ]
+        operands = [Placement(((),) * t.ndim) for t in op.operands]
+        return Choice(list(operands), [Placement(((),) * t.ndim) for t in op.results], {}, {}, {})
+
+    def need_in_place(self, op: Op, operands: Sequence[Tensor], places: Sequence[Placement | None]) -> None:
+        """Refuse to write into a copy in place of what it is a copy of."""
+        for i in op.kind.overwrites():
+            old = self.tensors[op.operands[i]]
+            kept = op.operands[i].storage.role != "activation"  # by more than this op
+            if not kept and isinstance(old, Tensor) and self.at[operands[i]] != self.at[old]:
+                self.note_made(op.operands[i], places[i])
+            if kept and isinstance(old, Tensor) and operands[i].storage is not old.storage:
+                raise UnsupportedError(
+                    f"shard: {op.name!r} writes into {old.name!r}, which lies as {self.at[old]} and is wanted as "
+                    f"{self.at[operands[i]]}: expected one placement"
+                )
+
+    # -- bodies ------------------------------------------------------------------------------------------------------
+
+    def loop(self, op: Op, new: Graph) -> None:
+        """Copy a loop; carries lie as an iteration leaves them."""
+        loop = op.loop
+        assert loop is not None
+        starts: list[Placement | None] = []
+        for i, (f, t, last) in enumerate(zip(loop.carries, loop.starts, loop.lasts, strict=True)):
+            now = self.tensors[t]
+            place = self.stated.places.get(f)
+            if place is None and isinstance(now, Later):
+                place = self.wanted.get(last)
+            elif place is None:
+                place = self.at[now].without(
+                    () if late(loop, i, self.stated.reduce_each) else self.at[now].pending, self.mesh
+                )
+            starts.append(place)
+        host, around = self.here(new), self.piece
+        known, copies, within = dict(self.tensors), dict(self.copies), dict(self.inside)
+        self.piece = None  # a loop inside a kernel is not cut: ranks meet where they have to
+        while True:
+            try:
+                with host.whole():
+                    self.iterations(op, host, starts)
+                break
+            except _WiderError as wider:
+                starts = [wider.starts.get(i, place) for i, place in enumerate(starts)]
+                # what was added is taken back
+                self.tensors, self.copies, self.inside = dict(known), dict(copies), dict(within)
+        self.piece = around
+
+    def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
+        """Add the loop with its carries at some placements."""
+        loop = op.loop
+        assert loop is not None
+        places = [Placement(((),) * t.ndim) if p is None else p for p, t in zip(starts, loop.starts, strict=True)]
+        begun = [self.value(t, new, p, op.phase) for t, p in zip(loop.starts, places, strict=True)]
+        begun = [self.dense(t, new, op.phase) for t in begun]
+        sums = {a.read: a for a in added(loop)}
+        xs = [self.summed(t, new, op.phase, sliced=True, parts=t in sums or t in self.whole_pass) for t in loop.xs]
+        xs = self.as_kept(loop, xs)
+        shared = [self.summed(t, new, op.phase) for t in loop.shared]
+        body = new.start_body(loop.body.name, fused=False)
+        self.enter(loop, begun, xs, shared, body)
+        self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
+        self.fill(loop.body, body)
+        # none of these depends on another: all begin anew together
+        if parts := {i: at for i, place in enumerate(places) if (at := self.parts_of_sums(i, op, place)) is not None}:
+            raise _WiderError(parts)
+        for i, t in enumerate(loop.nexts):
+            self.hand_on(i, t, body, op, places[i])
+        self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
+        # what is saved is what ops of the forward pass were given
+        self.tensors |= {t: self.held[made] for t in loop.saved if (made := self.value(t, body)) in self.held}
+        lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending} | self.whole_pass
+        for t in (*loop.ys, *loop.saved):
+            made = self.summed(t, body, op.phase, parts=t in lasts)
+            # a rank's part of what every rank has made lies within the whole of it, and only the part is kept
+            part = made.is_view and not t.is_view
+            self.tensors[t] = self.copied(made, body, f"{made.name}.contiguous", op.phase) if part else made
+        outputs = [self.tensors[t] for t in loop.body.outputs]
+        for r, inner, stacked in self.finished(op, body, [begun, xs, shared], outputs, new):
+            self.stands_for(r, inner)
+            if stacked:
+                self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
+
+    def summed(self, old: Tensor, graph: Graph, phase: str, *, sliced: bool = False, parts: bool = False) -> Tensor:
+        """Return what stands for an old tensor, parts of sums reduced if not kept; what is read in slices has all."""
+        t = self.handed(old, self.value(old, graph))
+        at = self.at[t]
+        if at.pending and not parts and not sliced:  # where it has been reduced to, if it has
+            known = (
+                made for (of, want, g, _), made in self.copies.items() if of is t and g is graph and not want.pending
+            )
+            t = next(known, t)
+            at = self.at[t]
+        first = at.dims[0] if sliced else ()
+        gone = {*(() if parts or t in self.rows.own else at.pending), *(f for f in first if isinstance(f, str))}
+        self.moved += [f"{old.name!r} put together along {f}: iterations read it in slices" for f in first if f in gone]
+        return self.moved_to(t, at.without(gone, self.mesh), graph, phase)
+
+    def enter(
+        self, loop: Loop, begun: Sequence[Tensor], xs: Sequence[Tensor], shared: Sequence[Tensor], body: Graph
+    ) -> None:
+        """Add the inputs of a body, and note where gradients are kept that are made inside it."""
+        for f, outer in zip(loop.carries, begun, strict=True):
+            made = self.stand_for(f, outer, body, outer.sizes, contiguous(outer.sizes), self.at[outer])
+            self.carried.add(made.storage)
+        for f, outer in zip(loop.slices, xs, strict=True):
+            at = self.at[outer].with_dims(self.at[outer].dims[1:])
+            self.stand_for(f, outer, body, outer.sizes[1:], outer.strides[1:], at, lead=1)
+        for f, outer in zip(loop.captured, shared, strict=True):
+            made = self.stand_for(f, outer, body, outer.sizes, outer.strides, self.at[outer])
+            made.offset = outer.offset
+        kept = {o: r for r, o in zip(loop.op.results, loop.body.outputs, strict=True) if self.buffer(r) is not None}
+        for o, r in kept.items():
+            goal = self.goal(o)
+            if r in self.wanted and goal is not None:
+                self.aim(o, goal, self.staying[r])
+        for r, o in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
+            if r in self.wanted and o not in kept:
+                self.aim(o, self.wanted[r].with_dims(self.wanted[r].dims[1:]), self.staying[r])
+        for i, (r, o) in enumerate(zip(loop.lasts, loop.nexts, strict=True)):
+            if o in kept:
+                continue
+            if r in self.wanted and not late(loop, i, self.stated.reduce_each):
+                self.aim(o, self.wanted[r], self.staying[r])
+            elif r in self.wanted and is_pass(loop.body) and self.at[begun[i]].pending:
+                self.aim(o, self.at[begun[i]], self.staying[r])
+
+    def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
+        """Note where a gradient is kept that is made inside a body."""
+        found = targets(t.graph, {t: place}) if self.buffer(t) is None else targets(t.graph, {t: place}, adds)
+        self.wanted |= found
+        self.staying |= dict.fromkeys(found, staying)
+
+    def parts_of_sums(self, i: int, op: Op, place: Placement) -> Placement | None:
+        """Return where a sum that is reduced once, behind the loop, has to begin; None where it has."""
+        loop, zero = op.loop, self.tensors[op.operands[i]]
+        assert loop is not None
+        made = isinstance(self.tensors[loop.nexts[i]], Tensor) and isinstance(zero, Later) and zero.zero
+        if place.pending or not made or not late(loop, i, self.stated.reduce_each):
+            return None
+        natural = pending_of(loop, i, self.tensors, self.at)
+        if natural is None:
+            return None
+        want = self.wanted.get(loop.lasts[i], natural).without(natural.pending, self.mesh)
+        return replace(want, partial=natural.partial) if want.axes >= natural.axes else natural
+
+    def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, place: Placement) -> None:
+        """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""
+        found = self.tensors[t]
+        if isinstance(found, Later):
+            self.tensors[t] = self.value(t, body, place, op.phase)
+            return
+        loop = op.loop
+        assert loop is not None
+        after = self.at[found].without(self.at[found].pending, self.mesh)
+        more = after.axes - place.axes
+        if more and t not in self.stated.places and loop.carries[i] not in self.stated.places:
+            dims = [d if not place.dims[j] else place.dims[j] for j, d in enumerate(after.dims)]
+            wider = Placement(tuple(dims))
+            if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
+                raise _WiderError({i: wider})
+        if t not in self.stated.places and loop.carries[i] not in self.stated.places and t not in self.wanted:
+            self.tell(op, t, after, place, "the next iteration has it otherwise")
+        self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase), body, op.phase)
+
+    def stand_for(
+        self, f: Tensor, outer: Tensor, body: Graph, sizes: tuple[Poly, ...], strides: tuple[Poly, ...],
+        place: Placement, lead: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Add an input of a loop's body."""
+        pieces = max(outer.storage.pieces - lead, 0)
+        made = body.formal(outer, f.name, sizes, strides, pieces)
+        made.domain = None if f.domain is None or outer.domain is None else (outer.domain[0], *f.domain[1:])
+        self.stands_for(made, outer)
+        self.names[made] = self.names.get(outer, outer.name)
+        self.tensors[f], self.at[made] = made, place
+        return made
+
+
+# -- shard -------------------------------------------------------------------------------------------------------------
+# From the graph of all devices to that of one rank: placements that propagate, and the collectives that follow.
 
 #: Placements by the name of a tensor, or by a pattern of names.
 Placements = Annotated[

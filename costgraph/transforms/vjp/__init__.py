@@ -3,23 +3,24 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...graph.op import OpKind
-from ...ops.cached import Append
-from ...ops.collectives import Around, Part
-from ...ops.foreign import Foreign
+from ...ir.graph import OpKind
+from ...ops.collectives import (
+    Around,
+    Merge,
+    Pack,
+    Part,
+    Receive,
+    Send,
+)
 from ...ops.grouped import Dispatch
-from ...ops.hops import Receive, Send
-from ...ops.keep import StopGradient
-from ...ops.merge import Merge
-from ...ops.pack import Pack
+from ...ops.keep_alive import StopGradient
+from ...ops.kv_cache import Append
+from ...ops.opaque import Foreign
 from ...ops.pooling import Unpool
 from ...ops.updates import FusedUpdate, Unscale
-from . import contraction, elementwise, grouped, lookups, reductions, shapes, spectra, stated, windows
+from . import rules
 
-__all__ = [
-    "NOT_DIFFERENTIABLE", "contraction", "elementwise", "grouped", "lookups", "reductions", "shapes", "spectra",
-    "stated", "windows",
-]  # fmt: skip
+__all__ = ["NOT_DIFFERENTIABLE", "rules"]
 
 #: Op kinds without a body that have no rule, and why.
 NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(

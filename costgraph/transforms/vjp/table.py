@@ -1,4 +1,4 @@
-"""The table of vector-Jacobian rules, and what a rule is given."""
+"""What several rules do: undo broadcasting, keep a number format, say where a gradient is zero."""
 
 from __future__ import annotations
 
@@ -7,15 +7,37 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from ...algebra.polynomial import ONE
 from ...errors import UnsupportedError
-from ...graph.op import Op, OpKind
-from ...graph.tensor import Tensor
-from ...notation.door import guarded
-from ...ops.foreign import Foreign, refusal
+from ...ir.graph import Op, OpKind, Tensor, apply, current_graph
+from ...ir.strides import Sizes
+from ...notation.validation import guarded
+from ...ops.elementwise import FUNCTIONS, Pointwise, cast
+from ...ops.fourier import real_part
+from ...ops.layout import Expand, Rearrange, permute, rearrange
+from ...ops.opaque import Foreign, refusal
+from ...ops.reduce import reduce
 from ...ops.registry import adding
 
-__all__ = ["RULES", "Pull", "Rule", "rule_of", "vjp"]
+__all__ = [
+    "RULES",
+    "Pull",
+    "Rule",
+    "rule_of",
+    "vjp",
+    "also_saved",
+    "expanded",
+    "is_alone",
+    "order_of_parameter",
+    "restricted",
+    "sum_to",
+    "summed",
+    "whole",
+]
 
+
+# -- table -------------------------------------------------------------------------------------------------------------
+# The table of vector-Jacobian rules, and what a rule is given.
 
 K = TypeVar("K", bound=OpKind)
 
@@ -83,3 +105,94 @@ def rule_of(op: Op) -> Rule[Any]:
             f"costgraph.vjp"
         )
     return _rules[type(op.kind)]
+
+
+# -- common ------------------------------------------------------------------------------------------------------------
+
+
+def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
+    """Save tensors that torch saves although the formula does not read them; not for one of several ops of a kernel."""
+    if not current_graph().fused or is_alone(pull.op):
+        for t in tensors:
+            pull.saved(t)
+
+
+def is_alone(op: Op) -> bool:
+    """Whether all other ops of the graph are views, as in a kernel that stands for one op."""
+    return all(other is op or isinstance(other.kind, Rearrange) for other in op.graph.ops)
+
+
+def restricted(g: Tensor, like: Tensor) -> Tensor:
+    """Return a view of a gradient that holds nothing where the tensor that it belongs to does not."""
+    if like.domain in (None, g.domain):
+        return g
+    if g.domain is not None:  # over another axis of size 1 than that which was left out, or merged, on the way here
+        moved, rest = dict(zip(like.domain[1:], g.domain[1:], strict=True)), iter({*range(g.ndim)} - {*g.domain[1:]})
+        return permute(g, [moved[i] if i in moved else next(rest) for i in range(g.ndim)])
+    return apply(Expand(sizes=g.sizes, kept=tuple(range(g.ndim)), domain=like.domain), [g], "restrict")[0]
+
+
+def order_of_parameter(x: Tensor) -> tuple[int, ...] | None:
+    """Return the order of axes in which a parameter lies that a tensor is another view of.
+
+    Its gradient is made in that order, as torch's products make that of a weight which they take transposed; None where
+    that is the order of the axes, and of what is no parameter.
+    """
+    outer = x
+    while outer.graph.fused and outer.graph.owner is not None and outer.storage.role == "formal":
+        places = [i for i, f in enumerate(outer.graph.formals) if f.storage is outer.storage]
+        outer = outer.graph.owner.operands[places[0]]
+    if outer.storage.role != "param" or x.is_contiguous:
+        return None
+    order, step = list[int](), ONE
+    while len(order) < x.ndim:
+        found = [i for i, n in enumerate(x.strides) if n == step and i not in order]
+        if not found:
+            return None
+        order.insert(0, found[0])
+        step = step * x.sizes[found[0]]
+    return tuple(order)
+
+
+def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:
+    """Return a view repeated along axes that `kept` has None for, restricted as another tensor is."""
+    domain = like.domain if like is not None and t.domain is None else None
+    return apply(Expand(sizes=sizes, kept=tuple(kept), domain=domain), [t], "expand")[0]
+
+
+def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
+    """Sum over the axes of a gradient that are not kept; '1' keeps an axis of size 1."""
+    pattern = f"{' '.join(names)} -> {' '.join(kept)}"
+    if set(names) - set(kept):
+        return reduce(g, pattern, "sum")
+    if tuple(names) == tuple(kept):
+        return g
+    return rearrange(g, pattern)
+
+
+def whole(g: Tensor) -> Tensor:
+    """Return a restricted gradient with zeros where it holds nothing, as a tensor that is not restricted needs it."""
+    if g.domain is None:
+        return g
+    domain, query, key = g.domain
+    names = [f"n{i}" for i in range(g.ndim)]
+    order = [n for i, n in enumerate(names) if i not in (query, key)] + [names[query], names[key]]
+    moved = g if order == names else rearrange(g, f"{' '.join(names)} -> {' '.join(order)}")
+    zeros = Pointwise(function=FUNCTIONS["causal_mask_backward"], masked=domain)
+    (made,) = apply(zeros, [moved], "zeros_elsewhere")
+    return made if order == names else rearrange(made, f"{' '.join(order)} -> {' '.join(names)}")
+
+
+def sum_to(g: Tensor, x: Tensor) -> Tensor:
+    """Return a gradient in the shape and format of an operand that was broadcast: torch's `sum_to`, then a cast.
+
+    Of a real operand that met complex numbers it is the real part.
+    """
+    if g.dtype.kind == "complex" and x.dtype.kind != "complex":
+        g = real_part(g)
+    names = [f"n{i}" for i in range(g.ndim)]
+    last = names[g.ndim - x.ndim :]
+    first = g.sizes[g.ndim - x.ndim :]
+    kept = ["1" if n == ONE and m != ONE else name for name, n, m in zip(last, x.sizes, first, strict=True)]
+    made = summed(g, names, kept)
+    return cast(made if x.domain is not None else whole(made), x.dtype)

@@ -14,11 +14,16 @@ import sympy
 
 from ....algebra.extremum import smaller
 from ....algebra.polynomial import ONE, Poly, poly, total
-from ....graph.domain import Domain
+from ....ir.graph import Domain
 from ....ops.functions import Function
 from ..call import Call, Counts, Spec
-from .amounts import REDUCE, each, together, unsupported
-from .table import rule
+from .table import (
+    REDUCE,
+    each,
+    rule,
+    together,
+    unsupported,
+)
 
 __all__: list[str] = []  # its rules are found in RULES
 

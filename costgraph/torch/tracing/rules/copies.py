@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from ....algebra.polynomial import ZERO
 from ..call import Call, Counts, Spec
-from .amounts import operand_bytes, unsupported
-from .table import rule
+from .table import (
+    operand_bytes,
+    rule,
+    unsupported,
+)
 from .workspaces import overlapping
 
 __all__: list[str] = []  # its rules are found in RULES

@@ -13,14 +13,13 @@ from ....algebra.polynomial import ZERO, Poly
 from ....algebra.symbols import shown as quoted
 from ....dtypes import DTYPES
 from ....errors import CostGraphError, UnsupportedError
-from ....graph.op import Flops
-from ....ops.readers import elements_read
+from ....ir.graph import Flops
+from ....ops.uses import elements_read
 from ..call import Call, Counts, Spec
 from ..template import declared
 from ..translations.table import TRANSLATIONS, translation_of
-from .amounts import together
-from .complex_numbers import complex_counts
-from .table import RULES
+from .elementwise import complex_counts
+from .table import RULES, together
 from .workspaces import workspace_of
 
 __all__ = ["counts_of", "is_derived"]

@@ -8,8 +8,13 @@ from typing import Any
 
 from ....algebra.polynomial import ONE, ZERO, Poly
 from ..call import Call, Counts, Spec
-from .amounts import each, is_number, operand_bytes, unsupported
-from .table import rule
+from .table import (
+    each,
+    is_number,
+    operand_bytes,
+    rule,
+    unsupported,
+)
 
 __all__: list[str] = []  # its rules are found in RULES
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..call import Call, Counts
-from .amounts import REDUCE, each, together
 from .counts import counts_of
-from .table import rule
+from .table import (
+    REDUCE,
+    each,
+    rule,
+    together,
+)
 
 __all__: list[str] = []  # its rules are found in RULES
 

@@ -10,8 +10,16 @@ import sympy
 from ....algebra.polynomial import ONE, Poly, poly, total
 from ..call import Call, Counts, Spec
 from ..onednn import PAGE, Lstm
-from .amounts import REDUCE, contiguous_copy, each, size, together, unsupported
-from .table import Rule, rule
+from .table import (
+    REDUCE,
+    Rule,
+    contiguous_copy,
+    each,
+    rule,
+    size,
+    together,
+    unsupported,
+)
 
 __all__: list[str] = []  # its rules are found in RULES
 

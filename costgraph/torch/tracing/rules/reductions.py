@@ -1,15 +1,21 @@
-"""Reductions and scans: 1 for each element that joins a sum, a product or an extremum, and what is done before."""
+"""Losses and their gradients."""
 
 from __future__ import annotations
 
-from ....algebra.extremum import smaller
-from ....algebra.polynomial import Poly
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+from typing import Any
+
+import sympy
+
+from ....algebra.extremum import Min, smaller
+from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....ops.functions import Function
 from ..call import Call, Counts, Spec
-from .amounts import REDUCE, each, is_number, together
-from .table import Rule, rule
+from .table import REDUCE, Rule, each, is_number, operand_bytes, rule, size, together, unsupported
 
-__all__: list[str] = []  # its rules are found in RULES
+# -- reductions --------------------------------------------------------------------------------------------------------
+# Reductions and scans: 1 for each element that joins a sum, a product or an extremum, and what is done before.
 
 #: What is done with each element of the operand.
 _EACH: dict[str, tuple[str | Function, ...]] = {
@@ -85,3 +91,234 @@ def trace(call: Call) -> Counts:
     operand: Spec = call["self"]
     shorter = smaller(*operand.sizes)
     return Counts(pointwise=shorter, reads=(shorter * operand.dtype.bytes,))
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+# torch.nn's reductions: 0 none, 1 mean, 2 sum
+_NONE = 0
+
+#: Losses that compare element by element: the loss of one, and what its gradient takes besides that of the mean.
+_ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mse_loss": (("sub", "square"), ("sub", "mul", "mul")),
+    "smooth_l1_loss": (  # 0.5 * d*d / beta if d < beta else d - 0.5 * beta
+        ("sub", "abs", "less", "square", "mul", "sub", "where"), ("sub", "clamp", "mul"),
+    ),
+    "huber_loss": (("sub", "abs", "less", "square", "mul", "sub", "mul", "where"), ("sub", "clamp", "mul")),
+    "soft_margin_loss": (("neg", "mul", "exp", "log1p"), ("neg", "mul", "exp", "add", "div", "mul", "mul")),
+    "binary_cross_entropy": (  # -(t * log(x) + (1 - t) * log(1 - x)), both logarithms at least -100
+        ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
+        ("sub", "sub", "mul", "maximum", "div", "mul"),
+    ),
+    "binary_cross_entropy_with_logits": (  # (1 - t) * x - log_sigmoid(x); its gradient is made of other ops
+        ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"), (),
+    ),
+}  # fmt: skip
+
+
+def _forward(steps: Sequence[str]) -> Rule:
+    def apply(call: Call) -> Counts:
+        each_one: tuple[str | Function, ...] = (*steps, *(("mul",) if call.get("weight") is not None else ()))
+        if call.get("reduction") != _NONE:
+            each_one = (*each_one, REDUCE)
+        return each(call["self"].numel, *each_one)
+
+    return apply
+
+
+def _backward(steps: Sequence[str]) -> Rule:
+    def apply(call: Call) -> Counts:
+        return each(call["self"].numel, *steps, *(("mul",) if call.get("weight") is not None else ()))
+
+    return apply
+
+
+for _losses_name, (_losses_steps, _gradient) in _ELEMENTWISE.items():
+    rule(_losses_name)(_forward(_losses_steps))
+    if _gradient:
+        rule(f"{_losses_name}_backward")(_backward(_gradient))
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------
+
+
+def _picked(call: Call) -> dict[str, Poly]:
+    """Return the bytes of one log-probability, and of one weight, for each target."""
+    targets = call["target"].numel
+    return {
+        name: targets * operand.dtype.bytes
+        for name in ("self", "weight")
+        if isinstance(operand := call.get(name), Spec)
+    }
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def nll(call: Call) -> Counts:
+    """Count the mean of what each target picks, and its sign; with weights a product and the sum of weights."""
+    targets: Poly = call["target"].numel
+    weighted: tuple[str | Function, ...] = ("mul", REDUCE) if call.get("weight") is not None else ()
+    if call["reduction"] == _NONE:
+        counts = each(targets, "neg", *weighted[:1])
+    else:
+        counts = together(each(targets, REDUCE, *weighted), each(ONE, "neg"))
+    return together(counts, reads=operand_bytes(call, **_picked(call)))
+
+
+@rule("nll_loss_backward", "nll_loss2d_backward")
+def nll_backward(call: Call) -> Counts:
+    """Count sign, share of the mean and addition of the gradient of each target; the rest is zeros."""
+    targets: Poly = call["target"].numel
+    weighted = ("mul",) if call.get("weight") is not None else ()
+    read = operand_bytes(call, **(_picked(call) | {"self": ZERO}))
+    if call["reduction"] == _NONE:
+        return together(each(targets, "neg", "add", *weighted), reads=read)
+    return together(each(targets, "div", "add", *weighted), each(ONE, "neg"), reads=read)
+
+
+# -- margins -----------------------------------------------------------------------------------------------------
+
+
+@rule("multi_margin_loss")
+def multi_margin(call: Call) -> Counts:
+    """Count max(0, margin - x[y] + x[i]), its sum and the division of each row."""
+    operand: Spec = call["self"]
+    return together(each(operand.numel, "sub", "add", "relu", REDUCE), each(call["target"].numel, "div"))
+
+
+@rule("multilabel_margin_loss_forward")
+def multilabel_margin(call: Call) -> Counts:
+    """Count max(0, 1 - x[y] + x[i]) and its sum for each pair of a label and a class, of which there may be as many."""
+    operand: Spec = call["self"]
+    return each(operand.numel * operand.sizes[-1], "sub", "add", "relu", REDUCE)
+
+
+@rule("multilabel_margin_loss_backward")
+def multilabel_margin_backward(call: Call) -> Counts:
+    """Count the margin of each pair again, and the gradients of both where it is positive."""
+    operand: Spec = call["self"]
+    return each(operand.numel * operand.sizes[-1], "sub", "add", "less", "where", "add", "sub")
+
+
+# -- connectionist temporal classification -----------------------------------------------------------------------
+
+
+def _cells(call: Call) -> Poly:
+    """Return the cells of the table of prefixes: times, sequences, and 2 * labels + 1 states."""
+    alpha: Spec = call["log_alpha"] if "log_alpha" in call.arguments else call.results[1]
+    return alpha.numel
+
+
+@rule("_ctc_loss")
+def ctc(call: Call) -> Counts:
+    """Count the sum of three prefixes in logarithms for each cell: a maximum of three, three exp, their sum and log.
+
+    Graves et al. 2006, eq. 6 and 7.
+    """
+    steps = ("maximum", "maximum", "sub", "exp", "sub", "exp", "sub", "exp", "add", "add", "log", "add", "add")
+    return each(_cells(call), *steps)
+
+
+@rule("_ctc_loss_backward")
+def ctc_backward(call: Call) -> Counts:
+    """Count the same for suffixes, their products with the prefixes, and the gradient of each log-probability."""
+    return together(
+        ctc(call), each(_cells(call), "add", "exp", "add"), each(call["log_probs"].numel, "exp", "sub", "mul")
+    )
+
+
+# -- pooling -----------------------------------------------------------------------------------------------------------
+# Pooling: 1 for every element of every window, forward and backward.
+
+
+def _elements(call: Call, large: Spec, small: Spec) -> Poly:
+    """Return the elements of all windows. With `ceil_mode`, the last windows end with the padding."""
+    rank = _rank(call)
+    window, stride, padding, dilation = (_of_each_axis(call, name, rank) for name in _FACTS)
+    if not call.get("ceil_mode"):
+        return small.numel * prod(window, start=ONE)
+    axes = zip(large.sizes[-rank:], small.sizes[-rank:], window, stride or window, padding, dilation, strict=True)
+    return prod((_along(*axis) for axis in axes), start=prod(small.sizes[:-rank], start=ONE))
+
+
+_DEFAULTS: Mapping[str, Sequence[int]] = {"stride": [], "padding": [0], "dilation": [1]}
+_FACTS = ("kernel_size", *_DEFAULTS)
+
+
+def _of_each_axis(call: Call, name: str, rank: int) -> list[Poly]:
+    """Return an argument of the windows per axis. An empty list of strides means the window."""
+    given: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
+    return [size(n) for n in (given if len(given) != 1 else [*given] * rank)]
+
+
+def _along(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
+    """Return the elements of the windows along one axis. Only the last window can end beyond the padding."""
+    left = n + 2 * padding - (windows - 1) * stride
+    return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((left / dilation).expr)))
+
+
+def _rank(call: Call) -> int:
+    return 3 if "3d" in call.name else 2
+
+
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "fractional_max_pool2d",
+      "fractional_max_pool3d", "mkldnn_max_pool2d", "mkldnn_max_pool3d")  # fmt: skip
+def pool(call: Call) -> Counts:
+    """Count 1 for each element of each window."""
+    return Counts(pointwise=_elements(call, call["self"], call.out))
+
+
+@rule("avg_pool2d_backward", "avg_pool3d_backward")
+def mean_backward(call: Call) -> Counts:
+    """Count 1 for each element of each window; of the operand only the shape is looked at."""
+    count = _elements(call, call["self"], call["grad_output"])
+    return Counts(pointwise=count, reads=operand_bytes(call, self=ZERO))
+
+
+@rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "fractional_max_pool2d_backward",
+      "fractional_max_pool3d_backward", "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward",
+      "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+      "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")  # fmt: skip
+def picked_backward(call: Call) -> Counts:
+    """Count an addition for each element of the gradient, to the one that it was taken from."""
+    return Counts(pointwise=call["grad_output"].numel, reads=operand_bytes(call, self=ZERO))
+
+
+# -- windows that divide an axis into as many parts as are asked for ---------------------------------------------
+
+
+def _reached(call: Call, whole: Poly, parts: Poly) -> Poly:
+    """Return the sizes of the windows of one axis, added up.
+
+    Window i runs from floor(i*n/k) to ceil((i + 1)*n/k): each boundary between two windows that is no whole number
+    lies within an element which belongs to both, and gcd(n, k) - 1 of the k - 1 boundaries are whole.
+    """
+    share = whole / parts
+    if parts == ONE or all(isinstance(c, int) and all(p > 0 for _, p in m) for m, c in share.terms.items()):
+        return whole
+    n, k = whole.constant, parts.constant
+    if isinstance(n, int) and isinstance(k, int):
+        return whole + k - gcd(n, k)
+    if not isinstance(k, int):
+        raise unsupported(call, f"{parts} windows over {whole} elements", "a number of windows, or one that divides")
+    inner = (whole * i / k for i in range(1, k))
+    return whole + total(poly(sympy.ceiling(at.expr)) - poly(sympy.floor(at.expr)) for at in inner)
+
+
+def _adaptive(call: Call, large: Spec, small: Spec) -> Counts:
+    rank = _rank(call)
+    axes = zip(large.sizes[-rank:], small.sizes[-rank:], strict=True)
+    return Counts(pointwise=prod((_reached(call, n, k) for n, k in axes), start=prod(small.sizes[:-rank], start=ONE)))
+
+
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+      "mkldnn_adaptive_avg_pool2d")  # fmt: skip
+def adaptive(call: Call) -> Counts:
+    """Count 1 for each element of each window."""
+    return _adaptive(call, call["self"], call.out)
+
+
+@rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
+def adaptive_backward(call: Call) -> Counts:
+    """Count 1 for each element of each window; of the operand only the shape is looked at."""
+    counts = _adaptive(call, call["self"], call["grad_output"])
+    return Counts(pointwise=counts.pointwise, reads=operand_bytes(call, self=ZERO))

@@ -10,11 +10,21 @@ from collections.abc import Sequence
 from functools import reduce
 
 from ....algebra.polynomial import ONE, ZERO, Poly, total
-from ....dtypes import DType, promote
+from ....dtypes import (
+    DType,
+    promote,
+)
 from ....dtypes import dtype as find_dtype
-from ....graph.strides import has_blas_layout, is_contiguous_in, memory_format
+from ....ir.strides import (
+    has_blas_layout,
+    is_contiguous_in,
+    memory_format,
+)
 from ..call import Call, Spec
-from .amounts import contiguous_copy, size
+from .table import (
+    contiguous_copy,
+    size,
+)
 
 __all__ = ["copied", "copies_matmul_operands", "copies_results", "neighbours", "overlapping", "workspace_of"]
 

@@ -1,19 +1,13 @@
 """What ops of torch are in declared kinds, by family."""
 
 from . import (  # noqa: F401  # they fill the table
+    contraction,
     elementwise,
     gradients,
     kernels,
     lookups,
-    losses,
     moves,
-    products,
     reductions,
-    spectra,
-    stated,
-    turned,
-    updates,
-    windows,
 )
 from .table import TRANSLATIONS, Translation, translation, translation_of
 

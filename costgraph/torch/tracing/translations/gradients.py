@@ -8,24 +8,50 @@ from typing import Any
 
 from ....algebra.polynomial import Poly
 from ....errors import UnsupportedError
-from ....graph.graph import Graph, current_graph
-from ....graph.scopes import building
-from ....graph.strides import Sizes
-from ....graph.tensor import Tensor
-from ....ops.blocks import fused
+from ....ir.graph import (
+    Graph,
+    Tensor,
+    building,
+    current_graph,
+)
+from ....ir.strides import Sizes
+from ....ops.elementwise import cast
 from ....ops.layout import broadcast, rearrange
-from ....ops.pointwise import cast
-from ....transforms.backward.backward import pull_back
+from ....ops.loops import fused
+from ....transforms.backward import pull_back
 from ....transforms.rewrite import Rewriter
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call, Spec
-from .elementwise import elementwise, own_numbers
-from .kernels import attended, batch_norm, group_norm, layer_norm, nll, root_norm, soft
-from .losses import bent, entropy, gated, log_sigmoid, margin, squared
+from .contraction import (
+    adaptive_mean,
+    convolution,
+    max_pool,
+    mean_pool,
+    repeated,
+)
+from .elementwise import (
+    bent,
+    elementwise,
+    entropy,
+    gated,
+    log_sigmoid,
+    margin,
+    own_numbers,
+    squared,
+)
+from .kernels import (
+    attended,
+    batch_norm,
+    group_norm,
+    layer_norm,
+    like,
+    nll,
+    root_norm,
+    soft,
+    stated,
+)
 from .reductions import weight_norm
-from .stated import like, stated
 from .table import Translation, translation
-from .windows import adaptive_mean, convolution, max_pool, mean_pool, repeated
 
 __all__: list[str] = []  # its translations are found in TRANSLATIONS
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....algebra.polynomial import ONE, poly
-from ....graph.graph import apply
-from ....graph.tensor import Tensor
-from ....ops.blocks import fused
+from ....ir.graph import Tensor, apply
+from ....ops.elementwise import pointwise
 from ....ops.fill import assign, fill
 from ....ops.grouped import TopK
-from ....ops.index import Gather, Scatter, scatter, take_along
+from ....ops.index import Gather, Scatter, Sort, scatter, take_along
 from ....ops.layout import broadcast, permute, reshape
-from ....ops.ordering import Sort
-from ....ops.pointwise import pointwise
+from ....ops.loops import fused
 from ..call import Call
-from ..rules.amounts import is_number
+from ..rules.table import is_number
 from .table import translation
 
 __all__: list[str] = []  # its translations are found in TRANSLATIONS

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 from ....algebra.dominance import lower
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....dtypes import dtype as find_dtype
-from ....graph.graph import apply
-from ....graph.strides import Sizes, memory_order
-from ....graph.tensor import Tensor
+from ....ir.graph import Tensor, apply
+from ....ir.strides import Sizes, memory_order
+from ....nn.activations import one_kernel
+from ....ops.elementwise import cast, pointwise
 from ....ops.fill import assign, fill, pad
-from ....ops.index import Arange
-from ....ops.layout import broadcast, concat, permute, reshape, roll, slice_axis, split
-from ....ops.moves import Rearrange
-from ....ops.pointwise import cast, pointwise
-from ....ops.stacks import Empty
+from ....ops.index import Arange, reverse, scatter
+from ....ops.layout import Rearrange, broadcast, concat, permute, reshape, roll, slice_axis, split
+from ....ops.loops import Empty
+from ....ops.updates import ZeroGrad
+from ....optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer
+from ....optimizers.optimizer import fused_update
 from ..call import Call, Spec
 from .table import translation
 
-__all__: list[str] = []  # its translations are found in TRANSLATIONS
-
+# -- moves -------------------------------------------------------------------------------------------------------------
 
 # -- views -------------------------------------------------------------------------------------------------------
 
@@ -321,3 +324,82 @@ def counted(call: Call) -> Tensor | None:
     if first.constant is not None and first.constant < 0:
         return None
     return apply(Arange(size=call.out.sizes[0], dtype=call.out.dtype, start=first), [], "arange")[0]
+
+
+# -- turned ------------------------------------------------------------------------------------------------------------
+# Copies in another order of elements, and diagonals.
+
+
+@translation("flip", "rot90")
+def flipped(call: Call) -> Tensor | None:
+    """Axes from end to start; a quarter turn is that of one of two axes, which are exchanged."""
+    x, dims = call["self"], [d % call["self"].ndim for d in call["dims"]]
+    order = list(range(x.ndim))
+    if call.name == "rot90":
+        quarters = call["k"] % 4
+        if quarters % 2:
+            order[dims[0]], order[dims[1]] = dims[1], dims[0]
+        dims = [[], dims[1:], dims, dims[:1]][quarters]
+    if not dims:
+        return None
+
+    made = one_kernel("flip", reverse, x, backward="flip", axes=dims)
+    return made if order == list(range(x.ndim)) else permute(made, order)
+
+
+@translation("diag_embed")
+def diagonal(call: Call) -> Tensor | None:
+    """Zeros with elements on the diagonal of a matrix."""
+    x: Tensor = call["self"]
+    if call["offset"] or call["dim1"] % (x.ndim + 1) != x.ndim - 1 or call["dim2"] % (x.ndim + 1) != x.ndim:
+        return None
+    n = x.sizes[-1]
+    (places,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")
+    ids = broadcast(reshape(places, (n, ONE)), (*x.sizes, ONE))
+    return scatter(fill((*x.sizes, n), 0, x.dtype), ids, reshape(x, (*x.sizes, ONE)), "set", along=True)
+
+
+@translation("channel_shuffle")
+def pixel_shuffled(call: Call) -> Tensor:
+    """Channels of all groups in turn."""
+    x, groups = call["self"], poly(call["groups"])
+    apart = (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:])
+    made = reshape(permute(reshape(x, apart), [0, 2, 1, *range(3, x.ndim + 1)]), x.sizes)
+    return pointwise("copy", made) if made.is_view else made
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+# Whole updates of an optimizer in one kernel, and gradients set to zero.
+
+_MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+#: The library's optimizer, and the arguments that are its state.
+_UPDATES: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
+    "_fused_adam": (Adam, _MOMENTS),
+    "_fused_adamw": (AdamW, _MOMENTS),
+    "_fused_sgd": (SGD, ("momentum_buffer_list",)),
+    "_fused_adagrad": (AdaGrad, ("state_sums",)),
+}
+
+
+@translation(*_UPDATES)
+def updated(call: Call) -> Sequence[Tensor]:
+    """What the library's optimizer does, after a division of the gradient where it was scaled.
+
+    Numbers that only the device knows cost nothing, whatever they are.
+    """
+    kind, states = _UPDATES[call.name]
+    facts: dict[str, Any] = {f.name: n for f in fields(kind) if isinstance(n := call.get(f.name), bool | int | float)}
+    update = kind(**facts)._update
+    param, grad, *kept = (call[n] for n in ("self", "grads", *states) if call[n] is not None)
+    scale = call.get("grad_scale")
+    if scale is not None:
+        grad = pointwise("div", grad, scale, inplace=True)
+    group = (param, grad, *kept)
+    beside = [t for k, t in call.arguments.items() if isinstance(t, Tensor) and k in ("state_steps", "lr", "found_inf")]
+    return [*fused_update(update, group, tuple(beside), name="fused_update"), *beside]
+
+
+@translation("zero")
+def zeros(call: Call) -> Tensor | None:
+    """Zeros in place."""
+    return apply(ZeroGrad(), [call["self"]], "zero_")[0] if call.inplace else None

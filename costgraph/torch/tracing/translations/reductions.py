@@ -7,18 +7,25 @@ from math import prod
 from typing import Any
 
 from ....algebra.polynomial import ONE, Poly, poly
-from ....graph.tensor import Tensor
-from ....nn.kernels import one_kernel
+from ....ir.graph import Tensor, apply, current_graph
+from ....nn.activations import one_kernel
 from ....nn.recurrent import cumulative_sum, running
-from ....ops.blocks import fused
-from ....ops.layout import reshape
-from ....ops.pointwise import cast, pointwise
+from ....ops.elementwise import cast, pointwise
+from ....ops.fill import fill
+from ....ops.fourier import SCALES, Fourier, view_as
+from ....ops.layout import concat, reshape
+from ....ops.loops import fused
 from ....ops.reduce import reduce
 from ..call import Call
-from ..rules.amounts import is_number
+from ..rules.table import is_number
 from .table import translation
 
-__all__ = ["weight_norm"]
+__all__ = [
+    "weight_norm",
+]
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
 
 _OPERATIONS = {
     "sum": "sum", "mean": "mean", "amax": "max", "amin": "min", "prod": "prod", "any": "any", "all": "all",
@@ -151,3 +158,55 @@ def products(call: Call) -> Tensor | None:
     """Each position of an axis by all before it."""
     x, name = cast(call["self"], call.out.dtype), "cumulative_product"
     return running(x, call["dim"], "mul", 1, name, backward=name) if x.ndim else None
+
+
+# -- spectra -----------------------------------------------------------------------------------------------------------
+# Fourier transforms, and views of complex numbers.
+
+_VIEWS = {"view_as_real": "real", "view_as_complex": "complex", "_conj": "conjugate"}
+
+
+@translation(*_VIEWS)
+def viewed(call: Call) -> Tensor:
+    """The same memory, read otherwise; of a number in a product, another number."""
+    if isinstance(call["self"], complex):
+        return fill((), call["self"].conjugate(), call.out.dtype)
+    return view_as(call["self"], _VIEWS[call.name])
+
+
+@translation("complex", "polar")
+def put_together(call: Call) -> Tensor | None:
+    """Numbers of their parts, or of their moduli and angles."""
+    first, second = call.arguments.values()
+    if first.sizes != second.sizes:
+        return None
+
+    def body(*parts: Tensor) -> Tensor:
+        modulus, angle = map(current_graph().adopt, parts)  # in this order they are its operands
+        return _of_parts(*(pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin")))
+
+    if call.name == "polar":
+        return one_kernel("polar", body, first, second, backward="polar")
+    return _of_parts(first, second)
+
+
+def _of_parts(*parts: Tensor) -> Tensor:
+    """Return complex numbers of their real and imaginary parts."""
+    return view_as(concat([reshape(t, (*t.sizes, ONE)) for t in parts], -1), "complex")
+
+
+@translation("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def transformed(call: Call) -> Tensor:
+    """A transform along some axes, of which one side may have half of the last one."""
+    x: Tensor = call["self"]
+    if not call["dim"]:
+        return pointwise("copy", x)
+    axes = tuple(d % x.ndim for d in call["dim"])
+    half = call.name == "_fft_c2r" or (call.name == "_fft_r2c" and call["onesided"])
+    kind = Fourier(
+        axes=axes,
+        inverse=call.name == "_fft_c2r" or (call.name == "_fft_c2c" and not call["forward"]),
+        scale=SCALES[call["normalization"]],
+        last=call.out.sizes[axes[-1]] if half else None,
+    )
+    return apply(kind, [x], "fft")[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....graph.tensor import Tensor
+from ....ir.graph import Tensor
 from ....ops.registry import adding
 from ..call import Call
 
@@ -41,7 +41,7 @@ def translation(*names: str) -> Callable[[Translation], Translation]:
 
     Examples
     --------
-    >>> from costgraph.ops.pointwise import pointwise
+    >>> from costgraph.ops.elementwise import pointwise
     >>> from costgraph.torch.tracing.translations import TRANSLATIONS, translation
     >>> @translation("my_activation")
     ... def my_activation(call):

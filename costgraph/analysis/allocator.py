@@ -1,0 +1,101 @@
+"""torch's caching allocator on CUDA, played: which blocks it hands out, and how many bytes of them at most.
+
+Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (round_size, get_pool, get_allocation_size, should_split,
+get_free_block, try_merge_blocks) with its default settings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+__all__ = [
+    "CachingAllocator",
+]
+
+_BLOCK = 512
+#: Up to the first, requests are small and share segments of the second.
+_SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
+#: Requests below the first share segments of the second; those of the others are multiples of the third.
+_LARGE, _LARGE_SEGMENT, _ROUNDED = 10 << 20, 20 << 20, 2 << 20
+
+
+class _Block(NamedTuple):
+    """In the order in which a block that fits is looked for: the smallest, of those the first."""
+
+    size: int
+    segment: int
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.at + self.size
+
+
+class _Pool:
+    """Free blocks of small requests, or of large ones."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.free: list[_Block] = []
+        self.starts: dict[tuple[int, int], _Block] = {}
+        self.ends: dict[tuple[int, int], _Block] = {}
+
+    def add(self, block: _Block) -> None:
+        """Add a free block, joined with free neighbours."""
+        for neighbour in (self.ends.get((block.segment, block.at)), self.starts.get((block.segment, block.end))):
+            if neighbour is not None:
+                self.remove(neighbour)
+                block = _Block(block.size + neighbour.size, block.segment, min(block.at, neighbour.at))
+        insort(self.free, block)
+        self.starts[block.segment, block.at] = self.ends[block.segment, block.end] = block
+
+    def remove(self, block: _Block) -> None:
+        del self.free[bisect_left(self.free, block)], self.starts[block.segment, block.at]
+        del self.ends[block.segment, block.end]
+
+    def segment(self, size: int) -> int:
+        """Return the bytes of a segment for a request that no free block fits."""
+        if self.small:
+            return _SMALL_SEGMENT
+        return _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUNDED) * _ROUNDED
+
+    def splits(self, rest: int) -> bool:
+        """Whether what a block has beside a request is cut off."""
+        return rest >= _BLOCK if self.small else rest > _SMALL
+
+
+class CachingAllocator:
+    """Hands out blocks and takes them back; of each counts whole what is not cut off."""
+
+    def __init__(self) -> None:
+        self.pools = _Pool(small=False), _Pool(small=True)
+        self.segments: list[_Pool] = []
+        """the pool of each, in the order in which they were asked for"""
+        self.taken = 0
+        """bytes handed out"""
+        self.most = 0
+        """the most of them at once"""
+
+    def take(self, size: int) -> _Block:
+        """Hand out a block for some bytes."""
+        size = max(-(-size // _BLOCK) * _BLOCK, _BLOCK)
+        pool = self.pools[size <= _SMALL]
+        place = bisect_left(pool.free, _Block(size, -1, -1))
+        if place < len(pool.free):
+            block = pool.free[place]
+            pool.remove(block)
+        else:
+            block = _Block(pool.segment(size), len(self.segments), 0)
+            self.segments.append(pool)
+        if pool.splits(block.size - size):
+            pool.add(_Block(block.size - size, block.segment, block.at + size))
+            block = _Block(size, block.segment, block.at)
+        self.taken += block.size
+        self.most = max(self.most, self.taken)
+        return block
+
+    def give(self, block: _Block) -> None:
+        """Take back a block."""
+        self.taken -= block.size
+        self.segments[block.segment].add(block)

@@ -1,0 +1,699 @@
+"""When each storage is born and when it dies, with the iterations of a Repeat that can differ played one by one.
+
+Program order is the schedule. A storage lives from the op that makes it to the last op that reads it or a view of it;
+inputs, parameters, buffers and caches live throughout, outputs to the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from math import lcm
+from operator import mul
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeVar
+
+from ..algebra.conditions import Condition, Conditions, Counts, Validity
+from ..algebra.dominance import prune, reached_by
+from ..algebra.extremum import Owner, extremum
+from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, as_poly, poly, total
+from ..algebra.symbols import symbol
+from ..ir.graph import FORWARD, Bindings, Graph, Loop, Op, Storage, Tensor, Waiting, is_pass, loops
+from ..ir.strides import numel
+from ..ops.keep_alive import Keep
+from ..ops.loops import Env, Player, Turn
+from .collecting import collection_paused
+from .params import cached
+from .pipeline_buffers import Handed
+from .saved import handed_back, left, left_for_weights
+
+__all__ = [
+    "Family",
+    "Held",
+    "Life",
+    "Rest",
+    "piece",
+    "corners",
+    "Copies",
+    "Program",
+    "Step",
+    "copies_for",
+    "copies_needed",
+    "period",
+    "play",
+    "closed",
+    "holds_from",
+    "live_bytes",
+    "live_cases",
+]
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+# Storages while a program runs: single ones, and those that a loop leaves behind, one an iteration.
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """A storage while the program runs."""
+
+    name: str
+    """name of the tensor that it was made for, with its iteration"""
+    role: str
+    """input, param, buffer, cache, state, gradient, output, activation or temporary"""
+    bytes: Poly
+    """bytes it takes"""
+    born: int | None
+    """step that makes it, None for what is there from the start"""
+    dies: int | None
+    """last step that needs it, None for what stays to the end"""
+    many: Poly = ONE
+    """how many storages of one size it stands for"""
+    made: tuple[object, ...] = ()
+    """what makes it: its storage in the body, and the iteration of each loop around"""
+    host: bool = False
+    """whether it is memory of the host"""
+
+    def every(self) -> Iterator[Life]:
+        """Yield itself: a family yields its members."""
+        yield self
+
+
+class Family:
+    """Storages that a loop leaves behind, one an iteration: those of the iterations played, and all others as one."""
+
+    def __init__(self, slots: Sequence[Held], rest: list[Life]) -> None:
+        self.slots = slots
+        self.rest = rest
+
+    def every(self) -> Iterator[Life]:
+        """Yield the lives of all members."""
+        yield from self.played()
+        yield from self.rest
+
+    def played(self) -> Iterator[Life]:
+        """Yield the lives of the members of iterations that are played."""
+        for slot in self.slots:
+            if slot is not None:
+                yield from slot.every()
+
+
+# What stands behind a tensor; None for a sum before its first term.
+Held = Life | Family | None
+
+
+def piece(held: Held, i: int) -> Held:
+    """Return what an iteration reads: a member of a family, or what is the same for all of them."""
+    return held.slots[i] if isinstance(held, Family) else held
+
+
+@dataclass
+class Rest:
+    """What the iterations of a loop leave behind that are not played: as many storages as there are of them."""
+
+    start: int
+    """first step of the loop"""
+    depth: int
+    """loops around this one"""
+    turn: int = 0
+    """first step behind the iterations that are not played"""
+    count: Poly = ZERO
+    """how many are not played"""
+    middle: int = 0
+    """iteration that stands for them, in the order in which they run"""
+    read: Sequence[Held] = ()
+    """families that the loop reads"""
+    lives: dict[tuple[object, ...], Life] = field(default_factory=dict)
+
+    def family(self, slots: Sequence[Held], *, reverse: bool) -> Family:
+        """Return what stands behind a result of which these are the slices of the iterations that were played."""
+        member = slots[-1 - self.middle if reverse else self.middle] if self.count and slots else None
+        rest = [life for m in member.every() for life in self.others(m)] if member is not None else []
+        return Family(slots, list(dict.fromkeys(rest)))
+
+    def others(self, member: Life) -> Iterator[Life]:
+        """Yield what stands for a storage in the iterations that are not played."""
+        for family in self.read:  # a slice that was written into in place
+            if isinstance(family, Family) and any(member is life for life in family.played()):
+                yield from family.rest
+                return
+        if member.born is None or member.born < self.start:
+            return  # the same one in all iterations
+        storage, *label = member.made
+        key = (storage, *label[: self.depth], *label[self.depth + 1 :])
+        if key not in self.lives:
+            last = str(self.count + self.middle).replace(" ", "")
+            label = [*label[: self.depth], f"[{self.middle + 1}..{last}]", *label[self.depth + 1 :]]
+            name = getattr(storage, "name", "") + "".join(map(str, label))
+            bytes_, many = member.bytes * self.count, member.many * self.count
+            made = (storage, *label)
+            self.lives[key] = Life(name, member.role, bytes_, self.turn, self.turn, many, made, member.host)
+        yield self.lives[key]
+
+
+# -- hull --------------------------------------------------------------------------------------------------------------
+# Leaving out what lies between two others: live bytes that change by the same amount from layer to layer.
+
+
+class _Named(Protocol):
+    """What says which op it belongs to."""
+
+    @property
+    def op(self) -> str | None: ...
+
+
+Label = TypeVar("Label", bound=_Named)
+
+
+def corners(candidates: Iterable[tuple[Poly, Label]]) -> list[tuple[Poly, Label]]:
+    """Drop candidates for a maximum, in program order, that are at most a mean of two others, for all sizes.
+
+    Layers that are declared one by one add residuals or gradients of equal size, so that only the first and the last of
+    them are left. Ops that have the same name but for numbers are looked at together, layer by layer: whatever is
+    dropped is so because of what is kept, the names only say where to look.
+    """
+    rows: dict[str, list[tuple[int, tuple[Poly, Label]]]] = {}
+    for i, (p, owner) in enumerate(candidates):
+        row = rows.setdefault(re.sub(r"\d+", "", owner.op or ""), [])
+        while len(row) > 1 and _between(row[-2][1][0], row[-1][1][0], p):
+            row.pop()
+        row.append((i, (p, owner)))
+    return [candidate for _, candidate in sorted((item for row in rows.values() for item in row), key=lambda c: c[0])]
+
+
+def _between(a: Poly, b: Poly, c: Poly) -> bool:
+    """Whether `b <= share*a + (1 - share)*c` term by term for some share from 0 to 1."""
+    first, middle, last = _whole(a, b, c)
+    m = next((m for m in {**first, **last} if first.get(m, 0) != last.get(m, 0)), None)
+    if m is None:
+        return middle == first
+    above, below = middle.get(m, 0) - last.get(m, 0), first.get(m, 0) - last.get(m, 0)
+    if below < 0:
+        above, below = -above, -below
+    if not 0 <= above <= below:
+        return False
+    for k in {**first, **middle, **last}:
+        left = above * first.get(k, 0) + (below - above) * last.get(k, 0) - below * middle.get(k, 0)
+        # an atom, such as a ceiling, may be anything: terms with one have to be equal
+        if left < 0 or (left and any(name[0] == "~" for name, _ in k)):
+            return False
+    return True
+
+
+def _whole(*ps: Poly) -> Iterator[Mapping[Monomial, Rational]]:
+    """Yield the terms of some sums times one number that makes them whole: fractions take many times as long."""
+    scale = lcm(*(c.denominator for p in ps for c in p.terms.values()))
+    for p in ps:
+        yield p.terms if scale == 1 else {m: c.numerator * (scale // c.denominator) for m, c in p.terms.items()}
+
+
+# -- lifetimes ---------------------------------------------------------------------------------------------------------
+
+#: How many iterations to play of a loop.
+Copies = Callable[[Loop], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op of the program, at one iteration of the loops around it."""
+
+    op: Op
+    """the op"""
+    where: str
+    """its name, with the iteration of each loop around it"""
+    workspace: Poly
+    """bytes that it needs beside operands and results"""
+
+
+@dataclass
+class Program:
+    """A graph in the order in which it runs, loops played out as often as asked."""
+
+    steps: list[Step] = field(default_factory=list)
+    """Ops in order."""
+    lives: list[Life] = field(default_factory=list)
+    """Storages of the device, those that live throughout first."""
+    away: list[Life] = field(default_factory=list)
+    """Storages of the host."""
+
+
+def _handed_on(loop: Loop) -> dict[int, int]:
+    """Carries that a body hands on in another place: where each goes, and which one it was."""
+    entries = {f.storage: i for i, f in enumerate(loop.carries)}
+    return {i: entries[t.storage] for i, t in enumerate(loop.nexts) if entries.get(t.storage, i) != i}
+
+
+def copies_needed(loop: Loop) -> int:
+    """Return how many iterations of a loop stand for all of them: the first, one in the middle, the last.
+
+    More where a body hands its carries around: what is made in one iteration then lives through some more, and the
+    one in the middle needs as many before it and after it.
+    """
+    if not _leaves_storages(loop):
+        return 3 + 2 * len(_handed_on(loop))
+    # what an iteration leaves behind changes from one to the next: two in the middle, at either end, are looked at
+    most = 4 + 2 * max(len(_handed_on(other)) for other in _leaving(loop))
+    # a loop up to the iteration of another one has as many iterations as it needs in those behind the middle
+    root = loop.op.graph.root
+    if "until" not in root.cache:
+        root.cache["until"] = any(other.until for other in loops(root))
+    return most + 2 * int(root.cache["until"])
+
+
+def _leaves_storages(loop: Loop) -> bool:
+    """Whether a loop makes, or reads, one storage an iteration that does not live throughout."""
+    return bool(loop.saved) or any(t.storage.pieces and t.role in ("activation", "formal") for t in loop.xs)
+
+
+def _leaving(loop: Loop) -> list[Loop]:
+    """List the loops of a graph that leave storages behind: as many iterations are looked at of each of them."""
+    root = loop.op.graph.root
+    if "leaving" not in root.cache:
+        root.cache["leaving"] = [other for other in loops(root) if _leaves_storages(other)]
+    found: list[Loop] = root.cache["leaving"]
+    return found
+
+
+def period(loop: Loop) -> int:
+    """Return after how many iterations the carries that a body only exchanges are back in their places."""
+    return lcm(*map(_period, _leaving(loop) if _leaves_storages(loop) else [loop]))
+
+
+def _period(loop: Loop) -> int:
+    moves, out = _handed_on(loop), 1
+    for start in moves:
+        at, length = moves[start], 1
+        while at in moves and at != start and length <= len(moves):
+            at, length = moves[at], length + 1
+        out = lcm(out, length) if at == start else out
+    return out
+
+
+class _Player(Player[tuple[str, ...]]):
+    """Notes of every storage its first use and its last one; a place is the iterations around, as they are named."""
+
+    def __init__(self, copies: Copies, values: Mapping[str, Poly]) -> None:
+        super().__init__()
+        self.copies = copies
+        self.values = values
+        self.program = Program()
+        self.passes: list[int] = []
+        """first steps of the micro-batches of a stage of a pipeline"""
+        self.rests: list[Rest] = []
+        """of the loops around, what their iterations leave behind that are not played"""
+
+    def key(self, t: Tensor) -> Storage:
+        return t.storage
+
+    def sources(self, graph: Graph, env: dict[Storage, Held], times: Poly = ONE) -> None:
+        """Add what lives throughout: in a loop's body, that of all its iterations at once."""
+        for t in graph.tensors:
+            if t.producer is None and t.role != "formal":
+                many = times * numel(t.sizes[: t.storage.pieces])
+                life = env[t.storage] = Life(t.name, t.role, t.storage.bytes * times, None, None, many)
+                life.host = t.storage.host
+                self.program.lives.append(life)
+        for op in graph.ops:
+            if op.body is not None:
+                self.sources(op.body, env, times if op.loop is None else times * op.loop.count)
+
+    def step(self, op: Op, env: Env, place: tuple[str, ...]) -> None:
+        now = len(self.program.steps)
+        for t in op.operands:
+            self.touch(env[t.storage], now)
+        for t in op.results:
+            if t.storage not in env:
+                env[t.storage] = self.birth(t, place, op.phase)
+            self.touch(env[t.storage], now)
+        workspace = ZERO if op.on_host else op.workspace
+        self.program.steps.append(Step(op, op.name + "".join(place), workspace))
+
+    def birth(self, t: Tensor, place: tuple[str, ...], phase: str) -> Life:
+        role, now = "activation" if phase == "forward" else "temporary", len(self.program.steps)
+        many = numel(t.sizes[: t.storage.pieces])
+        made = (t.storage, *place)
+        life = Life(t.name + "".join(place), role, t.storage.bytes, now, now, many, made, t.storage.host)
+        self.program.lives.append(life)
+        return life
+
+    @staticmethod
+    def touch(held: Held, now: int) -> None:
+        for life in held.every() if held is not None else ():
+            if life.dies is not None:
+                life.dies = max(life.dies, now)
+
+    def loop(self, loop: Loop, env: Env, place: tuple[str, ...]) -> None:
+        self.rests.append(Rest(len(self.program.steps), len(place)))
+        super().loop(loop, env, place)
+        self.program.lives += self.rests.pop().lives.values()
+
+    def turns(self, loop: Loop, xs: Sequence[Held]) -> Iterator[Turn]:
+        rest = self.rests[-1]
+        count, times = loop.count.bind(self.values), self.copies(loop)
+        if loop.until:
+            count, times = self.before(loop)
+        middle = times - times // 2 if loop.reverse else times // 2
+        rest.count, rest.middle, rest.read = count - times, middle - 1, xs
+        for i in range(times):
+            if i == middle:
+                rest.turn = len(self.program.steps)
+                for life in (life for held in xs if isinstance(held, Family) for life in held.rest):
+                    self.touch(life, rest.turn - 1)  # the iterations that are not played read their slices
+            yield Turn(times - 1 - i if loop.reverse else i, times, count)
+
+    def before(self, loop: Loop) -> tuple[Poly, int]:
+        """Return how many iterations of the loop around come before the one that runs, and how many to play."""
+        around = self.around[-1]
+        at, times, count = around.at, around.times, around.count
+        index = as_poly(at) if count.constant == times or at < times // 2 else count - (times - at)
+        needed = copies_needed(loop)
+        return index, needed if index.constant is None else min(int(index.constant), needed)
+
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: tuple[str, ...]) -> Held:
+        # there before the first slice is written, one that several loops write into before the loops
+        return env.get(t.storage) or self.birth(t, place, loop.op.phase)
+
+    def slice(self, loop: Loop, value: Held, turn: Turn, place: tuple[str, ...]) -> Held:
+        return piece(value, turn.at)
+
+    def inside(self, env: Env) -> Env:
+        return {**env}
+
+    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Held], place: tuple[str, ...]) -> None:
+        env |= {t.storage: life for t, life in zip(loop.ys, stacks, strict=True)}
+        if not place and loop.op.phase == "forward":
+            self.passes.append(len(self.program.steps))
+        self.play(loop.body.ops, env, (*place, f"[{_iteration(turn)}]"))
+
+    def hold(self, graph: Graph, waiting: Waiting) -> None:
+        """Add what other micro-batches hold while one runs: at first before there are gradients, then with all.
+
+        A pass goes through all groups of layers of a rank, where the others of them are held as long as one runs: those
+        that it has freed on its way are held again behind it, and gradients that are left for those of weights are of
+        one group at a time.
+        """
+        if waiting.schedule == FORWARD:  # each batch has caches of its own
+            many = cached(graph) * (waiting.micro_batches - 1)
+            self.program.lives.append(Life("other batches", "cache", many, 0, len(self.program.steps) - 1))
+            return
+        loop = next((op.loop for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), None)
+        if loop is None:
+            return
+        ready, of_weights = left(loop.body), left_for_weights(loop.body)
+        each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
+        each[:2] = (p / waiting.groups for p in each[:2])
+        steps, loops = self.program.steps, {*loop.body.ops}
+        lasts = {op for op in loop.body.ops if isinstance(op.kind, Keep)}  # until which what is saved may live
+        once = handed_back(loop.body) / waiting.groups
+        twice = once * (waiting.groups - 1)
+        handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
+        end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
+        handed = Handed(loop, waiting) if waiting.handed else None
+        if handed is not None:
+            self.program.lives.append(Life("received", "buffer", handed.buffers, None, None))
+        for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
+            times = waiting.later if i else waiting.first
+            turn = next((k for k in range(start, stop) if steps[k].op.phase != "forward"), stop)
+            # what makes all gradients at once leaves none of those that a pass in halves does
+            at_once = any(held[6] for held in times)
+            for begin, last, less in ((start, turn, ZERO), (turn, stop, once)) if at_once else ((start, stop, ZERO),):
+                found = [total(map(mul, held, each)) - held[6] * less for held in times]
+                if handed is not None:
+                    found = [n + handed.beside(held, later=bool(i)) for n, held in zip(found, times, strict=True)]
+                many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
+                self.program.lives.append(Life("waiting", "activation", many, begin, last - 1))
+            inside = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)
+            behind = max(inside, default=stop)
+            if waiting.groups != ONE and behind + 1 < stop:
+                again = each[0] * (waiting.groups - 1)
+                self.program.lives.append(Life("other groups", "activation", again, behind + 1, stop - 1))
+            if waiting.groups != ONE and twice:
+                hands = [k for k in range(start, stop) if steps[k].op.graph.owner in handing]
+                first = steps[hands[0]].where.removeprefix(steps[hands[0]].op.name)
+                begin = next((k for k in hands if not steps[k].where.endswith(first)), hands[-1])
+                self.program.lives.append(Life("other groups", "temporary", -twice, begin, behind))
+
+    def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
+        return self.rests[-1].family(rows, reverse=loop.reverse)
+
+
+def _iteration(turn: Turn) -> str:
+    """Name an iteration: its number, or what it stands for where the count is a symbol."""
+    i, times, count = turn.at, turn.times, turn.count
+    if count.constant == times or i < times // 2:
+        return str(i)
+    middle = times % 2 and i == times // 2
+    return "i" if middle else str(count - (times - i)).replace(" ", "")
+
+
+def play(
+    graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({}),
+    waiting: Waiting | None = None,
+) -> Program:  # fmt: skip
+    """Run a graph: `copies` says how many iterations to play of each loop, and bound sizes name them.
+
+    `waiting` is what a stage of a pipeline knows of the others, by default the graph's own.
+    """
+    player = _Player(copies, values)
+    env: dict[Storage, Held] = {}
+    player.sources(graph, env)
+    player.play(graph.ops, env, ())
+    waiting = waiting or graph.waiting
+    if waiting is not None:
+        player.hold(graph, waiting)
+    for role, kept in (("output", graph.outputs), ("gradient", graph.gradients.values())):
+        for t in kept:
+            held = env[t.storage]
+            for life in held.every() if held is not None else ():
+                if life.born is not None:
+                    life.role, life.dies = role, None
+    program = player.program
+    program.away = [life for life in program.lives if life.host]
+    program.lives = [life for life in program.lives if not life.host]
+    return program
+
+
+def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
+    """Return the rule for how many iterations to play, once some sizes are bound; `extra` where a count is open."""
+
+    def copies(loop: Loop) -> int:
+        count, needed = loop.count.bind(values).constant, copies_needed(loop)
+        if count is None:
+            return needed + extra % period(loop)
+        return int(count) if count <= needed else needed + (int(count) - needed) % period(loop)
+
+    return copies
+
+
+# -- live --------------------------------------------------------------------------------------------------------------
+# What is live at each step, and from which counts of Repeats on the closed forms of that hold.
+
+#: What of a program is looked at.
+View = Callable[[Graph, Program], Program] | None
+
+
+class Instant(NamedTuple):
+    """A step of a program; -1 before the first one."""
+
+    program: Program
+    at: int
+
+    @property
+    def op(self) -> str | None:
+        """Name of the op that runs."""
+        return self.program.steps[self.at].where if self.at >= 0 else None
+
+    def owner(self) -> Owner:
+        """Return what a peak at this step belongs to, and what it consists of."""
+        if self.at < 0:
+            return Owner(roles=self.roles())
+        step = self.program.steps[self.at]
+        return Owner(step.where, step.op.phase, label(step.op), self.roles())
+
+    def roles(self) -> tuple[tuple[str, Poly], ...]:
+        """Return the live bytes by role of the storage."""
+        found: dict[str, list[Poly]] = {}
+        for life in self.program.lives:
+            if (life.born is None or life.born <= self.at) and (life.dies is None or life.dies >= self.at):
+                found.setdefault(life.role, []).append(life.bytes)
+        if self.at >= 0 and self.program.steps[self.at].workspace:
+            found.setdefault("workspace", []).append(self.program.steps[self.at].workspace)
+        return tuple((role, total(parts)) for role, parts in found.items())
+
+
+def label(op: Op) -> str:
+    """Return an op as a reader knows it: where it stands, what it does, with or for which parameter, in which phase."""
+    made = {t.storage for t in op.results}
+    own = next((t.name for t, grad in op.graph.root.gradients.items() if grad.storage in made), None)
+    read = next((t.name for t in op.operands if t.role == "param" and not t.name.startswith(f"{op.scope}/")), None)
+    about = f" for the gradient of {own}" if own else f" with {read}" if read else ""
+    place, _, last = op.name.rpartition("/")
+    place = place if op.scope in ("", op.name) else op.scope  # a kernel is a scope of its own
+    return f"{place}: {re.sub(r'_[0-9]+$', '', last)}{about} ({op.phase})".removeprefix(": ")
+
+
+def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
+    """Yield the bytes that are live at each step at which something is born or workspace is needed."""
+    births: dict[int, list[Poly]] = {}
+    deaths: dict[int, list[Poly]] = {}
+    start = [life.bytes for life in program.lives if life.born is None]
+    for life in program.lives:
+        if life.born is not None:
+            births.setdefault(life.born, []).append(life.bytes)
+            if life.dies is not None:
+                deaths.setdefault(life.dies, []).append(life.bytes)
+    live: dict[Monomial, Rational] = dict(total(start).terms)
+    if not program.steps:
+        yield -1, Poly(dict(live))
+    for now, step in enumerate(program.steps):
+        for p in births.get(now, ()):
+            _accumulate(live, p, 1)
+        if now in births or now == 0 or step.workspace:
+            at = Poly(dict(live))
+            yield now, at + step.workspace if step.workspace else at
+        for p in deaths.get(now, ()):
+            _accumulate(live, p, -1)
+
+
+def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
+    for m, c in p.terms.items():
+        value = live.get(m, 0) + sign * c
+        if value:
+            live[m] = value
+        else:
+            del live[m]
+
+
+@collection_paused()
+def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> list[tuple[Poly, Owner]]:
+    """Return the live bytes at every op that may hold the peak, dominated ones left out.
+
+    Of bound sizes only counts of Repeats matter here; `view` says what of a program is looked at.
+    """
+    every = list(loops(graph))
+    # where a body exchanges carries, an open count may leave them in any of their places
+    ends = lcm(*(period(loop) for loop in every if loop.count.bind(values).constant is None))
+    rules = [copies_for(values, extra) for extra in range(ends)]
+    key: tuple[object, ...] = ("peak", view, tuple(copies(loop) for copies in rules for loop in every))
+    counts: Mapping[str, Poly] = {}
+    if any(loop.until for loop in every):  # how often these run depends on the counts themselves
+        counts = values
+        key = (*key, tuple(loop.count.bind(values) for loop in every))
+    if key not in graph.cache:
+        programs = [play(graph, copies, counts) for copies in rules]
+        if view is not None:
+            programs = [view(graph, program) for program in programs]
+        # one by one: most of them are equal, and only the first of equal ones is kept
+        candidates = ((p, Instant(program, at)) for program in programs for at, p in live_bytes(program))
+        kept = prune(corners(candidates), Bindings(graph).validity.known)
+        graph.cache[key] = [(p, instant.owner()) for p, instant in kept]
+    out: list[tuple[Poly, Owner]] = graph.cache[key]
+    return out
+
+
+def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity, ...]:
+    """Return what live bytes hold for as closed forms, where the count of a Repeat is open."""
+    sure = {name: count for name, count in _sure(graph, values).items() if count > 1}
+    more = _of_several(graph, values, view)
+    asked = values.validity.conditions
+    if more:
+        asked = Conditions(asked.relations, (*asked.declared, *more))
+    if not sure:
+        return (replace(values.validity, conditions=asked),) if more else values.held
+    key = ("closed", view, values.validity.values)
+
+    def holds(chosen: dict[str, int]) -> bool:
+        # of a graph that was changed since, nothing is known
+        return graph.cache.get(key) is counts and _same(graph, values, chosen, view)
+
+    counts: Counts = graph.cache.setdefault(key, Counts(sure, holds))
+    return (replace(values.validity, conditions=asked, counts=counts),)
+
+
+def _of_several(graph: Graph, values: Mapping[str, Poly], view: View) -> tuple[Condition, ...]:
+    """Return from which counts on a form holds where these are no sum of one symbol, such as L/P layers of a stage."""
+    key = ("several", view, tuple(sorted((k, p) for k, p in values.items())))
+    if key not in graph.cache:
+        found: dict[Poly, int] = {}
+        for loop in loops(graph):
+            count = loop.count.bind(values)
+            names = sorted(count.names())
+            if len(names) > 1 or (names and not (count * poly(symbol(*names))).names()):
+                found[count] = max(found.get(count, 1), copies_needed(loop))
+        least = {count: _least_of(graph, values, view, count, most) for count, most in found.items()}
+        graph.cache[key] = tuple(
+            Condition(
+                count - (n - 1), f"iterations of a loop, which the formula holds for from {n} on,", 1, True,
+                frozenset(count.names()),
+            )
+            for count, n in least.items() if n > 1
+        )  # fmt: skip
+    out: tuple[Condition, ...] = graph.cache[key]
+    return out
+
+
+def _least_of(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly, most: int) -> int:
+    """Return the least number of iterations that a form holds for, tried where a size makes them as many."""
+    for name in sorted(count.names()):
+        one = poly(symbol(name))
+        for rest, up in ((count / one, True), (count * one, False)):
+            if name in rest.names():
+                continue
+            for k in range(most - 1, 0, -1):
+                size = poly(k) / rest if up else rest / k
+                # what is no whole size is never met
+                if (size.names() or size.is_size) and not _same(graph, values, {name: size}, view):
+                    return k + 1
+            return 1
+    return 1
+
+
+def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tuple[Poly, Loop]]]:
+    """Return the loops whose count is open in one symbol, by that symbol."""
+    out: dict[str, list[tuple[Poly, Loop]]] = {}
+    for loop in loops(graph):
+        count = loop.count.bind(values)
+        if len(count.names()) == 1:
+            (name,) = count.names()
+            out.setdefault(name, []).append((count, loop))
+    return out
+
+
+def _sure(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
+    """Return for each symbol in a count a value from which on all iterations that can differ are there."""
+    out = {}
+    for name, found in sorted(_open_counts(graph, values).items()):
+        value = 1
+        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(loop) for p, loop in found):
+            value += 1
+        out[name] = value
+    return out
+
+
+def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> dict[str, int]:
+    """Find for each symbol in a count the least value from which on the formulas hold.
+
+    With the symbol bound, a formula has to be what comes out where the loops have so many iterations. Symbols are
+    tried one by one, the others open or at the least value that was found for them; of counts with several symbols,
+    such as L/P, it is a condition of the formulas.
+    """
+    least: dict[str, int] = {}
+    for name, value in _sure(graph, values).items():
+        tried = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
+        while value > 1 and all(_same(graph, values, {**others, name: value - 1}, view) for others in tried):
+            value -= 1
+        least[name] = value
+    return least
+
+
+def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | Poly | None], view: View) -> bool:
+    """Whether the formula, with counts put in, is what comes out with so many iterations."""
+    bound = {**values, **{name: poly(k) for name, k in chosen.items() if k is not None}}
+    known = Bindings(graph, bound).validity.known
+    formula, played = (dict.fromkeys(p.bind(bound) for p, _ in live_cases(graph, at, view)) for at in (values, bound))
+    # most stand in both as a rule, and are reached
+    return all(
+        reached_by([p for p in ps if p not in others], others, known)
+        for ps, others in ((formula, played), (played, formula))
+    )

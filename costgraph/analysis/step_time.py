@@ -1,0 +1,1111 @@
+"""How long a step takes on devices: the door, and the time of one whose layers are stages of a pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from math import gcd, lcm
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import sympy
+
+from ..algebra.conditions import Condition, Conditions, Validity
+from ..algebra.dominance import NOTHING_KNOWN, Relations, prune
+from ..algebra.extremum import Max, Owner, extremum
+from ..algebra.polynomial import ONE, ZERO, Poly, content, poly, total
+from ..bind.evaluate import Formula, answer, real
+from ..errors import StandInWarning, UnsupportedError
+from ..hardware.networks import Network
+from ..hardware.specs import NAMED, Hardware, StandIn
+from ..ir.graph import (
+    FORWARD,
+    Bindings,
+    Graph,
+    Loop,
+    Op,
+    OpKind,
+    Storage,
+    Tensor,
+    Waiting,
+    is_pass,
+    known_names,
+    loops,
+    need_choice,
+    need_graph,
+    of_stages,
+)
+from ..ops.collectives import Collective, Send
+from ..ops.opaque import Transfer
+from ..transforms.pipeline_schedules import SCHEDULES, TIMES, idle, idle_at, sizes
+from .calibrated import load_of, shipped
+from .collective_time import exchange, group_of, least_busy, whole
+from .costs import compulsory
+from .saved import behind
+from .tiling import unavoidable
+from .work import Asked, Fallback, Work, ask, exact
+
+__all__ = [
+    "finished",
+    "OVERLAPS",
+    "Bound",
+    "Spent",
+    "as_seconds",
+    "estimate",
+    "in_place",
+    "in_seconds",
+    "largest",
+    "lower_bound",
+    "memory_time",
+    "spent",
+    "together",
+    "unit_times",
+    "warn_of",
+    "which",
+    "Alike",
+    "Shares",
+    "most",
+    "of_batches",
+    "of_few",
+    "of_shares",
+    "one_by_one",
+    "as_declared",
+    "between",
+    "by_pass",
+    "holds_for",
+    "in_total",
+    "least",
+    "of_pipeline",
+    "seconds",
+    "shares_of",
+    "stages_asked",
+    "when",
+]
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+# The time of a graph whose collectives run on streams of their own, each op as soon as what it needs is there.
+
+#: Ops that are played at most.
+_MOST = 10**6
+#: By what part of it the times of an iteration may be off where floats are rounded.
+_EXACT = 1e-12
+
+
+def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> Any:
+    """Return when a graph is done whose collectives over each axis of a mesh have a stream, and all else another one.
+
+    What goes over the link of a host has a stream in each direction, and what the host runs has one. `seconds` are of
+    all iterations of an op together, numbers or arrays of them at several points; views take none. `iterations` are
+    those of each loop. UnsupportedError if more than a million ops are to be played one by one.
+
+    A list schedule (Graham 1969): a stream runs its ops in the order of the program, each once its operands are there,
+    and once all that reads what it overwrites is done. What puts the operands of a collective next to each other goes
+    with it. A stack of slices is there when its last one is. Nothing limits how far ahead a stream is of the others:
+    what is gathered early takes memory that `peak_memory` does not count.
+
+    Of a loop a few iterations are played: where two of them have moved each time by the same amount, and the last one
+    does too when all between are left out, these do. Each time is the largest of sums, so that over iterations that
+    begin on a line it is a convex function of their number; of which three points are on a line, it is that line.
+    """
+    runs = Counter[Op]()
+    _count(graph, {0: 1}, iterations, runs)
+    played = _Play(graph, {op: s / runs[op] for op, s in seconds.items() if runs[op]}, iterations)
+    played.run(graph, {})
+    return _last(0.0, *played.free.values())
+
+
+def _count(graph: Graph, turns: Mapping[int, int], iterations: Mapping[Op, int], runs: Counter[Op]) -> None:
+    """Count how often ops run; `turns`: how often the graph does after so many iterations of the loop that it is of."""
+    often = sum(turns.values())
+    for op in graph.ops:
+        if op.loop is None:
+            runs[op] += often
+            continue
+        body, count = op.loop.body, iterations[op.loop.op]
+        if op.loop.until:
+            inner = dict(enumerate(accumulate(turns.get(n, 0) for n in range(max(turns, default=0), 0, -1))))
+            inner = {len(inner) - 1 - i: times for i, times in inner.items()}
+        elif any(loop.until for loop in loops(body)):
+            inner = dict.fromkeys(range(min(count, _MOST + 1)), often)  # of more it is an error to play them
+        else:
+            inner = {0: often * count}
+        _count(body, inner, iterations, runs)
+
+
+def _last(time: Any, *times: Any) -> Any:
+    """Return the largest of some times, at each point."""
+    for t in times:
+        numbers = type(t) is float and type(time) is float
+        time = max(time, t) if numbers else np.maximum(time, t)
+    return time
+
+
+def _stream(op: Op) -> str:
+    """Return the stream of an op: of what does no arithmetic that of the collectives that alone read its results."""
+    if isinstance(op.kind, Collective):
+        return f"over {op.kind.axis}"
+    if isinstance(op.kind, Transfer) or op.on_host:
+        return f"to the {op.kind.to}" if isinstance(op.kind, Transfer) else "host"
+    if any(op.kind.flops(op).by_kind().values()) or any(t in op.graph.outputs for t in op.results):
+        return ""
+    kinds = (reader.kind for t in op.results for reader in op.graph.successors(t))
+    axes = {kind.axis if isinstance(kind, Collective) else None for kind in kinds}
+    return f"over {axis}" if len(axes) == 1 and (axis := axes.pop()) is not None else ""
+
+
+class _Step(NamedTuple):
+    """What is asked of an op each time that it runs."""
+
+    op: Op
+    loop: Loop | None
+    stream: str
+    overwritten: tuple[Storage, ...]
+    made: tuple[Storage, ...]
+    touched: tuple[Storage, ...]
+    same: bool
+    """whether all iterations of a loop do what the first one does"""
+
+    @classmethod
+    def of(cls, op: Op) -> _Step:
+        given = {t.storage for t in op.operands}
+        made = tuple(t.storage for t in op.results if t.storage not in given)
+        overwritten = tuple(op.operands[i].storage for i in op.kind.overwrites())
+        touched = tuple(dict.fromkeys(t.storage for t in (*op.operands, *op.results)))
+        loop = op.loop
+        same = loop is None or not any(inner.until for inner in loops(loop.body))
+        return cls(op, loop, _stream(op), overwritten, made, touched, same)
+
+
+class _Play:
+    """Ops one after the other, and when each of their results is there."""
+
+    def __init__(self, graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> None:
+        self.graph, self.seconds, self.iterations = graph, seconds, iterations
+        self.played = 0
+        self.free: dict[str, Any] = {}
+        """When each stream is free."""
+        self.memory: dict[Storage, object] = {}
+        """What a storage is at the moment: each iteration has others for those that its ops make."""
+        self.touched: dict[object, Any] = {}
+        """When the last op is done that reads or writes such a memory."""
+
+    def run(self, graph: Graph, ready: dict[Tensor, Any], nth: int = 0) -> None:
+        """Play the ops of a graph; `ready` is when its inputs are there, and then all of its tensors."""
+        steps: list[_Step] | None = graph.cache.get("streams")
+        if steps is None:
+            steps = graph.cache["streams"] = [_Step.of(op) for op in graph.ops]
+        self.played += len(steps)
+        if self.played > _MOST:
+            raise UnsupportedError(
+                f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops one by one, expected no more"
+            )
+        for step in steps:
+            if step.loop is not None:
+                self.repeat(step, step.loop, ready, nth)
+                continue
+            done = self.done(step, ready)
+            self.make(step.made)
+            for storage in step.touched:
+                self.touch(storage, done)
+            ready.update(dict.fromkeys(step.op.results, done))
+
+    def done(self, step: _Step, ready: Mapping[Tensor, Any]) -> Any:
+        """Return when an op is done, which keeps its stream until then."""
+        begin = _last(0.0, *[ready.get(t, 0.0) for t in step.op.operands])
+        if step.op not in self.seconds:
+            return begin
+        overwritten = [self.touched.get(self.at(storage), 0.0) for storage in step.overwritten]
+        free = _last(begin, self.free.get(step.stream, 0.0), *overwritten) + self.seconds[step.op]
+        self.free[step.stream] = free
+        return free
+
+    def touch(self, storage: Storage, done: Any) -> None:
+        """Note when an op is done that reads or writes a storage."""
+        memory = self.at(storage)
+        self.touched[memory] = _last(self.touched.get(memory, 0.0), done)
+
+    def at(self, storage: Storage) -> object:
+        """Return the memory that a storage is at the moment."""
+        return self.memory.get(storage, storage)
+
+    def make(self, storages: Iterable[Storage]) -> None:
+        """Give what an op makes a memory of its own."""
+        for storage in storages:
+            self.memory[storage] = object()
+
+    def enter(self, formals: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Note which memory a body's inputs are in, of all at once: an iteration may exchange them."""
+        self.memory.update([(f.storage, self.at(t.storage)) for f, t in formals])
+
+    def repeat(self, step: _Step, loop: Loop, ready: dict[Tensor, Any], around: int) -> None:
+        """Play the iterations of a loop; `around` is how many the loop around it has had before."""
+        count = around if loop.until else self.iterations[loop.op]
+        self.make(step.made)
+        turns = _Iterations(self, loop, ready)
+        nth, seen = 0, list[_Boundary]()
+        while nth < count:
+            turns.play(nth)
+            nth, seen = nth + 1, [*seen[-2:], turns.boundary()]
+            by = _moved(*seen) if step.same and len(seen) == 3 and nth + 1 < count else None
+            if by is not None and (ahead := turns.ahead(by, count - nth)):
+                nth, seen = nth + ahead, []
+        turns.leave(ready)
+
+
+class _Boundary(NamedTuple):
+    """What there is between two iterations."""
+
+    shared: tuple[object, ...]
+    """which tensors lie in one memory, and which streams there are"""
+    times: np.ndarray[Any, Any]
+    """when all of it is there, by points"""
+
+
+def _alike(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], longest: np.ndarray[Any, Any]) -> bool:
+    return bool((np.abs(found - wanted) <= _EXACT * longest.max(0, initial=0)).all())
+
+
+def _moved(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[Any, Any] | None:
+    """Return by how much an iteration moves each time, None where two of them differ."""
+    if not first.shared == second.shared == third.shared:
+        return None
+    by = third.times - second.times
+    return by if _alike(by, second.times - first.times, third.times) else None
+
+
+class _Iterations:
+    """The iterations of a loop, and what one hands on to the next."""
+
+    def __init__(self, play: _Play, loop: Loop, ready: Mapping[Tensor, Any]) -> None:
+        self.of, self.loop, self.ready = play, loop, ready
+        self.given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
+        self.handed = [ready.get(t, 0.0) for t in loop.starts]
+        self.lying: Sequence[Tensor] = loop.starts
+        """in what memory that is"""
+        self.left: dict[Tensor, Any] = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
+
+    def play(self, nth: int) -> None:
+        """Play one iteration."""
+        loop, play = self.loop, self.of
+        play.enter([*self.given, *zip(loop.carries, self.lying, strict=True)])
+        inner = {f: self.ready.get(t, 0.0) for f, t in self.given} | dict(zip(loop.carries, self.handed, strict=True))
+        play.run(loop.body, inner, nth)
+        self.handed, self.lying = [inner.get(t, 0.0) for t in loop.nexts], loop.nexts
+        for t, made in zip(self.left, (*loop.ys, *loop.saved), strict=True):
+            self.left[t] = _last(self.left[t], inner.get(made, 0.0))
+            play.touch(t.storage, play.touched.get(play.at(made.storage), 0.0))
+
+    def leave(self, ready: dict[Tensor, Any]) -> None:
+        """Say when the results of the loop are there."""
+        for t, time, made in zip(self.loop.lasts, self.handed, self.lying, strict=True):
+            ready[t] = time
+            self.of.touch(t.storage, self.of.touched.get(self.of.at(made.storage), 0.0))
+        ready.update(self.left)
+
+    def memories(self) -> list[object]:
+        """Return the memories that iterations share."""
+        return [self.of.at(t.storage) for t in (*(t for _, t in self.given), *self.left, *self.lying)]
+
+    def boundary(self) -> _Boundary:
+        """Return what there is after the iterations that were played."""
+        memories, streams = self.memories(), sorted(self.of.free)
+        touched = [self.of.touched.get(m, 0.0) for m in memories]
+        times = [*self.handed, *self.left.values(), *touched, *(self.of.free[name] for name in streams)]
+        return _Boundary((*map(memories.index, memories), *streams), np.array(np.broadcast_arrays(*times)))
+
+    def ahead(self, by: np.ndarray[Any, Any], left: int) -> int:
+        """Leave out as many iterations as are on a line, and play one behind them; return how many that is."""
+        play, before = self.of, self.boundary()
+        kept: tuple[Any, ...] = (
+            self.handed,
+            dict(self.left),
+            dict(play.free),
+            dict(play.touched),
+            dict(play.memory),
+        )
+        out = left - 1
+        while out:
+            self.put(before.times + out * by)
+            self.play(0)
+            after = self.boundary()
+            wanted = before.times + (out + 1) * by
+            if after.shared == before.shared and _alike(after.times, wanted, wanted):
+                return out + 1
+            self.handed, self.left, play.free, play.touched, play.memory = (copy(part) for part in kept)
+            out //= 2
+        return 0
+
+    def put(self, times: np.ndarray[Any, Any]) -> None:
+        """Put other times in the place of those of the boundary."""
+        found = iter(times.tolist() if times.ndim == 1 else times)
+        self.handed = [next(found) for _ in self.handed]
+        self.left = {t: next(found) for t in self.left}
+        self.of.touched.update([(memory, next(found)) for memory in self.memories()])
+        self.of.free = {name: next(found) for name in sorted(self.of.free)}
+
+
+# -- seconds -----------------------------------------------------------------------------------------------------------
+# How long a graph takes on a device, as a formula: a sum over its ops, and a bound that no run is below.
+
+Spent = tuple[Poly, str]
+#: What communication does beside the rest: follow it, fill the same time, or start once its operands are there.
+OVERLAPS = ("none", "ideal", "streams")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What bounds an op, as a condition on sizes.
+
+    Where each level of memory is taken into account, several conditions in a row.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
+    >>> device = cg.load_hardware("h100-sxm")
+    >>> print(cg.roofline(g, device.symbolic()).rows[0].bound)
+    compute where N*bandwidth >= 3*peak_bf16, else memory
+    >>> cg.roofline(g, device).rows[0].bound.compute.subs(N, 1024)
+    True
+    """
+
+    compute: sympy.Basic
+    """where compute, or what `first` names, takes as long as all else or longer: a sympy relation, or And and Or of
+    several"""
+    otherwise: str | Bound
+    """memory, link or a cache: what bounds it elsewhere"""
+    first: str = "compute"
+    """what bounds it where the relation holds"""
+
+    def __str__(self) -> str:
+        return f"{self.first} where {_text(self.compute)}, else {self.otherwise}"
+
+
+def _text(condition: sympy.Basic) -> str:
+    if isinstance(condition, sympy.And | sympy.Or):
+        parts = sorted(map(_text, condition.args), key=lambda text: (len(text), text))
+        return " and ".join(parts) if isinstance(condition, sympy.And) else f"({' or '.join(parts)})"
+    sides = (side if _is_whole(side) else side.n(4) for side in (condition.lhs, condition.rhs))
+    return " >= ".join(map(str, sides))
+
+
+def _is_whole(side: sympy.Expr) -> bool:
+    return all(number.is_Integer for number in side.atoms(sympy.Rational))
+
+
+def which(times: Sequence[Spent], known: Relations) -> str | Bound:
+    """Say which of several times is the largest: by name where that is one for all sizes, else where it is which.
+
+    Times are as `spent` returns them; of several that are equal the first counts.
+    """
+    if len(times) > 2 or all(not p.names() for p, _ in times):
+        times = _kept(times, known)
+    name = times[0][1]
+    rest = [p for p, other in times if other != name]
+    if not rest:
+        return name
+    own = [p for p, other in times if other == name]
+    open_ = [p for p in rest if not known.nonnegative(_most(own) - p)]
+    if not open_:
+        return name
+    left = which([t for t in times if t[1] != name], known)
+    if known.nonnegative(_most(rest) - _most(own)):
+        return left
+    relations = ([_relation(p - other, known) for p in own] for other in open_)
+    return Bound(_all(sympy.And, [_all(sympy.Or, some) for some in relations]), left, name)
+
+
+def _all(join: type[sympy.And | sympy.Or], parts: Sequence[sympy.Basic]) -> sympy.Basic:
+    return parts[0] if len(parts) == 1 else join(*parts, evaluate=False)
+
+
+def _most(parts: Sequence[Poly]) -> Poly:
+    return parts[0] if len(parts) == 1 else poly(extremum([(p, Owner()) for p in parts]))
+
+
+def _relation(excess: Poly, known: Relations) -> sympy.Ge:
+    """Return where a difference of times is not negative, positive terms on the left."""
+    found = known.cleared([excess])
+    plain = found[0] if found else excess
+    plain = plain * lcm(*(c.denominator for c in plain.terms.values()))
+    more, less = (Poly({m: c for m, c in p.terms.items() if c > 0}) for p in (plain, -plain))
+    shared, scale = content(plain.terms)
+    if len(more.terms) == 1:  # B*S >= 295.3, where it is one product
+        (scale,) = more.terms.values()
+    factor = Poly({shared: scale if scale > 0 else -scale})
+    return sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False)
+
+
+def _kept(times: Sequence[Spent], known: Relations) -> list[Spent]:
+    """Return times of which one is the largest; of numbers, roots among them, the first that is."""
+    times = [t for t in times if t[0]] or [times[0]]
+    if all(not p.names() for p, _ in times):
+        exactly = all(p.constant is not None for p, _ in times)
+        values = [exact(p) if exactly else sympy.N(p.expr, 30) for p, _ in times]
+        return [times[values.index(max(values))]]
+    return prune(times, known)
+
+
+def largest(times: Sequence[Spent], known: Relations) -> Poly:
+    """Return the largest of some times, what all have in common as a factor in front: multiples are one atom."""
+    kept = _kept(times, known)
+    if len(kept) == 1:
+        return kept[0][0]
+    factor = _common([p for p, _ in kept])
+    return factor * poly(extremum([(p / factor, Owner()) for p, _ in kept]))
+
+
+def _common(parts: Sequence[Poly]) -> Poly:
+    """Return the factor that all terms of all parts have: numbers, and symbols, which are positive."""
+    terms = [term for p in parts for term in p.terms.items()]
+    number = Fraction(gcd(*(c.numerator for _, c in terms)), lcm(*(c.denominator for _, c in terms)))
+    powers = [dict(m) for m, _ in terms]
+    shared = []
+    for key in sorted(k for k in powers[0] if k[0] != "~"):
+        found = [p.get(key, 0) for p in powers]
+        if min(found) > 0 or max(found) < 0:
+            shared.append((key, min(found, key=abs)))
+    return Poly({tuple(shared): number})
+
+
+def spent(work: Work, asked: Asked) -> list[Spent]:
+    """Return the times of an op, the largest of which is its own: in compute, in memory or over a link, in caches.
+
+    Each has its name: compute, link, memory or that of a cache; of a collective interconnect or network as well. With
+    levels, what moves out of each of them is the least through all that is nearer, several formulas of which the
+    largest holds.
+    """
+    out = in_place(work, asked)
+    if work.collective is not None:
+        once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
+        out.append((once * work.times, link))
+    sends = [exchange(op, asked.graph, asked.values, asked.hardware) for op in work.rings]
+    if sends:  # one after another, over the same link
+        out.append((total(once for once, _ in sends) * work.times, sends[0][1]))
+    return list(dict.fromkeys(out))
+
+
+def in_place(work: Work, asked: Asked) -> list[Spent]:
+    """Return the times of an op that are none of a link between ranks; parameters as `spent`."""
+    compute, memory = work.seconds(asked.rates)
+    out = [(compute, "compute"), (memory, work.unit)]
+    if work.unit == "memory":
+        out += [(p / poly(level.bandwidth.value), level.name) for p, level in work.through]
+    return out
+
+
+def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
+    """Return the sum over ops of the largest time that `spent` returns, equal ops together."""
+    alike: dict[tuple[Spent, ...], int] = {}
+    for found in times:
+        alike[tuple(found)] = alike.get(tuple(found), 0) + 1
+    return total(largest(found, known) * count for found, count in alike.items())
+
+
+def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Poly:
+    """Return the estimate of a graph with communication: a sum, the larger of its part and of the rest, or a schedule.
+
+    Times of each op are as `spent` returns them; `overlap` is one of `OVERLAPS`.
+    """
+    known = asked.graph.root.relations
+    if overlap == "none":
+        return estimate(times, known)
+    if overlap == "streams":
+        asked.need_numbers("overlap 'streams'")
+        taken: dict[Op, float] = {}
+        for work, found in zip(asked.works, times, strict=True):
+            taken[work.op] = taken.get(work.op, 0.0) + float(in_seconds(largest(found, known), asked))
+        busy = (float(in_seconds(time, asked)) for time in unit_times(asked).values())
+        iterations = {o.op: int(o.count.bind(asked.values).constant or 0) for o in loops(asked.graph)}
+        done = finished(asked.graph, taken, iterations)
+        return poly(Fraction(max(float(done), *busy)))
+    elsewhere = [bool(w.collective) or w.unit != "memory" for w in asked.works]
+    sent, alone = ([t for t, away in zip(times, elsewhere, strict=True) if away == how] for how in (True, False))
+    # both read and write the one memory of a device
+    parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": memory_time(asked)}
+    return largest([(p, name) for name, p in parts.items()], known)
+
+
+def lower_bound(asked: Asked) -> Poly:
+    """Return the seconds that no run is below: the busiest unit, or the bytes that no fusion avoids.
+
+    Rates that are missing are taken as the highest of the device here, which is no smaller.
+    """
+    found = [(p, unit) for unit, p in unit_times(asked).items()]
+    if asked.levels and asked.levels[0].whole:  # what caches hand out may be read and written at once: no bound
+        moved = unavoidable(asked.graph, asked.levels[0].nearer)
+        found += [((p.bind(asked.values) - asked.resident) / asked.rates.bandwidth, "memory") for p in moved]
+    kept = _kept(found, asked.graph.root.relations)
+    return kept[0][0] if len(kept) == 1 else poly(extremum([(p, Owner(unit)) for p, unit in kept]))
+
+
+def unit_times(asked: Asked) -> dict[str, Poly]:
+    """Return the least seconds that each unit is busy: of `vector`, `matmul` and links that are used, and `memory`."""
+    units: dict[str, list[Poly]] = {}
+    for work in asked.works:
+        if work.unit != "memory":  # a link carries both directions at once
+            way = f" to the {work.op.kind.to}" if isinstance(work.op.kind, Transfer) else ""
+            units.setdefault(f"{work.unit}{way}", []).append(work.seconds(asked.rates)[1])
+            continue
+        sent = [work.op] if work.collective else work.rings
+        on_links = [(u, p * work.times) for op in sent for u, p in _of_collective(op, op.kind, asked)]
+        for unit, spent in [*on_links, *(() if work.collective else _by_unit(work, asked))]:
+            units.setdefault(unit, []).append(spent)
+    found = {unit: total(parts) for unit, parts in units.items()}
+    found["memory"] = memory_time(asked)
+    return found
+
+
+def memory_time(asked: Asked) -> Poly:
+    """Return the least seconds that the memory is busy."""
+    moved = compulsory(asked.graph).bind(asked.values)
+    if asked.resident:
+        moved = poly(Max(0, (moved - asked.resident).expr))
+    return moved / asked.rates.bandwidth
+
+
+def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
+    for (kind, dtype), amount in work.least.items():
+        unit = "vector" if asked.rates.shares_unit(kind, dtype) else "matmul"
+        yield unit, amount / (asked.rates.of(kind, dtype, highest=True) * asked.rates.headroom)
+
+
+def _of_collective(op: Op, kind: OpKind, asked: Asked) -> Iterator[tuple[str, Poly]]:
+    """Yield the least times on links, of one time: a switch may do the sums."""
+    assert isinstance(kind, Collective)
+    group = group_of(op, asked.graph, asked.values, asked.hardware)
+    yield from least_busy(kind.collective, whole(op).bind(asked.values), group).items()
+
+
+def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:
+    """Warn of rates that stand in for missing ones, but for those that were named by whoever asks."""
+    texts = [str(instead) for instead in stand_ins if instead.why != NAMED]
+    if texts:
+        warnings.warn(f"hardware {hardware.id}: {'; '.join(texts)}", StandInWarning, stacklevel=5)
+
+
+def in_seconds(value: Poly, asked: Asked) -> Formula:
+    """Return a time as it is handed out: a float, or a formula while something is open."""
+    return as_seconds(value, asked.values)
+
+
+def as_seconds(value: Poly, values: Bindings) -> Formula:
+    """Return a time, in which sizes are put in, as it is handed out."""
+    return answer(value, values.held) if value.constant is None else real(Fraction(value.constant))
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+# Time of a pipeline from that of the passes of its stages: of 1F1B the longest path through them, in closed form.
+
+#: Times, or arrays of them.
+T = TypeVar("T", bound=Any)
+
+
+class Alike(NamedTuple):
+    """Neighbouring ranks of a pipeline whose stages take the same times."""
+
+    first: Poly
+    last: Poly
+    forward: Poly
+    backward: Poly
+
+
+class _Rank(NamedTuple):
+    """A rank beside others: which of those alike, and its number."""
+
+    run: int
+    at: Poly
+
+
+def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
+    """Return the seconds of a step of 1F1B of `m` micro-batches, without sends.
+
+    Where the number of these or of ranks is open, it is of two micro-batches for each rank or more.
+
+    Derived. The longest path from the first forward to the last backward goes through forwards alone to some rank a, p
+    - 1 - a times on the slowest rank on its way; then forwards down the ranks and backwards up in turn, as often as it
+    can on one rank s; and through backwards alone from some rank c on. Where s is fixed, a and c are chosen apart. Of
+    fewer than 2 p micro-batches some of these paths are none.
+    """
+    p = runs[-1].last + 1
+    beyond = (m - 2 * p).constant
+    if beyond is not None and beyond < 0:
+        each = [run for run in runs for _ in range(int((run.last - run.first + 1).constant or 0))]
+        many = int(m.constant or 0)
+        return of_few([r.forward for r in each], [r.backward for r in each], many, lambda found: most(found, known))
+    paths = _Paths(runs, known)
+    ends = paths.ends()
+    found = []
+    for s in ends:
+        into, out = (largest([(paths.way(a, s, back=back), "") for a in ends], known) for back in (False, True))
+        found.append((into + out + (m - p + s.at) * paths.both(s), ""))
+    return largest(found, known)
+
+
+def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
+    """Return the time of 1F1B of any number of micro-batches, as `one_by_one`, of times that have a largest of several.
+
+    A path alone up to rank a is on the slowest rank on its way no more often than there are other micro-batches. Where
+    it comes to rank s from before, each rank on the way takes a turn of those there, of which there are m - p + s.
+    """
+    p, found = len(forward), list[T]()
+    ahead, back = (_Way(there, m, largest_of) for there in (forward, backward))
+    for s in range(max(0, p - m), p):
+        left, both = m - p + s, forward[s] + backward[s]
+        # of a way that takes some turns, the longest of those that take no more
+        into, out = ([n - both * k for k, n in way.to(s, other)] for way, other in ((ahead, back), (back, ahead)))
+        most_out = list(accumulate(out, lambda one, other: largest_of([one, other])))
+        for k, one in enumerate(into):
+            rest = left - (k + 1 if k else 0)
+            if rest >= 0:
+                found.append(one + both * left + most_out[min(max(rest - 1, 0), s)])
+    return largest_of(found)
+
+
+class _Way(Generic[T]):
+    """Paths through forwards alone, or back through backwards."""
+
+    def __init__(self, times: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> None:
+        self.times, self.largest_of = times, largest_of
+        self.sums: list[T] = list(accumulate(times))
+        slowest = accumulate(times, lambda one, other: largest_of([one, other]))
+        waits = (min(len(times) - 1 - a, m - 1) for a in range(len(times)))
+        self.alone = [n + most * k for n, most, k in zip(self.sums, slowest, waits, strict=True)]
+
+    def to(self, s: int, other: _Way[T]) -> Iterator[tuple[int, T]]:
+        """Yield how many turns on rank s it takes to come there from each rank before, and how long it takes."""
+        alone, back = self.alone, other.sums
+        yield 0, self.largest_of([alone[a] + back[a] - back[s] for a in range(s, len(alone))])
+        for a in range(s - 1, -1, -1):
+            yield s - a + 1, alone[a] + other.times[a] + self.sums[s] - self.sums[a] + self.times[a]
+
+
+class _Paths:
+    """Parts of paths through the passes of ranks."""
+
+    def __init__(self, runs: Sequence[Alike], known: Relations) -> None:
+        self.runs, self.p = runs, runs[-1].last + 1
+        self.times = [[run.forward for run in runs], [run.backward for run in runs]]
+        # of the ranks up to one of a run, the slowest
+        self.most = [
+            [largest([(t, "") for t in times[: k + 1]], known) for k in range(len(runs))] for times in self.times
+        ]
+
+    def ends(self) -> list[_Rank]:
+        """Return the first and the last rank of all that are alike: a path that is longest is at one of these."""
+        both = ((k, at) for k, run in enumerate(self.runs) for at in dict.fromkeys((run.first, run.last)))
+        return [_Rank(k, at) for k, at in both]
+
+    def both(self, s: _Rank) -> Poly:
+        """Return the time of a forward and a backward of a rank."""
+        return self.times[0][s.run] + self.times[1][s.run]
+
+    def through(self, a: _Rank, s: _Rank, *, back: bool) -> Poly:
+        """Return the time of forwards, or of backwards, of the ranks from one to another."""
+        counts = (
+            (s.at if k == s.run else run.last) - (a.at if k == a.run else run.first) + ONE
+            for k, run in enumerate(self.runs[a.run : s.run + 1], a.run)
+        )
+        return total(n * t for n, t in zip(counts, self.times[back][a.run : s.run + 1], strict=True))
+
+    def way(self, a: _Rank, s: _Rank, *, back: bool) -> Poly:
+        """Return what a path on s takes more that goes alone one way up to rank a or, back, from there on."""
+        alone = self.through(_Rank(0, ZERO), a, back=back) + (self.p - 1 - a.at) * self.most[back][a.run]
+        if _ahead(a, s):
+            turns = s.at - a.at + 1
+            return alone + self.times[not back][a.run] + self.through(a, s, back=back) - turns * self.both(s)
+        return alone + self.through(s, a, back=not back) - self.times[not back][s.run]
+
+
+def _ahead(a: _Rank, s: _Rank) -> bool:
+    """Whether a rank comes before another one; of those alike there are the first and the last one, or numbers."""
+    if a.run != s.run or a.at == s.at:
+        return a.run < s.run
+    between = (s.at - a.at).constant
+    return between is None or between > 0
+
+
+# -- all schedules -----------------------------------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """Seconds of a stage of a pipeline: of one micro-batch in its passes, and of what a step does once."""
+
+    forward: Poly
+    backward: Poly
+    weights: Poly
+    """of gradients of weights that come behind those that go to other ranks"""
+    once: Poly
+
+
+def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+    """Return the seconds of a step of a pipeline from those of its stages; `send` is the time of what one hands on.
+
+    `facts` are what each kind of stage knows of the others.
+    """
+    p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
+    passes = [forward + back + weights for forward, back, weights, _ in shares]
+    once = most((share[-1] for share in shares), known)
+    if facts[0].schedule not in ("gpipe", "1f1b"):
+        made = SCHEDULES[facts[0].schedule]
+        of_model = p if made.both_ways else p * v
+        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # none where it turns, within a rank
+        return m * most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
+    if facts[0].schedule == "gpipe":
+        through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
+        slowest = most((f for f, *_ in shares), known) + most((b for _, b, *_ in shares), known)
+        return through + (m - 1) * slowest + 2 * (p - 1) * send + once
+    # what the last stage sends back is waited for once every p micro-batches less
+    n = m + p - 1
+    waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
+    runs = [
+        Alike(*run, forward, back)
+        for fact, (forward, back, *_) in zip(facts, shares, strict=True)
+        for run in fact.ranks
+    ]
+    if all(run.first.constant is not None for run in runs):
+        runs.sort(key=lambda run: run.first.constant or 0)
+    return one_by_one(runs, m, known) + waits * send + once
+
+
+def of_batches(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
+    """Return how long each batch of a pipeline without passes back waits until it is at the same stage again."""
+    through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
+    return most([through, facts[0].micro_batches * most(times, known)], known)
+
+
+def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
+    """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
+    # of both directions a rank has half of the micro-batches each, which go through one of its stages
+    groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
+    each = (most(times, known) / groups for times in list(zip(*shares, strict=True))[:3])
+    put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
+    forms, fewest = idle(facts.schedule)
+    ranks = facts.stages.constant
+    if ranks is not None and ranks < fewest:
+        many, chunks = next(sizes(facts.schedule, int(ranks)))
+        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, chunks))
+    # none of the sums is more than nothing of a rank that waits for nobody
+    found = [p for p in (poly(form).bind(put) for form in forms) if not known.nonnegative(-p)]
+    return most(found, known) if found else ZERO
+
+
+def most(times: Iterable[Poly], known: Relations) -> Poly:
+    """Return the largest of some times."""
+    return largest([(p, "") for p in times], known)
+
+
+# -- duration ----------------------------------------------------------------------------------------------------------
+
+#: Seconds of some of the ops of a graph.
+Timing: TypeAlias = Callable[[Asked], Poly]
+
+
+def seconds(
+    graph: Graph,
+    hardware: str | Hardware,
+    which: str = "estimate",
+    /,
+    *,
+    fallback: Fallback = None,
+    hierarchical: bool = False,
+    overlap: str = "none",
+    network: str | Network | None = None,
+    **dims: int,
+) -> Formula:
+    """Return the time of a graph on a device, as a formula while sizes are open.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked; of a pipeline, as `parallelize` makes it, the whole step counts.
+    hardware : str, path-like or Hardware
+        Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
+    which : str
+        estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
+        calibrated: what devices were seen to attain of their peaks, at all sizes bound, collectives as estimated, and
+        no less than the bound.
+    fallback : str or mapping, optional
+        Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+    hierarchical : bool
+        Take each level of memory into account, as `roofline`.
+    overlap : str
+        Of collectives with all else, as `roofline`.
+    network : str, path-like or Network, optional
+        What is between the domains of its interconnect, as `roofline`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    float or sympy.Expr
+        Seconds: the `estimate` or `lower_bound` of `roofline`, or the calibrated time, which is a float.
+
+    Raises
+    ------
+    BindingError, GraphError
+        If a size cannot be bound, or is open for a calibrated time, or there is no such time.
+    SpecError
+        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
+    UnsupportedError
+        If a calibrated time is asked for with `hierarchical`; as `roofline`.
+
+    Warns
+    -----
+    StandInWarning
+        If a rate is missing: the text says which one stands in. `roofline` has them as `stand_ins`.
+
+    Notes
+    -----
+    Of Williams, Waterman and Patterson 2009, for each op. Ops with the same times are one term with their number, and
+    what is decided for all sizes, assumptions included, is no maximum.
+
+    A pipeline of GPipe takes the first micro-batch through all stages and back, each other one on the slowest stage
+    each way; one of 1F1B the longest path through forwards and backwards of its stages. Then the sends that a stage
+    waits for, 2 (p - 1) of GPipe, and of m micro-batches and p stages of 1F1B 2 (n - ceil(n/p)), n = m + p - 1; and
+    once what follows the last micro-batch. It is what the events of `costgraph.plan.simulate` take where stages take
+    the same times, and without sends of any stages; with sends rather more, as who waits for a slower stage does not
+    wait for its sends. A formula of 1F1B with open micro-batches or stages holds from two micro-batches a stage on.
+
+    Where collectives overlap, each stage takes as long in all as it does by itself, its passes shorter by the same
+    factor; all sizes are bound then.
+
+    Under other schedules it is m times the slowest rank, what that one waits as `costgraph.plan.bubble` has it, and the
+    sends of one micro-batch there and back. Where ranks take the same times, these are the events of interleaved ones;
+    of zero bubbles, of which more or fewer sends are waited for, they differ by some 2 p sends. What ranks reduce of
+    gradients alone, behind the last micro-batch or of a single one, counts once.
+
+    Stages of a pass without gradients, as of inference, have m batches on their way, one pass after the other: the time
+    is that of one pass of them all, the larger of once through all stages with p - 1 sends and m times the slowest one.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N, M = cg.dims("N M")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     x = g.input("x", (N, M))
+    ...     g.output(cg.relu(cg.linear(x, "n m -> n k", k=M)))
+    >>> device = cg.load_hardware("h100-sxm").symbolic()
+    >>> cg.seconds(g, device)
+    M*N*Max(4/bandwidth, 1/vector_fp32) + 2*M*Max(M*N/peak_bf16, M/bandwidth + 2*N/bandwidth)
+    >>> f"{cg.seconds(g, 'h100-sxm', N=8192, M=4096) * 1e6:.1f} us"
+    '317.9 us'
+    >>> sizes = {"N": 8192, "M": 4096}
+    >>> cg.seconds(g, "h100-sxm", "calibrated", **sizes) > cg.seconds(g, "h100-sxm", "lower", **sizes)
+    True
+    """
+    need_graph("seconds", graph)
+    need_choice("seconds: which", which, ("estimate", "lower", "calibrated"))
+    need_choice("seconds: overlap", overlap, OVERLAPS)
+    stages = stages_asked(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical, network=network)
+    if which == "calibrated":
+        for asked in stages:
+            _need_calibrated(asked)
+        timed = _overlapping(stages, overlap, _calibrated, _calibrated_beside)
+        found = poly(max(exact(timed), exact(least(stages))))
+    else:
+        found = least(stages) if which == "lower" else as_declared(stages, overlap)
+    for asked in stages:
+        warn_of(asked.hardware, asked.rates.stand_ins.values())
+    return in_total(found, stages, () if which == "lower" else holds_for(stages))
+
+
+def in_total(found: Poly, stages: Sequence[Asked], more: Sequence[Validity] = ()) -> Formula:
+    """Return a time of all stages as it is handed out: a float, or a formula while something is open."""
+    held = (*(v for asked in stages for v in asked.values.held), *more)
+    return answer(found, held) if found.constant is None else real(Fraction(found.constant))
+
+
+def stages_asked(
+    graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mapping[str, object], question: str, *,
+    hierarchical: bool = False, network: str | Network | None = None,
+) -> list[Asked]:  # fmt: skip
+    """Return each stage of a pipeline on its device, with the sizes that it has; other graphs as they are."""
+    if not graph.parts:
+        return [ask(graph, hardware, fallback, dims, question, hierarchical=hierarchical, network=network)]
+    parts = [(g, {k: n for k, n in dims.items() if k in known_names(g)}) for g, _ in of_stages(graph, dims)]
+    return [ask(g, hardware, fallback, own, question, hierarchical=hierarchical, network=network) for g, own in parts]
+
+
+def least(stages: Sequence[Asked]) -> Poly:
+    """Return the seconds that no run is below: of several stages those of the busiest one."""
+    first = _knows(stages[0]) if stages[0].graph.waiting is not None else None
+    many = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
+    return many * most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
+
+
+def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
+    """Return the estimate: a sum over ops as declared, of a pipeline with what its stages wait for."""
+    return _overlapping(stages, overlap, _declared, _declared_beside)
+
+
+def _overlapping(
+    stages: Sequence[Asked], overlap: str, alone_timing: Timing, beside_timing: Callable[[Asked, str], Poly]
+) -> Poly:
+    """Return the time of all stages, from that of ops one after the other and of those that overlap as is said."""
+    if len(stages) == 1:
+        return beside_timing(stages[0], overlap)
+    if overlap == "none":
+        return of_pipeline(stages, alone_timing)
+    taken = dict[Graph, Poly]()
+    for asked in stages:
+        asked.need_numbers(f"overlap {overlap!r} in a pipeline")
+        rest = replace(asked, works=[w for w in asked.works if not between(w)])
+        sent = alone_timing(replace(asked, works=[w for w in asked.works if between(w)]))  # waited for in any case
+        alone, beside = alone_timing(rest), beside_timing(rest, overlap)
+        taken[asked.graph] = (beside + sent) / (alone + sent) if alone else ONE
+    return of_pipeline(stages, lambda part: alone_timing(part) * taken[part.graph])
+
+
+def between(work: Work) -> bool:
+    """Whether it is what stages do with each other."""
+    return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
+
+
+def _declared(asked: Asked) -> Poly:
+    return estimate([spent(w, asked) for w in asked.works], asked.graph.root.relations)
+
+
+def _declared_beside(asked: Asked, overlap: str) -> Poly:
+    return together([spent(w, asked) for w in asked.works], asked, overlap)
+
+
+def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
+    """Return the seconds of a step of a pipeline, of which there is one stage of each kind."""
+    facts = [_knows(asked) for asked in stages]
+    known = stages[0].graph.root.relations
+    send = most([time for asked in stages for time in _sends(asked)], known)
+    if facts[0].schedule == FORWARD:
+        return of_batches(facts, [timing(asked) for asked in stages], send, known)
+    shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
+    return of_shares(facts, shares, send, known)
+
+
+def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
+    """Return what the time of a pipeline holds for: where stages differ, 1F1B of which sizes are open."""
+    facts = _knows(stages[0]) if len(stages) > 1 else None
+    if facts is None or facts.schedule != "1f1b":
+        return ()
+    over = facts.micro_batches - 2 * facts.stages
+    place = "micro-batches beyond two for each stage, from which on the time of stages that differ has this form,"
+    asked = Condition(over, place, 0, True, frozenset(over.names()))
+    return (Validity(Conditions((), (asked,))),) if over.names() else ()
+
+
+def _knows(asked: Asked) -> Waiting:
+    """Return what a stage knows of the others, sizes put in."""
+    known, values = asked.graph.waiting, asked.values
+    assert known is not None
+    return replace(
+        known, stages=known.stages.bind(values), micro_batches=known.micro_batches.bind(values),
+        alike=known.alike.bind(values), ranks=tuple((a.bind(values), b.bind(values)) for a, b in known.ranks),
+    )  # fmt: skip
+
+
+def shares_of(asked: Asked, timing: Timing, m: Poly) -> Shares:
+    """Return what a stage of a pipeline takes of a step of `m` micro-batches."""
+    assert asked.graph.waiting is not None
+    parts: dict[str, list[Work]] = {name: [] for name in Shares._fields}
+    for work, part in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):
+        parts[part].append(work)
+    forward, back, weights, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
+    return Shares(forward / m, back / m, weights / m, once)
+
+
+def by_pass(asked: Asked, schedule: str) -> Iterator[str]:
+    """Yield of which pass of a micro-batch each work of a stage is, as `Shares` has them."""
+    apart = schedule not in ("gpipe", "1f1b", "interleaved")
+    graphs = asked.graph.bodies()
+    late = {op for g in graphs if is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
+    return (when(work.op, late) for work in asked.works)
+
+
+def when(op: Op, late: Collection[Op] = ()) -> str:
+    """Say of which pass of a micro-batch an op is, or that it is done once a step."""
+    root, alone = op.graph.root, _reduces(op)
+    while op.graph is not root and not is_pass(op.graph):
+        assert op.graph.owner is not None
+        op = op.graph.owner
+        alone = alone and (op.graph is root or not is_pass(op.graph))
+    passes = op.graph is not root and is_pass(op.graph)
+    several = any(is_pass(o.loop.body) for o in root.ops if o.loop)
+    if op.phase == "optimizer" or (not passes and (several or alone)):
+        return "once"
+    return "forward" if op.phase == "forward" else "weights" if op in late else "backward"
+
+
+def _reduces(op: Op) -> bool:
+    """Whether an op puts gradients of ranks together that nothing before in the model waits for."""
+    if not isinstance(op.kind, Collective) or op.phase != "backward":
+        return False
+    graph, reached = op.graph, {*op.results}
+    for other in graph.ops[graph.ops.index(op) + 1 :]:
+        if other.phase != "optimizer" and not reached.isdisjoint(other.operands):
+            if isinstance(other.kind, Send) or (other.loop is not None and not reached.isdisjoint(other.loop.starts)):
+                return False
+            reached |= {*other.results}
+    return graph.owner is None or graph.owner.loop is None or reached.isdisjoint(graph.owner.loop.nexts)
+
+
+def _sends(asked: Asked) -> Iterator[Poly]:
+    """Yield how long what a stage hands on is on its way."""
+    for op in asked.graph.walk():
+        if isinstance(op.kind, Send):
+            yield exchange(op, asked.graph, asked.values, asked.hardware)[0]
+
+
+def _need_calibrated(asked: Asked) -> None:
+    """Refuse what has no calibrated time."""
+    question = "seconds, calibrated,"
+    if asked.levels:
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
+                               "cache attains is in the terms")  # fmt: skip
+    asked.need_numbers(question)
+    for work in asked.works:
+        work.seconds(asked.rates)  # refuses what has no time
+
+
+def _calibrated(asked: Asked) -> Poly:
+    """Return what devices were seen to take, all sizes put in, one op after the other."""
+    return poly(sum(_seen(asked), Fraction(0)))
+
+
+def _calibrated_beside(asked: Asked, overlap: str) -> Poly:
+    """Return the same where collectives overlap."""
+    if overlap == "none":
+        return _calibrated(asked)
+    times = [[(poly(found), "calibrated")] for found in _seen(asked)]
+    return together(times, asked, overlap)
+
+
+def _seen(asked: Asked) -> list[Fraction]:
+    """Return what devices were seen to take for each op.
+
+    Links between devices and hosts are not calibrated: what they do takes its estimated time, the sends of a ring what
+    of it is longer than the kernel that they are inside of.
+    """
+    apart = [bool(work.collective) or work.unit == "host" for work in asked.works]
+    loads = [load_of(w, asked.values) for w, away in zip(asked.works, apart, strict=True) if not away and w.times]
+    measured = iter(shipped().times(loads, asked.rates))
+    known, found = asked.graph.root.relations, list[Fraction]()
+    for work, away in zip(asked.works, apart, strict=True):
+        if not work.times:
+            found.append(Fraction(0))
+        elif away:
+            found.append(Fraction(exact(largest(spent(work, asked), known))))
+        else:
+            taken = Fraction(next(measured))
+            found.append(max(taken, Fraction(exact(_of_links(asked, work)))) if work.rings else taken)
+    return found
+
+
+def _of_links(asked: Asked, work: Work) -> Poly:
+    return total(exchange(op, asked.graph, asked.values, asked.hardware)[0] for op in work.rings) * work.times

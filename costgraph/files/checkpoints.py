@@ -1,0 +1,414 @@
+"""What a checkpoint holds, read from the headers of its files: names, shapes, formats and bytes, and no data.
+
+A safetensors file begins with the length of its header in 8 bytes, little-endian, and the header, a JSON object of
+`dtype`, `shape` and `data_offsets` for each tensor; the data follow without a gap
+(https://huggingface.co/docs/safetensors, "Format"). An index names the file of each tensor of a model in several files.
+GGUF is read beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeGuard
+
+from ..algebra.symbols import shorten, shown
+from ..errors import FormatError
+from ..hardware.tables import Column, Fact, Table
+from ..notation.validation import guarded
+from ..text_file import place_of, read_start, read_text, unique
+
+__all__ = [
+    "FILE_TYPES",
+    "FORMATS",
+    "Gguf",
+    "Stored",
+    "read_gguf",
+    "Weight",
+    "Weights",
+    "read_weights",
+]
+
+
+# -- gguf --------------------------------------------------------------------------------------------------------------
+# What a GGUF file says of itself before its data: fields, and the name, shape, format and place of each tensor.
+#
+# The format is little-endian: a count of tensors and of fields, the fields, the tensors with their sizes from the
+# fastest axis on, and the data behind, each tensor at a multiple of the alignment
+# (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). It is read here, as the package of that name maps whole
+# files into memory and makes an array of each word of a vocabulary.
+
+#: Bytes of all that stands before the data: vocabularies of 260,000 words take some 10 MB.
+_LARGEST = 2**26
+_MOST_DIMS, _MOST = 8, 2**63 - 1
+_EXPECTED = "a GGUF file"
+
+#: Formats by their numbers (ggml.h, `ggml_type`): a name, the library's where it has it, and elements and bytes of a
+#: block.
+FORMATS = {
+    0: ("fp32", 1, 4), 1: ("fp16", 1, 2), 2: ("q4_0", 32, 18), 3: ("q4_1", 32, 20), 6: ("q5_0", 32, 22),
+    7: ("q5_1", 32, 24), 8: ("q8_0", 32, 34), 9: ("q8_1", 32, 40), 10: ("q2_k", 256, 84), 11: ("q3_k", 256, 110),
+    12: ("q4_k", 256, 144), 13: ("q5_k", 256, 176), 14: ("q6_k", 256, 210), 15: ("q8_k", 256, 292),
+    16: ("iq2_xxs", 256, 66), 17: ("iq2_xs", 256, 74), 18: ("iq3_xxs", 256, 98), 19: ("iq1_s", 256, 50),
+    20: ("iq4_nl", 32, 18), 21: ("iq3_s", 256, 110), 22: ("iq2_s", 256, 82), 23: ("iq4_xs", 256, 136),
+    24: ("int8", 1, 1), 25: ("int16", 1, 2), 26: ("int32", 1, 4), 27: ("int64", 1, 8), 28: ("fp64", 1, 8),
+    29: ("iq1_m", 256, 56), 30: ("bf16", 1, 2), 34: ("tq1_0", 256, 54), 35: ("tq2_0", 256, 66),
+    39: ("mxfp4", 32, 17), 40: ("nvfp4", 64, 36), 41: ("q1_0", 128, 18),
+}  # fmt: skip
+
+#: What `general.file_type` says of all matrices (llama.h, `llama_ftype`): a float format, or a mixture.
+FILE_TYPES = {
+    0: "fp32", 1: "fp16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bf16",
+}  # fmt: skip
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file: its shape as torch has it, outermost axis first."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """Fields, of those that are arrays their lengths alone, and tensors."""
+
+    fields: Mapping[str, Any]
+    lengths: Mapping[str, int]
+    tensors: tuple[Stored, ...]
+
+
+class _Reader:
+    """The bytes before the data, from which one thing after the other is taken."""
+
+    def __init__(self, raw: bytes, place: str) -> None:
+        self.raw, self.place, self.at = raw, place, 0
+
+    def skip(self, size: int) -> int:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self.raw):
+            raise FormatError(
+                f"{self.place}: {size} more bytes at byte {start} of {len(self.raw)}, expected {_EXPECTED} whose "
+                f"header ends, and before byte {_LARGEST}"
+            )
+        return start
+
+    def number(self, form: str) -> Any:
+        return struct.unpack_from(f"<{form}", self.raw, self.skip(struct.calcsize(f"<{form}")))[0]
+
+    def text(self) -> str:
+        size = self.number("Q")
+        start = self.skip(size)
+        try:
+            return self.raw[start : start + size].decode("utf-8")
+        except UnicodeDecodeError as wrong:
+            raise FormatError(f"{self.place}: byte {start + wrong.start} is no UTF-8, expected a text") from None
+
+    def value(self, kind: int, place: str) -> Any:
+        if kind not in _SCALARS and kind != _STRING:
+            raise FormatError(f"{place}: type {kind}, expected one of GGUF's")
+        return self.text() if kind == _STRING else self.number(_SCALARS[kind])
+
+    def length(self, place: str) -> int:
+        """Skip an array and return its length."""
+        of, count = self.number("I"), self.number("Q")
+        if of in _SCALARS:
+            self.skip(count * struct.calcsize(f"<{_SCALARS[of]}"))
+        elif of == _STRING:
+            for _ in range(count):  # each takes 8 bytes at least
+                self.skip(self.number("Q"))
+        else:
+            raise FormatError(f"{place}: an array of type {of}, expected numbers or texts")
+        return int(count)
+
+
+def read_gguf(path: str) -> Gguf:
+    """Read what stands before the data of a file.
+
+    FormatError if it cannot be read, or is not as the format says: the text says where.
+    """
+    place = place_of(path)
+    raw, size = read_start(path, place, _LARGEST, _EXPECTED)
+    reader = _Reader(raw, place)
+    if not raw.startswith(b"GGUF"):
+        raise FormatError(f"{place}: begins with {shown(raw[:4])}, expected {_EXPECTED}")
+    reader.skip(4)
+    version = reader.number("I")
+    if version not in (2, 3):
+        raise FormatError(f"{place}: version {version}, expected 2 or 3, little-endian")
+    tensors, fields = reader.number("Q"), reader.number("Q")
+    found, lengths = dict[str, Any](), dict[str, int]()
+    for _ in range(fields):  # each takes 12 bytes at least, as a tensor does
+        name, kind = reader.text(), reader.number("I")
+        if name in found or name in lengths:
+            raise FormatError(f"{place}: {shorten(name)} twice, expected it once")
+        if kind == _ARRAY:
+            lengths[name] = reader.length(f"{place}: {shorten(name)}")
+        else:
+            found[name] = reader.value(kind, f"{place}: {shorten(name)}")
+    placed = [_tensor(reader) for _ in range(tensors)]
+    _check_places(placed, found, reader.at, size, place)
+    return Gguf(found, lengths, tuple(t for t, _ in placed))
+
+
+def _tensor(reader: _Reader) -> tuple[Stored, int]:
+    name, dims = reader.text(), reader.number("I")
+    place = f"{reader.place}: {shorten(name)}"
+    if dims > _MOST_DIMS:
+        raise FormatError(f"{place}: {dims} axes, expected {_MOST_DIMS} at most")
+    shape = [reader.number("Q") for _ in range(dims)]
+    kind, start = reader.number("I"), reader.number("Q")
+    format_, elements, size = FORMATS.get(kind, ("", 1, 0))
+    if not format_ or prod(shape) > _MOST or (shape or [1])[0] % elements:
+        raise FormatError(
+            f"{place}: type {kind} of sizes {shown(shape)}, expected a known type, and whole blocks of {elements} first"
+        )
+    return Stored(name, tuple(reversed(shape)), format_, prod(shape) // elements * size), start
+
+
+def _check_places(placed: list[tuple[Stored, int]], fields: Mapping[str, Any], end: int, size: int, place: str) -> None:
+    """Refuse tensors of one name, on top of each other, or outside the file."""
+    step = fields.get("general.alignment", 32)
+    if type(step) is not int or not 0 < step <= _LARGEST:
+        raise FormatError(f"{place}: general.alignment is {shown(step)}, expected a number of bytes")
+    if len({t.name for t, _ in placed}) < len(placed):
+        raise FormatError(f"{place}: two tensors of one name, expected one")
+    first, at = -(-end // step) * step, 0
+    for tensor, start in sorted(placed, key=lambda p: (p[1], p[0].bytes)):
+        if start % step or start < at or first + start + tensor.bytes > size:
+            raise FormatError(
+                f"{place}: {shorten(tensor.name)} has {tensor.bytes} bytes from {start} on, expected a multiple of "
+                f"{step} that is {at} or more, and the end within the file of {size}"
+            )
+        at = start + tensor.bytes
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+#: Bytes of a header or an index: of the largest models they have 10 MB.
+_LARGEST_HEADER = 2**24
+_MOST_FILES = 2**12
+
+#: Formats by the words of a file: as the library names them where it has them, and bits of an element.
+_FORMATS = {
+    "BOOL": ("bool", 8), "U8": ("uint8", 8), "I8": ("int8", 8), "U16": ("uint16", 16), "I16": ("int16", 16),
+    "U32": ("uint32", 32), "I32": ("int32", 32), "U64": ("uint64", 64), "I64": ("int64", 64), "F16": ("fp16", 16),
+    "BF16": ("bf16", 16), "F32": ("fp32", 32), "F64": ("fp64", 64), "C64": ("complex64", 64),
+    "F8_E4M3": ("fp8_e4m3", 8), "F8_E5M2": ("fp8_e5m2", 8), "F8_E8M0": ("fp8_e8m0", 8),
+    "F8_E4M3FNUZ": ("fp8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("fp8_e5m2fnuz", 8), "F4": ("fp4_e2m1", 4),
+    "F6_E2M3": ("fp6_e2m3", 6), "F6_E3M2": ("fp6_e3m2", 6),
+}  # fmt: skip
+
+
+@guarded()
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a checkpoint."""
+
+    name: str
+    """as the file has it"""
+    shape: tuple[int, ...]
+    """sizes of its axes, as the file has them"""
+    format: str
+    """number format, by the library's name where it has it"""
+    bytes: int
+    """bytes that it takes in the file"""
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+
+@guarded()
+@dataclass(frozen=True, repr=False)
+class Weights(Table):
+    """What a checkpoint holds: a table of its tensors, with their number, elements and bytes below."""
+
+    rows: tuple[Weight, ...]
+    """one for each tensor"""
+    place: str = ""
+    """where it was read"""
+
+    @property
+    def elements(self) -> int:
+        """How many elements all tensors have."""
+        return sum(r.elements for r in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors, headers left out."""
+        return sum(r.bytes for r in self.rows)
+
+    def by_format(self) -> dict[str, int]:
+        """Return the bytes of each number format."""
+        found: Counter[str] = Counter()
+        for row in self.rows:
+            found[row.format] += row.bytes
+        return dict(found)
+
+    def _about(self) -> str:
+        return f"{self.place}: {len(self.rows)} tensors"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            Column("name"),
+            Column("shape", text=str),
+            Column("format"),
+            Column("elements", "1"),
+            Column("bytes", "B"),
+        )
+
+    def _facts(self) -> Iterator[Fact]:
+        yield Fact("tensors", len(self.rows), "1")
+        yield Fact("elements", self.elements, "1")
+        yield Fact("bytes", self.bytes, "B")
+        for name, count in self.by_format().items():
+            yield Fact(f"  {name}", count, "B")
+
+
+def read_weights(path: str | os.PathLike[str]) -> Weights:
+    """Read which tensors a checkpoint holds, from its headers alone.
+
+    Parameters
+    ----------
+    path : str or path-like
+        A safetensors file, the index of several (`model.safetensors.index.json`), a folder with one of the two, or a
+        GGUF file.
+
+    Returns
+    -------
+    Weights
+        `.rows`, `.elements`, `.bytes`, `.by_format()`; `print` it.
+
+    Raises
+    ------
+    FormatError
+        If a file cannot be read, its header is not what the format says or longer than 16 MiB (64 MiB of
+        GGUF), tensors overlap, leave a
+        gap or do not fill the file, or files and index name different tensors: the text says which.
+
+    Examples
+    --------
+    >>> import json, tempfile
+    >>> from pathlib import Path
+    >>> import costgraph as cg
+    >>> header = json.dumps({"up.weight": {"dtype": "BF16", "shape": [7, 5], "data_offsets": [0, 70]}}).encode()
+    >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> _ = file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(70))
+    >>> found = cg.read_weights(file)
+    >>> found.elements, found.bytes, found.rows[0].format
+    (35, 70, 'bf16')
+    """
+    place = place_of(path)
+    if not isinstance(path, str | os.PathLike):
+        raise FormatError(f"read_weights of {type(path).__name__}, expected a path")
+    file = _in_folder(path, place) if os.path.isdir(path) else os.fspath(path)
+    read = _index if file.endswith(".json") else _gguf if file.lower().endswith(".gguf") else _safetensors
+    return Weights(tuple(read(file)), place)
+
+
+def _in_folder(path: str | os.PathLike[str], place: str) -> str:
+    names = ("model.safetensors.index.json", "model.safetensors")
+    found = [file for name in names if os.path.exists(file := os.path.join(os.fspath(path), name))]
+    if not found:
+        raise FormatError(f"{place}: a folder without weights, expected one of {', '.join(names)} in it")
+    return found[0]
+
+
+def _gguf(path: str) -> list[Weight]:
+    return [Weight(t.name, t.shape, t.format, t.bytes) for t in read_gguf(path).tensors]
+
+
+# -- one file ----------------------------------------------------------------------------------------------------
+
+
+def _safetensors(path: str) -> list[Weight]:
+    place, expected = place_of(path), "a safetensors file"
+    start, size = read_start(path, place, 8, expected)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+        raise FormatError(
+            f"{place}: a header of {length} bytes in a file of {size}, expected {expected}, and {_LARGEST_HEADER} "
+            "at most"
+        )
+    raw, _ = read_start(path, place, 8 + length, expected)
+    try:
+        header = _object(raw[8:].decode("utf-8"), place)
+    except UnicodeDecodeError as wrong:
+        raise FormatError(f"{place}: byte {8 + wrong.start} is no UTF-8, expected a header in JSON") from None
+    placed = [_entry(name, data, place) for name, data in header.items() if name != "__metadata__"]
+    at = 0
+    for weight, begin, end in sorted(placed, key=lambda p: p[1:]):
+        if begin != at or end - begin != weight.bytes:
+            raise FormatError(
+                f"{place}: {shorten(weight.name)} has bytes {begin} to {end}, expected {at} to {at + weight.bytes}: "
+                f"{weight.format} of shape {shown(weight.shape)}, and no gap"
+            )
+        at = end
+    if at != size - 8 - length:
+        raise FormatError(f"{place}: {size - 8 - length} bytes of data, expected the {at} of its header")
+    return [weight for weight, _, _ in placed]
+
+
+def _entry(name: str, data: Any, place: str) -> tuple[Weight, int, int]:
+    """Return a tensor of a header, and where its data begin and end."""
+    right = isinstance(data, Mapping) and data.keys() == {"dtype", "shape", "data_offsets"}
+    fields: Mapping[str, Any] = data if right else {}
+    word, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    format_, bits = _FORMATS.get(word, ("", 0)) if isinstance(word, str) else ("", 0)
+    if not bits or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or prod(shape) > _MOST:
+        raise FormatError(
+            f"{place}: {shorten(name)} is {shown(data)}, expected a dtype of {', '.join(_FORMATS)}, a shape and two "
+            f"data_offsets"
+        )
+    return Weight(name, tuple(shape), format_, -(-prod(shape) * bits // 8)), offsets[0], offsets[1]
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n <= _MOST for n in value)
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{place}: {shown(str(error), 200)}, expected JSON") from None
+    if not isinstance(data, dict):
+        raise FormatError(f"{place}: {shown(data)}, expected an object")
+    return data
+
+
+# -- several files -----------------------------------------------------------------------------------------------
+
+
+def _index(path: str) -> list[Weight]:
+    place = place_of(path)
+    listed = _object(read_text(path, place, _LARGEST_HEADER, "the index of a checkpoint"), place).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
+        raise FormatError(f"{place}: weight_map is {shown(listed)}, expected the name of a file for each tensor")
+    files = dict.fromkeys(listed.values())
+    odd = next((f for f in files if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", f, re.ASCII)), None)
+    if odd is not None or len(files) > _MOST_FILES:
+        wrong = f"{len(files)} files" if odd is None else shorten(odd)
+        raise FormatError(f"{place}: {wrong}, expected up to {_MOST_FILES} safetensors files of the same folder")
+    folder, found = os.path.dirname(path), []
+    for file in files:
+        held = _safetensors(os.path.join(folder, file))
+        if odd := {w.name for w in held} ^ {name for name, of in listed.items() if of == file}:
+            raise FormatError(f"{place}: {shorten(min(odd))} is in {file} or named by the index alone, expected both")
+        found += held
+    return found

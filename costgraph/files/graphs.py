@@ -1,0 +1,794 @@
+"""From the data of a file to a graph, op by op, with nothing of the file taken at its word.
+
+Shapes, layouts and costs are derived again; what a file states of them has to agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from math import inf, isfinite, nan
+from typing import Any, TypeVar
+
+import networkx as nx
+
+from ..algebra.dominance import Relation, Relations
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import is_name, shorten, shown
+from ..dtypes import DType
+from ..dtypes import dtype as find_dtype
+from ..errors import CostGraphError, FormatError, GraphError
+from ..ir.graph import (
+    SOURCES,
+    Call,
+    Domain,
+    Graph,
+    Mesh,
+    Op,
+    OpKind,
+    Placement,
+    Repeat,
+    Sharding,
+    Tensor,
+    Waiting,
+    hints,
+    need_name,
+    opened,
+    sizes_of,
+)
+from ..ir.strides import contiguous
+from ..notation.grammar import parse_formula, parse_relation
+from ..notation.pattern import Pattern, parse_pattern
+from ..notation.validation import Rule, rule
+from ..ops.elementwise import FUNCTIONS, Function
+from ..ops.index import Gather, Indexed
+from ..ops.opaque import Backward
+from ..ops.registry import KINDS
+from ..text_file import place_of, read_text, unique, write_file
+
+__all__ = [
+    "of_version_1",
+    "of_version_2",
+    "typed",
+    "RANKS",
+    "ranks_data",
+    "read_ranks",
+    "MALFORMED",
+    "Reader",
+    "kept",
+    "need",
+    "node_id",
+    "texts",
+    "graph_of",
+    "load",
+    "save",
+    "text_of",
+]
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+# From what a file says of an op to the record of its kind: every field is of the type that the record states.
+
+R = TypeVar("R", OpKind, Call)
+
+_known: dict[type[OpKind | Call], dict[str, tuple[Rule, bool]]] = {}
+
+
+def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
+    """Return of each field what it asks, and whether it has to be there."""
+    if kind not in _known:
+        found = hints(kind)
+        _known[kind] = {f.name: (rule(found[f.name]), f.default is MISSING) for f in fields(kind)}
+    return _known[kind]
+
+
+def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
+    """Return a record, of fields that are of the right types, none missing.
+
+    GraphError if a field is unknown, missing or of another type.
+    """
+    known, word = _rules(kind), "call" if kind is Call else kind.name
+    odd = next((name for name in facts if name not in known), None)
+    if odd is not None:
+        raise GraphError(f"attribute {shown(odd)} of {word!r}, expected none but {', '.join(known)}")
+    for name, (asked, needed) in known.items():
+        if needed and name not in facts:
+            raise GraphError(f"attribute {name!r} of {word!r} is missing, expected {asked.expected}")
+    for name, value in facts.items():
+        if not known[name][0].holds(value):
+            raise GraphError(f"attribute {name!r} of {word!r} is {shown(value)}, expected {known[name][0].expected}")
+    return kind(**facts)
+
+
+def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the fields of a file of version 1.
+
+    It said of each op that it works in place, called bytes `reads`, and had lookups of rows or along the last axis.
+    """
+    if issubclass(kind, Indexed):
+        along = facts.get("mode") == "along" or facts.get("along") is True
+        known = {("mode", "rows"), ("mode", "along")} if kind is Gather else {("along", True)}
+        facts = {k: v for k, v in facts.items() if not (isinstance(v, str | bool) and (k, v) in known)}
+        facts |= {"batch": max(operands[0].ndim - 1, 0)} if along and operands else {}
+    names = {f.name for f in fields(kind)}
+    renamed = {k: f"bytes_{v}" for k, v in (("reads", "read"), ("writes", "written")) if f"bytes_{v}" in names}
+    needless = "inplace" not in names and facts.get("inplace") is True
+    return {renamed.get(k, k): v for k, v in facts.items() if k != "inplace" or not needless}
+
+
+def of_version_2(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an op of a file of version 1 or 2: what a trace saw of an op was said by a kind of its own, `aten`."""
+    attrs = node.get("attrs")
+    if node.get("kind") != "aten" or not isinstance(attrs, Mapping):
+        return node
+    called = {f.name for f in fields(Call)}
+    call = {k: v for k, v in attrs.items() if k in called}
+    return {**node, "kind": "foreign", "attrs": {k: v for k, v in attrs.items() if k not in called}, "call": call}
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+# Placements and pipeline schedules of per-rank graphs in files.
+
+#: Keys in a file.
+RANKS = ("sharding", "waiting")
+
+Encode = Callable[[Any], Any]
+
+
+def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
+    """Encode the placements and the pipeline schedule of a per-rank graph."""
+    out: dict[str, Any] = {}
+    if graph.sharding is not None:
+        own = graph.sharding
+        placed = {"places": own.places, "gradients": own.gradients}
+        out["sharding"] = {
+            "mesh": [encode(own.mesh.axes), encode(own.mesh.joint)],
+            "outputs": [_placement_data(at, encode) for at in own.outputs],
+            "replicated": list(own.replicated),
+            "resharded": list(own.resharded),
+            "own": list(own.own),
+            **{key: {name: _placement_data(at, encode) for name, at in at_.items()} for key, at_ in placed.items()},
+        }
+    if graph.waiting is not None:
+        out["waiting"] = {f.name: encode(getattr(graph.waiting, f.name)) for f in fields(Waiting)}
+    return out
+
+
+def _placement_data(at: Placement, encode: Encode) -> list[Any]:
+    return [encode(at.dims), encode(at.partial)]
+
+
+def read_ranks(graph: Graph, facts: Mapping[str, Any], decode: Encode) -> None:
+    """Decode placements and a pipeline schedule into a graph; TypeError or similar if they are malformed."""
+    if "sharding" in facts:
+        own = facts["sharding"]
+        axes, joint = map(decode, own["mesh"])
+        _need(all(isinstance(name, str) and isinstance(n, Poly) for name, n in axes), "mesh")
+        mesh = Mesh(axes, joint)
+        names = {t.name: t.ndim for g in graph.bodies() for t in g.tensors}
+
+        def placement(data: Any, ndim: int) -> Placement:
+            made = Placement(*map(decode, data))
+            known = all(f in mesh if isinstance(f, str) else isinstance(f, Poly) for dim in made.dims for f in dim)
+            _need(len(made.dims) == ndim and known, "placement")
+            return made
+
+        outputs = zip(own["outputs"], graph.outputs, strict=True)
+        graph.sharding = Sharding(
+            mesh,
+            {name: placement(data, names[name]) for name, data in own["places"].items()},
+            tuple(placement(data, t.ndim) for data, t in outputs),
+            {name: placement(data, names[name]) for name, data in own["gradients"].items()},
+            tuple(map(_text, own["resharded"])),
+            tuple(map(_text, own["own"])),
+            replicated=tuple(map(_text, own["replicated"])),
+        )
+    if "waiting" in facts:
+        graph.waiting = Waiting(**{name: decode(value) for name, value in facts["waiting"].items()})
+
+
+def _text(value: Any) -> str:
+    _need(isinstance(value, str), "text")
+    return str(value)
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise TypeError(f"{what} of a rank, expected axes, sizes and names")
+
+
+# -- reader ------------------------------------------------------------------------------------------------------------
+
+# What goes wrong underneath where a field says what nothing of its kind can be.
+MALFORMED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError, ZeroDivisionError,
+    OverflowError,
+)  # fmt: skip
+_PHASES = ("forward", "recompute", "backward", "optimizer")
+# What stands in a file: of a graph, of what is said about one, the outermost one's beside it, and of nodes.
+_GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
+_FACTS = {"name", "dtype", "outputs", "formals"}
+_ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "matmul_dtype", "layers", "parts", *RANKS}
+_OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase", "call"}
+_TENSOR = {"id", "type", "role", "shape", "dtype"}
+_BY_ROLE = {
+    "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "offset", "domain"},
+}  # fmt: skip
+_DEEPEST = 20
+_DEEPEST_REPEAT = 8  # three iterations of each are looked at, so that every level takes three times as long
+_MOST_TERMS = 1 << 18  # of all sizes of a file
+_MOST_ASSUMPTIONS = 1000  # each is held against the others
+_MOST_STATES = 64  # of what was known while a graph was declared: each is worked out from the first assumption on
+
+
+class Known:
+    """What was known of sizes when an op was made: some assumptions were stated already, the first ones.
+
+    Most programs state them all before their ops or all behind, so that these come first, and others where they are
+    asked for.
+    """
+
+    def __init__(self, relations: Sequence[Relation]) -> None:
+        self.relations = relations
+        self._made: dict[int, Relations] = {}
+
+    def __iter__(self) -> Iterator[Relations]:
+        every = len(self.relations)
+        for count in dict.fromkeys((every, 0, *range(every - 1, 0, -1))):
+            if count not in self._made:
+                if len(self._made) == _MOST_STATES:
+                    raise GraphError(f"fits none of {_MOST_STATES} states of the assumptions, expected one of them")
+                self._made[count] = Relations(self.relations[:count])
+            yield self._made[count]
+
+
+def node_id(node: Tensor | Op) -> str:
+    """Return what a node is called in a file: an op beside the tensor of its name."""
+    return f"{node.name}()" if isinstance(node, Op) else node.name
+
+
+class Reader:
+    """Rebuilds a graph, op by op, from the data of a file."""
+
+    def __init__(self, place: str, assumptions: Sequence[str], version: int) -> None:
+        self.place, self.version = place, version
+        if len(assumptions) > _MOST_ASSUMPTIONS:
+            raise self.error(f"top: {len(assumptions)} assumptions, expected at most {_MOST_ASSUMPTIONS}")
+        self.known = Known(list(map(parse_relation, assumptions)))
+        self.depth = self.repeats = self.terms = 0
+        self.sizes: dict[str, Poly] = {}
+
+    def error(self, what: str) -> FormatError:
+        """Return an error that names the file."""
+        return FormatError(f"{self.place}: {what}")
+
+    def need(self, data: Any, key: str, kind: type, where: str) -> Any:
+        """Return what stands under a key, or raise FormatError if it is of another type."""
+        return need(self.place, data, key, kind, where)
+
+    def texts(self, data: Any, key: str, where: str) -> list[str]:
+        """Return the list of names that stands under a key."""
+        return texts(self.place, data, key, where)
+
+    def size(self, text: Any, where: str) -> Poly:
+        """Read a formula, once for every text: a file has few sizes and writes them often."""
+        if not isinstance(text, str) or text not in self.sizes:
+            found = parse_formula(text, where)
+            self.terms += len(found.terms)
+            if self.terms > _MOST_TERMS:
+                raise self.error(f"{where}: more than {_MOST_TERMS} terms in the sizes, expected fewer")
+            self.sizes[text] = found
+        return self.sizes[text]
+
+    def decode(self, data: Any, parent: Graph, where: str) -> Any:
+        """Return an attribute: a plain value, or what its tag says."""
+        if data is None or isinstance(data, bool | int | float | str):
+            return data
+        if not isinstance(data, dict) or len(data) != 1:
+            raise self.error(f"{where}: attribute {shown(data)}, expected a plain value or one tagged value")
+        ((tag, value),) = data.items()
+        decoders: dict[str, Callable[[Any], Any]] = {
+            "size": lambda v: self.size(v, where),
+            "float": lambda v: {"inf": inf, "-inf": -inf, "nan": nan}[v],
+            "complex": lambda v: complex(*(self.decode(x, parent, where) for x in kept(list, v))),
+            "dtype": find_dtype,
+            "pattern": lambda v: parse_pattern(v, scattered=True),
+            "function": _function,
+            "domain": lambda v: self.domain(v, parent, where),
+            "graph": lambda v: self.graph(v, parent, where),
+            "tuple": lambda v: tuple(self.decode(x, parent, where) for x in kept(list, v)),
+            "dict": lambda v: {k: self.decode(x, parent, where) for k, x in kept(dict, v).items()},
+        }
+        if tag not in decoders:
+            raise self.error(f"{where}: tag {shorten(tag)}, expected one of {', '.join(decoders)}")
+        return decoders[tag](value)
+
+    def domain(self, data: Any, parent: Graph, where: str) -> Domain:
+        """Return a domain: whether it is causal, its window, and the axes of a mesh that split its queries."""
+        causal, window, *ranks = kept(list, data)
+        return Domain(causal, self.decode(window, parent, where), tuple(self.decode(r, parent, where) for r in ranks))
+
+    def graph(self, data: Any, parent: Graph | None, where: str) -> Graph:
+        """Return the graph of a file, or the body of an op."""
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise self.error(f"{where}: bodies in bodies, expected at most {_DEEPEST} levels")
+        facts = self.need(data, "graph", dict, where)
+        keys(self.place, data, _GRAPH, where)
+        keys(self.place, facts, _FACTS | (_ROOT if parent is None else set()), where)
+        if not self.need(data, "directed", bool, where) or self.need(data, "multigraph", bool, where):
+            raise self.error(f"{where}: another kind of graph, expected 'directed' true and 'multigraph' false")
+        name = self.need(facts, "name", str, where)
+        graph = Graph(name, dtype=self.need(facts, "dtype", str, where))
+        if parent is None:
+            graph.relations = next(iter(self.known))
+        else:
+            graph.parent = parent
+        tensors: dict[str, Tensor] = {}
+        for i, node in enumerate(self.need(data, "nodes", list, where)):
+            spot = f"{where}: node {i + 1}"
+            self.need(node, "id", str, spot)
+            type_ = self.need(node, "type", str, spot)
+            if type_ not in ("op", "tensor"):
+                raise self.error(f"{spot}: type {shorten(type_)}, expected 'op' or 'tensor'")
+            if type_ == "op":
+                keys(self.place, node, _OP, spot)
+                self.op(graph, node, tensors, spot)
+                continue
+            if self.need(node, "role", str, spot) == "result":
+                keys(self.place, node, _TENSOR, spot)
+            else:
+                tensors[node["id"]] = self.source(graph, node, spot)
+        graph.formals = [self.tensor(tensors, n, where) for n in self.texts(facts, "formals", where)]
+        graph.outputs.extend(self.tensor(tensors, n, where) for n in self.texts(facts, "outputs", where))
+        if parent is None:
+            graph.gradients = self.gradients(facts, tensors, where)
+        self.agree(graph, data, where)
+        self.depth -= 1
+        return graph
+
+    def tensor(self, tensors: Mapping[str, Tensor], name: str, where: str) -> Tensor:
+        """Return a tensor that was made before."""
+        if name not in tensors:
+            raise self.error(f"{where}: tensor {shorten(name)} is not there, expected one made before")
+        return tensors[name]
+
+    def source(self, graph: Graph, node: dict[str, Any], where: str) -> Tensor:
+        """Add a tensor that no op makes."""
+        role, name = node["role"], node["id"]
+        allowed = [r for r in SOURCES if r != ("formal" if graph.parent is None else "input")]
+        if role not in allowed:
+            raise self.error(f"{where}: role {shorten(role)}, expected one of {', '.join(allowed)}")
+        keys(self.place, node, _TENSOR | {"host", "strides"} | _BY_ROLE.get(role, {"pieces"}), where)
+        need_name(role, name)
+        self.claim(graph, name, where)
+        shape = [self.size(s, where) for s in self.texts(node, "shape", where)]
+        stated = role == "param" or (role == "input" and "grad" in node)
+        grad = self.need(node, "grad", bool, where) if stated else False
+        strides = None
+        if role == "formal" or "strides" in node:
+            strides = tuple(self.size(s, where) for s in self.texts(node, "strides", where))
+            if len(strides) != len(shape):
+                raise self.error(f"{where}: {len(strides)} strides of {len(shape)} axes, expected one of each")
+        tensor = Tensor(
+            graph, name, sizes_of(shape, f"{role} {name!r}"), find_dtype(self.need(node, "dtype", str, where)),
+            role=role, strides=strides, requires_grad=grad, pieces=self.pieces(node, len(shape), where),
+            host=self.need(node, "host", bool, where) if "host" in node else False,
+        )  # fmt: skip
+        if role == "formal":
+            tensor.offset = self.size(node.get("offset"), where)
+            tensor.domain = _restriction(self.decode(node.get("domain"), graph, where), tensor)
+        graph.add_node(tensor)
+        return tensor
+
+    def pieces(self, node: dict[str, Any], axes: int, where: str) -> int:
+        """Return how many leading axes of a source have a storage for each of their positions."""
+        pieces: int = self.need(node, "pieces", int, where) if "pieces" in node else 0
+        if not 0 <= pieces <= axes:
+            raise self.error(f"{where}: {shown(pieces)} leading axes of pieces, expected 0 to {axes}")
+        return pieces
+
+    def gradients(self, data: Any, tensors: Mapping[str, Tensor], where: str) -> dict[Tensor, Tensor]:
+        """Return which tensor is the gradient of which source."""
+        out: dict[Tensor, Tensor] = {}
+        for i in range(len(self.need(data, "gradients", list, where)) if "gradients" in data else 0):
+            spot = f"{where}: gradient {i + 1}"
+            pair = data["gradients"][i]
+            names = self.texts({"pair": pair}, "pair", spot)
+            if len(names) != 2:
+                raise self.error(f"{spot}: {shown(pair)}, expected the names of a source and of its gradient")
+            of, gradient = (self.tensor(tensors, n, spot) for n in names)
+            if of.producer is not None or of.role not in ("input", "param") or of in out:
+                raise self.error(f"{spot}: of {of.name!r}, expected a parameter or an input, once")
+            fits = gradient.sizes == of.sizes and gradient.storage.pieces == of.storage.pieces
+            if not fits or gradient.dtype.kind != "float":
+                raise self.error(f"{spot}: {gradient!r} of {of!r}, expected a floating tensor of its shape and pieces")
+            out[of] = gradient
+        return out
+
+    def claim(self, graph: Graph, name: str, where: str) -> None:
+        """Take a name, which nothing else may have."""
+        if name in graph.root._taken:
+            raise self.error(f"{where}: name {shorten(name)} a second time, expected unique names")
+        graph.root._taken[name] = 1
+
+    def op(self, graph: Graph, node: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
+        """Add an op; its results are derived, and named as the file has them."""
+        node = node if self.version > 2 else dict(of_version_2(node))
+        kind = KINDS.get(self.need(node, "kind", str, where))
+        if kind is None:
+            raise self.error(f"{where}: op kind {shorten(node['kind'])}, expected one of {', '.join(KINDS)}")
+        phase, scope = self.need(node, "phase", str, where), self.need(node, "scope", str, where)
+        if phase not in _PHASES:
+            raise self.error(f"{where}: phase {shorten(phase)}, expected one of {', '.join(_PHASES)}")
+        if scope:
+            need_name(f"{self.place}: {where}: scope", scope)
+        name = node["id"].removesuffix("()")
+        operands = [self.tensor(tensors, n, where) for n in self.texts(node, "operands", where)]
+        repeated = kind is Repeat
+        self.repeats += repeated
+        if self.repeats > _DEEPEST_REPEAT:
+            raise self.error(f"{where}: repeats in repeats, expected at most {_DEEPEST_REPEAT} levels")
+        op = self.made(graph, kind, operands, node, where)
+        self.repeats -= repeated
+        op.scope = scope
+        self.results(op, node, name, tensors, where)
+
+    def made(self, graph: Graph, kind: type[OpKind], operands: list[Tensor], node: dict[str, Any], where: str) -> Op:
+        """Append the op itself."""
+        name, phase = node["id"].removesuffix("()"), node["phase"]
+        try:
+            facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
+            whole = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
+            # a list may have an element for each layer of a stack, and what is kept is not read
+            if whole is not None and not kind.takes_lists and "pieces" not in facts:
+                raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
+            op = self.added(graph, kind, facts, operands, name, phase)
+            if op.body is not None:
+                op.body.owner, op.body.fused = op, kind is not Repeat
+            op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # what cannot be counted is refused now
+            if "call" in node:
+                call = {k: self.decode(v, graph, where) for k, v in self.need(node, "call", dict, where).items()}
+                op.call = typed(Call, call)
+                op.call.verify(len(operands), len(op.results))
+        except FormatError:
+            raise
+        except CostGraphError as error:
+            raise self.error(f"{where}: {error}") from None
+        except MALFORMED as error:
+            raise self.error(
+                f"{where}: attributes of {kind.name!r} are malformed ({type(error).__name__}: {error})"
+            ) from None
+        return op
+
+    def added(
+        self, graph: Graph, kind: type[OpKind], facts: dict[str, Any], operands: list[Tensor], name: str, phase: str
+    ) -> Op:
+        """Add an op whose fields are of their types, and say what the operands say."""
+        try:
+            record = typed(kind, facts if self.version > 1 else of_version_1(kind, facts, operands))
+            record.verify(operands, self.known)
+            return graph.add_op(record, operands, name, phase)
+        except CostGraphError as error:
+            raise GraphError(f"attributes of {kind.name!r} are malformed: {error}") from None
+
+    def results(self, op: Op, node: dict[str, Any], name: str, tensors: dict[str, Tensor], where: str) -> None:
+        """Give the results of an op the names that the file has for them."""
+        names = self.texts(node, "results", where)
+        if op.name != name or len(names) != len(op.results):
+            raise self.error(f"{where}: {name!r} has {len(op.results)} results, the file names {len(names)}")
+        for t, given in zip(op.results, names, strict=True):
+            if t.name != given:
+                need_name("result", given)
+                op.graph.root._taken.pop(t.name, None)
+                self.claim(op.graph, given, where)
+                t.name = given
+                if t.storage.role == "activation" and not t.is_view:
+                    t.storage.name = given
+            tensors[given] = t
+
+    def agree(self, graph: Graph, data: Any, where: str) -> None:
+        """Compare stated nodes, edges and shapes with the derived ones: a file that disagrees was tampered with."""
+        edges = self.need(data, "edges", list, where)
+        stated = Counter((self.need(e, "source", str, where), self.need(e, "target", str, where)) for e in edges)
+        for edge in edges:
+            keys(self.place, edge, ("source", "target"), f"{where}: an edge")
+        derived = Counter((node_id(a), node_id(b)) for a, b in graph.edges)
+        if stated != derived:
+            odd = sorted(map(str, (stated - derived) + (derived - stated)))[0]
+            raise self.error(f"{where}: edge {shorten(odd)} does not agree with the operands of the ops")
+        nodes = Counter(n["id"] for n in data["nodes"])
+        for odd in (nodes - Counter(map(node_id, graph.nodes))) or ():
+            raise self.error(f"{where}: tensor {shorten(odd)} is no result of an op, or stands there twice")
+        facts = {n["id"]: (n.get("shape"), n.get("dtype")) for n in data["nodes"] if n["type"] != "op"}
+        for t in graph.tensors:
+            shape, format_ = facts.get(t.name, (None, None))
+            if shape != [str(n) for n in t.sizes]:
+                raise self.error(
+                    f"{where}: tensor {t.name!r} has shape {shown(shape)}, expected {[str(n) for n in t.sizes]}"
+                )
+            if format_ != t.dtype.name:
+                raise self.error(f"{where}: tensor {t.name!r} has format {shown(format_)}, expected {t.dtype.name!r}")
+
+
+def _function(data: Any) -> Function:
+    """Return a function of the table by its name, or a record of one's own with all that it says."""
+    if not isinstance(data, dict):
+        return FUNCTIONS[kept(str, data)]
+    data = {"order": [], **data}  # which older files do not have
+    names = [f.name for f in fields(Function)]
+    if sorted(data) != sorted(names):
+        raise TypeError(f"function {shown(sorted(data))}, expected {', '.join(names)}")
+    return Function(**{**data, "grad": _tuples(data["grad"]), "order": _tuples(data["order"])})
+
+
+def _tuples(value: Any) -> Any:
+    """Return nested lists, as a file has them, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:
+    """Return what stands under a key, or raise FormatError if it is of another type."""
+    value = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise FormatError(f"{place}: {where}: {key!r} is {shown(value)}, expected {kind.__name__}")
+    return value
+
+
+def keys(place: str, data: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise FormatError if something stands under a key that nobody reads: it is misspelt, or of another version."""
+    odd = next((key for key in data if key not in known), None)
+    if odd is not None:
+        raise FormatError(f"{place}: {where}: key {shorten(odd)}, expected one of {', '.join(sorted(known))}")
+
+
+def texts(place: str, data: Any, key: str, where: str) -> list[str]:
+    """Return the list of names that stands under a key."""
+    values = need(place, data, key, list, where)
+    if not all(isinstance(v, str) for v in values):
+        raise FormatError(f"{place}: {where}: {key!r} is {shown(values)}, expected a list of names")
+    return list(values)
+
+
+def kept(kind: type, value: Any) -> Any:
+    """Return a value of this type; a text would else be a list of letters."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{shown(value)}, expected {kind.__name__}")
+    return value
+
+
+def _restriction(found: Any, tensor: Tensor) -> tuple[Domain, int, int] | None:
+    """Return the domain of a body's input, if it is one over two of its axes."""
+    if found is None:
+        return None
+    domain, *axes = found
+    inside = all(isinstance(a, int) and not isinstance(a, bool) and 0 <= a < tensor.ndim for a in axes)
+    if not isinstance(domain, Domain) or len(axes) != 2 or axes[0] == axes[1] or not inside:
+        raise FormatError(f"domain {shown(found)} of {tensor!r}, expected a domain and two axes")
+    domain.points(tensor.sizes[axes[0]], tensor.sizes[axes[1]])  # refuses what it cannot count
+    return domain, axes[0], axes[1]
+
+
+# -- write -------------------------------------------------------------------------------------------------------------
+# Graphs as JSON files, in networkx's node-link form. Nothing in a file is evaluated.
+#
+# A file names op kinds and states their attributes; shapes, layouts and costs are derived again when it is loaded, and
+# have to agree with the shapes that it states.
+
+_SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2, "costgraph/graph/3": 3}
+_SCHEMA = "costgraph/graph/3"
+_LARGEST = 64 * 2**20
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return {"float": str(value)}  # JSON has no such number
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, complex):
+        return {"complex": [_encode(value.real), _encode(value.imag)]}
+    if isinstance(value, Poly):
+        return {"size": str(value)}
+    if isinstance(value, DType):
+        return {"dtype": value.name}
+    if isinstance(value, Pattern):
+        return {"pattern": str(value)}
+    if isinstance(value, Function):
+        return {"function": value.name if FUNCTIONS.get(value.name) == value else asdict(value)}
+    if isinstance(value, Domain):
+        return {"domain": [value.causal, _encode(value.window), *map(_encode, value.ranks)]}
+    if isinstance(value, Graph):
+        return {"graph": _graph_data(value)}
+    if isinstance(value, Backward):
+        return _encode(value._asdict())
+    if isinstance(value, tuple | list):
+        return {"tuple": [_encode(v) for v in value]}
+    if isinstance(value, Mapping):
+        return {"dict": {k: _encode(v) for k, v in value.items()}}
+    raise FormatError(
+        f"cannot save {shown(value)} of type {type(value).__name__}, expected a size, format, pattern or number"
+    )
+
+
+def _node_data(node: Tensor | Op) -> dict[str, Any]:
+    if isinstance(node, Tensor):
+        data: dict[str, Any] = {
+            "type": "tensor",
+            "role": node.role,
+            "shape": [str(n) for n in node.sizes],
+            "dtype": node.dtype.name,
+        }
+        if node.role == "formal" and node.producer is None:
+            data |= {"strides": [str(s) for s in node.strides], "offset": str(node.offset)}
+            data["domain"] = None if node.domain is None else _encode(node.domain)
+        if node.producer is not None:
+            data["role"] = "result"
+        elif node.storage.pieces:
+            data["pieces"] = node.storage.pieces
+        if node.producer is None and node.role != "formal" and node.strides != contiguous(node.sizes):
+            data["strides"] = [str(s) for s in node.strides]
+        if node.producer is None and node.storage.host:
+            data["host"] = True
+        stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
+        return data | ({"grad": node.requires_grad} if stated else {})
+    seen = {} if node.call is None else vars(node.call)
+    call = {"call": {k: _encode(v) for k, v in seen.items() if v != ""}} if seen else {}
+    return call | {
+        "type": "op",
+        "kind": node.kind.name,
+        "operands": [t.name for t in node.operands],
+        "results": [t.name for t in node.results],
+        "attrs": {k: _encode(v) for k, v in node.kind.stated().items()},
+        "scope": node.scope,
+        "phase": node.phase,
+    }
+
+
+def _ordered(graph: Graph) -> Iterator[Tensor | Op]:
+    """Yield the nodes of a graph, results behind their op: one that was asked for later stands elsewhere."""
+    for node in graph.nodes:
+        if isinstance(node, Op):
+            yield node
+            yield from node.results
+        elif node.producer is None:
+            yield node
+
+
+def _graph_data(graph: Graph) -> dict[str, Any]:
+    plain = nx.DiGraph(
+        name=graph.name,
+        dtype=graph.dtype.name,
+        outputs=[t.name for t in graph.outputs],
+        formals=[t.name for t in graph.formals],
+    )
+    if graph.parent is None:
+        plain.graph |= {
+            "schema": _SCHEMA,
+            "assumptions": [r.text for r in graph.relations.relations],
+            "defaults": dict(graph.defaults),
+            "loss": graph.loss,
+        }
+        if graph.matmul_dtype is not None:
+            plain.graph["matmul_dtype"] = graph.matmul_dtype
+        if graph.layers:
+            plain.graph["layers"] = sorted(graph.layers)
+        plain.graph |= ranks_data(graph, _encode)
+        if graph.parts:
+            plain.graph["parts"] = [_graph_data(part) for part in graph.parts]
+        if graph.gradients:
+            plain.graph["gradients"] = [[t.name, g.name] for t, g in graph.gradients.items()]
+    plain.add_nodes_from((node_id(n), _node_data(n)) for n in _ordered(graph))
+    plain.add_edges_from((node_id(a), node_id(b)) for a, b in graph.edges)
+    data: dict[str, Any] = nx.node_link_data(plain, edges="edges")
+    return data
+
+
+def save(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Write a graph to a JSON file.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is written.
+    path : str or path-like
+        File, replaced if it is there.
+
+    Raises
+    ------
+    FormatError
+        If the file cannot be written, or an attribute of an op has no form in a file.
+    """
+    write_file(path, text_of(graph, place_of(path)) + "\n")
+
+
+def text_of(graph: Graph, place: str) -> str:
+    """Return what a file of a graph holds, or raise FormatError with the place in front."""
+    try:
+        return json.dumps(_graph_data(graph), indent=1, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{place}: cannot be written, {error}") from None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def load(path: str | os.PathLike[str]) -> Graph:
+    """Read a graph from a JSON file that `save` wrote.
+
+    Parameters
+    ----------
+    path : str or path-like
+        File of at most 64 MiB.
+
+    Returns
+    -------
+    Graph
+        Equal in every cost to the one that was saved.
+
+    Raises
+    ------
+    FormatError
+        If the file cannot be read, or is anything else than a graph: the text says where.
+    """
+    place = place_of(path)
+    return graph_of(_data(path, place), place)
+
+
+def graph_of(data: Any, place: str) -> Graph:
+    """Return the graph that a file with this content holds, or raise FormatError with the place in front."""
+    try:
+        with opened(levels=()):  # names in a file are complete
+            return _read(place, data)
+    except CostGraphError as error:  # the fact from below, with the place in front of it once
+        text = str(error)
+        raise FormatError(text if text.startswith(place) else f"{place}: {text}") from None
+    except MALFORMED as error:
+        raise FormatError(f"{place}: malformed ({type(error).__name__}: {error})") from None
+
+
+def _read(place: str, data: Any) -> Graph:
+    """Return the graph that a file, or a part of one, holds."""
+    facts = need(place, data, "graph", dict, "top")
+    schema = facts.get("schema")
+    if not isinstance(schema, str) or schema not in _SCHEMAS:
+        raise FormatError(f"{place}: schema {shown(facts.get('schema'))}, expected {_SCHEMA!r}")
+    reader = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema])
+    graph = reader.graph(data, None, "top")
+    graph.defaults = _defaults(place, facts)
+    graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
+    graph.matmul_dtype = find_dtype(kept(str, facts["matmul_dtype"])).name if "matmul_dtype" in facts else None
+    graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
+    read_ranks(graph, facts, lambda value: reader.decode(value, graph, "top"))
+    parts = need(place, facts, "parts", list, "top") if "parts" in facts else []
+    if any("parts" in need(place, part, "graph", dict, "parts") for part in parts):
+        raise FormatError(f"{place}: parts of parts, expected stages of one pipeline")
+    graph.parts = tuple(_read(place, part) for part in parts)
+    graph.freeze()
+    return graph
+
+
+def _data(path: str | os.PathLike[str], place: str) -> Any:
+    text = read_text(path, place, _LARGEST, "a graph in JSON")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{place}: no JSON that can be read, {type(error).__name__}: {error}") from None
+
+
+def _defaults(place: str, facts: dict[str, Any]) -> dict[str, int]:
+    defaults = need(place, facts, "defaults", dict, "top")
+    for name, value in defaults.items():
+        if not is_name(name):
+            raise FormatError(f"{place}: default {shorten(name)}, expected the name of a dimension")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FormatError(f"{place}: default {shorten(name)} is {shown(value)}, expected a positive integer")
+    return dict(defaults)

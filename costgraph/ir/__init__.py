@@ -1,0 +1,1 @@
+"""Intermediate representation: tensors, ops, loops and the graph that holds them."""

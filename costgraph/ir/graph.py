@@ -1,0 +1,2930 @@
+"""The graph: a networkx DiGraph with two kinds of node, tensors and ops, in program order.
+
+Program order is the order of the nodes. Ops are added by the functions in `costgraph.ops` and `costgraph.nn`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from functools import cache, cached_property, partial, wraps
+from importlib import import_module
+from itertools import accumulate, islice
+from math import prod
+from operator import itemgetter
+from types import MappingProxyType, TracebackType
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
+
+import networkx as nx
+import sympy
+
+from ..algebra.conditions import Condition, Conditions, Validity
+from ..algebra.dominance import NOTHING_KNOWN, Relations, lower
+from ..algebra.extremum import at_least_zero, smaller
+from ..algebra.polynomial import ONE, ZERO, Poly, Rational, as_poly, cached, generator, poly
+from ..algebra.symbols import integer, is_level, kind_of, shorten, shown
+from ..dtypes import DType
+from ..dtypes import dtype as find_dtype
+from ..errors import BindingError, CostGraphError, GraphError, ShapeError, UnsupportedError
+from ..notation.grammar import parse_relation
+from ..notation.validation import READ, Rule, guarded, hints_of, rule
+from .strides import Sizes as SizeTuple
+from .strides import Sizes as StridesSizes
+from .strides import apart, contiguous, distinct, is_integral, is_polynomial, numel, settled, united, windows_along
+
+__all__ = [
+    "Factor",
+    "Factors",
+    "Held",
+    "Mesh",
+    "Placement",
+    "Sharding",
+    "Split",
+    "Waiting",
+    "agree",
+    "blocks",
+    "distributed",
+    "seen",
+    "size_of",
+    "tidy",
+    "Attributes",
+    "Node",
+    "filled",
+    "reduced",
+    "Place",
+    "base_name",
+    "building",
+    "close",
+    "current_graph",
+    "enter",
+    "here",
+    "iterations_of",
+    "module",
+    "opened",
+    "phase",
+    "same_suffix",
+    "scope",
+    "scopes_of",
+    "with_suffix",
+    "SHOWN",
+    "explore",
+    "summary",
+    "ALIASES",
+    "OPERATORS",
+    "SOURCES",
+    "Storage",
+    "Tensor",
+    "nbytes",
+    "amount",
+    "named",
+    "need_call",
+    "need_choice",
+    "need_flag",
+    "need_list",
+    "need_name",
+    "need_tensor",
+    "positive",
+    "sizes",
+    "sizes_of",
+    "FACTS",
+    "Carried",
+    "Journal",
+    "Stated",
+    "append",
+    "carry_facts",
+    "changing",
+    "forget",
+    "modify",
+    "whole",
+    "Bindings",
+    "bindings",
+    "conditions",
+    "known_names",
+    "need_open",
+    "of_stages",
+    "same",
+    "dimension_size",
+    "stages",
+    "told",
+    "Amount",
+    "Amounts",
+    "Count",
+    "Extents",
+    "Flag",
+    "Index",
+    "Length",
+    "Limit",
+    "MemoryFormat",
+    "Places",
+    "Room",
+    "Rooms",
+    "Shape",
+    "Size",
+    "Sizes",
+    "Start",
+    "all_of",
+    "hints",
+    "is_amount",
+    "is_count",
+    "is_size",
+    "limits_of",
+    "need",
+    "one_of",
+    "optional",
+    "Domain",
+    "adopt",
+    "capture",
+    "export",
+    "formal",
+    "Call",
+    "Bodied",
+    "Flops",
+    "Op",
+    "OpKind",
+    "Result",
+    "Working",
+    "itself",
+    "Loop",
+    "Repeat",
+    "is_pass",
+    "loops",
+    "need_fit",
+    "need_formals",
+    "same_place",
+    "check",
+    "overwritten_by",
+    "add_node",
+    "add_op",
+    "add_result",
+    "added_since",
+    "home",
+    "source",
+    "unique",
+    "Graph",
+    "apply",
+    "need_graph",
+]
+
+
+# -- placement ---------------------------------------------------------------------------------------------------------
+# Where the parts of a tensor lie on a mesh of devices: which axes of the mesh split which of its axes, and how.
+
+#: A part of an axis of a tensor: a size, or the axis of a mesh whose ranks each have one of as many blocks.
+Factor = Poly | str
+#: An axis of a tensor as its parts, the slowest first; nothing where no axis of a mesh splits it.
+Factors = tuple[Factor, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in a grid with named axes, the outermost first; made by `costgraph.mesh`."""
+
+    axes: tuple[tuple[str, Poly], ...]
+    """Name and number of ranks of each."""
+    joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names for several neighbouring axes together: what is done along all of them is one collective."""
+
+    def __getitem__(self, axis: str) -> Poly:
+        sizes = dict(self.axes)
+        return prod((sizes[a] for a in self.parts(axis)), start=ONE)
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """Return the axes that a name stands for."""
+        return dict(self.joint).get(axis, (axis,))
+
+    def together(self, axes: Sequence[str]) -> str | None:
+        """Return the name of some axes together, None where they have none."""
+        return axes[0] if len(axes) == 1 else next((n for n, parts in self.joint if parts == tuple(axes)), None)
+
+    def beside(self, axis: str) -> frozenset[str]:
+        """Return the others that have a name together with an axis."""
+        return frozenset(a for _, parts in self.joint if axis in parts for a in parts) - {axis}
+
+    def begins(self, axes: Sequence[str]) -> bool:
+        """Whether some axes are the first ones of several that have a name together."""
+        return any(parts[: len(axes)] == tuple(axes) for _, parts in self.joint)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(name for name, _ in self.axes)
+
+    def __contains__(self, axis: object) -> bool:
+        return any(axis == name for name, _ in (*self.axes, *self.joint))
+
+    @property
+    def devices(self) -> Poly:
+        """How many devices there are."""
+        return prod((n for _, n in self.axes), start=ONE)
+
+    def __str__(self) -> str:
+        joint = (f"{name}=({', '.join(parts)})" for name, parts in self.joint)
+        return f"mesh({', '.join([*(f'{name}={n}' for name, n in self.axes), *joint])})"
+
+
+def tidy(factors: Iterable[Factor]) -> Factors:
+    """Return parts with neighbouring sizes multiplied, nothing where no axis of a mesh is among them."""
+    out: list[Factor] = []
+    for f in factors:
+        if isinstance(f, str) or not out or isinstance(out[-1], str):
+            if f != ONE:
+                out.append(f)
+        else:
+            out[-1] = out[-1] * f
+    return tuple(out) if any(isinstance(f, str) for f in out) else ()
+
+
+#: How many wait beside the micro-batch that runs, for their backward pass and for gradients of weights alone: groups of
+#: layers, and the same of what there is before the layers of a model, and of what there is behind them. The last one is
+#: 1 where all gradients of the one that runs are made at once, though a pass makes those of weights apart.
+Held = tuple[Poly, Poly, Poly, Poly, Poly, Poly, Poly]
+
+
+#: Order of the passes of a pipeline that does not go back, as in inference.
+FORWARD = "forward"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank of a pipeline knows of the others, and the micro-batches that wait for their backward pass."""
+
+    first: tuple[Held, ...]
+    """what it holds while the first one of all runs, at different times"""
+    later: tuple[Held, ...]
+    """while one runs behind which gradients are there already"""
+    schedule: str
+    """order of forward and backward passes, `FORWARD` where there are none that go back"""
+    stages: Poly
+    """ranks of the whole pipeline"""
+    micro_batches: Poly
+    """of a step"""
+    alike: Poly
+    """ranks that do the same, this one included"""
+    groups: Poly = ONE
+    """groups of layers of a rank"""
+    asked: tuple[tuple[Poly, str, int], ...] = ()
+    """what has to be a whole number, in words, and its least value"""
+    ranks: tuple[tuple[Poly, Poly], ...] = ()
+    """the first and the last of those neighbours that do the same"""
+    handed: bool = False
+    """whether what is handed on lies in buffers of all micro-batches, and stays where it was sent, as under torch"""
+    ends: tuple[Poly, Poly] = (ZERO, ZERO)
+    """micro-batches that wait at the last forward in a group that receives nothing, and in one that sends nothing"""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the axes of an op's operands and results belong together: its rule of placement, by names of its own.
+
+    A name that stands on both sides may be split, each rank doing its part; one of operands alone may be where
+    `reduced` says how the results of the ranks are put together. All others have to be whole.
+    """
+
+    operands: tuple[tuple[tuple[str, ...], ...] | None, ...]
+    """Of each operand the names that make up each axis, the slowest first; None of one that is taken as it lies."""
+    results: tuple[tuple[tuple[str, ...], ...], ...]
+    """The same of each result."""
+    extents: Mapping[str, Poly]
+    """Size of each name."""
+    local: Callable[[Mapping[str, Poly], Mapping[str, str]], OpKind]
+    """Makes the record of one rank, of the sizes there and of the axis of the mesh that splits a name."""
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    """Names that results leave out: sum, mean, max or min; own where the result has a part for each part of them."""
+    whole: frozenset[str] = frozenset()
+    """Names that cannot be split."""
+    fixed: Mapping[str, Factors] = field(default_factory=dict)
+    """Names whose parts are known: rows that each rank has ordered for itself, and what its own indices name."""
+    paired: frozenset[str] = frozenset()
+    """Names that are split along the axes of those, index by index."""
+    once: frozenset[str] = frozenset()
+    """Names that one axis of a mesh at most can split."""
+    consecutive: frozenset[str] = frozenset()
+    """Names of which every rank has elements that follow each other."""
+    linear: bool = False
+    """Whether sums that are pending in all of its operands may be so in its results."""
+    product: bool = False
+    """Whether it is linear in each operand while the others stay as they are."""
+    scaled: bool = False
+    """Whether a sum that is pending in one operand may be so in the results: a kernel multiplies it by a number."""
+    into: int | None = None
+    """The operand that what is reduced is added to: it has to hold nothing, or a part of a sum itself."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor lies on a mesh: DTensor's Shard, Replicate and Partial for each axis of the mesh.
+
+    A split axis is a product of parts, in the order of its elements: (tp, F/tp) is F in consecutive blocks, one for
+    each rank of tp; (B, tp, H/tp) is what merging B with a split H makes, as DTensor's strided shard.
+    """
+
+    dims: tuple[Factors, ...]
+    """Of each axis of the tensor its parts, nothing where it is whole on every rank."""
+    partial: tuple[tuple[str, str], ...] = ()
+    """Axes of the mesh over which the values of the ranks are yet to be reduced, and how: sum, mean, max, min."""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes of the mesh that split it."""
+        return frozenset(f for dim in self.dims for f in dim if isinstance(f, str))
+
+    @property
+    def pending(self) -> dict[str, str]:
+        """How it is to be reduced, by axis of the mesh."""
+        return dict(self.partial)
+
+    def dim(self, axis: str) -> int | None:
+        """Return which axis of the tensor an axis of the mesh splits."""
+        return next((i for i, dim in enumerate(self.dims) if axis in dim), None)
+
+    def local(self, sizes: StridesSizes) -> StridesSizes:
+        """Return the sizes on one rank."""
+        return tuple(size_of(dim, n) for dim, n in zip(self.dims, sizes, strict=True))
+
+    def without(self, axes: Iterable[str], mesh: Mesh) -> Placement:
+        """Return where it lies once it is whole along some axes of the mesh."""
+        gone = set(axes)
+        dims = tuple(tidy(mesh[f] if f in gone and isinstance(f, str) else f for f in dim) for dim in self.dims)
+        return Placement(dims, tuple(p for p in self.partial if p[0] not in gone))
+
+    def with_dims(self, dims: Sequence[Factors]) -> Placement:
+        """Return the same for other axes."""
+        return replace(self, dims=tuple(dims))
+
+    def __str__(self) -> str:
+        dims = " ".join(f"({' '.join(map(str, dim))})" if dim else "_" for dim in self.dims)
+        return dims + "".join(f" + {how} over {axis}" for axis, how in self.partial)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a graph of one rank says of the others."""
+
+    mesh: Mesh
+    places: Mapping[str, Placement]
+    """Where sources lie, by name."""
+    outputs: tuple[Placement, ...]
+    """Where outputs lie."""
+    gradients: Mapping[str, Placement]
+    """Where gradients lie, by name of what they are of."""
+    replicated: tuple[str, ...] = field(default=(), kw_only=True)
+    """Weights of products that tensor parallelism leaves whole on every rank."""
+    resharded: tuple[str, ...] = ()
+    """What was put together although nobody asked for it, in words."""
+    own: tuple[str, ...] = ()
+    """Sources that the graph of all devices does not have."""
+
+
+def size_of(factors: Factors, whole: Poly) -> Poly:
+    """Return the size on one rank of an axis."""
+    return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else whole
+
+
+def blocks(factors: Factors, axis: str) -> Poly:
+    """Return how many blocks of every rank stand before a rank's own on its part of an axis."""
+    return prod((f for f in factors[: factors.index(axis)] if not isinstance(f, str)), start=ONE)
+
+
+def seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
+    """Return the parts of an axis if only some axes of the mesh split it."""
+    return tidy(mesh[f] if isinstance(f, str) and f not in axes else f for f in dim)
+
+
+def agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
+    """Whether the axes of the mesh that split both do so in the same way."""
+    both = frozenset(f for f in a if isinstance(f, str) and f in b)
+    return seen(a, both, mesh) == seen(b, both, mesh)
+
+
+def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Factors, ...] | None:
+    """Return the parts of the axes that an axis is made of, None where a part lies across two of them.
+
+    (tp, H*K/tp) as an axis of heads and one within heads is (tp, H/tp) and K: what has to be whole, H/tp here, is
+    looked at when sizes are bound.
+    """
+    if len(sizes) == 1:
+        return (factors,)
+    if not factors:
+        return ((),) * len(sizes)
+    out: list[Factors] = []
+    rest = list(factors)
+    for at, size in enumerate(sizes):
+        mine: list[Factor] = []
+        left = size
+        while left != ONE and rest:
+            first = rest.pop(0)
+            if isinstance(first, str):
+                mine.append(first)
+                rest_of = _divided(left, mesh[first])
+                if rest_of is None:
+                    return None
+                left = rest_of
+                continue
+            if at == len(sizes) - 1 or first == left:
+                mine.append(first)
+                left = ONE if first == left else left
+                continue
+            more, less = _divided(first, left), _divided(left, first)
+            behind = numel(sizes[at + 1 :]) / prod((mesh[f] if isinstance(f, str) else f for f in rest), start=ONE)
+            if more is not None and (is_integral(more) or more == behind):
+                mine.append(left)
+                rest.insert(0, more)
+                left = ONE
+            elif less is not None and is_integral(less):
+                mine.append(first)
+                left = less
+            else:
+                return None
+        out.append(tidy(mine))
+    return None if any(isinstance(f, str) for f in rest) else tuple(out)
+
+
+def _divided(a: Poly, b: Poly) -> Poly | None:
+    """Return a quotient that can be a size."""
+    if len(b.terms) != 1 and a != b:
+        return None
+    try:
+        ratio = a / b
+    except ShapeError:
+        return None
+    known = ratio.constant
+    return ratio if known is None or (isinstance(known, int) and known >= 1) else None
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+# Graphs in files of pickle and as deep copies.
+#
+# Tensors and ops name each other and their graph, in chains as long as the graph. A graph is therefore written as its
+# nodes, empty, in a row, and then what is in them; wherever a node is met, its graph and its place in the row stand for
+# it.
+
+#: Of a graph that is open, or has been asked, no copy has what is only true of this one.
+_OF_ONE = ("__networkx_cache__", "_places", "cache", "journal")
+
+
+class Attributes(dict[str, Any]):
+    """What networkx hands on from a graph to its copies and views: entries of users, and what the library knows.
+
+    The latter are beside the entries, as writers of networkx have no form for them.
+    """
+
+    def __init__(self, entries: Any = (), facts: Any = ()) -> None:
+        super().__init__(entries)
+        self.facts: dict[str, Any] = dict(facts)
+
+    def update(self, *others: Any, **entries: Any) -> None:
+        """Take over entries, and of the attributes of another graph all that the library knows."""
+        super().update(*others, **entries)
+        for other in others:
+            if isinstance(other, Attributes):
+                self.facts.update(other.facts)
+
+    def copy(self) -> Attributes:
+        """Return others with the same entries."""
+        return Attributes(self, self.facts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
+        return Attributes(deepcopy(dict(self), memo), self.facts)  # networkx copies these alone, for the same nodes
+
+
+class Node:
+    """Common part of tensors and ops: how they are copied with their graph."""
+
+    __slots__ = ()
+    graph: Graph
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        places = _own(self.graph)[1]
+        if self in places:
+            return _node, (self.graph, places[self])
+        return _node_of, (type(self),), _contents(self)  # it was removed
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __setstate__(self, contents: dict[str, Any]) -> None:
+        for name, value in contents.items():
+            setattr(self, name, value)
+
+
+def _contents(node: Node) -> dict[str, Any]:
+    return {name: getattr(node, name) for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())}
+
+
+def _own(graph: Graph) -> tuple[list[Any], dict[Any, int]]:
+    """Return the nodes of a graph that are not another one's, and the place of each."""
+    if _own not in graph.cache:
+        nodes = [n for n in graph._node if isinstance(n, Node) and n.graph is graph]
+        graph.cache[_own] = nodes, {n: i for i, n in enumerate(nodes)}
+    found: tuple[list[Any], dict[Any, int]] = graph.cache[_own]
+    return found
+
+
+def reduced(graph: Graph) -> tuple[Any, ...]:
+    """Return what pickle and deepcopy make a graph of."""
+    graph.cache.pop(_own, None)  # networkx may have removed some since
+    nodes, _ = _own(graph)
+    state = {
+        name: value
+        for name, value in vars(graph).items()
+        if name not in _OF_ONE and not isinstance(getattr(type(graph), name, None), cached_property)
+    }
+    state["graph"] = dict(graph.graph), graph.graph.facts
+    return _graph_of, (type(graph), [type(n) for n in nodes]), (state, [_contents(n) for n in nodes])
+
+
+def filled(graph: Graph, state: Iterable[Any]) -> None:
+    """Put into a graph and into its nodes what they had."""
+    attributes, contents = state
+    graph.__dict__.update(attributes)
+    graph.graph = Attributes(*graph.graph)
+    for node, content in zip(_own(graph)[0], contents, strict=True):
+        node.__setstate__(content)
+
+
+def _graph_of(kind: type[Graph], kinds: Iterable[type[Node]]) -> Graph:
+    graph = kind()
+    nodes = [_node_of(k) for k in kinds]
+    graph.cache[_own] = nodes, {n: i for i, n in enumerate(nodes)}
+    return graph
+
+
+def _node_of(kind: type[Node]) -> Node:
+    return kind.__new__(kind)
+
+
+def _node(graph: Graph, place: int) -> Node:
+    found: Node = _own(graph)[0][place]
+    return found
+
+
+# -- scopes ------------------------------------------------------------------------------------------------------------
+# Where an op that is made now goes: the graph that is open, and the module scope that its name starts with.
+
+
+@dataclass(frozen=True, eq=False)  # told apart by identity: one is closed where it stands
+class Place:
+    """Where an op that is made now goes."""
+
+    graph: Graph | None = None
+    """The graph, or the body of one, that is being built."""
+    levels: tuple[str, ...] = ()
+    """Levels of the scope that is open."""
+    phase: str = "forward"
+    """Phase of ops: forward, recompute, backward or optimizer."""
+    suffix: str = ""
+    """Suffix for new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
+
+
+#: Loop suffix of a name, such as `.cut1.last.i0.i3`: the part of a split loop and the iterations of unrolled loops. The
+#: numbers that make a name unique come after it.
+_SUFFIX = re.compile(r"(?:\.(?:(?:i|cut|part)\d+|(?:first|last)\d*))+(?=(?:_\d+)*$)")
+
+#: What was opened and is not closed, the innermost last. Generators may close an outer one first.
+_OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
+
+
+def here() -> Place:
+    """Return the innermost place."""
+    return _OPEN.get()[-1]
+
+
+def current_graph(of: Graph | None = None) -> Graph:
+    """Return the graph that an op added now goes to: the body being built, if it is one of the same graph."""
+    current = here().graph
+    if of is None:
+        if current is None:
+            raise GraphError("no graph is open, expected 'with costgraph.Graph(...) as g:' around")
+        return current
+    if current is not None and current.root is of.root:
+        return current
+    return of.root
+
+
+def enter(**facts: Any) -> Place:
+    """Open a place that is like the innermost one but for some facts."""
+    place = replace(here(), **facts)
+    _OPEN.set((*_OPEN.get(), place))
+    return place
+
+
+def close(place: Place) -> bool:
+    """Close a place, whether or not it is the innermost one; return whether it was."""
+    inmost = here() is place
+    _OPEN.set(tuple(p for p in _OPEN.get() if p is not place))
+    return inmost
+
+
+@contextmanager
+def opened(**facts: Any) -> Iterator[None]:
+    """Let ops that are made now go where some facts say: graph, levels, phase."""
+    place = enter(**facts)
+    try:
+        yield
+    finally:
+        close(place)
+
+
+def iterations_of(name: str) -> list[str]:
+    """Return the suffixes of a name that are iterations of unrolled loops, such as `.i0` and `.i3`, outermost first."""
+    return re.findall(r"\.i\d+", _suffix(name))
+
+
+def base_name(name: str) -> str:
+    """Return a name without its loop suffix."""
+    return _SUFFIX.sub("", name) if "." in name else name
+
+
+def _suffix(name: str) -> str:
+    found = _SUFFIX.search(name) if "." in name else None
+    return "" if found is None else found.group()
+
+
+def with_suffix(name: str) -> str:
+    """Return a name for a new op or parameter, with the loop suffix that is open."""
+    suffix = here().suffix
+    return name + suffix if suffix and not _suffix(name) else name
+
+
+def same_suffix(name: str) -> AbstractContextManager[None]:
+    """Give new ops and parameters the loop suffix that a name ends with."""
+    suffix = _suffix(name)
+    return opened(suffix=suffix) if suffix else nullcontext()
+
+
+def scopes_of(name: str) -> list[str]:
+    """Return the scopes around a name and the name itself, outermost first."""
+    return [*accumulate(name.split("/"), "{}/{}".format)]
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Let ops that are made now belong to a phase."""
+    return opened(phase=name)
+
+
+def building(graph: Graph) -> AbstractContextManager[None]:
+    """Let ops that are made now go to a graph, or to the body of one."""
+    return opened(graph=graph)
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of ops and parameters made inside: the rows of a cost table are grouped by it.
+
+    Parameters
+    ----------
+    name : str
+        One or several levels, separated by `/`; a number is the place in a list of layers.
+
+    Raises
+    ------
+    GraphError
+        If a level is neither an identifier nor a number.
+    """
+    levels = tuple(name.split("/")) if isinstance(name, str) else ()
+    if not levels or not all(map(is_level, levels)):
+        raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
+    with opened(levels=(*here().levels, *levels)):
+        yield
+
+
+@contextmanager
+def module(graph: Graph, name: str) -> Iterator[str]:
+    """Open a scope that no other layer of the graph has, and yield its name: numbered, if one has this name already.
+
+    A name may have several levels, separated by `/`; GraphError if one is no identifier.
+    """
+    used, number, own = graph.root.modules, 0, name
+    while "/".join((*here().levels, str(own))) in used:
+        number += 1
+        own = f"{name}_{number}"
+    full = "/".join((*here().levels, str(own)))
+    with scope(own):
+        used.add(full)
+        graph.note(lambda: used.discard(full))
+        yield own
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+# Views of a graph that modules imported later make: they register themselves here.
+
+#: Filled by `costgraph.report.explore` and `costgraph.report.summary`.
+SHOWN: dict[str, Callable[..., Any]] = {}
+
+
+def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any:
+    """Return the page with sliders, as `costgraph.explore`, which a notebook shows.
+
+    Parameters
+    ----------
+    path : str or path-like, optional
+        HTML file to write.
+    views : sequence of str or mapping of str to Graph, optional
+        What can be chosen there.
+
+    Returns
+    -------
+    costgraph.report.explore.Page
+        `.html`, `.save(path)`.
+    """
+    return _view("explore")(self, path, views=views)
+
+
+def summary(self: Graph) -> str:
+    """Return the table of scopes that `print` shows."""
+    text: str = _view("summary")(self)
+    return text
+
+
+def _view(name: str) -> Callable[..., Any]:
+    if name not in SHOWN:  # imported when it is first asked for
+        import_module(f"costgraph.report.{name}")
+    return SHOWN[name]
+
+
+# -- tensor ------------------------------------------------------------------------------------------------------------
+# Tensors: sizes, number format, strides, and the storage that they are a view of.
+
+#: What `+`, `@`, indexing and the like do: filled by `costgraph.ops.operators`, as ops are made of tensors.
+OPERATORS: dict[str, Callable[..., Tensor]] = {}
+
+#: What storages of a body's inputs stand for in the iteration that is looked at: a storage and an offset in it.
+ALIASES: ContextVar[Mapping[Storage, tuple[Storage, Poly]]] = ContextVar(
+    "costgraph_aliases", default=MappingProxyType({})
+)
+
+#: Roles of tensors that no op makes; all but a body's own inputs live from the first op to the last.
+SOURCES = ("input", "param", "buffer", "cache", "state", "gradient", "formal")
+
+
+def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
+    """Return the bytes that a dense tensor takes, the scales of block formats included.
+
+    Blocks that share a scale run along the innermost axis, which is the last; elements below a byte are packed without
+    gaps.
+    """
+    along, across = dtype.padded
+    if dtype.padded != (1, 1) and sizes:
+        sizes = (windows_along(numel(sizes[:-1]), 0, across) * across, windows_along(sizes[-1], 0, along) * along)
+    count = numel(sizes)
+    out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
+    if dtype.block is not None:
+        last, rows = sizes[-1] if sizes else poly(1), numel(sizes[:-1])
+        for bits, per, high, flat in dtype.shares:
+            blocks = windows_along(count if flat else last, 0, per) if per else poly(1)
+            shared = poly(1) if flat else rows if high == 1 else windows_along(rows, 0, high)
+            out = out + shared * blocks * bits / 8
+        out = out + poly(dtype.tensor_bits) / 8
+    return out
+
+
+@cache
+def _bytes_of(bits: int) -> Poly:
+    return poly(Fraction(bits, 8))
+
+
+class Storage:
+    """A block of memory: what lives and dies. Views share the storage of the tensor that they were made from."""
+
+    __slots__ = ("bytes", "elements", "host", "name", "pieces", "role")
+
+    def __init__(
+        self, name: str, sizes: SizeTuple, dtype: DType, role: str, pieces: int = 0, *, host: bool = False
+    ) -> None:
+        self.name = name
+        """Name of the tensor that it was made for."""
+        self.elements = numel(sizes)
+        """Elements it holds."""
+        self.bytes = numel(sizes[:pieces]) * nbytes(sizes[pieces:], dtype)
+        """Bytes it takes: blocks of a format end where a piece does."""
+        self.role = role
+        """input, param, buffer, cache, state (of an optimizer), formal (a body's own input) or activation."""
+        self.pieces = pieces
+        """Leading axes whose positions are blocks of their own: one for each iteration of that many loops."""
+        self.host = host
+        """Whether it is memory of the host, not of the device."""
+
+
+class Tensor(Node):
+    """A tensor node of a graph.
+
+    Tensors are made by `Graph.input`, `Graph.param` and by ops. `+ - * / @`, `-x`, `x.T`, `x.mT` and indexing with
+    slices work as they do in NumPy.
+    """
+
+    __slots__ = (
+        "domain",
+        "dtype",
+        "graph",
+        "name",
+        "offset",
+        "producer",
+        "requires_grad",
+        "sizes",
+        "storage",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        sizes: SizeTuple,
+        dtype: DType,
+        *,
+        role: str,
+        strides: SizeTuple | None = None,
+        offset: Poly = ZERO,
+        storage: Storage | None = None,
+        requires_grad: bool = False,
+        pieces: int = 0,
+        host: bool = False,
+    ) -> None:
+        self.graph = graph
+        self.name = name
+        self.sizes = sizes
+        self.dtype = dtype
+        self.strides = contiguous(sizes) if strides is None else strides
+        self.offset = offset
+        self.storage = Storage(name, sizes, dtype, role, pieces, host=host) if storage is None else storage
+        self.requires_grad = requires_grad
+        self.producer: Op | None = None
+        self.domain: tuple[Domain, int, int] | None = None
+        """Index points that hold anything: (Domain, query axis, key axis), None for all."""
+
+    @property
+    def role(self) -> str:
+        """Role of the storage."""
+        return self.storage.role
+
+    @property
+    def shape(self) -> tuple[sympy.Expr, ...]:
+        """Sizes as sympy expressions."""
+        return tuple(n.expr for n in self.sizes)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> Poly:
+        """Number of index points."""
+        return numel(self.sizes)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the storage belongs to another tensor."""
+        return self.producer is not None and any(t.storage is self.storage for t in self.producer.operands)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a fresh tensor."""
+        fresh = contiguous(self.sizes)
+        return all(n == 1 or self.graph.same(s, f) for n, s, f in zip(self.sizes, self.strides, fresh, strict=True))
+
+    @property
+    def touched(self) -> Poly:
+        """Number of different elements: an expanded axis repeats the same ones."""
+        return distinct(self.sizes, self.strides)
+
+    def region(self) -> tuple[object, ...]:
+        """Identify the elements that the tensor stands for: equal for views of the same elements."""
+        storage, offset = self.storage, self.offset
+        for aliases in (ALIASES.get(), self.graph.root.handed):
+            while storage in aliases:
+                storage, delta = aliases[storage]
+                offset = offset + delta
+        if self.graph.same(self.touched, storage.elements):
+            return (storage,)
+        told = self.graph.told
+        pieces = frozenset((n, s) for n, s in zip(told(self.sizes), told(self.strides), strict=True) if s and n != 1)
+        return (storage, *told((offset,)), pieces)
+
+    def apart(self, other: Tensor) -> bool:
+        """Whether it is a view of the storage of another tensor that is known to share no element with it."""
+        if self.storage is not other.storage or self.dtype != other.dtype:
+            return False
+        one, two = ((t.sizes, t.strides, t.offset) for t in (self, other))
+        return apart(one, two, self.graph.root.relations)
+
+    def element_bytes(self) -> Poly:
+        """Return the bytes moved for each element, scales included."""
+        if self.dtype.block is None:
+            return _bytes_of(self.dtype.bits)
+        return self.storage.bytes / self.storage.elements
+
+    def __add__(self, other: object) -> Tensor:
+        return OPERATORS["add"](self, other)
+
+    def __sub__(self, other: object) -> Tensor:
+        return OPERATORS["sub"](self, other)
+
+    def __mul__(self, other: object) -> Tensor:
+        return OPERATORS["mul"](self, other)
+
+    def __truediv__(self, other: object) -> Tensor:
+        return OPERATORS["div"](self, other)
+
+    def __pow__(self, other: object) -> Tensor:
+        return OPERATORS["pow"](self, other)
+
+    def __radd__(self, other: object) -> Tensor:
+        return OPERATORS["add"](other, self)
+
+    def __rsub__(self, other: object) -> Tensor:
+        return OPERATORS["sub"](other, self)
+
+    def __rmul__(self, other: object) -> Tensor:
+        return OPERATORS["mul"](other, self)
+
+    def __rtruediv__(self, other: object) -> Tensor:
+        return OPERATORS["div"](other, self)
+
+    def __lt__(self, other: object) -> Tensor:
+        return OPERATORS["less"](self, other)
+
+    def __le__(self, other: object) -> Tensor:
+        return OPERATORS["less_equal"](self, other)
+
+    def __gt__(self, other: object) -> Tensor:
+        return OPERATORS["less"](other, self)
+
+    def __ge__(self, other: object) -> Tensor:
+        return OPERATORS["less_equal"](other, self)
+
+    def __neg__(self) -> Tensor:
+        return OPERATORS["neg"](self)
+
+    def __matmul__(self, other: object) -> Tensor:
+        return OPERATORS["matmul"](self, other)
+
+    def __getitem__(self, key: object) -> Tensor:
+        return OPERATORS["index"](self, key)
+
+    __array_ufunc__ = None  # NumPy's operands would otherwise go through their own elements one by one
+    __iter__ = None  # indexing would otherwise make it look like an endless sequence
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802  # torch's name
+        """View with the last two axes exchanged."""
+        return OPERATORS["transpose"](self)
+
+    T = mT
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.sizes))}; {self.dtype.name})"
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+# What public functions ask of their arguments before they look inside them.
+
+_LONGEST_NAME = 500  # scopes included
+_MOST_AXES = 1000  # a list without an end is no shape
+
+
+def need_tensor(place: str, *values: object) -> None:
+    """Raise GraphError if a value is no tensor."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise GraphError(f"{place}: got {kind_of(value)}, expected a tensor")
+
+
+def need_choice(place: str, value: object, choices: Collection[str]) -> None:
+    """Raise GraphError if a value is none of some words."""
+    if not isinstance(value, str) or value not in choices:
+        raise GraphError(f"{place} {shown(value)}, expected one of {', '.join(choices)}")
+
+
+def need_flag(place: str, **flags: object) -> None:
+    """Raise GraphError if a switch is something else than True or False: a tensor there is a mistake."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise GraphError(f"{place}: {name} is {kind_of(value)}, expected True or False")
+
+
+def need_call(place: str, value: object) -> None:
+    """Raise GraphError if a value is no function."""
+    if not callable(value) or isinstance(value, type):
+        raise GraphError(f"{place}: got {kind_of(value)}, expected a function")
+
+
+def need_list(place: str, value: object) -> Sequence[Any]:
+    """Return a list or tuple, or raise GraphError: text and sets have no order that anyone meant."""
+    if not isinstance(value, list | tuple):
+        raise GraphError(f"{place}: got {kind_of(value)}, expected a list")
+    return value
+
+
+def need_name(place: str, value: object) -> None:
+    """Raise GraphError if a value cannot name an op: it stands in tables, files and error messages."""
+    text = value if isinstance(value, str) else ""
+    if not 0 < len(text) <= _LONGEST_NAME or not text.isprintable() or " " in text:
+        raise GraphError(f"{place}: name {shown(value)}, expected text without spaces")
+
+
+def named(name: object, default: str) -> Any:
+    """Return the name, or the default where it is empty."""
+    return default if isinstance(name, str) and not name else name
+
+
+def _text(size: Poly) -> str:
+    return shown(size.constant) if isinstance(size.constant, int) else size.brief()
+
+
+def positive(place: str, value: object) -> Poly:
+    """Return a size as a polynomial, known to be a positive integer where it is a number."""
+    try:
+        out = poly(value)
+    except CostGraphError as error:
+        raise type(error)(f"{place}: {error}") from None
+    if _is_no_size(out):
+        raise ShapeError(f"{place}: {_text(out)}, expected a positive integer")
+    return out
+
+
+@cached(1 << 12)  # asked of every axis of every tensor, and they are the same few
+def _is_no_size(size: Poly) -> bool:
+    if size.constant is not None:
+        return not isinstance(size.constant, int) or size.constant < 1
+    most = lower(-size)
+    return (most is not None and most >= 0) or not _may_be_whole(size)  # -B is below 1 for all sizes
+
+
+def _may_be_whole(p: Poly) -> bool:
+    """Whether a formula can be a whole number for some sizes: one without a logarithm that nothing rounds."""
+    return p.constant is not None or (
+        bool(p.names()) and not any(_has_log(generator(k)) for k in p.generators() if k[0] == "~")
+    )
+
+
+def _has_log(expr: sympy.Expr) -> bool:
+    return isinstance(expr, sympy.log) or (
+        not isinstance(expr, sympy.floor | sympy.ceiling) and any(map(_has_log, expr.args))
+    )
+
+
+def amount(place: str, value: object) -> Poly:
+    """Return stated FLOPs, bytes or elements as a polynomial, not negative where it is a number."""
+    try:
+        out = poly(value)
+    except CostGraphError as error:
+        raise type(error)(f"{place}: {error}") from None
+    most = lower(-out) if out.constant is None else -out.constant
+    if most is not None and most > 0:
+        raise ShapeError(f"{place}: {_text(out)}, expected an amount that is not negative")
+    return out
+
+
+def sizes_of(shape: Sequence[object], place: str) -> SizeTuple:
+    """Return a shape as polynomials, each known to be positive where it is a number."""
+    unordered = type(shape) is not tuple and isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor)
+    try:
+        given = None if unordered else [size for size, _ in zip(shape, range(_MOST_AXES + 1), strict=False)]
+    except TypeError:  # NumPy's scalars look like lists too
+        given = None
+    if given is None or len(given) > _MOST_AXES:
+        raise GraphError(f"{place}: shape {shown(shape)}, expected a tuple of sizes such as (B, S, D)")
+    sizes = [positive(f"{place}: axis {i}", size) for i, size in enumerate(given)]
+    try:
+        numel(sizes)
+    except ShapeError as error:  # each is a size, but nothing has so many elements
+        raise ShapeError(f"{place}: {error}") from None
+    return tuple(sizes)
+
+
+def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
+    """Return the sizes that a caller gave by name of the axis."""
+    return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in given.items()}
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+# Changes of a graph: which are refused, what they make obsolete, and how they are taken back.
+#
+# A public function that adds to a graph does it whole or not at all: what it notes is taken back where it, or a
+# function that it was given, ends in an error.
+
+T = TypeVar("T")
+
+
+class Journal:
+    """What takes back the changes of a graph since the outermost call that is made whole or not at all."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] | None = None
+        self.asked = ""
+        """Name of the outermost call."""
+
+    def note(self, undo: Callable[[], object]) -> None:
+        """Note what takes back a change that is made now."""
+        if self._undo is not None:
+            self._undo.append(undo)
+
+    @contextmanager
+    def whole(self, asked: str = "") -> Iterator[None]:
+        """Take back the changes made inside, by a call of some name, if it ends in an error."""
+        outermost = self._undo is None
+        if outermost:
+            self.asked = asked
+        undo = self._undo = [] if self._undo is None else self._undo
+        before = len(undo)
+        try:
+            yield
+        except BaseException:
+            while len(undo) > before:
+                undo.pop()()
+            raise
+        finally:
+            if outermost:
+                self._undo, self.asked = None, ""
+
+
+def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """Let a function that is refused leave the graph of its operands, or the one that is open, as it was."""
+    asked = name or function.__name__
+
+    @wraps(function)
+    def called(*args: Any, **named: Any) -> Any:
+        operand = next(_tensors(args), None) or next(_tensors(named.values()), None)
+        graph = here().graph if operand is None else operand.graph
+        if graph is None:
+            return function(*args, **named)
+        with graph.whole(asked):
+            return function(*args, **named)
+
+    return called
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (v for v in value if isinstance(v, Tensor))
+
+
+def forget(graph: Graph) -> None:
+    """Forget what was derived of a graph that is changed now, and again where the change is taken back."""
+    _forget(graph)
+    graph.note(partial(_forget, graph))
+
+
+def _forget(graph: Graph | None) -> None:
+    while graph is not None:
+        graph.cache.clear()
+        graph = graph.parent
+
+
+def modify(graph: Graph, asked: str) -> None:
+    """Refuse what was asked for if the graph is finished, else forget what was derived of it."""
+    if graph.frozen:
+        raise GraphError(
+            f"{graph.root.journal.asked or asked}: graph {graph.root.name!r} is finished, expected an open one: "
+            "'with g:' opens graph g again"
+        )
+    forget(graph)
+
+
+def changing(method: Callable[..., None]) -> Callable[..., None]:
+    """Let one of networkx's own ways to change a graph need an open one, and forget what was derived before."""
+
+    @wraps(method)
+    def changed(graph: Graph, /, *args: Any, **kwargs: Any) -> None:
+        modify(graph, method.__name__)
+        method(graph, *args, **kwargs)
+
+    return changed
+
+
+def append(graph: Graph, tensors: list[Tensor], tensor: Tensor) -> None:
+    """Append to the inputs or outputs of a graph."""
+    length = len(tensors)
+    tensors.append(tensor)
+    graph.note(lambda: tensors.__delitem__(slice(length, None)))
+
+
+class Carried(Generic[T]):
+    """An attribute kept in the dictionary that networkx hands on to copies, views and reversed graphs."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, graph: Graph, owner: type) -> T:
+        out: T = graph.graph.facts[self.name]
+        return out
+
+    def __set__(self, graph: Graph, value: T) -> None:
+        forget(graph)
+        graph.graph.facts[self.name] = value
+
+
+class Stated(Carried[T]):
+    """One that is set from outside: what it holds is looked at."""
+
+    def __set__(self, graph: Graph, value: T) -> None:
+        asked = rule(get_args(self.__orig_class__)[0])  # type: ignore[attr-defined]  # typing sets it
+        if not asked.holds(value):
+            raise GraphError(f"graph {graph.name!r}: {self.name} is {shown(value)}, expected {asked.expected}")
+        super().__set__(graph, value)
+
+
+#: Facts of a whole graph that name none of its tensors: a transform copies them, it never derives them again.
+FACTS = ("relations", "defaults", "loss", "layers", "matmul_dtype", "waiting")
+
+
+def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
+    """Copy the facts of a graph to the graph that a transform builds from it.
+
+    Every transform calls this one function, so that a fact that is added to `FACTS` reaches all of them.
+
+    Parameters
+    ----------
+    old : Graph
+        Graph that is transformed.
+    new : Graph
+        Graph that is built.
+    **changed : object
+        Facts, by their names in `FACTS`, that differ in the new graph. `loss=None` drops the loss.
+    """
+    for name in FACTS:
+        fact = changed.pop(name, getattr(old, name))
+        setattr(new, name, dict(fact) if isinstance(fact, dict) else fact)
+    assert not changed, changed
+    new.modules |= old.modules
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+# Sizes of a graph: which dimensions it has, and what binding some of them makes of it.
+
+# No size has so many, and what is multiplied out of them could not be printed.
+_MOST_BITS = 1024
+
+
+def _polys(value: object) -> Iterable[Poly]:
+    """Yield the formulas among the attributes of an op."""
+    if isinstance(value, Poly):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _polys(v)
+    elif value is None or isinstance(value, str | int):
+        return  # nearly always, and what is no mapping takes long to find out
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from _polys(v)
+    elif hasattr(value, "window"):
+        yield from _polys(value.window)
+
+
+def same(graph: Graph, a: Poly, b: Poly) -> bool:
+    """Whether two sizes are equal, assumptions included."""
+    if a == b:
+        return True
+    a, b = graph.told((a, b))
+    return a == b
+
+
+def told(graph: Graph, sizes: SizeTuple) -> SizeTuple:
+    """Return sizes or strides with all that is known put in: what is equal is then the same polynomial.
+
+    Known are assumed equalities, and that sizes such as D/H are whole: ceiling(D/H) is then D/H.
+    """
+    known, whole = graph.root.relations, graph.root.quotients
+    sizes = tuple(map(known.reduce, sizes)) if known.relations else sizes
+    if not whole or all(map(is_polynomial, sizes)):  # nearly always: a graph of many quotients is long to look up
+        return sizes
+    whole = frozenset(map(known.reduce, whole)) if known.relations else whole
+    return tuple(settled(n, whole) for n in sizes)
+
+
+def known_names(graph: Graph) -> frozenset[str]:
+    """Return the names of all dimensions of a graph, bodies included."""
+    if "names" not in graph.cache:
+        found: set[str] = set()
+        seen: set[Poly] = set()
+        for g in graph.bodies():
+            for t in g.tensors:
+                seen.update(t.sizes)
+            for op in g.ops:
+                seen.update(p for v in op.kind.facts().values() for p in _polys(v))
+        for p in seen:
+            found |= p.names()
+        for relation in graph.root.relations.relations:
+            found |= relation.difference.names()
+        graph.cache["names"] = frozenset(found)
+    names: frozenset[str] = graph.cache["names"]
+    return names
+
+
+def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
+    """Yield what a graph and its bodies are declared with: formula, place, least value, whether it is whole."""
+    for g in graph.bodies():
+        none = set(_of_all_iterations(g))
+        for t in g.tensors:
+            # the first axes of pieces: as many as a loop has iterations, whose count is looked at
+            for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
+                yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
+        for op in g.ops:
+            limits = op.kind.limits()
+            for key, value in op.kind.facts().items():
+                if key in limits:
+                    least, whole, words = limits[key]
+                    place = f"{words or key.replace('_', ' ') + ' of'} {op.name!r}"
+                    yield from ((p, place, least, whole) for p in _polys(value))
+    if graph.sharding is not None:
+        yield from ((n, f"axis {name!r} of the mesh", 1, True) for name, n in graph.sharding.mesh.axes)
+    if graph.waiting is not None:
+        yield from ((n, place, least, True) for n, place, least in graph.waiting.asked)
+
+
+def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:
+    """Yield what loops that may have no iteration read and write slices of."""
+    for op in graph.ops:
+        if op.loop is not None and op.loop.kind.least == 0:
+            yield from (*op.loop.xs, *op.loop.stacks, *op.loop.pieces)
+
+
+def conditions(graph: Graph) -> tuple[Condition, ...]:
+    """Return what bound sizes may break: sizes that may not be whole or too small, stated amounts below 0.
+
+    Assumptions are not among them: `graph.root.relations` has those.
+    """
+    if "conditions" not in graph.cache:
+        known, found = graph.root.relations, dict[tuple[Poly, int, bool], str]()
+        for p, place, least, whole in _declared(graph):
+            found.setdefault((p, least, whole), place)
+        graph.cache["conditions"] = tuple(
+            Condition(p, place, least, whole, frozenset(p.names()))
+            for (p, least, whole), place in found.items()
+            if not _always(p, least, whole, known)
+        )
+    out: tuple[Condition, ...] = graph.cache["conditions"]
+    return out
+
+
+def _always(p: Poly, least: int, whole: bool, known: Relations) -> bool:
+    """Whether a formula is known to be large enough, and whole where it has to be."""
+    return (not whole or is_integral(p)) and known.nonnegative(p - least)
+
+
+class Bindings(dict[str, Poly]):
+    """What to put in for each bound symbol, by name."""
+
+    def __init__(self, graph: Graph, values: Mapping[str, Poly] = MappingProxyType({})) -> None:
+        super().__init__(values)
+        if "asked" not in graph.cache:
+            graph.cache["asked"] = Conditions(graph.root.relations.relations, conditions(graph))
+        self.validity = Validity(graph.cache["asked"], tuple(sorted(values.items(), key=itemgetter(0))))
+        """What a formula holds for that they are put into."""
+
+    @property
+    def held(self) -> tuple[Validity, ...]:
+        """The validity as a tuple, empty if no size is bound and open sizes have no conditions."""
+        return (self.validity,) if self.validity.names or self.validity.values else ()
+
+
+def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()) -> Bindings:
+    """Return what to put in for each bound symbol: the graph's defaults, overridden by the given sizes.
+
+    Those are numbers, and where an assumed equality ties an open symbol to others, a formula in those; of names that
+    are `left_open` the default is not taken. BindingError if a name is not in the graph, a size is not a positive
+    integer or against an assumption, or what the graph is declared with is then no size, or no amount: one of
+    `conditions`.
+    """
+    names = known_names(graph)
+    for name in dims:
+        if name not in names:
+            raise BindingError(
+                f"{shorten(name)} is no dimension of graph {graph.root.name!r}, "
+                f"expected one of {', '.join(sorted(names))}"
+            )
+    defaults = {k: v for k, v in graph.root.defaults.items() if k in names and k not in left_open}
+    chosen = {**defaults, **dims}
+    values = Bindings(graph, {name: as_poly(dimension_size(name, value)) for name, value in chosen.items()})
+    values.validity.conditions.settle(values)
+    return values
+
+
+def stages(graph: Graph) -> tuple[Graph, ...]:
+    """One graph a kind of stage of a pipeline, first, middle, last; the graph itself where there is no pipeline."""
+    return graph.parts or (graph,)
+
+
+def of_stages(
+    graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()
+) -> list[tuple[Graph, Bindings]]:
+    """Return the stages of a graph with what to put in for the symbols that each has; errors as `bindings`."""
+    own = [(g, known_names(g)) for g in stages(graph)]
+    every = frozenset[str]().union(*(names for _, names in own))
+    return [
+        (g, bindings(g, {k: v for k, v in dims.items() if k in names or k not in every}, left_open)) for g, names in own
+    ]
+
+
+def dimension_size(name: str, value: object) -> int:
+    """Return a bound size, or raise BindingError if it is not a positive integer."""
+    try:
+        size = integer(value)
+    except TypeError:
+        raise BindingError(f"{name}={shown(value)}: expected a positive integer") from None
+    if size.bit_length() > _MOST_BITS:
+        raise BindingError(f"{name}={shown(size)}: expected a positive integer of at most {_MOST_BITS} bits")
+    if size < 1:
+        raise BindingError(f"{name}={shown(size)}: expected a positive integer")
+    return size
+
+
+def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: str) -> None:
+    """Raise BindingError unless a symbol is a dimension of the graph that is not bound: what is solved for."""
+    names = known_names(graph)
+    if symbol not in names or symbol in dims:
+        raise BindingError(f"{question}: {shown(symbol)}, expected an open dimension of {', '.join(sorted(names))}")
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+# What the fields of op records may hold: types that say in words, and as a test, what a file has to have there.
+
+
+class Limit(NamedTuple):
+    """What the formulas in a field have to be once sizes are bound; in an annotation, the last one counts."""
+
+    least: int
+    """Least value."""
+    whole: bool = True
+    """Whether they have to be whole."""
+    words: str = ""
+    """What stands before the name of the op where they are not; by default what the field is called."""
+
+
+_known: dict[type, dict[str, Limit]] = {}
+
+
+def hints(record: type) -> dict[str, Any]:
+    """Return the annotations of a record as what they name.
+
+    GraphError if one names what its module has for type checkers alone.
+    """
+    try:
+        return hints_of(record)
+    except NameError as error:
+        raise GraphError(
+            f"op kind {record.__name__}: {error} in its annotations, expected names that its module has when it runs"
+        ) from None
+
+
+def limits_of(record: type) -> dict[str, Limit]:
+    """Return the limits of fields, by name; of fields that state none, or several, nothing is asked."""
+    if record not in _known:
+        limits = {name: _limit(hint) for name, hint in hints(record).items()}
+        _known[record] = {name: limit for name, limit in limits.items() if limit is not None}
+    return _known[record]
+
+
+def _limit(hint: Any) -> Limit | None:
+    """Return the limit that an annotation states: its own, or the one of what it holds."""
+    own = [a for a in getattr(hint, "__metadata__", ()) if isinstance(a, Limit)]
+    if own:
+        return own[-1]
+    inner = {_limit(a) for a in get_args(hint)} - {None}
+    return inner.pop() if len(inner) == 1 else None
+
+
+def _passes(check: Callable[[str, object], Poly], value: object) -> bool:
+    if not isinstance(value, Poly):
+        return False
+    try:
+        check("", value)
+    except CostGraphError:
+        return False
+    return True
+
+
+def is_size(value: object) -> bool:
+    """Whether it is a size: not known to be less than 1, or broken."""
+    return _passes(positive, value)
+
+
+def is_amount(value: object) -> bool:
+    """Whether it is an amount: not known to be negative."""
+    return _passes(amount, value)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether it is an integer from `least` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def all_of(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
+    """Return a test of tuples."""
+    return lambda v: isinstance(v, tuple) and all(map(fits, v))
+
+
+def one_of(*words: str) -> Rule:
+    """Return what a field asks that holds one of some words."""
+    text = " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
+    return Rule(text, lambda v: isinstance(v, str) and v in words)
+
+
+def optional(expected: str, fits: Callable[[Any], bool]) -> Rule:
+    """Return what a field asks that may be None."""
+    return Rule(expected, lambda v: v is None or fits(v))
+
+
+def need(holds: bool, what: str) -> None:
+    """Raise ShapeError where a field says something else than the operands."""
+    if not holds:
+        raise ShapeError(f"{what}: expected what agrees with the operands")
+
+
+def _is_extents(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(is_size, value.values()))
+
+
+#: Of a result, which is looked at itself when sizes are bound.
+Length = Annotated[Poly, Rule("a positive size", is_size)]
+Shape = Annotated[tuple[Poly, ...], Rule("a tuple of positive sizes", all_of(is_size))]
+
+Size = Annotated[Length, Limit(1)]
+Sizes = Annotated[Shape, Limit(1)]
+Extents = Annotated[Mapping[str, Poly], Rule("positive sizes by axis", _is_extents), Limit(1)]
+Amount = Annotated[Poly, Rule("an amount that is not negative", is_amount), Limit(0, whole=False)]
+Amounts = Annotated[
+    tuple[Poly, ...] | None,
+    Rule("None or a tuple of amounts", lambda v: v is None or all_of(is_amount)(v)),
+    Limit(0, whole=False),
+]
+#: Where something begins on an axis, and how much of the axis is left behind it.
+Start = Annotated[Amount, Limit(0)]
+Room = Annotated[Amount, Limit(0, words="what is left beyond")]
+Rooms = Annotated[
+    tuple[Poly, ...],
+    Rule("a tuple of formulas", all_of(lambda v: isinstance(v, Poly))),
+    Limit(0, words="what is left beyond"),
+]
+Index = Annotated[int, Rule("an integer of at least 0", is_count)]
+Count = Annotated[int, Rule("an integer of at least 1", lambda v: is_count(v, 1))]
+Places = Annotated[tuple[int, ...], Rule("a tuple of integers of at least 0", all_of(is_count))]
+Flag = Annotated[bool, Rule("True, or nothing", lambda v: v is True)]
+MemoryFormat = Annotated[
+    str, Rule("contiguous, grad, operand, bshd, or nothing", ("", "contiguous", "grad", "operand", "bshd").__contains__)
+]
+
+
+# -- domain ------------------------------------------------------------------------------------------------------------
+# Domains: which pairs of a query and a key position an attention computes, counted exactly.
+
+
+def _triangle(n: Poly) -> Poly:
+    """1 + 2 + ... + n."""
+    return n * (n + 1) / 2
+
+
+@guarded()
+@dataclass(frozen=True)
+class Domain:
+    """Restriction of two axes, query positions s < S and key positions t < T, aligned at their last positions.
+
+    With `causal`, query s sees the keys up to its own position s + T - S. With a `window` of W it sees the last W of
+    them; without `causal` it sees the keys less than W positions away on either side.
+
+    On a mesh queries may be split into consecutive blocks, one for each rank: S and what is counted are then those of
+    a rank, T is that of all. What differs from rank to rank is counted as the mean over them: the sum over all ranks
+    is the number without a mesh.
+    """
+
+    causal: bool
+    """Whether later keys are hidden."""
+    window: Annotated[Poly | None, READ] = None
+    """How many positions are seen, the own one included, or None for all."""
+    ranks: Annotated[tuple[tuple[str, Poly], ...], READ] = ()
+    """Axes of a mesh that split the queries, the outermost first, and how many ranks each has."""
+
+    def __post_init__(self) -> None:
+        need_flag("domain", causal=self.causal)
+        if self.window is not None:  # a number or symbol is taken as well
+            object.__setattr__(self, "window", positive("domain: window", self.window))
+        pairs = isinstance(self.ranks, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.ranks)
+        if not pairs or not all(isinstance(axis, str) for axis, _ in self.ranks):
+            raise ShapeError(f"domain: ranks {shown(self.ranks)}, expected pairs of an axis of a mesh and its ranks")
+        object.__setattr__(self, "ranks", tuple((axis, positive(f"domain: {axis}", n)) for axis, n in self.ranks))
+        if not self.causal and self.window is None:
+            raise ShapeError("domain: neither causal nor a window, expected one of them at least")
+
+    def points(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+        """Return the number of pairs (s, t); assumptions may tell that there are as many keys as queries at least.
+
+        Notes
+        -----
+        Row k = 1..T of a causal square sees min(W, k) keys, and the queries are its last S rows: G(T) - G(T - S) with
+        G(n) = sum(min(W, k), k=1..n) = m*n - m*(m - 1)/2, m = min(n, W). With T = S this is S*(S + 1)/2 without a
+        window and m*S - m*(m - 1)/2 with one. Without `causal` each pair of different positions counts twice.
+        """
+        if self.ranks:
+            return self._all.points(self._queries(queries, keys), keys, known) / self.parts
+        if self.causal:
+            earlier = keys - queries
+            return self._rows(keys) - self._rows(earlier if known.nonnegative(earlier) else at_least_zero(earlier))
+        if queries != keys:
+            raise ShapeError(f"window without causal: {queries} queries and {keys} keys, expected as many of both")
+        return 2 * self._rows(keys) - keys
+
+    def _rows(self, n: Poly) -> Poly:
+        if not n:
+            return ZERO
+        if self.window is None:
+            return _triangle(n)
+        m = smaller(n, self.window)
+        return m * n - m * (m - 1) / 2
+
+    @property
+    def parts(self) -> Poly:
+        """How many ranks have some of the queries each."""
+        return prod((n for _, n in self.ranks), start=ONE)
+
+    @property
+    def _all(self) -> Domain:
+        return replace(self, ranks=())
+
+    def _queries(self, queries: Poly, keys: Poly) -> Poly:
+        """Return how many queries all ranks have: there is a key for each."""
+        if queries * self.parts != keys:
+            raise ShapeError(f"{queries} queries on each of {self.parts} ranks, expected as many in all as {keys} keys")
+        return keys
+
+    def _beyond(self, b: Poly) -> Poly:
+        """Return how many keys before their own all ranks see."""
+        others = self.parts - 1
+        if self.window is None:
+            return b * others * self.parts / 2
+        seen = self.window - 1
+        full = smaller(others, poly(sympy.floor(seen.expr / b.expr)))
+        return b * full * (full + 1) / 2 + (others - full) * seen
+
+    def queries_used(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+        """Return the number of queries that see any key."""
+        if self.ranks:
+            return self._all.queries_used(self._queries(queries, keys), keys, known) / self.parts
+        return queries if known.nonnegative(keys - queries) else smaller(queries, keys)
+
+    def keys_used(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+        """Return the number of keys that any query sees.
+
+        Notes
+        -----
+        Rank r = 0..P-1 has b queries, whose own positions are b keys; of the r*b keys before them it sees as many as
+        its first query does, min(r*b, W - 1), and without `causal` as many of those after rank P - 1 - r. With
+        f = min(P - 1, floor((W - 1)/b)) the sum over all ranks is b*f*(f + 1)/2 + (P - 1 - f)*(W - 1).
+        """
+        if self.ranks:
+            self._queries(queries, keys)
+            return queries + self._beyond(queries) * (1 if self.causal else 2) / self.parts
+        if self.window is None or queries == keys:
+            return keys
+        return smaller(keys, queries + self.window - 1)
+
+    def reached(
+        self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN, *, query: bool = True, key: bool = True
+    ) -> Poly:
+        """Return the positions that pairs of the domain reach in something that has both axes, one of them or none."""
+        if query and key:
+            return self.points(queries, keys, known)
+        if query:
+            return self.queries_used(queries, keys, known)
+        return self.keys_used(queries, keys, known) if key else ONE
+
+
+# -- around ------------------------------------------------------------------------------------------------------------
+# Bodies and what is around them: tensors of the one stand for tensors of the other.
+
+
+def formal(
+    graph: Graph, like: Tensor, name: str, sizes: SizeTuple, strides: SizeTuple, pieces: int | None = None
+) -> Tensor:
+    """Add an input of a body, which stands for a tensor outside."""
+    pieces = like.storage.pieces if pieces is None else pieces
+    tensor = Tensor(graph, graph.unique(name), sizes, like.dtype, role="formal", strides=strides, pieces=pieces,
+                    host=like.storage.host)  # fmt: skip
+    tensor.domain = like.domain
+    append(graph, graph.formals, tensor)
+    graph.add_node(tensor)
+    return tensor
+
+
+def adopt(graph: Graph, tensor: Tensor) -> Tensor:
+    """Return the tensor as this graph sees it: itself, a captured one, or what a finished kernel hands out."""
+    home = tensor.graph
+    if home is graph or tensor in graph:
+        return tensor
+    ancestor = graph.parent
+    while ancestor is not None and ancestor is not home:
+        ancestor = ancestor.parent
+    if ancestor is not None:
+        return capture(graph, adopt(graph.parent, tensor))  # type: ignore[arg-type]  # it has an ancestor
+    if home.fused and home.owner is not None:
+        return adopt(graph, export(home, tensor))
+    if home.owner is not None and home.root is graph.root:
+        raise GraphError(
+            f"tensor {tensor.name!r} is made inside {home.owner.name!r}: expected it among the results of its body"
+        )
+    raise GraphError(
+        f"tensor {tensor.name!r} belongs to graph {home.root.name!r}, expected one of graph {graph.root.name!r}"
+    )
+
+
+def capture(graph: Graph, outer: Tensor) -> Tensor:
+    """Return this body's input that stands for a tensor of the graph around it."""
+    found = graph._captured.get(outer)
+    if found is None:
+        found = graph._captured[outer] = formal(graph, outer, f"{outer.name}.in", outer.sizes, outer.strides)
+        found.offset = outer.offset
+        graph.note(lambda: graph._captured.pop(outer, None))
+    return found
+
+
+def export(graph: Graph, tensor: Tensor) -> Tensor:
+    """Return the outer tensor for one made inside this fused body: read outside, it has to reach memory."""
+    owner = graph.owner
+    assert owner is not None
+    if tensor in graph.outputs:
+        return owner.results[graph.outputs.index(tensor)]
+    for outer, inner in graph._captured.items():
+        if inner is tensor:
+            return outer
+    modify(owner.graph, owner.name)
+    append(graph, graph.outputs, tensor)
+    name = tensor.name if owner.results else None
+    owner.graph.add_result(owner, owner.kind.infer(owner.operands)[len(graph.outputs) - 1], name)
+    return owner.results[-1]
+
+
+# -- call --------------------------------------------------------------------------------------------------------------
+# A call of one of torch's ops, as a trace saw it: what runs again where the graph is lowered as it is.
+
+
+def _is_argument(value: object) -> bool:
+    """Whether it is what an op of torch can be called with: a number, a text, a tensor by its place, or a list."""
+    if isinstance(value, dict):
+        shapes: dict[str, Callable[[object], bool]] = {
+            "operand": is_count,
+            "torch": lambda v: isinstance(v, str),
+            "empty": all_of(lambda v: isinstance(v, Poly)),
+            "dtype": lambda v: isinstance(v, DType),
+        }
+        return value.keys() in ({"operand"}, {"torch"}, {"empty", "dtype"}) and all(
+            shapes[k](v) for k, v in value.items()
+        )
+    if isinstance(value, tuple):
+        return all(map(_is_argument, value))
+    return value is None or isinstance(value, bool | int | float | str | Poly | DType)
+
+
+def _places_in(value: Any) -> Iterator[int]:
+    """Yield the places of operands among arguments."""
+    if isinstance(value, Mapping):
+        if "operand" in value:
+            yield value["operand"]
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from _places_in(v)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op of torch."""
+
+    target: Annotated[
+        str, Rule("the name of an op of torch with its overload", lambda v: isinstance(v, str) and "." in v)
+    ]
+    """The op, as `torch.ops.aten` names it, with its namespace before it where that is another one."""
+    arguments: Annotated[tuple[Any, ...], Rule("a tuple of arguments", all_of(_is_argument))]
+    """What it was called with, `{"operand": i}` standing for tensors."""
+    keywords: Annotated[
+        Mapping[str, Any],
+        Rule("arguments by name", lambda v: isinstance(v, dict) and all(map(_is_argument, v.values()))),
+    ]
+    places: Annotated[tuple[int, ...], Rule("a tuple of integers of at least -1", all_of(lambda v: is_count(v, -1)))]
+    """Where each result stands in what it returns, -1 for an operand that it wrote into."""
+    rule: Annotated[str, Rule("the name of a rule", lambda v: isinstance(v, str))] = ""
+    """The rule by which it is what another device runs, empty where it ran as it stands here."""
+    why: Annotated[str, Rule("a text", lambda v: isinstance(v, str))] = ""
+    """What that rule went by."""
+
+    @property
+    def name(self) -> str:
+        """Name of the op without its overload."""
+        return self.target.partition(".")[0]
+
+    def verify(self, operands: int, results: int) -> None:
+        """Raise ShapeError where it is the call of an op of other tensors."""
+        need(len(self.places) == results, f"{len(self.places)} places of {results} results")
+        for i in _places_in((*self.arguments, *self.keywords.values())):
+            need(i < operands, f"argument {i} of {operands} operands")
+
+
+# -- op ----------------------------------------------------------------------------------------------------------------
+# Op nodes, and the records that say what they do.
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an op kind infers of one of its results."""
+
+    sizes: SizeTuple
+    """Shape."""
+    dtype: DType
+    """Number format."""
+    strides: SizeTuple | None = None
+    """Elements between neighbours along each axis; None for a fresh dense tensor."""
+    of: int | None = None
+    """Index of the operand whose storage it shares, None for a storage of its own."""
+    offset: Poly = ZERO
+    """First element within the storage."""
+    domain: tuple[Domain, int, int] | None = None
+    """Restriction of its index points, as in Tensor."""
+    pieces: int = 0
+    """Leading axes whose positions are storages of their own, as in Storage."""
+    host: bool | None = None
+    """Whether it lies in memory of the host; None where that is said by the operands, which lie there or not."""
+    spare: Poly = ZERO
+    """Bytes of its storage beyond its elements."""
+
+
+def itself(t: Tensor, of: int = 0) -> Result:
+    """Return the result that is an operand: another name of it, or what it holds once an op has written into it."""
+    return Result(t.sizes, t.dtype, t.strides, of=of, offset=t.offset, domain=t.domain)
+
+
+#: Op kinds by name; `costgraph.ops.registry` fills it.
+kinds: dict[str, type[OpKind]] = {}
+
+
+@dataclass
+class Flops:
+    """FLOPs by the unit of the hardware that does them: formulas, and numbers where they are counted."""
+
+    matmul: Poly = ZERO
+    """multiplies and adds of contractions, as executed"""
+    full: Poly = None  # type: ignore[assignment]  # never None once it is made
+    """the same with every domain ignored: what is executed unless it is said"""
+    pointwise: Poly = ZERO
+    """single arithmetic operations"""
+    transcendental: Poly = ZERO
+    """exp, log, sqrt, sin, tanh, erf and the like"""
+
+    def __post_init__(self) -> None:
+        if self.full is None:
+            self.full = self.matmul
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.matmul + other.matmul,
+            self.full + other.full,
+            self.pointwise + other.pointwise,
+            self.transcendental + other.transcendental,
+        )
+
+    def __mul__(self, times: Poly | Rational) -> Flops:
+        return Flops(self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times)
+
+    def by_kind(self, count: str = "executed") -> dict[str, Poly]:
+        """Return them by kind; those of contractions as executed, or with every domain ignored."""
+        matmul = self.full if count == "full" else self.matmul
+        return {"matmul": matmul, "pointwise": self.pointwise, "transcendental": self.transcendental}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpKind:
+    """What an op does: facts in fields, and the rules of its kind. A kind is a subclass; no rule counts as zero.
+
+    `costgraph.ops.rules` has the rules that many kinds share: `flops = rules.free` in the body of a class takes one.
+    A kind that lacks one is an error where an op of it is counted.
+    """
+
+    name: ClassVar[str]
+    """Name of the kind in tables and files."""
+    restricted: ClassVar[bool] = False
+    """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
+    takes_complex: ClassVar[bool] = False
+    """Whether its FLOPs are those of complex numbers as well; a kind with others refuses such operands."""
+    crosses: ClassVar[bool] = False
+    """Whether some of its operands may lie in memory of the host and others in that of the device."""
+    renames: ClassVar[bool] = False
+    """Whether it is another name for an operand that has been written to, and reads nothing of it itself."""
+    takes_lists: ClassVar[bool] = False
+    """Whether it takes what has a storage for each iteration, outside of any loop."""
+    passes_gradients: ClassVar[bool] = True
+    """Whether a backward pass goes through it at all."""
+    save: Flag = field(default=False, repr=False)
+    """Whether a kernel around it writes its result as well where a backward pass reads it."""
+    again: Flag = field(default=False, repr=False)
+    """Whether it is computed again for a backward pass."""
+    no_grad: Flag = field(default=False, repr=False)
+    """Whether it ran without autograd, which saves no tensors for it."""
+    saved_operands: Places = field(default=(), repr=False)
+    """Operands that autograd saves because the backward kernel has them as arguments, even if only for their shapes."""
+    grad_memory_format: MemoryFormat = field(default="", repr=False)
+    """Memory format into which the backward kernel copies an incoming gradient: contiguous, that of the grad itself or
+    of the operand, where channels may be last, or (batch, sequence, heads, width) of attention; or none."""
+    copies_grad_input: Flag = field(default=False, repr=False)
+    """Whether the backward kernel computes in that format and copies the result into the format of the operand."""
+    copies_matmul_operands: Flag = field(default=False, repr=False)
+    """Whether matrix products of the backward pass copy operands whose layout BLAS does not accept, one at a time."""
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Shapes, formats and layouts of the results; raises where operands do not fit."""
+        raise self._lacks("infer")
+
+    def flops(self, op: Op) -> Flops:
+        """FLOPs of an op."""
+        raise self._lacks("flops")
+
+    def reads(self, op: Op) -> Sequence[Poly]:
+        """Elements that an op reads of each operand."""
+        raise self._lacks("reads")
+
+    def writes(self, op: Op) -> Sequence[Poly]:
+        """Elements that an op writes of each result."""
+        raise self._lacks("writes")
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Places of operands that it writes into, which hold other values afterwards."""
+        return ()
+
+    def parts(self, op: Op) -> Loop | None:
+        """Return the parts of a loop, of kinds that repeat a body."""
+        return None
+
+    def placed(self, op: Op) -> Split | None:
+        """Say how the axes of operands and results belong together; None where all have to be whole on each rank."""
+        return None
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Raise where a field says something else than the operands; what `infer` finds is left to it.
+
+        `known` is what may have been known of sizes when the record was made, one case after the other.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def limits(self) -> Mapping[str, Limit]:
+        """Return what the formulas in fields have to be once sizes are bound, by name of the field."""
+        return limits_of(type(self))
+
+    def stated(self) -> dict[str, Any]:
+        """Return the fields that say something: those that differ from their defaults."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not f.default and v != f.default}
+
+    def results_of(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Infer the results, of operands that the kind takes.
+
+        Raises
+        ------
+        CostGraphError
+            If an operand does not fit, is restricted to a domain where that means nothing, or is written into where
+            several of its index points are one element.
+        """
+        limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
+        if limited is not None:
+            raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected a whole tensor")
+        results = self.infer(operands)
+        expanded = next((t for t in map(operands.__getitem__, self.overwrites()) if t.touched != t.numel), None)
+        if expanded is not None:
+            raise ShapeError(f"{self.name} in place into {expanded!r}: expected a tensor that is not expanded")
+        return results
+
+    def _lacks(self, rule: str) -> UnsupportedError:
+        return UnsupportedError(f"op kind {self.name!r} has no rule {rule!r}, expected one in {type(self).__name__}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Working(OpKind):
+    """A kind whose ops may need memory while they run, beside operands and results."""
+
+    workspace: Amount = ZERO
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bodied(OpKind):
+    """A kind whose ops run the ops of a graph."""
+
+    body: Graph
+    """Its formals stand for the operands, its outputs for the results."""
+
+
+class Op(Node):
+    """An op node: one kernel, which reads each operand once and writes each result once."""
+
+    __slots__ = ("call", "graph", "kind", "name", "operands", "phase", "results", "scope")
+
+    def __init__(
+        self, graph: Graph, kind: OpKind, name: str, operands: tuple[Tensor, ...], scope: str, phase: str
+    ) -> None:
+        self.graph = graph
+        self.kind = kind
+        self.name = name
+        self.operands = operands
+        self.results: tuple[Tensor, ...] = ()
+        self.scope = scope
+        self.phase = phase
+        self.call: Call | None = None
+        """What a trace saw here: made again, in place of what the kind says, where the graph is run as it was."""
+
+    @property
+    def body(self) -> Graph | None:
+        """The graph that a kernel fuses or a loop repeats."""
+        return self.kind.body if isinstance(self.kind, Bodied) else None
+
+    @property
+    def loop(self) -> Loop | None:
+        """What is repeated and how, by the names of its parts; None where it is no loop."""
+        return self.kind.parts(self)
+
+    @property
+    def workspace(self) -> Poly:
+        """Bytes that it needs while it runs, beside operands and results."""
+        return self.kind.workspace if isinstance(self.kind, Working) else ZERO
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host runs it: what it reads and makes lies there. A transfer is of neither side."""
+        return not self.kind.crosses and any(t.storage.host for t in (*self.operands, *self.results))
+
+    def state(self, **facts: Any) -> None:
+        """Take a record with other facts in place of the op's own."""
+        before = self.kind
+        self.kind = replace(before, **facts)
+        self.graph.note(lambda: setattr(self, "kind", before))
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.kind.name}]"
+
+
+# -- loop --------------------------------------------------------------------------------------------------------------
+# Loops: a body that runs again and again, and the names of what goes in, comes out and is handed on.
+
+# 0 only where 'least' says so
+_Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat(Bodied):
+    """Runs its body `count` times; operands and outputs stand in the order in which `Loop` names them."""
+
+    name = "repeat"
+    restricted = crosses = True
+    count: _Times
+    """Iterations."""
+    carries: Index
+    """How many tensors an iteration hands to the next one."""
+    xs: Index
+    """How many tensors are read slice by slice."""
+    saved: Index = 0
+    """How many results have a storage for each iteration, or are an operand whose slices it has written."""
+    reverse: Flag = False
+    """Whether the last slice comes first."""
+    until: Flag = False
+    """Whether it runs the iterations before the one of the loop around."""
+    least: Annotated[int, Rule("0, or nothing", lambda v: v == 0 and is_count(v))] = 1
+    """0 where it may run no iteration at all."""
+
+    def limits(self) -> Mapping[str, Limit]:
+        """Return that of the count, which may be 0 where the record says so."""
+        return {**super().limits(), "count": Limit(self.least)}
+
+    def parts(self, op: Op) -> Loop:
+        """Return the parts of the loop."""
+        return Loop(op, self)
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Carries as they came, stacks of slices, and what each iteration leaves behind."""
+        outputs = self.body.outputs
+        out: list[Result] = []
+        for i, t in enumerate(outputs):
+            if i >= len(outputs) - self.saved:
+                out.append(self._left_behind(operands, t))
+                continue
+            if t.domain is not None and (i >= self.carries or operands[i].domain is None):
+                raise ShapeError(f"{t!r} leaves the body restricted to a domain, expected a tensor that is whole")
+            if i >= self.carries:
+                out.append(Result((self.count, *t.sizes), t.dtype, host=t.storage.host))
+                continue
+            entry = operands[i]
+            same = (t.dtype, t.domain) == (entry.dtype, entry.domain) and len(t.sizes) == entry.ndim
+            same = same and t.storage.host == entry.storage.host
+            if not same or not all(map(entry.graph.same, t.sizes, entry.sizes)):
+                raise ShapeError(
+                    f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
+                )
+            made = Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces, host=t.storage.host)
+            out.append(made)
+        return out
+
+    def _left_behind(self, operands: Sequence[Tensor], t: Tensor) -> Result:
+        """Return what an iteration leaves in a storage of its own, or has written into one of an operand's."""
+        first = self.carries
+        for i, f in enumerate(self.body.formals[first : first + self.xs], first):
+            outer = operands[i]
+            if f.storage is t.storage and (outer.storage.pieces or same_place(f, t)):
+                if t.ndim != f.ndim or t.domain is not None:
+                    raise ShapeError(f"{t!r} is a view of what an iteration was given, expected a part with its axes")
+                sizes, strides = (outer.sizes[0], *t.sizes), (outer.strides[0], *t.strides)
+                offset = outer.offset + t.offset - f.offset
+                return Result(sizes, t.dtype, strides, of=i, offset=offset, domain=outer.domain)
+        domain = None if t.domain is None else (t.domain[0], t.domain[1] + 1, t.domain[2] + 1)
+        sizes, pieces = (self.count, *t.sizes), t.storage.pieces + 1
+        return Result(sizes, t.dtype, domain=domain, pieces=pieces, host=t.storage.host)
+
+    def flops(self, op: Op) -> Flops:
+        """Return none of its own: those of the body are counted where they stand."""
+        return Flops()
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return nothing of its own."""
+        return (ZERO,) * len(op.operands)
+
+    def writes(self, op: Op) -> tuple[Poly, ...]:
+        """Return nothing of its own."""
+        return (ZERO,) * len(op.results)
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the body's inputs and outputs against the operands."""
+        body, count, carries, xs, saved = self.body, self.count, self.carries, self.xs, self.saved
+        need(self.least == 0 or count.constant != 0, "count 0")
+        need_formals(operands, body)
+        need(carries + xs <= len(operands), f"{carries} carries and {xs} slices of {len(operands)} operands")
+        need(carries + saved <= len(body.outputs), f"{carries} carries, {saved} saved of {len(body.outputs)} outputs")
+        for i, (outer, inner) in enumerate(zip(operands, body.formals, strict=True)):
+            if i < carries:
+                need(inner.dtype == outer.dtype and inner.sizes == outer.sizes, f"carry {inner!r} of {outer!r}")
+                need(inner.strides == contiguous(inner.sizes), f"strides of carry {inner!r}")
+            elif i < carries + xs:
+                need(outer.ndim > 0 and outer.graph.same(outer.sizes[0], count), f"{outer!r} in {count} slices")
+                need_fit(outer, inner, 1)
+            else:
+                need_fit(outer, inner)
+            pieces = outer.storage.pieces
+            left = max(pieces - 1, 0) if carries <= i < carries + xs else pieces
+            need(inner.storage.pieces == left, f"{inner.storage.pieces} axes of pieces of {inner!r}, {pieces} outside")
+        for i, t in enumerate(body.outputs[: len(body.outputs) - saved]):
+            need(i >= carries or t.is_contiguous, f"strides of carry {t!r}")
+            pieces = operands[i].storage.pieces if i < carries else 0
+            need(t.storage.pieces == pieces, f"{t.storage.pieces} axes of pieces of {t!r}, {pieces} outside")
+
+
+class Loop:
+    """An op that repeats a body, by the names of its parts.
+
+    Outside, `starts` are what the first iteration is handed, `xs` are read slice by slice and `shared` whole by each
+    iteration; `lasts` is what the last one hands on, `stacks` hold a slice of each, `pieces` a storage of each. Inside,
+    the body is given `carries`, `slices` and `captured`, and returns `nexts`, `ys` and `saved`.
+    """
+
+    def __init__(self, op: Op, kind: Repeat) -> None:
+        self.op, self.kind, self.body = op, kind, kind.body
+        self.count, self.reverse, self.until = kind.count, kind.reverse, kind.until
+        first, last = kind.carries, kind.carries + kind.xs
+        self.starts, self.xs, self.shared = op.operands[:first], op.operands[first:last], op.operands[last:]
+        kept = len(op.results) - kind.saved
+        self.lasts, self.stacks, self.pieces = op.results[:first], op.results[first:kept], op.results[kept:]
+
+    @cached_property
+    def carries(self) -> tuple[Tensor, ...]:
+        """What an iteration is handed by the one before."""
+        return tuple(self.body.formals[: self.kind.carries])
+
+    @cached_property
+    def slices(self) -> tuple[Tensor, ...]:
+        """What it is given of each of `xs`."""
+        return tuple(self.body.formals[self.kind.carries : self.kind.carries + self.kind.xs])
+
+    @cached_property
+    def captured(self) -> tuple[Tensor, ...]:
+        """What stands in it for `shared`."""
+        return tuple(self.body.formals[self.kind.carries + self.kind.xs :])
+
+    @cached_property
+    def nexts(self) -> tuple[Tensor, ...]:
+        """What it hands to the next iteration."""
+        return tuple(self.body.outputs[: self.kind.carries])
+
+    @cached_property
+    def ys(self) -> tuple[Tensor, ...]:
+        """What it writes into its slice of each of `stacks`."""
+        return tuple(self.body.outputs[self.kind.carries : len(self.body.outputs) - self.kind.saved])
+
+    @cached_property
+    def saved(self) -> tuple[Tensor, ...]:
+        """What it leaves behind in a storage of its own."""
+        return tuple(self.body.outputs[len(self.body.outputs) - self.kind.saved :])
+
+    def revised(self, i: int) -> Tensor | None:
+        """Return the operand that one of `pieces` is, once each iteration has written its slice; None of others."""
+        left, made = self.saved[i], self.pieces[i]
+        around = zip(self.slices, self.xs, strict=True)
+        return None if made.storage.pieces else next((x for f, x in around if f.storage is left.storage), None)
+
+    def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
+        """Return which results are what the loop was given: a carry as it came, or something from outside of it."""
+        found = {}
+        for i, left in enumerate(self.nexts):
+            around = ((self.carries[i], self.starts[i]), *zip(self.captured, self.shared, strict=True))
+            for given, outer in around:
+                if given.storage is left.storage:  # in the same order, as all that a loop hands on
+                    found[self.lasts[i].storage] = outer.storage, outer.offset + left.offset - given.offset
+        return found
+
+
+def loops(graph: Graph) -> Iterator[Loop]:
+    """Yield the loops of a graph, those inside bodies included."""
+    for op in graph.walk():
+        if op.loop is not None:
+            yield op.loop
+
+
+def is_pass(body: Graph) -> bool:
+    """Whether a graph or body is a whole pass, forward and back, as each micro-batch does one."""
+    return {"forward", "backward"} <= {op.phase for op in body.ops}
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements of a storage, in the same order and of one shape."""
+    alike = a.storage is b.storage and (a.sizes, a.offset) == (b.sizes, b.offset)
+    return alike and all(n == ONE or s == t for n, s, t in zip(a.sizes, a.strides, b.strides, strict=True))
+
+
+# -- agreement with the operands ---------------------------------------------------------------------------------
+
+
+def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:
+    """Compare a body's input with what it stands for; strides of axes of size 1 mean nothing."""
+    fits = inner.dtype == outer.dtype and inner.sizes == outer.sizes[drop:]
+    fits = fits and inner.storage.host == outer.storage.host
+    places = zip(inner.sizes, inner.strides, outer.strides[drop:], strict=fits)
+    fits = fits and all(a == b for n, a, b in places if n != ONE) and (drop > 0 or outer.domain == inner.domain)
+    need(fits, f"{inner!r} of the body, which stands for {outer!r}")
+
+
+def need_formals(operands: Sequence[Tensor], body: Graph) -> None:
+    """Compare the inputs of a body with its formals, and with the operands."""
+    inputs = [t for t in body.tensors if t.role == "formal" and t.producer is None]
+    need(len(body.formals) == len(inputs) and set(body.formals) == set(inputs), "inputs of the body")
+    need(len(body.formals) == len(operands), f"{len(body.formals)} inputs of the body, {len(operands)} operands")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+# What a graph must keep: looked at when its context closes, when it is loaded and when it is frozen.
+
+
+def check(graph: Graph) -> None:
+    """Raise GraphError where a graph, or a body inside it, breaks a rule."""
+    for g in graph.bodies():
+        _check_nodes(g)
+        _check_order(g)
+        _check_overwritten(g)
+
+
+def _check_nodes(graph: Graph) -> None:
+    for node in graph.nodes:
+        if not isinstance(node, Op | Tensor):
+            raise GraphError(f"graph {graph.name!r}: node {node!r}, expected tensors and ops only")
+    if not nx.is_directed_acyclic_graph(graph):
+        raise GraphError(f"graph {graph.name!r}: its edges make a cycle, expected none")
+
+
+def _check_order(graph: Graph) -> None:
+    ready = {t for t in graph.tensors if t.producer is None}
+    for op in graph.ops:
+        for t in (*op.operands, *op.results):
+            if t not in graph or not (graph.has_edge(t, op) if t in op.operands else graph.has_edge(op, t)):
+                raise GraphError(f"op {op.name!r}: tensor {t.name!r} is not joined to it, expected an edge")
+        late = next((t for t in op.operands if t not in ready), None)
+        if late is not None:
+            raise GraphError(f"op {op.name!r}: reads {late.name!r} before it is made, expected program order")
+        if op.body is not None and op.body.fused and not op.results:
+            raise GraphError(f"kernel {op.name!r}: nothing outside reads what it makes, expected a result that is used")
+        ready.update(op.results)
+
+
+def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
+    """Yield the storages that a tensor may lie in: its own, and that of a carry which a loop only hands on.
+
+    `first` has the tensor that each storage was made for, where that is known: of a sum in place there are many views.
+    """
+    t = first.get(t.storage, t)
+    while t.is_view and t.producer is not None:
+        t = next(o for o in t.producer.operands if o.storage is t.storage)
+    yield t.storage
+    loop = None if t.producer is None else t.producer.loop
+    if loop is None:
+        return
+    inputs = {f.storage: o for f, o in zip(loop.body.formals, loop.op.operands, strict=True)}
+    handed = [inputs[s] for s in _behind(loop.body.outputs[loop.op.results.index(t)]) if s in inputs]
+    carries = loop.starts
+    # carries that change places may have been in any of them
+    for o in dict.fromkeys((*handed, *(carries if any(h in carries for h in handed) else ()))):
+        yield from _behind(o, first)
+
+
+def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> list[Storage]:
+    """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
+    written = op.kind.overwrites()
+    if written:
+        return [s for i in written for s in _behind(op.operands[i], first)]
+    if op.body is None or op.loop is None:
+        return []
+    outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
+    return [outside[s] for inner in op.body.ops for s in overwritten_by(inner) if s in outside]
+
+
+def _is_left(t: Tensor, op: Op) -> bool:
+    """Whether what an op writes into is another part of a tensor's storage."""
+    parts = [op.operands[i] for i in op.kind.overwrites()]
+    if op.loop is not None:  # each iteration its slice of something
+        written = {s for inner in op.loop.body.ops for s in overwritten_by(inner)}
+        around = zip(op.loop.body.formals, op.operands, strict=True)
+        parts = [o for f, o in around if f.storage in written]
+        if not set(parts) <= set(op.loop.xs):
+            return False
+    return bool(parts) and all(t.apart(part) for part in parts)
+
+
+def _check_overwritten(graph: Graph) -> None:
+    """An op in place leaves nothing of the old values that it writes over: whoever reads them afterwards is wrong."""
+    gone: dict[Tensor, Op] = {}
+    first: dict[Storage, Tensor] = {}
+    by_storage: dict[Storage, list[Tensor]] = {}
+    for op in graph.ops:
+        lost = None if op.kind.renames else next((t for t in op.operands if t in gone), None)
+        if lost is not None:
+            raise GraphError(f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
+        for t in op.operands:
+            first.setdefault(t.storage, t)
+            by_storage.setdefault(t.storage, []).append(t)
+        for storage in overwritten_by(op, first):
+            before = by_storage.pop(storage, [])
+            by_storage[storage] = [t for t in before if _is_left(t, op)]
+            gone |= {t: op for t in before if t not in by_storage[storage]}
+        for t in op.results:
+            first.setdefault(t.storage, t)
+            by_storage.setdefault(t.storage, []).append(t)
+    lost = next((t for t in graph.outputs if t in gone), None)
+    if lost is not None:
+        raise GraphError(f"output {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
+
+
+# -- adding ------------------------------------------------------------------------------------------------------------
+# Nodes that come to a graph: sources that are declared, ops with their results, and the names of them all.
+
+
+def unique(graph: Graph, base: str) -> str:
+    """Return the name, numbered if it is taken."""
+    taken = graph.root._taken
+    number = taken.get(base, 0)
+    name = base
+    while name in taken:
+        name = f"{base}_{number}"
+        number += 1
+    _take(graph, base, max(number, 1))
+    _take(graph, name, taken.get(name, 1))
+    return name
+
+
+def _take(graph: Graph, name: str, number: int = 1) -> None:
+    """Take a name, with the number that the next one of it gets."""
+    taken = graph.root._taken
+    before = taken.get(name)
+    taken[name] = number
+    graph.note(lambda: taken.pop(name, None) if before is None else taken.__setitem__(name, before))
+
+
+def home(graph: Graph) -> Graph:
+    """Return where a parameter declared now belongs: the innermost body being built that is not fused."""
+    found = current_graph(graph)
+    while found.fused and found.parent is not None:
+        found = found.parent
+    return found
+
+
+def source(
+    graph: Graph,
+    name: str,
+    shape: Sequence[object],
+    dtype: str | DType | None,
+    role: str,
+    *,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Declare a tensor that no op makes."""
+    modify(graph, f"{role} {shorten(str(name))}")
+    if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
+        raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
+    full = with_suffix("/".join((*here().levels, name))) if role != "input" else name
+    if full in graph.root._taken:
+        raise GraphError(f"{role} {full!r}: the name is taken in graph {graph.root.name!r}, expected a new one")
+    format_ = graph.root.dtype if dtype is None else find_dtype(dtype)
+    tensor = Tensor(graph, full, sizes_of(shape, f"{role} {full!r}"), format_, role=role, requires_grad=requires_grad)
+    with graph.whole():
+        _take(graph, full)
+        graph.add_node(tensor)
+    return tensor
+
+
+def add_node(graph: Graph, /, node: Tensor | Op, **attr: object) -> None:
+    """Append a node."""
+    if graph.frozen:
+        modify(graph, f"add_node {node!r}")
+    root, new = graph.root, [n for n in (node.sizes if isinstance(node, Tensor) else ()) if not is_integral(n)]
+    if not root.quotients.issuperset(new):
+        before, root.quotients = root.quotients, united(root.quotients, frozenset(new))
+        graph.note(lambda: setattr(root, "quotients", before))
+    nx.DiGraph.add_node(graph, node, **attr)
+    graph.note(lambda: node in graph and nx.DiGraph.remove_node(graph, node))
+
+
+def add_result(graph: Graph, op: Op, result: Result, name: str | None = None) -> None:
+    """Attach one more result to an op."""
+    base = op.operands[result.of] if result.of is not None else None
+    tensor = Tensor(
+        graph,
+        unique(graph, name or op.name) if name or op.results else op.name,
+        result.sizes,
+        result.dtype,
+        role="activation",
+        strides=result.strides,
+        offset=result.offset,
+        storage=None if base is None else base.storage,
+        pieces=result.pieces,
+        host=any(t.storage.host for t in op.operands) if result.host is None else result.host,
+    )
+    tensor.storage.bytes += result.spare
+    tensor.producer = op
+    tensor.domain = result.domain
+    before, op.results = op.results, (*op.results, tensor)
+    graph.note(lambda: setattr(op, "results", before))
+    graph.add_node(tensor)
+    nx.DiGraph.add_edge(graph, op, tensor)
+
+
+def add_op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None = None) -> Op:
+    """Append an op; its results are inferred."""
+    need_name(kind.name, name)
+    operands = tuple(operands)
+    foreign = next((t for t in operands if graph.frozen and t.graph.root is not graph.root), None)
+    if foreign is not None:
+        graph.adopt(foreign)  # which says more than that this one is finished
+    modify(graph, name)
+    with graph.whole():
+        return _op(graph, kind, operands, name, phase)
+
+
+def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None) -> Op:
+    adopted = tuple(graph.adopt(t) for t in operands)
+    full = unique(graph, with_suffix("/".join((*here().levels, name))))
+    try:
+        need_one_memory(kind, adopted)
+        results = kind.results_of(adopted)
+        for i, result in enumerate(results):
+            sizes_of(result.sizes, f"result {i + 1}")
+    except CostGraphError as error:
+        raise type(error)(f"{full!r} in graph {graph.root.name!r}: {error}") from None
+    op = Op(graph, kind, full, adopted, full.rpartition("/")[0], phase or here().phase)
+    graph.add_node(op)
+    nx.DiGraph.add_edges_from(graph, ((t, op) for t in adopted))
+    for result in results:
+        add_result(graph, op, result)
+    if op.body is not None:
+        _share_scales(op)
+    if op.loop is not None:
+        _hand(graph, op.loop.handed_on())
+    if any(t.dtype.kind == "complex" for t in (*adopted, *op.results)):
+        _need_complex(op)
+    return op
+
+
+def need_one_memory(kind: OpKind, operands: Sequence[Tensor]) -> None:
+    """Refuse operands of which some lie on the host and others on the device."""
+    away = [t for t in operands if t.storage.host]
+    here = next((t for t in operands if not t.storage.host), None)
+    if away and here is not None and not kind.crosses:
+        raise GraphError(
+            f"{kind.name} of {away[0]!r} on the host and {here!r} on the device, expected a transfer of one of them"
+        )
+
+
+def _need_complex(op: Op) -> None:
+    """Refuse an op whose FLOPs are counted for real numbers alone."""
+    counted = op.kind.flops(op).by_kind()
+    if any(counted.values()) and not op.kind.takes_complex:
+        raise UnsupportedError(
+            f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no rule that says "
+            f"what it costs, expected real numbers, or an op of elements"
+        )
+
+
+def _share_scales(op: Op) -> None:
+    """Give inputs of a body the same number of scales per element as the operands that they stand for."""
+    assert op.body is not None
+    pairs = [(f, t) for f, t in zip(op.body.formals, op.operands, strict=False) if f.dtype == t.dtype]
+    scaled = [(f, t) for f, t in pairs if t.dtype.block is not None]
+    for f, t in scaled:
+        f.storage.bytes = f.storage.elements * t.element_bytes()
+    for inner in op.body.ops if scaled else ():
+        if inner.body is not None:
+            _share_scales(inner)
+
+
+def _hand(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
+    handed = graph.root.handed
+    handed.update(storages)
+    graph.note(lambda: [handed.pop(s, None) for s in storages])
+
+
+def added_since(graph: Graph, nodes: int) -> list[Op]:
+    """Return the ops that were added since a graph had so many nodes, in program order."""
+    added = [*islice(reversed(graph._node), len(graph) - nodes)]  # what networkx keeps nodes in
+    return [node for node in reversed(added) if isinstance(node, Op)]
+
+
+# -- graph -------------------------------------------------------------------------------------------------------------
+
+
+# what the library itself calls for each op is not checked
+@guarded(
+    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "told",
+    "whole", "note",
+)  # fmt: skip
+class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
+    """A model: tensors and ops in program order.
+
+    A graph is open while its `with` block is, and finished once that is left: tensors and ops are neither added nor
+    removed then, until it is entered again. What is stated of it, outputs, assumptions, defaults and the loss, may
+    still be. One that was never entered is open, and so is a copy.
+
+    Parameters
+    ----------
+    name : str
+        Name in reports.
+    dtype : str or DType
+        Number format of inputs and parameters that name none.
+
+    Raises
+    ------
+    FormatError
+        If the number format is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("mlp") as g:
+    ...     x = g.input("x", (B, D))
+    ...     g.output(cg.einsum(x, g.param("w", (D, F)), "b d, d f -> b f"))
+    >>> cg.flops(g)
+    2*B*D*F
+
+    A finished graph goes on in another block:
+
+    >>> with g:
+    ...     g.outputs = [cg.relu(g.outputs[0])]
+    >>> cg.flops(g)
+    2*B*D*F + B*F
+    """
+
+    frozen = False
+    """Whether it is finished: networkx's name, which `networkx.is_frozen` asks for."""
+    graph_attr_dict_factory = Attributes
+    dtype = Carried[DType]()
+    outputs = Carried[list[Tensor]]()
+    relations = Carried[Relations]()
+    defaults = Stated[dict[str, int]]()
+    gradients = Carried[dict[Tensor, Tensor]]()
+    """Gradients of parameters and inputs: they live from the first contribution to the end."""
+    loss = Stated[str | None]()
+    handed = Carried[dict[Storage, tuple[Storage, Poly]]]()
+    """Storages of carries that a loop hands on as they came, each with what it started from."""
+    sharding = Carried[Sharding | None]()
+    """Of the graph of one rank, where its tensors lie on the mesh."""
+    parts = Carried[tuple["Graph", ...]]()
+    waiting = Carried[Waiting | None]()
+    """Of a stage of a pipeline, the micro-batches that wait for their backward pass."""
+    matmul_dtype = Stated[str | None]()
+    """Name of the format in which the precision policy of the graph runs products; None for what was declared."""
+    layers = Carried[frozenset[str]]()
+    """Scopes that are one layer each, of stacks whose loops run through a period of several."""
+
+    add_nodes_from = changing(nx.DiGraph.add_nodes_from)
+    add_edge = changing(nx.DiGraph.add_edge)
+    add_edges_from = changing(nx.DiGraph.add_edges_from)
+    clear = changing(nx.DiGraph.clear)
+    clear_edges = changing(nx.DiGraph.clear_edges)
+    remove_node = changing(nx.DiGraph.remove_node)
+    remove_nodes_from = changing(nx.DiGraph.remove_nodes_from)
+    remove_edge = changing(nx.DiGraph.remove_edge)
+    remove_edges_from = changing(nx.DiGraph.remove_edges_from)
+
+    def __init__(self, name: object = "graph", dtype: str | DType = "fp32", **attr: object) -> None:
+        if name is not None and not isinstance(name, str | nx.Graph):
+            raise GraphError(f"graph: name {shown(name)}, expected text")
+        self.formals: list[Tensor] = []
+        self.parent: Graph | None = None
+        self.fused = False
+        self.owner: Op | None = None
+        self.cache: dict[object, Any] = {}
+        self._captured: dict[Tensor, Tensor] = {}
+        self._taken: dict[str, int] = {}
+        self.quotients: frozenset[Poly] = frozenset()
+        """Sizes that are whole only because they are sizes, such as D/H; of the outermost graph."""
+        self.modules: set[str] = set()
+        """Scopes that a layer or a Repeat has for itself."""
+        self._places: list[Place] = []
+        self.journal = Journal()
+        # networkx's own functions make graphs of this class with no argument, or with data to copy
+        super().__init__(None if isinstance(name, str) else name, **attr)
+        self.graph.setdefault("name", name if isinstance(name, str) else "graph")
+        facts: dict[str, Any] = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}}
+        facts |= {"gradients": {}, "handed": {}, "layers": frozenset(), "loss": None, "matmul_dtype": None}
+        facts |= {"sharding": None, "parts": (), "waiting": None}
+        self.graph.facts = facts | self.graph.facts
+
+    def copy(self, as_view: bool = False) -> Graph:
+        """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
+        out: Graph = super().copy(as_view=as_view)
+        if not as_view:
+            for kept in (out.graph, out.graph.facts):
+                kept |= {key: v.copy() for key, v in kept.items() if isinstance(v, list | dict)}
+        return out
+
+    # -- structure -----------------------------------------------------------------------------------------------
+
+    @property
+    def ops(self) -> list[Op]:
+        """Ops in program order, those inside bodies left out."""
+        return [n for n in self.nodes if isinstance(n, Op)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors in program order."""
+        return [n for n in self.nodes if isinstance(n, Tensor)]
+
+    @property
+    def root(self) -> Graph:
+        """The outermost graph."""
+        out = self
+        while out.parent is not None:
+            out = out.parent
+        return out
+
+    def walk(self) -> Iterator[Op]:
+        """Yield every op, those inside bodies included, an op before its body's."""
+        for op in self.ops:
+            yield op
+            if op.body is not None:
+                yield from op.body.walk()
+
+    def bodies(self) -> Iterator[Graph]:
+        """Yield this graph and every graph inside it."""
+        yield self
+        for op in self.ops:
+            if op.body is not None:
+                yield from op.body.bodies()
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Parameters, those of bodies included: a body's belong to each of its iterations."""
+        return [t for g in self.bodies() for t in g.tensors if t.role == "param" and t.producer is None]
+
+    def __repr__(self) -> str:
+        return f"Graph({self.name!r}: {len(self.ops)} ops, {len(self.tensors)} tensors)"
+
+    def __str__(self) -> str:
+        return summary(self)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Tensors that the caller owns, in the order of their declaration."""
+        return [t for t in self.tensors if t.role == "input"]
+
+    # -- declaring -----------------------------------------------------------------------------------------------
+
+    def input(
+        self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = False
+    ) -> Tensor:
+        """Declare a tensor that the caller owns.
+
+        Parameters
+        ----------
+        name : str
+            Name, unique in the graph.
+        shape : sequence of sympy.Expr or int
+            Sizes; `()` for a scalar.
+        dtype : str or DType, optional
+            Number format, the graph's by default.
+        grad : bool
+            True where the backward pass should make its gradient.
+
+        Returns
+        -------
+        Tensor
+            With role input.
+
+        Raises
+        ------
+        GraphError, ShapeError, FormatError
+            If the name is taken, a size is no size, or the format is unknown.
+        """
+        need_flag(f"input {name!r}", grad=grad)
+        return source(self.root, name, shape, dtype, "input", requires_grad=grad)
+
+    def param(
+        self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = True
+    ) -> Tensor:
+        """Declare a parameter; inside the body of a Repeat, one for each iteration.
+
+        Parameters
+        ----------
+        name : str
+            Name, prefixed by the scope and unique in the graph.
+        shape : sequence of sympy.Expr or int
+            Sizes.
+        dtype : str or DType, optional
+            Number format, the graph's by default.
+        grad : bool
+            False for a frozen parameter, which gets no gradient.
+
+        Returns
+        -------
+        Tensor
+            With role param.
+
+        Raises
+        ------
+        GraphError, ShapeError, FormatError
+            As `input`.
+        """
+        need_flag(f"param {name!r}", grad=grad)
+        return source(home(self), name, shape, dtype, "param", requires_grad=grad)
+
+    def buffer(
+        self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, role: str = "buffer"
+    ) -> Tensor:
+        """Declare what lives throughout and is no parameter: constants, or with role cache or state what is kept."""
+        need_choice(f"buffer {name!r}: role", role, ("buffer", "cache", "state", "gradient"))
+        return source(home(self), name, shape, dtype, role)
+
+    def output(self, *tensors: Tensor) -> None:
+        """Declare results of the graph: they live from birth to the end.
+
+        Parameters
+        ----------
+        *tensors : Tensor
+            Tensors of this graph; several calls add up.
+
+        Raises
+        ------
+        GraphError
+            If one is no tensor, or of another graph.
+        """
+        forget(self)
+        with self.whole():
+            for t in tensors:
+                if not isinstance(t, Tensor):
+                    raise GraphError(f"output of graph {self.name!r}: got {kind_of(t)}, expected a tensor")
+                append(self, self.outputs, self.adopt(t))
+
+    def assume(self, *relations: Annotated[str, READ]) -> None:
+        """State what is known of sizes, so that formulas narrow and bound sizes are checked.
+
+        Parameters
+        ----------
+        *relations : str
+            Such as `"F >= D"`, `"D == H*K"`, `"S <= 1024"`; `costgraph.notation.grammar` has the grammar.
+
+        Raises
+        ------
+        PatternError
+            If a text is no relation, or contradicts what is known.
+        """
+        known = self.root.relations.relations
+        self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
+
+    def freeze(self) -> Graph:
+        """Validate and finish, as the end of a `with` block does."""
+        self.validate()
+        self._finish()
+        return self
+
+    # -- as a context --------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Graph:
+        if self.frozen and self.parent is None:
+            self._reopen()
+        # a graph that is declared while another one is open starts with no scope of that one
+        self._places.append(enter(graph=self, levels=()))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        inmost = close(self._places.pop())
+        outermost = self.parent is None and not self._places
+        if outermost:
+            self._finish()  # whatever it ended with: nothing is added to it by accident
+        if kind is not None:
+            return
+        if not inmost:  # ops of both may have got the scope of the other one
+            raise GraphError(
+                f"graph {self.name!r} is closed while what was opened later is still open, expected the innermost one "
+                "first: two generators that run by turns cannot both hold a graph open"
+            )
+        if self.parent is None:
+            self.validate()
+
+    def _finish(self) -> None:
+        for g in self._own_bodies():
+            g.cache.clear()  # its lists and dictionaries may have been changed in place
+            g.frozen = True
+
+    def _reopen(self) -> None:
+        for g in self._own_bodies():
+            for name in [n for n, v in vars(g).items() if v is nx.classes.function.frozen]:
+                delattr(g, name)  # set by nx.freeze
+            g.frozen = False
+
+    def _own_bodies(self) -> Iterator[Graph]:
+        """Yield this graph and every graph inside it, nothing of a view, which has all from another graph."""
+        return iter(()) if hasattr(self, "_graph") else self.bodies()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return reduced(self)
+
+    def __setstate__(self, state: Any) -> None:
+        filled(self, state)
+
+    def __copy__(self) -> Graph:
+        return self.copy()
+
+    def whole(self, asked: str = "") -> AbstractContextManager[None]:
+        """Take back every change made inside, to this graph or to another part of the same one, if it is refused."""
+        return self.root.journal.whole(asked)
+
+    def note(self, undo: Callable[[], object]) -> None:
+        """Note what takes back a change that is made now."""
+        self.root.journal.note(undo)
+
+    add_node = add_node
+    add_op = add_op
+    add_result = add_result
+    unique = unique
+    formal = formal
+    adopt = adopt
+    capture = capture
+    export = export
+    explore = explore
+    same = same
+    told = told
+    stages = property(stages)
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors of the graph around that ops in here read."""
+        return tuple(self._captured)
+
+    def start_body(self, name: str, *, fused: bool) -> Graph:
+        """Return an empty body graph of this one."""
+        modify(self, name)
+        body = Graph(name, dtype=self.dtype)
+        body.parent = self
+        body.fused = fused
+        return body
+
+    def validate(self) -> None:
+        """Check that the graph means something.
+
+        Raises
+        ------
+        GraphError
+            If program order is broken, a kernel has no result that anyone reads, or a tensor is read after an op has
+            overwritten it in place.
+        """
+        check(self)
+
+
+def need_graph(place: str, graph: object) -> None:
+    """Raise GraphError if a question is asked of something else than a graph."""
+    if not isinstance(graph, Graph):
+        raise GraphError(f"{place}: got {kind_of(graph)}, expected a graph")
+
+
+def apply(kind: OpKind, operands: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
+    """Append an op of some kind to the graph of its operands and return its results."""
+    for i, t in enumerate(operands):
+        if not isinstance(t, Tensor):
+            raise GraphError(f"{kind.name}: operand {i + 1} is {kind_of(t)}, expected a tensor")
+    graph = current_graph(operands[0].graph if operands else None)
+    return graph.add_op(kind, operands, name).results

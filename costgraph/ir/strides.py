@@ -1,0 +1,311 @@
+"""Sizes and strides of tensors, with symbols in them: which view is free and which needs a copy.
+
+The rules are torch's, each symbol taken as larger than 1; a size that is literally 1 has no say in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil, floor, prod
+
+import sympy
+
+from ..algebra.dominance import Relations, lower
+from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, cached, generator, is_reciprocal, poly
+
+__all__ = [
+    "Sizes",
+    "apart",
+    "contiguous",
+    "dense_in",
+    "distinct",
+    "elementwise",
+    "has_blas_layout",
+    "in_the_order_of",
+    "is_contiguous_in",
+    "is_integral",
+    "is_polynomial",
+    "memory_format",
+    "memory_order",
+    "numel",
+    "settled",
+    "united",
+    "view",
+    "windows_along",
+]
+
+Sizes = tuple[Poly, ...]
+
+
+def numel(sizes: Sequence[Poly]) -> Poly:
+    """Return the number of elements."""
+    return _product(tuple(sizes))
+
+
+@cached(1 << 14)
+def _product(sizes: Sizes) -> Poly:
+    return prod(sizes, start=ONE)
+
+
+def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
+    """Return ceiling((size - spare) / stride), a window's places along an axis, with no ceiling inside another one.
+
+    A size is whole wherever it is bound, D/H too: there is nothing to round where the stride is 1.
+    """
+    if stride == 1:
+        return size - spare
+    more, rest = size.expr.as_coeff_Add()
+    inner = poly(more + rest.args[0]) if isinstance(rest, sympy.ceiling) and more.is_integer else size
+    return poly(sympy.ceiling(((inner - spare) / stride).expr))
+
+
+def is_polynomial(p: Poly) -> bool:
+    """Whether a formula has symbols alone, no floor and no other atom."""
+    return all(key[0] != "~" for m in p.terms for key, _ in m)
+
+
+@cached(1 << 14)
+def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
+    """Return a formula without the floors and ceilings of what is whole where all of some sizes are."""
+    new = {}
+    for key in p.generators():
+        expr = generator(key) if key[0] == "~" else None
+        if isinstance(expr, sympy.floor | sympy.ceiling):
+            inner = settled(poly(expr.args[0]), sizes)
+            number = inner.terms.get((), 0)
+            part = _fractional(inner - number)
+            if not part.terms or any(_is_multiple(part, _fractional(n)) for n in sizes):
+                new[key] = inner - number + (floor(number) if isinstance(expr, sympy.floor) else ceil(number))
+    return p.substitute(new) if new else p
+
+
+@cached(1 << 14)
+def _fractional(p: Poly) -> Poly:
+    """Return the terms that need not be whole numbers."""
+    return Poly({m: c for m, c in p.terms.items() if not _is_integral(m, c)})
+
+
+@cached(1 << 12)
+def united(a: frozenset[Poly], b: frozenset[Poly]) -> frozenset[Poly]:
+    """Return a union, the same object for equal ones: graphs of one model then share what was derived of it."""
+    return a | b
+
+
+@cached(1 << 14)
+def is_integral(p: Poly) -> bool:
+    """Whether a size is whole for whatever whole numbers its symbols are."""
+    return not _fractional(p).terms
+
+
+def _is_integral(m: Monomial, c: Rational) -> bool:
+    return isinstance(c, int) and all(e > 0 and (k[0] != "~" or generator(k).is_integer is True) for k, e in m)
+
+
+def _is_multiple(p: Poly, of: Poly) -> bool:
+    m = next(iter(p.terms))
+    ratio = Fraction(p.terms[m]) / of.terms[m] if m in of.terms else Fraction(1, 2)
+    return ratio.denominator == 1 and p == of * ratio
+
+
+@cached(1 << 14)
+def contiguous(sizes: Sizes) -> Sizes:
+    """Return the strides of a dense tensor whose last axis is the fastest."""
+    out = [ONE]
+    for size in reversed(sizes[1:]):
+        out.append(out[-1] * size)
+    return tuple(reversed(out)) if sizes else ()
+
+
+def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
+    """Return the strides of a dense tensor of other sizes with its axes in the same order, None where there is none."""
+    order = memory_order(sizes, strides)
+    if order is None:
+        return None
+    return dense_in(new, order)
+
+
+def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
+    """Return the axes of a dense tensor from the slowest to the fastest, None where it is not dense."""
+    left, order, step = list(range(len(sizes))), list[int](), ONE
+    while left:
+        axis = next((i for i in reversed(left) if sizes[i] == ONE or strides[i] == step), None)
+        if axis is None:
+            return None
+        left.remove(axis)
+        order.insert(0, axis)
+        step = step * sizes[axis]
+    return tuple(order)
+
+
+def memory_format(sizes: Sizes, strides: Sizes) -> tuple[int, ...]:
+    """Return the axes from the slowest to the fastest as torch's `suggest_memory_format`: channels last, or in order.
+
+    Only images and volumes, (batch, channels, *window), can have their channels last in memory; gaps are allowed.
+    """
+    rank = len(sizes)
+    axes = tuple(range(rank))
+    order, step = (0, *axes[2:], 1), ZERO
+    if rank not in (4, 5) or strides[1] == ZERO:
+        return axes
+    for axis in reversed(order):
+        if not _is_room(strides[axis] - step, None) or (axis == 0 and step == strides[1]):
+            return axes
+        step = strides[axis] * sizes[axis]
+    return order
+
+
+def dense_in(sizes: Sizes, order: Sequence[int]) -> Sizes:
+    """Return the strides of a dense tensor with its axes in an order, from the slowest to the fastest."""
+    steps = dict(zip(order, contiguous(tuple(sizes[i] for i in order)), strict=True))
+    return tuple(steps[i] for i in range(len(sizes)))
+
+
+def is_contiguous_in(sizes: Sizes, strides: Sizes, order: Sequence[int]) -> bool:
+    """Whether a tensor lies in memory without gaps, with its axes in the given order."""
+    dense = dense_in(sizes, order)
+    return all(n == ONE or stride == step for n, stride, step in zip(sizes, strides, dense, strict=True))
+
+
+def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether BLAS accepts the last two axes as a matrix: one of them has stride 1, and none is expanded."""
+    if len(sizes) < 2:
+        return True
+    rows, columns = sizes[-2:]
+    down, across = strides[-2:]
+    return (across == ONE and bool(down or rows == ONE)) or (down == ONE and bool(across or columns == ONE))
+
+
+def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
+    """Return the number of different elements behind a view: an expanded axis repeats the same ones."""
+    return numel([n for n, s in zip(sizes, strides, strict=True) if s])
+
+
+def apart(one: tuple[Sizes, Sizes, Poly], other: tuple[Sizes, Sizes, Poly], known: Relations | None = None) -> bool:
+    """Whether two views of one storage, each its sizes, strides and offset, are known to have no element in common.
+
+    They have none where, of all that is taken in steps of some number of elements, one lies wholly before the other.
+    """
+    if one[2] == other[2]:  # the first element of both: nearly always, and that nothing is proved takes long
+        return False
+    return _apart(one[:2], other[:2], other[2] - one[2], known)
+
+
+# rows of a tensor that are written one by one are held against each other, and most lie as others do
+@cached(1 << 14)
+def _apart(one: tuple[Sizes, Sizes], other: tuple[Sizes, Sizes], ahead: Poly, known: Relations | None) -> bool:
+    """Whether two views have no element in common, of which the other's begins so many elements behind the one's."""
+    axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (one, other)]
+    steps = {s for own in axes for _, s in own}
+    for step in (None, *steps):
+        inner = [[(n, s) for n, s in own if step is None or not is_integral(s / step)] for own in axes]
+        reach = [sum(((n - 1) * s for n, s in own), start=ZERO) for own in inner]
+        for first, second, behind in ((0, 1, ahead), (1, 0, -ahead)):
+            rooms = [behind - reach[first] - 1]
+            if step is not None:
+                rooms.append(step - behind - reach[second] - 1)
+            if all(_is_room(n, known) for n in rooms):
+                return True
+    return False
+
+
+def _is_room(n: Poly, known: Relations | None) -> bool:
+    """Whether there are no fewer than no elements."""
+    least = lower(n, known)
+    if least is None or least >= 0 or known is None or not known.relations:
+        return least is not None and least >= 0
+    return known.nonnegative(n)
+
+
+def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
+    """Return the strides under which the same memory has the sizes `new`, or None if that needs a copy.
+
+    torch's `computeStride`: axes that lie in one piece of memory may be merged and split, others may not.
+    """
+    old = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE]
+    chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each piece
+    for n, s in old:
+        if chunks and chunks[-1][1] == n * s:
+            chunks[-1] = (chunks[-1][0] * n, s)
+        else:
+            chunks.append((n, s))
+    out: list[Poly] = []
+    at = len(new) - 1
+    for elements, stride in reversed(chunks):
+        covered = ONE
+        while at >= 0 and (covered != elements or new[at] == ONE):
+            out.append(stride * covered)
+            covered = covered * new[at]
+            at -= 1
+        if covered != elements:
+            return None
+    while at >= 0:
+        if new[at] != ONE:
+            return None
+        out.append(out[-1] if out else ONE)
+        at -= 1
+    return tuple(reversed(out))
+
+
+@cached(1 << 14)
+def _compare(a: Poly, b: Poly) -> int:
+    if a == b:
+        return 0
+    if _at_least_one(b / a):
+        return -1
+    return 1 if _at_least_one(a / b) else 0
+
+
+def _at_least_one(ratio: Poly) -> bool:
+    """Whether a ratio of two strides, or two sizes, is known to be 1 or more."""
+    if len(ratio.terms) == 1:
+        ((factors, coefficient),) = ratio.terms.items()
+        if coefficient >= 1 and all(power > 0 and not is_reciprocal(key) for key, power in factors):
+            return True  # a product of sizes, none of which is 0: of a ceiling alone that could not be said
+    least = lower(ratio)
+    return least is not None and least >= 1
+
+
+def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
+    """Return the strides of an elementwise result: the order of the operands' axes is kept.
+
+    torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
+    """
+    full = [s for n, s in operands if n == sizes]
+    if full and all(s == contiguous(sizes) for s in full):
+        # the ordinary case; a broadcast operand alone cannot reorder what it does not have
+        return contiguous(sizes)
+    rank = len(sizes)
+    aligned = [_aligned(rank, n, s) for n, s in operands]
+    order = list(range(rank - 1, -1, -1))  # fastest first
+    for i in range(1, rank):
+        moving = i
+        for j in range(i - 1, -1, -1):
+            swap = _should_swap(order[j], order[moving], aligned, sizes)
+            if swap > 0:
+                order[j], order[moving] = order[moving], order[j]
+                moving = j
+            elif swap < 0:
+                break
+    out, step = [ONE] * rank, ONE
+    for axis in order:
+        out[axis] = step
+        step = step * sizes[axis]
+    return tuple(out)
+
+
+def _aligned(rank: int, sizes: Sizes, strides: Sizes) -> list[Poly]:
+    """Strides of an operand under broadcasting: 0 where it is repeated."""
+    return [ZERO] * (rank - len(sizes)) + [ZERO if n == ONE else s for n, s in zip(sizes, strides, strict=True)]
+
+
+def _should_swap(a: int, b: int, aligned: Sequence[Sequence[Poly]], sizes: Sizes) -> int:
+    for strides in aligned:
+        if not strides[a] or not strides[b]:
+            continue
+        order = _compare(strides[a], strides[b])
+        if order:
+            return order
+        if strides[a] == strides[b] and _compare(sizes[a], sizes[b]) > 0:
+            return 1
+    return 0

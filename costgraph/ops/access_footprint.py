@@ -1,0 +1,159 @@
+"""Which elements index points reach, and what an op leaves of a restriction to a domain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..algebra.dominance import lower
+from ..algebra.extremum import Max
+from ..algebra.polynomial import ONE, Poly, poly
+from ..errors import ShapeError
+from ..ir.graph import Tensor
+from ..ir.strides import Sizes, numel
+
+if TYPE_CHECKING:
+    from ..ir.graph import Domain
+
+__all__ = [
+    "alike",
+    "at_least",
+    "carried",
+    "carried_parts",
+    "larger",
+    "left_over",
+    "points",
+    "reached",
+    "regrouped",
+    "shared",
+]
+
+if TYPE_CHECKING:
+    Restriction = tuple[Domain, int, int]
+
+
+def at_least(a: Poly, b: Poly) -> bool:
+    """Whether `a >= b` is known of two amounts for all sizes."""
+    if a == b or not b:  # amounts are never negative
+        return True
+    least = lower(a - b)
+    return least is not None and least >= 0
+
+
+def larger(a: Poly, b: Poly) -> Poly:
+    """Return the larger of two amounts, a Max where it depends on the sizes."""
+    if not a:
+        return b
+    return a if at_least(a, b) else b if at_least(b, a) else poly(Max(a.expr, b.expr))
+
+
+def points(t: Tensor, *, stored: bool = False) -> Poly:
+    """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
+    return reached(t, t.sizes, t.domain, [bool(s) or not stored for s in t.strides])
+
+
+def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequence[bool]) -> Poly:
+    """Return how many positions of a tensor's own axes the index points of a shape reach, broadcast from the right.
+
+    The shape has as many axes as the tensor at least; `restriction` says which points of it there are, and `runs` of
+    each axis of the tensor whether its positions count, or are one.
+    """
+    # of an axis of size 1, all positions of a longer one are the same
+    moving = {i + len(sizes) - t.ndim: n for i, n in enumerate(t.sizes) if runs[i] and n != ONE}
+    if restriction is None:
+        return numel(list(moving.values()))
+    domain, query, key = restriction
+    rest = numel([n for axis, n in moving.items() if axis not in (query, key)])
+    own = {"query": query in moving, "key": key in moving}
+    return rest * domain.reached(sizes[query], sizes[key], t.graph.root.relations, **own)
+
+
+# -- what is left of a restriction -------------------------------------------------------------------------------
+
+
+def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
+    """Return the restriction of an elementwise result: that of its operands, at whose points alone it is computed.
+
+    ShapeError if operands are restricted to different domains, or one is repeated along an axis of its own.
+    """
+    found = None
+    for t in operands:
+        if t.domain is None:
+            continue
+        domain, *axes = t.domain
+        query, key = (i + len(sizes) - t.ndim for i in axes)
+        if any(t.sizes[i] == ONE != sizes[at] for i, at in zip(axes, (query, key), strict=True)):
+            raise ShapeError(f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not repeated")
+        if found not in (None, (domain, query, key)):
+            raise ShapeError("operands restricted to two different domains, expected one")
+        found = domain, query, key
+    return found
+
+
+def alike(operands: Sequence[Tensor]) -> Restriction | None:
+    """Return the restriction that operands which are written to one place have: one for all of them.
+
+    ShapeError if they are restricted to different domains, or some of them to none.
+    """
+    first = operands[0]
+    for t in operands[1:]:
+        if t.domain != first.domain:
+            raise ShapeError(f"{first!r} and {t!r} are restricted to different domains, expected the same")
+    return first.domain
+
+
+def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
+    """Follow a restriction to where its two axes have gone; `places` are the old axes of the new ones.
+
+    ShapeError if one of them is not there as it was.
+    """
+    if x.domain is None:
+        return None
+    domain, query, key = x.domain
+    if query not in places or key not in places:
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
+    return domain, places.index(query), places.index(key)
+
+
+def carried_parts(
+    x: Tensor, split: int | None, joined: int | None, ranks: tuple[str, Poly]
+) -> tuple[Domain, int, int] | None:
+    """Follow a restriction to the parts of ranks: one axis is split over an axis of a mesh, and one put together.
+
+    ShapeError if a restricted axis has no blocks that follow each other then.
+    """
+    if x.domain is None:
+        return None
+    domain, query, key = x.domain
+    inner = joined != query or domain.ranks[-1:] == (ranks,)
+    if key in (split, joined) or not inner:
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
+    left = domain.ranks[:-1] if joined == query else domain.ranks
+    return replace(domain, ranks=(*left, ranks) if split == query else left), query, key
+
+
+def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
+    """Return the restriction of a reduction: that of its operand where both axes stay; each row has a result."""
+    if x.domain is None or not {*x.domain[1:]} <= set(places):
+        return None
+    return carried(x, places)
+
+
+def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
+    """Return where axes of a shape are in another one of as many elements, None where they are not.
+
+    Which of several axes of size 1 it is cannot be told by elements: there are as many of them behind it.
+    """
+
+    def alike(shape: Sizes, size: Poly, behind: Poly) -> list[int]:
+        return [i for i in reversed(range(len(shape))) if shape[i] == size and numel(shape[i + 1 :]) == behind]
+
+    found: list[int | None] = []
+    for axis in axes:
+        size, behind = sizes[axis], numel(sizes[axis + 1 :])
+        before, after = (alike(shape, size, behind) for shape in (sizes, new))
+        left = [i for i in after if i not in found]
+        nth = before.index(axis)
+        found.append(after[nth] if after[nth:] and after[nth] in left else left[-1] if left else None)
+    return found

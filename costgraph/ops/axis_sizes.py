@@ -1,0 +1,139 @@
+"""Sizes of the axes of a pattern, from the shapes of the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+
+from ..algebra.polynomial import ONE, Poly, as_poly
+from ..algebra.symbols import shown
+from ..errors import ShapeError
+from ..ir.graph import Graph, Tensor, need
+from ..ir.strides import Sizes
+from ..notation.pattern import Affine, Axes, Pattern
+
+__all__ = [
+    "extents_of",
+    "need_indexed",
+    "need_plain",
+]
+
+
+# -- extents -----------------------------------------------------------------------------------------------------------
+
+
+def extents_of(
+    graph: Graph, pattern: Pattern, operands: Sequence[Tensor], given: Mapping[str, Poly] | None = None
+) -> dict[str, Poly]:
+    """Return the size of every axis of a pattern; the graph's assumptions say which sizes are equal.
+
+    `given` are sizes that the shapes alone do not tell. ShapeError if a name has two sizes, the number of axes differs,
+    or a size cannot be told.
+    """
+    extents: dict[str, Poly] = dict(given or {})
+    origin: dict[str, int | None] = dict.fromkeys(extents)
+    merged: list[tuple[Axes, Poly, int]] = []
+
+    def place(i: int | None) -> str:
+        return "the given sizes" if i is None else f"operand {i + 1} {operands[i]!r}"
+
+    def bind(name: str, size: Poly, i: int) -> None:
+        known = extents.setdefault(name, size)
+        origin.setdefault(name, i)
+        if not graph.same(known, size):
+            raise ShapeError(
+                f"axis {name!r} has size {known} in {place(origin[name])} and {size} in {place(i)}, expected one size"
+            )
+
+    for i, t in enumerate(operands):
+        dims = pattern.operands[i]
+        if len(dims) != t.ndim:
+            raise ShapeError(
+                f"operand {i + 1} {t!r} has {t.ndim} axes, the pattern {' '.join(map(str, dims))!r} has {len(dims)}"
+            )
+        for dim, size in zip(dims, t.sizes, strict=True):
+            if isinstance(dim, Affine):
+                continue
+            if len(dim.names) == 1:
+                bind(dim.names[0], size, i)
+            elif not dim.names and size != ONE:
+                raise ShapeError(f"{place(i)}: an axis of size {size} where the pattern has 1")
+            else:
+                merged.append((dim, size, i))
+    for dim, size, i in merged:
+        try:
+            _split(graph, dim, size, extents, partial(bind, i=i))
+        except _UnfitError as error:
+            raise ShapeError(f"{place(i)}: {error}") from None
+    return extents
+
+
+class _UnfitError(Exception):
+    """What does not fit of one axis: its operand is named where it is known."""
+
+
+def _split(graph: Graph, dim: Axes, size: Poly, extents: dict[str, Poly], bind: Callable[[str, Poly], None]) -> None:
+    unknown = [n for n in dim.names if n not in extents]
+    known = prod((extents[n] for n in dim.names if n in extents), start=ONE)
+    if len(unknown) > 1:
+        raise _UnfitError(f"sizes of {' and '.join(unknown)} in {dim} are not known, expected all but one")
+    if unknown:
+        quotient = size / known
+        value = quotient.constant
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise _UnfitError(f"an axis of size {size} does not split into {dim} with {unknown[0]} = {size}/{known}")
+        bind(unknown[0], quotient)
+    elif not graph.same(known, size):
+        raise _UnfitError(f"an axis of size {size}, but {dim} makes {known}")
+
+
+# -- indexing ----------------------------------------------------------------------------------------------------------
+# Agreement of a pattern with the shapes of its operands, windows included.
+
+
+def need_indexed(
+    operands: Sequence[Tensor],
+    pattern: Pattern,
+    extents: Mapping[str, Poly],
+    sizes: Sizes | None = None,
+    rooms: Sequence[Poly] = (),
+) -> None:
+    """Hold the pattern of a contraction or a pooling against the shapes, and the extents against both.
+
+    `sizes` are those of the result where they are stated, `rooms` what stated outputs leave over of an axis. ShapeError
+    if something does not agree.
+    """
+    need(
+        [len(o) for o in pattern.operands] == [t.ndim for t in operands], f"pattern {shown(str(pattern))}: its operands"
+    )
+    names = {n for o in pattern.operands for a in o for n in a.names}
+    need(set(extents) == names | set(pattern.result_names), f"extents of {shown(', '.join(extents))}")
+    same = operands[0].graph.same
+    places = [
+        (dim, size, f"operand {i + 1} {t!r}")
+        for i, t in enumerate(operands)
+        for dim, size in zip(pattern.operands[i], t.sizes, strict=True)
+    ]
+    if sizes is not None:
+        need(len(sizes) == len(pattern.result), f"sizes of the result of pattern {shown(str(pattern))}")
+        places += [(dim, n, "the result") for dim, n in zip(pattern.result, sizes, strict=True)]
+    found = set()
+    for dim, size, where in places:
+        if isinstance(dim, Axes):
+            need(same(prod((extents[n] for n in dim.names), start=ONE), size), f"axis {dim} of {where}")
+            continue
+        last = sum((step * (extents[n] - 1) for n, step in dim.terms), start=as_poly(0))
+        room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
+        found.add(room)
+        beyond = room.constant is not None and room.constant < 0
+        need(not beyond, f"index {dim} of {where} reaches beyond its axis")
+    need(found.issuperset(rooms), "what stated outputs leave over of an axis")
+
+
+def need_plain(pattern: Pattern) -> None:
+    """Refuse indices and diagonals on the right side, which only a contraction with stated sizes may have."""
+    plain = all(isinstance(a, Axes) for a in pattern.result) and len(set(pattern.result_names)) == len(
+        pattern.result_names
+    )
+    need(plain, f"the result of pattern {shown(str(pattern))}")

@@ -1,0 +1,192 @@
+"""Complex numbers as what they are made of, and Fourier transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise, permutations
+from math import prod
+from typing import Annotated, Protocol
+
+import sympy
+
+from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..dtypes import DTYPES, DType
+from ..errors import UnsupportedError
+from ..ir.graph import (
+    Flag,
+    Flops,
+    Limit,
+    Op,
+    OpKind,
+    Result,
+    Split,
+    Tensor,
+    all_of,
+    apply,
+    is_count,
+    is_size,
+    itself,
+    need,
+    one_of,
+    optional,
+)
+from ..ir.strides import Sizes
+from ..notation.validation import Rule
+from . import rules
+from . import sharding_rule as splits
+from .layout import index
+from .registry import register
+
+__all__ = [
+    "SCALES",
+    "Fourier",
+    "ViewAs",
+    "joined",
+    "real_part",
+    "transform_flops",
+    "view_as",
+]
+
+#: How a transform is scaled: not at all, by the root of its number of points, or by that number.
+SCALES = ("none", "root", "points")
+_COMPLEX = {"fp32": DTYPES["complex64"], "fp64": DTYPES["complex128"]}
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ViewAs(OpKind):
+    """A view of the same memory: of complex numbers as pairs of real ones, the other way round, or conjugates.
+
+    The sign of a conjugate is turned by what reads it, as torch does it: it costs nothing.
+    """
+
+    name = "view_as"
+    takes_complex = True
+    what: Annotated[str, one_of("real", "complex", "conjugate")]
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the operand with another last axis, of the two parts of each number, or as it is."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        if self.what == "complex":
+            need(x.dtype.name in _COMPLEX, f"{x!r} as complex numbers, of {', '.join(_COMPLEX)}")
+            pairs = bool(x.ndim) and x.sizes[-1] == 2 and x.strides[-1] == ONE
+            need(pairs, f"{x!r} as complex numbers, of a last axis of two that are side by side")
+            strides = tuple(s / 2 for s in x.strides[:-1])
+            return [Result(x.sizes[:-1], _COMPLEX[x.dtype.name], strides, of=0, offset=x.offset / 2)]
+        need(x.dtype.kind == "complex", f"{self.what} view of {x!r}, of complex numbers")
+        if self.what == "conjugate":
+            return [itself(x)]
+        strides = (*(2 * s for s in x.strides), ONE)
+        return [Result((*x.sizes, poly(2)), DTYPES[x.dtype.element], strides, of=0, offset=2 * x.offset)]
+
+    def placed(self, op: Op) -> Split:
+        """Split any axis but that of the parts."""
+        return _around(op, min((op.operands[0], op.results[0]), key=lambda t: t.ndim).ndim)
+
+
+def _around(op: Op, count: int, whole: Sequence[int] = ()) -> Split:
+    """Split the first axes of operand and result, which are the same, but some that are whole."""
+    names = [() if i in whole else (f"a{i}",) for i in range(count)]
+    left, right = ((*names, *(() for _ in range(t.ndim - count))) for t in (op.operands[0], op.results[0]))
+    return splits.across(op, [left], right, lambda extents, ranks: op.kind, linear=True)
+
+
+def transform_flops(points: Poly, length: Poly) -> Poly:
+    """Return 5 for each point and stage, log2(n) stages rounded up (Cooley and Tukey 1965; FFTW's benchmarks)."""
+    return 5 * points * poly(sympy.ceiling(sympy.log(length.expr, 2)))
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Fourier(OpKind):
+    """A discrete Fourier transform along some axes: of complex numbers, or with real ones on one side."""
+
+    name = "fft"
+    takes_complex = True
+    axes: Annotated[tuple[int, ...], Rule("a tuple of different axes, one at least", all_of(is_count))]
+    """The last one is that of which one side may have half."""
+    inverse: Flag = False
+    """Whether exponents are positive."""
+    scale: Annotated[str, one_of(*SCALES)] = "none"
+    last: Annotated[Poly | None, optional("None or a positive size", lambda v: v is None or is_size(v)), Limit(1)] = (
+        None
+    )
+    """Points of the last axis of the result where those of one side are half of them, which tell the others. Of
+    complex numbers the result is real then."""
+    reads, writes = rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One dense result."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        need(bool(self.axes) and len(set(self.axes)) == len(self.axes), f"axes {self.axes} of a transform")
+        need(max(self.axes) < x.ndim, f"axes {self.axes} of {x!r}")
+        complex_ = x.dtype.kind == "complex"
+        to_real = complex_ and self.last is not None
+        if to_real or not complex_:
+            what = f"inverse={self.inverse} of {x!r}, which is so to real numbers and not from these"
+            need(self.inverse == to_real, what)
+        sizes = list(x.sizes)
+        if self.last is not None:
+            sizes[self.axes[-1]] = self.last
+            ends = x.sizes[self.axes[-1]], self.last
+            half, full = (n.constant for n in (ends if to_real else ends[::-1]))
+            if isinstance(half, int) and isinstance(full, int):
+                need(full // 2 + 1 == half, f"half {half} of {full} points")
+        if complex_:
+            return [Result(tuple(sizes), x.dtype if self.last is None else DTYPES[x.dtype.element])]
+        if x.dtype.name not in _COMPLEX:
+            raise UnsupportedError(f"fft of {x!r}: expected complex numbers, or {' or '.join(_COMPLEX)}")
+        return [Result(tuple(sizes), _COMPLEX[x.dtype.name])]
+
+    def flops(self, op: Op) -> Flops:
+        """Count 5*n*ceil(log2(n)) for each transform, half of it where one side is real."""
+        (x,), (y,) = op.operands, op.results
+        real = next((t for t in (x, y) if t.dtype.kind != "complex"), None)
+        whole = x if real is None else real
+        length = prod((whole.sizes[a] for a in self.axes), start=ONE)
+        share = 1 if real is None else Fraction(1, 2)
+        return Flops(pointwise=transform_flops(whole.numel, length) * share)
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return _around(op, op.operands[0].ndim, self.axes)
+
+
+class Laid(Protocol):
+    """Sizes, strides and format: a tensor, or the specification of one."""
+
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def strides(self) -> Sizes: ...
+    @property
+    def dtype(self) -> DType: ...
+
+
+def joined(operand: Laid, axes: Sequence[int]) -> Poly:
+    """Return the bytes of the copy that a transform makes of its operand.
+
+    The axes that are not transformed have to be one, in the order in memory. An expanded operand is copied as well.
+    """
+    copy = prod(operand.sizes, start=ONE) * operand.dtype.bytes
+    if any(n != ONE and not step for n, step in zip(operand.sizes, operand.strides, strict=True)):
+        return copy
+    outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
+    steps, sizes = operand.strides, operand.sizes
+    whole = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(outer))
+    return ZERO if whole else copy
+
+
+def view_as(x: Tensor, what: str, *, name: str = "") -> Tensor:
+    """Return complex numbers as pairs of `real` ones, pairs as `complex` numbers, or the `conjugate`: a view."""
+    return apply(ViewAs(what=what), [x], name or ("conj" if what == "conjugate" else f"view_as_{what}"))[0]
+
+
+def real_part(x: Tensor) -> Tensor:
+    """Return the real part of complex numbers: a view."""
+    return index(view_as(x, "real"), (Ellipsis, 0))

@@ -1,0 +1,679 @@
+"""Ops with a body: fused kernels, and repeats whose count may be a symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce as fold
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, overload
+
+from ..algebra.polynomial import ONE, ZERO, Poly
+from ..algebra.symbols import is_name, shorten
+from ..dtypes import DType
+from ..errors import GraphError, ShapeError
+from ..ir.graph import (
+    Amount,
+    Bodied,
+    Flag,
+    Graph,
+    Index,
+    Loop,
+    Op,
+    OpKind,
+    Repeat,
+    Result,
+    Shape,
+    Storage,
+    Tensor,
+    Working,
+    all_of,
+    amount,
+    apply,
+    building,
+    current_graph,
+    here,
+    is_amount,
+    is_count,
+    itself,
+    modify,
+    module,
+    need,
+    need_call,
+    need_fit,
+    need_formals,
+    scope,
+    sizes_of,
+)
+from ..ir.strides import contiguous, numel
+from ..notation.validation import Rule
+from . import rules
+from . import sharding_rule as splits
+from .access_footprint import alike, larger
+from .elementwise import Pointwise, pointwise
+from .fill import Fresh
+from .functions import FUNCTIONS
+from .layout import Places, contiguous_copy, need_places
+from .registry import register
+from .uses import elements_read
+
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = [
+    "Absent",
+    "Accumulate",
+    "absent",
+    "accumulate",
+    "slice_of",
+    "taken",
+    "Empty",
+    "Stacked",
+    "Env",
+    "Player",
+    "Turn",
+    "Carry",
+    "Kernel",
+    "Repeat",
+    "each",
+    "fused",
+    "kernel",
+    "repeat",
+    "save",
+    "scan",
+    "written_slices",
+]
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+# What iterations of a loop leave behind, one storage each, and sums that they add to.
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Absent(Fresh):
+    """What a loop adds to before there is anything: it takes no memory, and the first term becomes it."""
+
+    name = "absent"
+    pieces: Index = 0
+    """Leading axes whose positions are storages of their own."""
+    domain: Places = None
+    writes = rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the sum."""
+        return [replace(made, pieces=self.pieces, domain=self.domain) for made in Fresh.infer(self, operands)]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the domain against the shape."""
+        need_places(self.domain, self.sizes)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Accumulate(OpKind):
+    """A term added to a sum in place; where there is nothing yet to add to, the term is the sum, at no cost.
+
+    One that is `lent`, as it is someone else's as well, is copied there.
+    """
+
+    name = "accumulate"
+    restricted = takes_complex = True
+    lent: Flag = False
+    flops, reads, writes = rules.per_result, rules.whole, rules.all_results
+    placed = splits.summed
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the sum."""
+        rules.need_operands(self, operands, 2)
+        so_far, term = operands
+        if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
+            raise ShapeError(f"accumulate {term!r} into {so_far!r}: expected one shape and format")
+        alike(operands)
+        return [itself(so_far)]
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the sum."""
+        return (0,)
+
+
+def absent(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
+    """Return a sum before its first term: a carry of a loop that `accumulate` adds to; it takes no memory."""
+    return apply(Absent(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
+
+
+def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = "accumulate") -> Tensor:
+    """Add a term in place: one FLOP an element. Where the sum is still absent the term becomes it, at no cost.
+
+    One that is `lent`, as others hold it too, is copied there.
+    """
+    dense = contiguous_copy(term)
+    return apply(Accumulate(lent=lent and dense is term), [so_far, dense], name)[0]
+
+
+def taken(op: Op) -> Op:
+    """Return what an op that adds a term that is lent does where there is nothing yet to add to: a copy of it."""
+    copy = Op(op.graph, Pointwise(function=FUNCTIONS["copy"]), op.name, op.operands[1:], op.scope, op.phase)
+    copy.results = op.results
+    return copy
+
+
+def slice_of(body: Graph, t: Tensor, name: str) -> Tensor:
+    """Add an input of a loop's body that stands for one position along the first axis of a tensor."""
+    inner = body.formal(t, name, t.sizes[1:], t.strides[1:], max(t.storage.pieces - 1, 0))
+    inner.domain = None if t.domain is None else (t.domain[0], t.domain[1] - 1, t.domain[2] - 1)
+    return inner
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------------
+# Stacks of slices, one of each iteration, without a loop around: made empty, and full once all slices are written.
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Empty(Fresh):
+    """A stack of slices before any of them is written: storage without content."""
+
+    name = "empty"
+    writes = rules.nothing
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Stacked(OpKind):
+    """The same stack when all of its slices are written: a name that says on what it depends."""
+
+    name = "stacked"
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the first operand; the others are written into it from now on."""
+        stack, at = operands[0], ZERO
+        for t in operands[1:]:
+            if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
+                raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
+            if t.storage is not stack.storage:
+                # what an iteration makes for a stack is written into its slice at once: there it lies from now on
+                t.strides = contiguous(t.sizes)
+                _move(t, t.storage, stack.storage, at)
+            at = at + numel(t.sizes)
+        if not stack.graph.same(at, stack.numel):
+            raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
+        return [itself(stack)]
+
+
+def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
+    """Let a tensor, and what is a view of it, lie in another storage."""
+    left = [t]
+    while left:
+        moved = left.pop()
+        moved.storage, moved.offset = new, moved.offset + offset
+        left += [r for op in moved.graph.successors(moved) for r in op.results if r.storage is old and r not in left]
+
+
+# -- play --------------------------------------------------------------------------------------------------------------
+# Loops played out: what an iteration is given, hands on and leaves behind, once for all who run one.
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An iteration that is played."""
+
+    at: int
+    """its number among those that are played"""
+    times: int
+    """how many are played"""
+    count: Poly = ONE
+    """how many there are"""
+
+
+Env = dict[Any, Any]
+
+
+class Player(Generic[P]):
+    """Runs the ops of a graph in order, and the body of a loop as often as it repeats.
+
+    What an op makes is a value of the player's own, kept by `key`; a sum before its first term is None, and what has a
+    storage for each iteration is what `collected` says. `P` is what a player wants to know of where an op stands: it is
+    handed down, and each iteration has its own.
+    """
+
+    def __init__(self) -> None:
+        self.around: list[Turn] = [Turn(0, 1)]
+        """The iterations around what is played; the first one stands for none."""
+
+    # -- what a player says ----------------------------------------------------------------------------------------
+
+    def key(self, t: Tensor) -> Hashable:
+        """Return by what the value of a tensor is kept."""
+        return t
+
+    def step(self, op: Op, env: Env, place: P) -> None:
+        """Run an op that is no loop."""
+        raise NotImplementedError
+
+    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterable[Turn]:
+        """Yield the iterations, in the order in which they run."""
+        raise NotImplementedError
+
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: P) -> Any:
+        """Return what the slices of a result are written into, before the first one is."""
+        raise NotImplementedError
+
+    def slice(self, loop: Loop, value: Any, turn: Turn, place: P) -> Any:
+        """Return what an iteration is given of what is read slice by slice."""
+        raise NotImplementedError
+
+    def inside(self, env: Env) -> Env:
+        """Return where values are kept during an iteration."""
+        return {}
+
+    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: P) -> None:
+        """Run the body once."""
+        raise NotImplementedError
+
+    def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: P) -> Any:
+        """Return a stack once all of its slices are written; they are in the order of the iterations."""
+        return stack
+
+    def collected(self, loop: Loop, rows: Sequence[Any]) -> Any:
+        """Return what stands for a storage of each iteration; they are in the order of the iterations."""
+        return list(rows)
+
+    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: P) -> Any:
+        """Return an operand once each iteration has written its slice; they are in the order of the iterations."""
+        return env[self.key(whole)]
+
+    # -- what a loop does --------------------------------------------------------------------------------------------
+
+    def play(self, ops: Iterable[Op], env: Env, place: P) -> None:
+        """Run ops one after the other."""
+        for op in ops:
+            self.one(op, env, place)
+
+    def one(self, op: Op, env: Env, place: P) -> None:
+        """Run an op: one that adds to a sum before there is anything makes the term the sum."""
+        if op.loop is not None:
+            self.loop(op.loop, env, place)
+        elif isinstance(op.kind, Absent):
+            env[self.key(op.results[0])] = None
+        elif isinstance(op.kind, Accumulate) and env[self.key(op.operands[0])] is None:
+            if op.kind.lent:
+                del env[self.key(op.operands[0])]
+                self.step(taken(op), env, place)
+            else:
+                env[self.key(op.results[0])] = env[self.key(op.operands[1])]
+        else:
+            self.step(op, env, place)
+
+    def loop(self, loop: Loop, env: Env, place: P) -> None:
+        """Run a loop: each iteration is handed what the one before it made of its carries."""
+        stacks = [self.stack(loop, t, env, place) for t in loop.stacks]
+        state, xs, shared = (self._values(ts, env) for ts in (loop.starts, loop.xs, loop.shared))
+        ys: list[list[Any]] = []
+        left: list[list[Any]] = []
+        for turn in self.turns(loop, xs):
+            inner = self.inside(env)
+            self._put(inner, loop.captured, shared)
+            self._put(inner, loop.slices, [self.slice(loop, v, turn, place) for v in xs])
+            self._put(inner, loop.carries, state)
+            self.around.append(turn)
+            self.iteration(loop, inner, turn, stacks, place)
+            self.around.pop()
+            state = self._values(loop.nexts, inner)
+            ys.append(self._values(loop.ys, inner))
+            left.append(self._values(loop.saved, inner))
+        if loop.reverse:
+            ys, left = ys[::-1], left[::-1]
+        self._put(env, loop.lasts, state)
+        filled = [self.filled(loop, i, s, [row[i] for row in ys], place) for i, s in enumerate(stacks)]
+        self._put(env, loop.stacks, filled)
+        for i, t in enumerate(loop.pieces):
+            rows, whole = [row[i] for row in left], loop.revised(i)
+            self._put(
+                env, [t], [self.collected(loop, rows) if whole is None else self.revised(whole, env, rows, place)]
+            )
+
+    def _values(self, tensors: Iterable[Tensor], env: Env) -> list[Any]:
+        return [env[self.key(t)] for t in tensors]
+
+    def _put(self, env: Env, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
+        for t, value in zip(tensors, values, strict=True):
+            env[self.key(t)] = value
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+Carry = Tensor | tuple[Tensor, ...]
+
+
+def _are_strides(value: object) -> bool:
+    return value is None or all_of(is_amount)(value)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Working, Bodied):
+    """Ops fused into one: what they pass to each other never reaches memory."""
+
+    name = "kernel"
+    restricted = True
+    changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))] = ()
+    """Operands that it writes into, such as the state of a recurrence that goes on from step to step."""
+    backward: str = ""
+    """How its gradients are made: in one kernel, `ops` for an op each, or the name of a rule."""
+    statistics: Annotated[str, Rule("auto, or nothing", lambda v: v == "auto")] = ""
+    """Whether its statistics are kept where a backward pass reads them: found out there."""
+    strides: Annotated[
+        tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))
+    ] = ()
+    """How its first results lie in memory where that is not dense in the order of their axes."""
+    spare: Amount = ZERO
+    """Bytes of the first result's storage beyond its elements: the kernel first wrote a larger tensor there."""
+    gradient_workspace: Amount = ZERO
+    """Bytes of temporaries of the backward kernel, if the incoming gradient is contiguous."""
+    flops, writes = rules.in_the_body, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what its body hands out."""
+        body = self.body
+        if any(i >= min(len(operands), len(body.formals)) for i in self.changed):
+            raise ShapeError(
+                f"kernel: changes operand {max(self.changed)} of {len(operands)}, expected one that it has"
+            )
+        places = {body.formals[i].storage: i for i in self.changed}
+        made: list[Result] = []
+        for t, strides in zip_longest(body.outputs, self.strides[: len(body.outputs)]):
+            i = places.get(t.storage)
+            need(strides is None or len(strides) == t.ndim, f"{len(strides or ())} strides of {t!r}")
+            into = Result(t.sizes, t.dtype, strides, domain=t.domain, spare=ZERO if made else self.spare)
+            if i is not None:
+                into = replace(into, strides=operands[i].strides, of=i, offset=operands[i].offset, spare=ZERO)
+            made.append(into)
+        return made
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what the ops inside read of each operand, a view inside standing for its source."""
+        amounts = []
+        for i, f in enumerate(self.body.formals):
+            # a view is written out: a copy, unless it is what was written into the operand
+            own = i not in self.changed
+            handed = [rules.elements(t) for t in self.body.outputs if own and t.storage is f.storage]
+            amounts.append(fold(larger, handed, elements_read(self.body, f)))
+        return rules.once(op, amounts)
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the operands that it writes into."""
+        return self.changed
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the body's inputs against the operands."""
+        need_formals(operands, self.body)
+        sources = [t for t in self.body.tensors if t.producer is None and t.role != "formal"]
+        need(not sources, f"{sources[:1]!r} declared inside a kernel")
+        for outer, inner in zip(operands, self.body.formals, strict=True):
+            need_fit(outer, inner)
+            need(inner.offset == outer.offset, f"offset of {inner!r}")
+
+
+@contextmanager
+def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[Graph]:
+    """Fuse the ops made inside into one kernel: what they pass to each other never reaches memory.
+
+    Parameters
+    ----------
+    name : str
+        Name of the kernel, also the scope of the ops inside.
+    workspace : sympy.Expr or int
+        Bytes that it needs while it runs, beside operands and results.
+    backward : str
+        How its gradients are made: by default in one kernel, which computes again from the operands what `save` does
+        not keep; with `ops` by an op for each op inside; or the name of a rule in `costgraph.transforms.vjp.kernels`.
+
+    Yields
+    ------
+    Graph
+        The body.
+
+    Raises
+    ------
+    GraphError
+        If no graph is open. That nothing made inside is used outside is found when the graph is validated.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, D))
+    ...     with cg.kernel("scaled_relu"):
+    ...         y = cg.relu(2 * x)
+    ...     g.output(y)
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (2*B*D, 8*B*D)
+    """
+    graph = current_graph()
+    if not is_name(name):
+        raise GraphError(f"kernel {shorten(str(name))}: expected an identifier")
+    space = amount(f"kernel {name!r}: workspace", workspace)
+    if not isinstance(backward, str):
+        raise GraphError(f"kernel {name!r}: backward {backward!r}, expected 'ops' or the name of a rule")
+    body = graph.start_body(name, fused=True)
+    with graph.whole():
+        with scope(name), building(body):
+            yield body
+        body.owner = graph.add_op(Kernel(body=body, workspace=space, backward=backward), body.captured, name)
+    # its bytes stand in the table beside the FLOPs of the ops inside
+    body.owner.scope = "/".join((*here().levels, name))
+
+
+def save(t: Tensor) -> Tensor:
+    """Mark a tensor inside a kernel: the kernel writes it as well where a backward pass reads it."""
+    maker = t.producer
+    if maker is None or not t.graph.fused:
+        raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
+    modify(t.graph, "save")
+    maker.state(save=True)
+    return t
+
+
+def fused(name: str, function: Callable[..., Carry], *operands: Tensor, backward: str = "", **options: object) -> Carry:
+    """Run a function of tensors inside one kernel and hand out what it returns."""
+    if not operands or not all(isinstance(t, Tensor) for t in operands):
+        raise GraphError(f"{name}: operands {operands!r}, expected tensors")
+    graph = current_graph(operands[0].graph)
+    with building(graph), kernel(name, backward=backward) as body:
+        made = function(*operands, **options)
+    return tuple(body.export(t) for t in made) if isinstance(made, tuple) else body.export(made)
+
+
+@overload
+def repeat(count: object, body: Callable[..., Tensor], x: Tensor, *, name: str = ...) -> Tensor: ...
+
+
+@overload
+def repeat(
+    count: object, body: Callable[..., tuple[Tensor, ...]], x: tuple[Tensor, ...], *, name: str = ...
+) -> tuple[Tensor, ...]: ...
+
+
+def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "repeat") -> Carry:
+    """Apply a body several times, the count a symbol if one likes: a stack of layers.
+
+    Parameters
+    ----------
+    count : sympy.Expr or int
+        Number of iterations, at least 1.
+    body : callable
+        `body(x) -> x`, called once with the tensors of one iteration. Parameters declared inside belong to each
+        iteration; tensors from outside are shared by all of them.
+    x : Tensor or tuple of Tensor
+        What the first iteration starts from; a tuple is passed as several arguments.
+    name : str
+        Name of the op, also the scope of what is inside.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        What the last iteration returns.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the body returns something else than it was given.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, L = cg.dims("B D L")
+    >>> with cg.Graph("g") as g:
+    ...     layer = lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D))
+    ...     g.output(cg.repeat(L, layer, g.input("x", (B, D)), name="layers"))
+    >>> cg.matmul_flops(g), cg.param_count(g)
+    (2*B*D**2*L, D**2*L)
+    """
+    need_call("repeat: body", body)
+    carries = x if isinstance(x, tuple) else (x,)
+
+    def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        made = body(*args)
+        return (made if isinstance(made, tuple) else (made,)), ()
+
+    out, _ = _loop(count, step, carries, (), name)
+    return out if isinstance(x, tuple) else out[0]
+
+
+def scan(
+    count: object,
+    body: Callable[..., tuple[Carry, Carry]],
+    carry: Carry,
+    xs: Carry = (),
+    *,
+    name: str = "scan",
+) -> tuple[Carry, Carry]:
+    """Apply a body along the first axis of tensors: a recurrence over time, as `jax.lax.scan`.
+
+    Parameters
+    ----------
+    count : sympy.Expr or int
+        Number of iterations, the size of the first axis of every `xs`.
+    body : callable
+        `body(carry, x) -> (carry, y)`: `x` is one slice of `xs`, a view; `y` is written into one slice of a stack.
+        Tuples stand for several tensors on either place.
+    carry : Tensor or tuple of Tensor
+        State before the first iteration.
+    xs : Tensor or tuple of Tensor
+        Read slice by slice; `()` for none, and then the body gets `()`.
+    name : str
+        Name of the op, also the scope of what is inside.
+
+    Returns
+    -------
+    carry, ys
+        The last state, and the slices in one tensor (or tuple of tensors) with a first axis of size `count`, whose
+        storage lives from the first iteration on.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the body returns something else than such a pair, or the first axes differ.
+    """
+    need_call("scan: body", body)
+    single = not isinstance(carry, tuple)
+    shapes: list[bool] = []
+
+    def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        state, rest = args[: len(carries)], args[len(carries) :]
+        made = body(state[0] if single else state, rest[0] if isinstance(xs, Tensor) else rest)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise GraphError(f"scan {name!r}: the body returned {made!r}, expected a pair (carry, y)")
+        after, y = made
+        if not isinstance(y, Tensor | tuple | None):
+            raise GraphError(f"scan {name!r}: the body returned y = {y!r}, expected a tensor, a tuple or None")
+        shapes.append(isinstance(y, Tensor))
+        return (after if isinstance(after, tuple) else (after,)), ((y,) if isinstance(y, Tensor) else tuple(y or ()))
+
+    carries = carry if isinstance(carry, tuple) else (carry,)
+    out, ys = _loop(count, step, carries, xs if isinstance(xs, tuple) else (xs,), name)
+    return (out[0] if single else out), (ys[0] if shapes[0] else ys)
+
+
+def _loop(
+    count: object,
+    step: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+    carries: tuple[Tensor, ...],
+    xs: tuple[Tensor, ...],
+    name: str,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    (times,) = sizes_of((count,), f"repeat {name!r}: count")
+    if not carries or not all(isinstance(t, Tensor) for t in (*carries, *xs)):
+        raise GraphError(f"repeat {name!r}: got {carries + xs!r}, expected tensors to start from")
+    if not is_name(name):
+        raise GraphError(f"repeat {shorten(str(name))}: expected an identifier as its name")
+    graph = current_graph(carries[0].graph)
+    # a carry has one layout in all iterations: the dense one
+    carries = tuple(contiguous_copy(graph.adopt(t)) for t in carries)
+    xs = tuple(graph.adopt(t) for t in xs)
+    limited = next((t for t in (*carries, *xs) if t.domain is not None), None)
+    if limited is not None:
+        raise ShapeError(f"repeat {name!r}: {limited!r} is restricted to a domain, expected a tensor that is whole")
+    for t in xs:
+        if t.ndim == 0 or not graph.same(t.sizes[0], times):
+            raise ShapeError(f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}")
+    body = graph.start_body(name, fused=False)
+    with module(graph, name) as own, building(body):
+        inner = [body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)]
+        inner += [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
+        after, ys = step(*inner)
+        if len(after) != len(carries) or not all(isinstance(t, Tensor) for t in (*after, *ys)):
+            raise GraphError(
+                f"repeat {name!r}: the body returned {after + ys!r}, expected {len(carries)} tensors to carry on"
+            )
+        after = tuple(contiguous_copy(body.adopt(t)) for t in after)
+        body.outputs += [*after, *written_slices(body, after, ys)]
+    kind = Repeat(body=body, count=times, carries=len(carries), xs=len(xs))
+    op = body.owner = graph.add_op(kind, (*carries, *xs, *body.captured), own)
+    return op.results[: len(carries)], op.results[len(carries) :]
+
+
+def each(
+    count: Poly,
+    step: Callable[..., tuple[Tensor, ...]],
+    xs: Sequence[Tensor],
+    *,
+    reverse: bool = False,
+    name: str = "each",
+) -> tuple[Tensor, ...]:
+    """Run a body once for each slice of some tensors, and keep what it returns one storage an iteration.
+
+    The first axis of every `xs`, and of what is returned, has size `count`; `reverse` is from the last slice to the
+    first. In `step(*slices) -> tensors` a slice that was written into in place comes back as the whole of its operand.
+    """
+    graph = current_graph(xs[0].graph)
+    xs = [graph.adopt(t) for t in xs]
+    body = graph.start_body(name, fused=False)
+    with module(graph, name) as own, building(body):
+        inner = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
+        body.outputs += map(body.adopt, step(*inner))
+    # of what a loop has that may run no iteration there is nothing then
+    found = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
+    least = 0 if count.constant is None and any(k.least == 0 for k in found) else 1
+    kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least)
+    op = body.owner = graph.add_op(kind, (*xs, *body.captured), own)
+    return op.results
+
+
+def written_slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    """Return what is written into the stacks: storages of their own, copied where they are not."""
+    used = {t.storage for t in (*body.formals, *after)}
+    out = []
+    for y in map(body.adopt, ys):
+        own = y.storage.role == "activation" and y.storage not in used and y.is_contiguous and not y.is_view
+        looped = y.producer is not None and y.producer.loop is not None  # an iteration of it made the storage
+        y = y if own and not looped else pointwise("copy", y, name="stack")
+        used.add(y.storage)
+        out.append(contiguous_copy(y))
+    return out

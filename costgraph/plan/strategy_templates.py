@@ -1,0 +1,813 @@
+"""Structures of plans: what changes the graph of a rank, each with formulas in all that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import inf, nan, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.symbols import symbol
+from ..analysis.collecting import collection_paused
+from ..analysis.collective_time import exchange, message, placed, ranks_apart, taken
+from ..analysis.memory import Array, Programs, Values, peaks, refused
+from ..analysis.step_time import (
+    Shares,
+    Spent,
+    between,
+    by_pass,
+    finished,
+    in_place,
+    memory_time,
+    of_few,
+    of_shares,
+    spent,
+    unit_times,
+)
+from ..analysis.training import goes_over
+from ..analysis.training_memory import StateBytes, state_bytes
+from ..analysis.work import Asked, Fallback, Work, ask, exact
+from ..bind.evaluate import Plan as Evaluated
+from ..bind.evaluate import plan
+from ..errors import BindingError, CostGraphError, GraphError, SpecError, UnsupportedError
+from ..hardware.specs import Hardware
+from ..ir.graph import Graph, Op, Waiting, bindings, known_names, loops
+from ..ir.graph import dimension_size as size_of
+from ..ir.graph import stages as stages_of
+from ..ops.collectives import Send
+from ..optimizers import AdamW
+from ..transforms.checkpoint import read_checkpoint
+from ..transforms.pipeline_schedules import SCHEDULES, Order
+from ..transforms.pipeline_stages import Kind as Stage
+from ..transforms.pipeline_stages import waiting_of
+from ..transforms.shard.parallelize import parallelize, shares
+from ..transforms.training import training_step
+
+__all__ = [
+    "Rings",
+    "IDLE",
+    "Cut",
+    "Forms",
+    "Found",
+    "Kind",
+    "CHOICES",
+    "DEGREES",
+    "Fallback",
+    "Family",
+    "Policies",
+    "Structure",
+    "batch_of",
+    "whole",
+]
+
+
+# -- rings -------------------------------------------------------------------------------------------------------------
+# Seconds of what is sent in a torus, at many points at once: which rings there are depends on the degrees of each.
+
+
+@dataclass
+class Rings:
+    """Times over rings, each worked out once: some seconds, and so many more for each byte."""
+
+    hardware: Hardware
+    """in a torus"""
+    lines: dict[tuple[str, Fraction, Fraction], tuple[float, float]] = field(default_factory=dict)
+    """by what is sent, ranks, and devices from one to the next; NaN where the torus has no rings for these"""
+    why: str = ""
+    """which ranks were the first that have none"""
+
+    def seconds(self, op: Op, asked: Asked, value: Values, shape: tuple[int, ...]) -> Array:
+        """Return the seconds that a collective or send takes once at points; NaN where there are no rings for it."""
+        times, what, size = message(op, asked.values)
+        group = (np.broadcast_to(value(p.bind(asked.values)), shape) for p in ranks_apart(op, asked.graph))
+        pairs, place = np.unique(np.array([*group]), axis=1, return_inverse=True)
+        each = np.array([self.line(op, what, *map(Fraction, pair)) for pair in pairs.T.tolist()])
+        start, slope = each[place.reshape(-1)].T
+        found: Array = np.broadcast_to(value(times) * (start + slope * value(size)), shape)
+        return found
+
+    def line(self, op: Op, what: str, ranks: Fraction, apart: Fraction) -> tuple[float, float]:
+        """Return the seconds of nothing, and those of each byte."""
+        key = what, ranks, apart
+        if key not in self.lines:
+            try:
+                group = placed(op.kind.axis, poly(ranks), poly(apart), self.hardware)  # type: ignore[attr-defined]
+            except SpecError as error:
+                self.why, self.lines[key] = self.why or str(error), (nan, nan)
+            else:
+                nothing, one = (exact(taken(what, poly(n), group)) for n in (0, 1))
+                self.lines[key] = float(nothing), float(one - nothing)
+        return self.lines[key]
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+# What ranks of a structure take, over arrays of its degrees: bytes at the peak, and seconds by what they go into.
+
+#: Points that are worked out at a time.
+_CHUNK = 1 << 14
+#: Parts of the time of a step beside collectives, which are parts of their own; idle is a stage of a pipeline while
+#: others work.
+COMPUTE, MEMORY, IDLE, SENT = "compute", "memory traffic", "idle", "send over pp"
+
+
+class Cut(NamedTuple):
+    """Stages of one kind of some pipelines."""
+
+    layers: Array
+    """how many each of them has"""
+    alike: Array
+    """how many stages: none where a pipeline has no such stage"""
+
+
+@dataclass
+class Kind:
+    """What a rank takes, or each of some that do the same."""
+
+    asked: Asked
+    waiting: Waiting | None = None
+    """what a stage of a pipeline knows of the others"""
+    rings: Rings | None = None
+    """of what is sent in a torus"""
+    overlap: str = "none"
+    charge_all: bool = False
+    """whether all collectives are charged where streams would play too many ops"""
+    times: list[list[Spent]] = field(default_factory=list)
+    programs: Programs = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.times = [(spent if self.rings is None else in_place)(w, self.asked) for w in self.asked.works]
+        self.compute = [w.seconds(self.asked.rates)[0] for w in self.asked.works]
+        self.passes = list(by_pass(self.asked, self.waiting.schedule)) if self.waiting is not None else []
+        graph, device = self.asked.graph, self.asked.hardware
+        self.handed = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
+        ops = self.handed if self.rings is None else ()
+        self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
+        self.least: list[Poly] = []
+
+    def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> Kind:
+        """Return the same where collectives overlap with all else as it says, with what one search notes of rings."""
+        out = copy(self)
+        out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
+        out.least = [memory_time(self.asked)] if overlap == "ideal" else []
+        if overlap == "streams":
+            rest = [w for w in self.asked.works if not between(w)]
+            out.least = [*unit_times(replace(self.asked, works=rest)).values()]
+        return out
+
+    def at(self, sizes: Mapping[str, Any]) -> _Taken:
+        """Return what it takes at points; NaN where its graph refuses the sizes."""
+        value, shape = Values(sizes), _shape(sizes)
+        asked = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
+        whole = {name: np.asarray(n, dtype=np.int64) for name, n in asked.items()}
+        wrong = refused(self.asked.values.held, {name: np.asarray(n) for name, n in sizes.items()})
+        passes, parts, kinds, ops = self.added(value, shape)
+        apart = busy = np.broadcast_to(sum(kinds.values()), shape)
+        if self.least:
+            least = [np.broadcast_to(value(p), shape) for p in self.least]
+            beside = (kinds["alone"], kinds["sent"]) if self.overlap == "ideal" else [self.played(ops, value, shape)]
+            busy = np.max([*(np.broadcast_to(t, shape) for t in beside), *least], axis=0) + kinds["waited"]
+        sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.handed, value, shape)
+        send = np.max(sends, axis=0) if sends else 0.0
+        peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting, self.programs))
+        return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
+
+    def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[Any, Any], ...]:
+        """Return seconds by pass, by what they go into, by what else may be done at that time, and by op."""
+        passes: dict[str, Any] = dict.fromkeys(Shares._fields, np.float64(0))
+        parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
+        kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
+        ops: dict[Any, Any] = {}
+        for i, (work, found) in enumerate(zip(self.asked.works, self.times, strict=True)):
+            times = [np.broadcast_to(value(p), shape) for p, _ in found]
+            if links := self.around([work.op] if work.collective else work.rings, value, shape):
+                times.append(sum(links) * value(work.times))
+            taken = np.max(times, axis=0)
+            own, part = self.passes[i] if self.passes else "once", _sent_as(work)
+            if part is None:
+                compute = value(self.compute[i])
+                parts[COMPUTE], parts[MEMORY] = parts[COMPUTE] + compute, parts[MEMORY] + taken - compute
+            else:
+                parts[part] = parts.get(part, 0) + taken
+            passes[own] = passes[own] + taken
+            sent = work.collective is not None or work.unit != "memory"
+            # what goes to other stages is waited for, whatever else overlaps
+            kind = "waited" if between(work) else "sent" if sent else "alone"
+            kinds[kind] = kinds[kind] + taken
+            if kind != "waited":
+                ops[work.op] = ops.get(work.op, 0) + taken
+        return passes, parts, kinds, ops
+
+    def played(self, ops: Mapping[Op, Array], value: Values, shape: tuple[int, ...]) -> Array:
+        """Return when all streams are done: those of points at which loops have as many iterations together."""
+        graph, (many,) = self.asked.graph, shape
+        every = [loop for loop in loops(graph) if not loop.until]
+        counts = [np.broadcast_to(value(loop.count.bind(self.asked.values)), shape) for loop in every]
+        same, place = np.unique(np.rint(counts).reshape(len(every), many), axis=1, return_inverse=True)
+        there = np.isfinite(np.sum([*ops.values()], axis=0))
+        out = np.full(shape, np.nan)
+        for i, found in enumerate(same.T):
+            at = np.flatnonzero(there & (place.reshape(-1) == i))
+            known = dict(zip((loop.op for loop in every), found.astype(int).tolist(), strict=True))
+            try:
+                out[at] = finished(graph, {op: t[at] for op, t in ops.items()}, known)
+            except UnsupportedError:
+                if not self.charge_all:
+                    raise
+                out[at] = np.sum([np.broadcast_to(t, shape)[at] for t in ops.values()], axis=0)
+        return out
+
+    def around(self, ops: Sequence[Op], value: Values, shape: tuple[int, ...]) -> list[Array]:
+        """Return the seconds that each of what is sent takes in a torus; nothing elsewhere."""
+        return [] if self.rings is None else [self.rings.seconds(op, self.asked, value, shape) for op in ops]
+
+
+class _Taken(NamedTuple):
+    """What ranks of a kind take at points."""
+
+    peak: Array
+    busy: Array
+    """seconds of all that they do"""
+    apart: Array
+    """the same, one after the other"""
+    shares: dict[str, Any]
+    """of `apart` by pass, of all micro-batches"""
+    send: Any
+    """seconds of one thing that they hand on"""
+    parts: dict[str, Any]
+    """of `apart`, by what they go into"""
+
+
+class Found(NamedTuple):
+    """What plans take."""
+
+    peaks: Mapping[str, Array]
+    """bytes of the first, a middle and the last stage: NaN where its graph refuses the sizes, 0 where there is none"""
+    seconds: Array
+    parts: dict[str, Array]
+    """of the seconds: of the slowest stage, with what it sends and the time that it is idle"""
+
+
+@dataclass
+class Forms:
+    """What ranks of a structure take: several kinds where it is a pipeline."""
+
+    kinds: Mapping[str, Kind]
+    """by name, as cuts have them"""
+    names: Mapping[str, str]
+    """names of the degrees as dimensions"""
+    layers: str | None = None
+    """name of the number of layers"""
+
+    def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
+        """Evaluate at points, of which all degrees are given: some at a time, which stay in a cache."""
+        (many,) = _shape(sizes)
+        if many > _CHUNK:
+            places = [slice(i, i + _CHUNK) for i in range(0, many, _CHUNK)]
+            each = [
+                self.at(_some(sizes, p), {k: Cut(c.layers[p], c.alike[p]) for k, c in cuts.items()}) for p in places
+            ]
+            return Found(
+                {name: np.concatenate([f.peaks[name] for f in each]) for name in each[0].peaks},
+                np.concatenate([f.seconds for f in each]),
+                {name: np.concatenate([f.parts[name] for f in each]) for name in each[0].parts},
+            )
+        if "all" in cuts:
+            one = self.kinds["all"].at(sizes)
+            parts = {name: np.broadcast_to(v, one.peak.shape) for name, v in one.parts.items()}
+            return Found({"all": one.peak}, one.busy, parts)
+        return self.of_pipeline(sizes, cuts)
+
+    def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut], at: int) -> str:
+        """Return why a graph is against the sizes of a point, nothing if none is."""
+        for name, cut in cuts.items():
+            asked, own = self.kinds[name].asked, sizes if "all" in cuts else self.of_stage(sizes, cut)
+            known = {n: int(found) for n, p in asked.values.items() if (found := p.constant) is not None}
+            given = {n: int(np.broadcast_to(array, _shape(own))[at]) for n, array in own.items()}
+            try:
+                bindings(asked.graph, {n: k for n, k in {**known, **given}.items() if n in known_names(asked.graph)})
+            except BindingError as error:
+                return str(error)
+        return ""
+
+    def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
+        """Evaluate stages, and what they take together."""
+        there = np.array([cut.alike > 0 for cut in cuts.values()])
+        taken = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
+        m, p = (np.asarray(sizes[self.names[d]], dtype=np.float64) for d in ("accumulate", "pp"))
+        env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual"]], dtype=np.float64)}
+        for i, (t, cut) in enumerate(zip(taken, cuts.values(), strict=True)):
+            squeezed = np.where(there[i], t.busy / t.apart, 0)  # with overlap, each pass by the same factor
+            env |= {f"{name}{i}": share * squeezed for name, share in t.shares.items()} | {f"n{i}": cut.alike}
+            env |= {f"{name}{i}": env[f"{name}{i}"] / m for name in Shares._fields[:3]}
+        env["send"] = np.max([np.where(there[i], t.send, 0) for i, t in enumerate(taken)], axis=0)
+        waiting = self.kinds["first"].waiting
+        assert waiting is not None
+        schedule = waiting.schedule
+        seconds = np.array(np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape))
+        if schedule == "1f1b":  # its formula is of two micro-batches for each stage or more
+            for few in {*zip(m[m < 2 * p].tolist(), p[m < 2 * p].tolist(), strict=True)}:
+                at = (m == few[0]) & (p == few[1])
+                seconds[at] = _of_few({name: np.broadcast_to(n, m.shape)[at] for name, n in env.items()}, len(cuts))
+        busy = np.where(there, [t.busy for t in taken], 0)
+        slowest = busy.argmax(0)
+        parts = {}
+        for name in dict.fromkeys(name for t in taken for name in t.parts):
+            each = np.array([np.broadcast_to(t.parts.get(name, 0.0), m.shape) for t in taken])
+            parts[name] = np.take_along_axis(each, slowest[None], 0)[0]
+        waited = _waits(schedule)(env) * env["send"]
+        parts[SENT] = parts.get(SENT, 0) + waited
+        parts[IDLE] = np.maximum(seconds - np.take_along_axis(busy, slowest[None], 0)[0] - waited, 0)
+        peaks_ = {name: np.where(at, t.peak, 0) for name, at, t in zip(cuts, there, taken, strict=True)}
+        return Found(_by_place(peaks_), seconds, parts)
+
+    def of_stage(self, sizes: Mapping[str, Array], cut: Cut) -> dict[str, Array]:
+        """Return the sizes of a stage: as many layers in all as if each had its own."""
+        assert self.layers is not None
+        return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
+
+
+def _by_place(peaks_: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the bytes of stages, those in the middle as one."""
+    found = {"first": peaks_["first"]}
+    between = [peaks_[name] for name in ("middle", "less") if name in peaks_]
+    if between:
+        found["middle"] = np.max(between, axis=0)
+    return {**found, "last": peaks_["last"]}
+
+
+def _some(sizes: Mapping[str, Array], at: slice) -> dict[str, Array]:
+    return {name: n[at] for name, n in sizes.items()}
+
+
+def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
+    return np.broadcast_shapes(*(np.shape(n) for n in sizes.values()))
+
+
+@lru_cache(maxsize=64)
+def _whole_step(schedule: str, kinds: int) -> Evaluated:
+    """Return the seconds of a step of a pipeline, in those of its stages."""
+    p, m, v = (poly(symbol(n)) for n in "pmv")
+    facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
+    starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
+    facts = [replace(f, ranks=((at, at + f.alike - 1),)) for f, at in zip(facts, starts, strict=True)]
+    shares = [Shares(*(poly(symbol(f"{name}{i}")) for name in Shares._fields)) for i in range(kinds)]
+    return plan(of_shares(facts, shares, poly(symbol("send"))))
+
+
+def _of_few(env: dict[str, Any], kinds: int) -> Array:
+    """Return the seconds of steps of 1F1B of as many ranks and as few micro-batches as each other."""
+    ranks = [i for i in range(kinds) for _ in range(int(env[f"n{i}"][0]))]
+    forward, backward = ([env[f"{way}{i}"] for i in ranks] for way in ("forward", "backward"))
+    passes: Array = of_few(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
+    once: Array = np.maximum.reduce([env[f"once{i}"] for i in ranks])
+    sends: Array = np.asarray(_waits("1f1b")(env) * env["send"])
+    found: Array = passes + once + sends
+    return found
+
+
+@lru_cache(maxsize=64)
+def _waits(schedule: str) -> Evaluated:
+    """Return how many sends are waited for: what a step takes whose stages do nothing."""
+    p, m, v = (poly(symbol(n)) for n in "pmv")
+    facts = Waiting((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
+    return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
+
+
+def _sent_as(work: Work) -> str | None:
+    """Return what a collective or a send is called among the parts of the time, None for what a device does alone."""
+    if isinstance(work.op.kind, Send):
+        return f"send over {work.op.kind.axis}"
+    return None if work.collective is None else f"{work.collective.collective} over {work.collective.axis}"
+
+
+# -- structures --------------------------------------------------------------------------------------------------------
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
+#: What structures differ in beside degrees.
+CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
+#: Further symbols: groups of layers of a rank, and the last of the ranks that have the most layers.
+_MORE = ("virtual", "rank")
+_MOST_KEPT = 32  # structures
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What changes the graph: plans of one structure differ in numbers that its formulas are in.
+
+    A degree is 1, which takes its collectives out of the graph, None where it is open, or a number where no formula
+    holds with it open. Of tensor parallelism it may be a name: the degree is a multiple of that dimension.
+    """
+
+    zero: int
+    sequence: bool
+    checkpoint: str
+    dp: int | None = 1
+    tp: int | str | None = 1
+    pp: int | None = 1
+    cp: int | None = 1
+    ep: int | None = 1
+    accumulate: int | None = 1
+    schedule: str = ""
+    """of a pipeline, else nothing"""
+    precision: str = ""
+    offload: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    """of dp, cp and ep, some with which ZeRO splits the axes that it does; none where these are the longest"""
+
+    def like(self) -> Structure:
+        """Return that of which the graphs are the same: schedules may differ only in what waits."""
+        if self.pp == 1:
+            return self
+        own = _differs(self.schedule)
+        return replace(self, schedule=next(name for name in SCHEDULES if _differs(name) == own))
+
+
+def _differs(schedule: str) -> tuple[bool, ...]:
+    """Return what of a schedule changes graphs: gradients of weights apart, groups of layers, where these turn."""
+    made = SCHEDULES[schedule]
+    return Order(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
+
+
+class _Last(dict[Structure, list[Kind]]):
+    """Keeps what was put in last: graphs are large."""
+
+    def __setitem__(self, key: Structure, value: list[Kind]) -> None:
+        super().__setitem__(key, value)
+        if len(self) > _MOST_KEPT:
+            del self[next(iter(self))]
+
+
+@dataclass
+class Derived:
+    """What is derived for a family: it stays with the model until that is changed, or asked for another family."""
+
+    steps: dict[tuple[str, str, int | None], Graph] = field(default_factory=dict)
+    states: dict[str, StateBytes] = field(default_factory=dict)
+    """bytes by precision"""
+    kinds: dict[Structure, list[Kind]] = field(default_factory=_Last)
+    """of structures with different graphs, what their ranks take"""
+
+
+@dataclass(frozen=True)
+class Policies:
+    """How collectives of all plans of a search are run."""
+
+    overlap: str
+    """none, ideal or streams"""
+    charge_all: bool = False
+    """whether plans of too many ops for streams are charged all collectives, where nobody asked for streams"""
+    reduce_each: bool | None = None
+    """whether each micro-batch reduces gradients; by default as a structure does"""
+
+
+@dataclass
+class Family:
+    """Steps of training of one model on one device, and the formulas of its structures."""
+
+    model: Graph
+    batch: str
+    """name of the dimension of the batch"""
+    hardware: Hardware
+    fallback: Fallback
+    policies: Policies
+    system: str
+    """torch or megatron, as `parallelize` has it"""
+    hold: bool
+    """whether the backward pass has what a split sequence has gathered"""
+    options: Mapping[str, Any]
+    """of `training_step`"""
+    precisions: Mapping[str, Any]
+    """policies by their names"""
+    dims: Mapping[str, Any]
+    """sizes, all but that of the batch"""
+    placed: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """by degrees, those of which the axes that ZeRO splits are taken"""
+    first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """by axes, the first degrees with which ZeRO splits these"""
+    unsplit: dict[int, str] = field(default_factory=dict)
+    """why the model is not split over ranks of `tp`, by their number"""
+
+    @cached_property
+    def derived(self) -> Derived:
+        """What is derived already, by an earlier search as well; a function that makes the loss may make another."""
+        if callable(self.options["loss"]):
+            return Derived()
+        asked = self.batch, self.hardware, self.fallback, self.system, self.policies.reduce_each, self.hold
+        stated = self.model.defaults, self.options, self.precisions, self.dims
+        key = (*self.model.outputs,), deepcopy((asked, stated))
+        kept: tuple[object, Derived] = self.model.cache.get("search", (None, Derived()))
+        if kept[0] != key:
+            kept = self.model.cache["search"] = key, Derived()
+        return kept[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "derived"}
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Names of the degrees as dimensions, which are none of the model."""
+        known, every = known_names(self.model), (*DEGREES, *_MORE)
+        return {d: next(n for i in range(len(known) + 1) if (n := d + "_" * i) not in known) for d in every}
+
+    @cached_property
+    def layers(self) -> str | None:
+        """Name of the number of layers, None where a pipeline has nothing to cut: a loop of a count that is a name."""
+        loops = [op.loop for op in self.model.ops if op.loop is not None and op.loop.starts]
+        names = sorted(loops[0].count.names()) if len(loops) == 1 else []
+        return names[0] if len(names) == 1 and self.size(names[0]) is not None else None
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return (None if self.layers is None else self.size(self.layers)) or 1
+
+    def size(self, name: str) -> int | None:
+        """Return what a dimension of the model is bound to."""
+        found = self.dims.get(name, self.model.defaults.get(name))
+        return None if found is None else size_of(f"search: {name}", found)
+
+    def sizes(self, degrees: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
+        """Return what the formulas are in, for degrees: their batch is that of all ranks, of one micro-batch."""
+        found = {self.names[d]: n for d, n in degrees.items() if d in self.names}
+        if isinstance(structure.tp, str):
+            found[self.names["tp"]] = degrees["tp"] // self.size(structure.tp)
+        if structure.pp != 1:
+            found[self.names["rank"]] = self.turn(degrees["pp"])
+        return {**found, self.batch: degrees["micro_batch"] * degrees["dp"] * degrees["ep"]}
+
+    def turn(self, pp: Array) -> Array:
+        """Return the last rank but one with the most layers."""
+        found: Array = np.maximum(pp - np.maximum(-(-self.depth // pp) * pp - self.depth, 2), 1)
+        return found
+
+    def cuts(self, structure: Structure, pp: Array) -> dict[str, Cut]:
+        """Return the layers of the kinds of stages that there are, and how many stages are of each.
+
+        Where layers are no multiple of the stages, the last one has one less, then the first one, which have more to do
+        beside layers, then middle ones, the last of them first.
+        """
+        if structure.pp == 1:
+            return {"all": Cut(np.ones_like(pp), np.ones_like(pp))}
+        most, few = -(-self.depth // pp), np.minimum(pp, 1)
+        missing = most * pp - self.depth
+        less = np.maximum(missing - 2, 0)
+        found = {
+            "first": Cut(most - (missing >= 2), few),
+            "middle": Cut(most, np.maximum(pp - 2 - less, 0)),
+            "less": Cut(most - 1, less),
+            "last": Cut(most - (missing >= 1), few),
+        }
+        return {name: cut for name, cut in found.items() if cut.alike.any()}
+
+    def structure(self, point: Any, tensor: int | str | None, **choices: Any) -> Structure:
+        """Return the structure of what has all degrees, as a plan does."""
+        found: dict[str, Any] = {d: 1 if getattr(point, d) == 1 else None for d in DEGREES if d != "tp"}
+        return Structure(tp=tensor, ranks=self.ranks(point) if choices["zero"] else (), **found, **choices)
+
+    def ranks(self, point: Any) -> tuple[int, ...]:
+        """Return degrees with which ZeRO splits the axes that it does with those of a point; none if the longest."""
+        every = point.dp, point.cp, point.ep
+        if every not in self.placed:
+            each = [(n, sizes) for n in (every[0] * every[1], prod(every)) for sizes in self.uneven]
+            axes = tuple(_split(sizes, n) for n, sizes in each)
+            longest = all(at == sizes.index(max(sizes)) for at, (_, sizes) in zip(axes, each, strict=True))
+            self.placed[every] = () if longest else self.first.setdefault(axes, every)
+        return self.placed[every]
+
+    @cached_property
+    def uneven(self) -> list[tuple[float, ...]]:
+        """Sizes of parameters of several axes, without end where one is open."""
+        params = (t for t in self.model.tensors if t.role == "param" and t.producer is None)
+        known = {name: poly(n) for name, n in self.model.defaults.items()}
+        sizes = ([n.bind(known).constant for n in t.sizes[t.storage.pieces :]] for t in params)
+        return sorted({tuple(inf if n is None else float(n) for n in ns) for ns in sizes if len(ns) > 1})
+
+    def step(self, structure: Structure) -> Graph:
+        """Return the step of all devices together."""
+        times = structure.accumulate
+        key = structure.precision, structure.checkpoint, times
+        steps = self.derived.steps
+        if key not in steps:
+            times = symbol(self.names["accumulate"]) if times is None else times
+            policy, precision = read_checkpoint(structure.checkpoint), self.precisions[structure.precision]
+            options = {**self.options, "precision": precision, "checkpoint": policy, "accumulate": times}
+            steps[key] = training_step(self.model, **options)
+        return steps[key]
+
+    def split(self, graph: Graph, structure: Structure) -> Graph:
+        """Return the graph of a rank."""
+        degrees = {d: self.degree(d, structure) for d in DEGREES if d != "accumulate"}
+        if structure.pp != 1:
+            degrees |= {"micro_batches": self.degree("accumulate", structure), "schedule": structure.schedule}
+            if SCHEDULES[structure.schedule].chunks is None:
+                degrees["virtual"] = symbol(self.names["virtual"])
+        options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
+        options |= {"system": self.system, "reduce_each": self.reduces_each(structure), "hold": self.hold}
+        with self.at_ranks(graph, structure):
+            return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
+
+    def reduces_each(self, structure: Structure) -> bool:
+        """Whether each micro-batch reduces gradients: by default if ranks keep no whole ones, and not in a pipeline."""
+        asked = self.policies.reduce_each
+        return structure.zero >= 2 and structure.pp == 1 if asked is None else asked
+
+    def policy_text(self) -> str:
+        """Return the policies of all plans of a search, in words."""
+        asked = self.policies.reduce_each
+        gradients = f"reduced {'in each' if asked else 'behind the last'} micro-batch"
+        if asked is None and self.system == "torch":  # Megatron has neither of them
+            gradients += ", without a pipeline by ZeRO-2 and ZeRO-3 in each"
+        optimizer = self.options.get("optimizer") or AdamW()
+        made = f"{type(optimizer).__name__} ({getattr(optimizer, 'implementation', '')})".replace(" ()", "")
+        return f"{self.system}: gradients {gradients}; overlap {self.policies.overlap}; {made}"
+
+    @contextmanager
+    def at_ranks(self, graph: Graph, structure: Structure) -> Iterator[None]:
+        """Have the axes of a graph split that the ranks of a structure divide."""
+        given, ranks = graph.defaults, zip(("dp", "cp", "ep"), structure.ranks, strict=False)
+        if structure.ranks:  # what is stated anew has what was derived of a graph forgotten
+            graph.defaults = {**given, **{self.names[d]: n for d, n in ranks}}
+        try:
+            yield
+        finally:
+            if structure.ranks:
+                graph.defaults = given
+
+    def degree(self, name: str, structure: Structure) -> object:
+        """Return a degree of a structure, as parallelize takes it."""
+        found = getattr(structure, name)
+        if isinstance(found, str):
+            return symbol(found) * symbol(self.names[name])
+        return symbol(self.names[name]) if found is None else found
+
+    @collection_paused()
+    def forms(self, structure: Structure) -> Forms:
+        """Derive what ranks of a structure take, of graphs that are derived already if these are the same."""
+        like, kinds = structure.like(), self.derived.kinds
+        if like not in kinds:
+            rank = self.split(self.step(structure), like)
+            kinds[like] = [self.formed(graph, like) for graph in stages_of(rank)]
+        own = [
+            kind.beside(self.policies.overlap, self.rings, charge_all=self.policies.charge_all) for kind in kinds[like]
+        ]
+        if structure.pp == 1:
+            return Forms({"all": own[0]}, self.names)
+        return Forms(dict(self.waiting(structure, own)), self.names, self.layers)
+
+    def waiting(self, structure: Structure, kinds: Sequence[Kind]) -> Any:
+        """Yield the kinds of stages by name, each with what waits there under a schedule."""
+        made = SCHEDULES[structure.schedule]
+        p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
+        turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual"))
+        order = Order(structure.schedule, p, m, groups if made.chunks is None else poly(made.chunks))
+        # a folded pipeline ends where it has begun, one that goes both ways at both ends
+        both = made.both_ways
+        ranks = {
+            "first": Stage("first", (ZERO,), ONE, ONE, first=True, last=made.folded),
+            "middle": Stage("middle", (ONE, p / 2 - 1 if both else turn), ONE, ONE),
+            "less": Stage("less", (turn + 1, p - 2), ONE, ONE),
+            "last": Stage("last", (ZERO if both else p - 1,), ONE, ONE, first=both, last=both or not made.folded),
+        }
+        first, *between, last = kinds
+        graphs = {"first": first, "last": last} | {name: kind for name in ("middle", "less") for kind in between}
+        for name in ranks.keys() & graphs.keys():
+            found = copy(graphs[name])
+            found.waiting, found.programs = waiting_of(order, ranks[name], torch=self.system == "torch"), {}
+            yield name, found
+
+    def formed(self, rank: Graph, structure: Structure) -> Kind:
+        """Derive what a rank takes; the number of layers of a stage stays open."""
+        known, waiting = known_names(rank), rank.waiting
+        left = () if structure.pp == 1 else (self.layers,)
+        if left:
+            assert waiting is not None
+            rank.waiting = replace(waiting, first=(), later=(), asked=())  # schedules have their own
+        own = {*left, *self.names.values()}
+        rank.defaults = {name: n for name, n in rank.defaults.items() if name not in own}
+        dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
+        asked = ask(rank, self.hardware, self.fallback, dims, "search")
+        return Kind(asked, waiting, self.rings)
+
+    @cached_property
+    def rings(self) -> Rings | None:
+        """Times over rings of the network, where it is a torus."""
+        torus = self.hardware.cluster is not None and self.hardware.cluster.torus
+        return Rings(self.hardware) if torus else None
+
+    def poly(self, name: str, structure: Structure) -> Poly:
+        """Return a degree of a structure."""
+        return poly(self.degree(name, structure))
+
+    def state(self, structure: Structure) -> StateBytes:
+        """Return the bytes of parameters, gradients and states: those of any step of the same number formats."""
+        name = structure.precision
+        states, steps = self.derived.states, self.derived.steps
+        if name not in states:
+            step = next((g for (made, _, _), g in steps.items() if made == name), None) or self.step(structure)
+            sizes = {**self.dims, **dict.fromkeys((self.batch, self.names["accumulate"]), 1)}  # parameters have neither
+            states[name] = state_bytes(step, **{n: size for n, size in sizes.items() if n in known_names(step)})
+        return states[name]
+
+    def least(self, structure: Structure, degrees: Mapping[str, Any]) -> Any:
+        """Return bytes that no rank of a structure is below: parameters, gradients and states in equal parts."""
+        found = self.state(structure)
+        ranks = degrees["tp"] * degrees["pp"] * degrees["ep"]
+        split = ranks * degrees["dp"] * degrees["cp"]
+        # gradients go to where their updates are as they are made
+        places = {"parameters": {3}, "optimizer": {1, 2}}
+        away = {stage for name in structure.offload for stage in places.get(name, ())}
+        by_stage = zip((3, 2, 1), (found.params, found.gradients, found.state), strict=True)
+        kept = [(stage, float(amount)) for stage, amount in by_stage if stage not in away]
+        return sum((amount / (split if structure.zero >= stage else ranks) for stage, amount in kept), 0 * ranks)
+
+    def goes_over(self, batch: int) -> tuple[int, str]:
+        """Return the tokens of a step, or its samples, and which of both."""
+        amount, unit = goes_over(self.model, poly(symbol(self.batch)))
+        known = bindings(self.model, {**self.dims, self.batch: batch})
+        left = [name for name in sorted(known_names(self.model)) if name not in known or known[name].constant is None]
+        if left:
+            raise BindingError(f"search: graph {self.model.name!r} needs sizes for {', '.join(left)}, expected numbers")
+        count = amount.bind(known).constant
+        assert count is not None  # all sizes are known
+        return int(count), unit
+
+    def tensor(self, tp: int) -> int | str | None:
+        """Return how a degree of tensor parallelism can be asked for: None where open, itself, or 0 where not at all.
+
+        Of fewer heads of keys and values than ranks the graph is another one: where the degree is a multiple of a
+        dimension that says how many, that is asked for, which is one graph for all of these.
+        """
+        if tp == 1:
+            return 1
+        sizes = {name: self.size(name) or tp for name in sorted({*self.model.defaults, *self.dims})}
+        multiples = [name for name, n in sizes.items() if 1 < n < tp and not tp % n]
+        for way in (None, *multiples, tp):
+            structure = Structure(0, False, "none", tp=way)
+            try:
+                made = self.split(self.model, structure)
+                own = self.names["tp"]
+                given = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
+                bindings(made, {**self.dims, **({own: given[own]} if way != tp else {})})
+            except CostGraphError as error:
+                self.unsplit[tp] = str(error)
+                continue
+            if not isinstance(way, str) or (made.sharding is not None and made.sharding.mesh.joint):
+                self.unsplit.pop(tp, None)
+                return way
+        return 0
+
+    def experts(self) -> bool:
+        """Whether the model has experts that ranks may have some of."""
+        try:
+            self.split(self.model, Structure(0, False, "none", ep=None))
+        except CostGraphError:
+            return False
+        return True
+
+
+def _split(sizes: tuple[float, ...], ranks: int) -> int:
+    """Return which axis some ranks split: the longest that they divide, or the longest."""
+    return max(range(len(sizes)), key=lambda i: (sizes[i] == inf or not sizes[i] % ranks, sizes[i], -i))
+
+
+# -- dividing ----------------------------------------------------------------------------------------------------------
+# What is divided: the dimension of the batch, and which degrees divide what a structure has split.
+
+_AXES = ("dp", "cp", "tp", "ep")
+
+
+def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> Any:
+    """Return at which degrees ranks have whole parts of what is split: graphs of others are against their sizes."""
+    graph = family.step(structure)
+    known = {name: poly(n) for name, n in {**graph.defaults, **family.dims}.items()}
+    own = {axis: family.degree(axis, structure) for axis in _AXES}
+    try:
+        with family.at_ranks(graph, structure):
+            found = {p.bind(known) for p in shares(graph, own, structure.zero, structure.sequence, family.system)}
+    except CostGraphError:  # whoever derives it says why
+        found = set()
+    sizes = family.sizes(degrees, structure)
+    value, out = Values(sizes), np.True_
+    for p in (p for p in found if p.names() <= sizes.keys()):
+        out = out & (value(p) % 1 == 0)
+    return out
+
+
+def batch_of(model: Graph) -> str:
+    """Return the name of the dimension of the batch: the first axis of all inputs."""
+    firsts = {t.sizes[0] for t in model.tensors if t.producer is None and t.role == "input" and t.ndim}
+    names = {name for n in firsts for name in n.names()}
+    if len(names) != 1 or firsts != {poly(symbol(*names))}:
+        found = ", ".join(sorted(map(str, firsts))) or "no axis"
+        raise GraphError(
+            f"search: inputs of graph {model.name!r} begin with {found}, expected one dimension: the batch"
+        )
+    return names.pop()

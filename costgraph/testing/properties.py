@@ -1,0 +1,1053 @@
+"""The laws of training: each is a function of a lesson, a graph with a scalar loss, that raises AssertionError.
+
+Oracles are outside the code under test: finite differences of the loss that the interpreter computes, what it counts of
+the backward pass, the backward pass of the unrolled graph, and the same without checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import sympy
+
+from ..algebra.polynomial import Poly, poly
+from ..algebra.symbols import dims
+from ..analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
+from ..analysis.liveness import Program, copies_needed, live_bytes, play
+from ..analysis.memory import lifetimes, peak_memory, timeline
+from ..analysis.params import param_bytes, param_count
+from ..analysis.regimes import regimes
+from ..analysis.roofline import roofline
+from ..analysis.step_time import seconds
+from ..bind.evaluate import compile, evaluate
+from ..errors import BindingError, CostGraphError, GraphError, StandInWarning, UnsupportedError
+from ..files.graphs import graph_of, text_of
+from ..hardware.specs import Hardware, load_hardware
+from ..hardware.units import Quantity
+from ..ir.graph import Graph, Loop, Op, OpKind, Tensor, base_name, bindings, known_names, loops
+from ..notation.grammar import parse_formula
+from ..ops.einsum import Einsum
+from ..ops.elementwise import Dropout, Pointwise
+from ..ops.fill import Assign, Fill, Pad, Revised
+from ..ops.index import Gather
+from ..ops.layout import Concat, Expand, Rearrange, Slice
+from ..ops.loops import Accumulate, Empty, Stacked
+from ..ops.opaque import Transfer
+from ..ops.pooling import Pool
+from ..ops.reduce import Reduce
+from ..report import report
+from ..transforms.backward import backward
+from ..transforms.checkpoint import Checkpoint, every, every_block, selective
+from ..transforms.reverse_mode import hoist, peel
+from ..transforms.rewrite import Rewriter
+from ..transforms.unroll import unroll
+from .arithmetic import value
+from .interpreter import MEANINGS, Array, Run, run
+
+__all__ = [
+    "loaded",
+    "saved",
+    "LAWS",
+    "Law",
+    "Trial",
+    "check",
+    "law",
+    "played",
+    "renamed",
+    "around",
+    "through",
+    "TRAINING",
+    "Lesson",
+    "TrainingLaw",
+    "check_training",
+]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+# Conversion of graphs to and from the data of a file, in memory.
+
+
+def saved(graph: Graph) -> Data:
+    """Return what a file of the graph holds."""
+    data: Data = json.loads(text_of(graph, "saved"))
+    return data
+
+
+def loaded(data: Data) -> Graph:
+    """Return the graph that a file with this content holds."""
+    return graph_of(json.loads(json.dumps(data)), "loaded")
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+# The laws that every graph keeps, whatever its ops: each is a function of a trial that raises AssertionError.
+#
+# Oracles are outside the code under test: the interpreter's counts, NumPy's layouts, a replay of
+# buffers, an unrolled graph, Python's fractions.
+
+Law = Callable[["Trial"], None]
+
+#: Every law by its name.
+LAWS: dict[str, Law] = {}
+
+#: What a graph is asked: each gives a number once all sizes are bound.
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "flops": flops,
+    "matmul_flops": matmul_flops,
+    "full": lambda g, **dims: matmul_flops(g, count="full", **dims),
+    "bytes_moved": bytes_moved,
+    "fused": lambda g, **dims: bytes_moved(g, fused=True, **dims),
+    "param_count": param_count,
+    "param_bytes": param_bytes,
+    "peak_memory": peak_memory,
+}
+
+
+def law(function: Law) -> Law:
+    """Add a law."""
+    LAWS[function.__name__] = function
+    return function
+
+
+class Trial:
+    """A graph at one point, and what the interpreter counted there.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is held to the laws.
+    point : mapping of str to int
+        A size for every dimension.
+    """
+
+    def __init__(self, graph: Graph, point: Mapping[str, int]) -> None:
+        self.graph = graph
+        self.point = dict(point)
+
+    @cached_property
+    def run(self) -> Run:
+        """What the interpreter counted."""
+        return run(self.graph, None, meanings=MEANINGS, **self.point)
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """What a file of the graph holds."""
+        return saved(self.graph)
+
+    def takes(self, **dims: int) -> bool:
+        """Whether the graph takes these sizes for those of the point: they divide and are assumed as it says."""
+        try:
+            bindings(self.graph, {**self.point, **dims})
+        except BindingError:
+            return False
+        return True
+
+    @cached_property
+    def answers(self) -> dict[str, Any]:
+        """What the library says with all sizes bound."""
+        return {name: ask(self.graph, **self.point) for name, ask in QUESTIONS.items()}
+
+    @cached_property
+    def counts(self) -> list[str]:
+        """Symbols that only count iterations: they may be 1, and change no layout."""
+        counts = [op.loop.count for op in self.graph.walk() if op.loop is not None]
+        names = {n for p in counts for n in p.names() if len(p.names()) == 1 and p.terms == {((n, 1),): 1}}
+        sizes = {n for g in self.graph.bodies() for t in g.tensors for p in t.sizes for n in p.names()}
+        return sorted(names - sizes)
+
+
+def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None:
+    """Hold a graph to the laws.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is held to them.
+    laws : iterable of str, optional
+        Names of laws, all by default.
+    **point : int
+        A size above 1 for every dimension: a size of 1 makes some copies free, as `docs/deviations.md` says.
+
+    Raises
+    ------
+    AssertionError
+        If one is broken: the text says which, where, and both figures.
+    UnsupportedError, BindingError
+        If a law is unknown, an op kind has no meaning, or a dimension has no size.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.softmax(cg.linear(g.input("x", (B, D)), "b d -> b f", f=D)))
+    >>> testing.check(g, B=3, D=5)
+    """
+    chosen = list(LAWS if laws is None else laws)
+    unknown = sorted(set(chosen) - LAWS.keys())
+    if unknown:
+        raise UnsupportedError(f"check: law {unknown[0]!r}, expected one of {', '.join(LAWS)}")
+    defaults = {k: v for k, v in graph.defaults.items() if k in known_names(graph)}
+    point = defaults | point
+    if not defaults.items() <= point.items():  # its formulas have other sizes in them already
+        graph = Rewriter().run(graph)
+        with graph:
+            graph.defaults = {}
+    trial = Trial(graph, point)
+    for name in chosen:
+        try:
+            LAWS[name](trial)
+        except AssertionError as error:
+            text = " ".join(str(error).split())
+            raise AssertionError(f"law {name!r} at {trial.point}: {text}") from None
+
+
+def same(found: Any, expected: Any, what: str, how: str = "expected") -> None:
+    """Compare two figures: exactly, or where the library has to round to a float, to its nearest one."""
+    exact = float(expected) if isinstance(found, float) else Fraction(expected)
+    assert found == exact, f"{what}: {found} derived, {expected} {how}"
+
+
+# -- against the interpreter -------------------------------------------------------------------------------------
+
+
+def _as_counted(found: Any, counted: Any, what: str) -> None:
+    same(found, counted, what, "counted")
+
+
+def _amounts(trial: Trial, count: str = "executed") -> dict[str, dict[str, Any]]:
+    """Return what the table of costs says of each op, by kind and direction."""
+    out: dict[str, dict[str, Any]] = {}
+    for row in costs(trial.graph, count=count, **trial.point):
+        key = row.kind if row.direction == "compute" else row.direction
+        of = out.setdefault(row.op, {})
+        of[key] = of.get(key, 0) + (row.amount.constant if row.amount.constant is not None else 0)
+    return out
+
+
+@law
+def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
+    """A multiply and an add for each index point of a contraction, one by one for everything else."""
+    executed, full = _amounts(trial), _amounts(trial, "full")
+    for name, counted in trial.run.ops.items():
+        mine = executed.get(name, {})
+        for kind in ("matmul", "pointwise", "transcendental"):
+            _as_counted(mine.get(kind, 0), getattr(counted.tally, kind), f"{kind} FLOPs of {name!r}")
+        whole = full.get(name, {}).get("matmul", 0)
+        assert whole >= mine.get("matmul", 0), f"matmul FLOPs of {name!r}, domains ignored, are {whole}: fewer than run"
+        _as_counted(whole, counted.tally.full, f"matmul FLOPs of {name!r}, domains ignored")
+    _as_counted(trial.answers["flops"], trial.run.flops, "FLOPs")
+    _as_counted(trial.answers["matmul_flops"], trial.run.matmul, "matmul FLOPs")
+    _as_counted(trial.answers["full"], trial.run.full, "matmul FLOPs, domains ignored")
+
+
+@law
+def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
+    """Every different element once an op; of different parts of one storage the widest at least, all at most."""
+    executed = _amounts(trial)
+    for name, counted in trial.run.ops.items():
+        mine = executed.get(name, {})
+        read, written = mine.get("read", 0), mine.get("write", 0)
+        if counted.repeats:
+            assert read >= counted.read, f"bytes read by {name!r}: {read} derived, {counted.read} counted"
+            assert written >= counted.written, (
+                f"bytes written by {name!r}: {written} derived, {counted.written} counted"
+            )
+            continue
+        _as_counted(written, counted.written, f"bytes written by {name!r}")
+        if counted.widest == counted.read:
+            _as_counted(read, counted.read, f"bytes read by {name!r}")
+        else:
+            least, most = counted.widest, counted.most
+            assert least <= read <= most, f"bytes read by {name!r}: {read} derived, {least} to {most} counted"
+
+
+@law
+def the_fused_bound_is_below_everything(trial: Trial) -> None:
+    """Never above the bytes as declared, nor above what is touched of inputs and made as outputs."""
+    bound = float(trial.answers["fused"])  # fractions of bytes come as the nearest float
+    assert bound <= float(trial.answers["bytes_moved"]), f"fused bytes {bound} above the declared ones"
+    if trial.run.repeats:
+        return  # of lookups the formulas know less
+    touched = sum(len(found) * b.element for b, found in trial.run.touched.items())
+    written = {(b, a) for t, b, found in _made(trial) for a in found}
+    most = touched + sum(b.element for b, _ in written)
+    assert bound <= float(most), f"fused bytes: {bound} derived, {most} counted at most, inputs touched and outputs"
+
+
+@law
+def bytes_through_a_cache_are_no_fewer_than_declared(trial: Trial) -> None:
+    """Bytes through a cache are no fewer than declared, and as many where everything fits."""
+    declared = float(trial.answers["bytes_moved"])
+    small, large = (float(bytes_moved(trial.graph, False, cache=size, **trial.point)) for size in (64, "1 EB"))
+    assert large == declared, f"bytes through a cache that holds all: {large}, expected {declared} as declared"
+    assert small >= declared, f"bytes through a cache of 64 bytes: {small}, below {declared} as declared"
+
+
+def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
+    """Yield the addresses of outputs that are no inputs."""
+    by_tensor = dict(trial.run.values)
+    for i, t in enumerate(trial.graph.outputs):
+        v = by_tensor.get(t)
+        if v is not None and not v.buffer.throughout:
+            yield i, v.buffer, [v.address(index) for index in v.points()]
+        elif v is None:  # the result of a loop
+            found = trial.run.outputs[i]
+            buffer = trial.run._kept[i]
+            if not buffer.throughout:
+                yield i, buffer, list(range(found.size))
+
+
+@law
+def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
+    """Buffers taken when an op makes them, given back after the last op that touches them."""
+    _as_counted(trial.answers["peak_memory"], trial.run.peak, "peak memory")
+    line = timeline(trial.graph, **dict[str, Any](trial.point))
+    _as_counted(line.peak, trial.run.peak, "peak of the timeline")
+    _as_counted(sum(map(Fraction, line.by_role.values())), trial.run.peak, "bytes by role at the peak")
+    fixed = sum(b.bytes for b in trial.run.buffers)
+    kept = sum(b.bytes for b in set(trial.run._kept) if not b.throughout)
+    assert trial.run.peak >= fixed + kept, f"peak {trial.run.peak} below parameters, inputs and outputs"
+    rows = lifetimes(trial.graph, **dict[str, Any](trial.point))
+    _as_counted(sum(Fraction(r.bytes) for r in rows if r.born is None), fixed, "bytes of what lives throughout")
+
+
+@law
+def parameters_are_those_of_all_iterations(trial: Trial) -> None:
+    """Elements and bytes of every parameter that the interpreter made."""
+    _as_counted(trial.answers["param_count"], trial.run.params, "parameters")
+    _as_counted(trial.answers["param_bytes"], trial.run.param_bytes, "bytes of parameters")
+
+
+@law
+def layouts_are_those_of_numpy(trial: Trial) -> None:
+    """Shape, strides and view or copy, as NumPy decides them for sizes above 1."""
+    inner = {t for g in trial.graph.bodies() if g.parent is not None for t in g.tensors}
+    by_tensor = dict(trial.run.values)
+    for t, v in trial.run.values:
+        alone = t.storage.pieces  # leading axes of which each position is an array of its own
+        shape = tuple(value(p.expr, trial.point) for p in t.sizes[alone:])
+        assert v.array.shape == shape, f"shape of {t.name!r} is {shape}, expected {v.array.shape}"
+        for n, mine, bytes_ in zip(shape, t.strides[alone:], v.array.strides, strict=True):
+            assert n == 1 or value(mine.expr, trial.point) * 8 == bytes_, (
+                f"strides of {t.name!r} are {t.strides}, expected {[s // 8 for s in v.array.strides]}"
+            )
+        base = None if t.producer is None or t in inner else next(iter(t.producer.operands), None)
+        if base is not None and t.producer is not None and t.producer.body is None and base in by_tensor:
+            shared = v.buffer is by_tensor[base].buffer
+            assert shared == (t.storage is base.storage), f"{t.name!r} is {'a view' if shared else 'a copy'} in NumPy"
+
+
+@law
+def tensors_hold_what_has_been_written(trial: Trial) -> None:
+    """Something at each index point of its domain and nowhere else, at every one of a tensor without a domain."""
+    for t, v in trial.run.values:
+        if (t.domain is None and v.whole) or (t.producer is not None and isinstance(t.producer.kind, Empty)):
+            continue
+        held = np.zeros(v.array.shape, dtype=bool)
+        for index in v.points():
+            held[index] = True
+        odd = np.argwhere(held != trial.run.sizes.held(t)[(0,) * t.storage.pieces])
+        assert not odd.size, f"{t.name!r} holds {'some' if held[tuple(odd[0])] else 'no'}thing at {odd[0].tolist()}"
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+# Laws of formulas: what they say at a point, how loops and sizes change it.
+
+
+@law
+def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
+    """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
+    least = timeline(trial.graph).holds_from
+    # 3, more where a body hands a carry on to another place
+    most = max(map(copies_needed, loops(trial.graph)), default=3)
+    assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
+    names = sorted(trial.point)
+    for question, ask in QUESTIONS.items():
+        expected = trial.answers[question]
+        formula = ask(trial.graph)
+        holds = question != "peak_memory" or all(trial.point[n] >= k for n, k in least.items())
+        if holds:
+            same(expected, value(formula, trial.point), f"{question}: bound, against the formula at the point")
+            same(expected, Fraction(evaluate(formula, **_used(formula, trial.point))), f"{question}: evaluate")
+        for some in (names[: len(names) // 2], names[1::2]):
+            if question == "peak_memory" and not all(trial.point[n] >= k for n, k in least.items() if n not in some):
+                continue
+            partly = ask(trial.graph, **{n: trial.point[n] for n in some})
+            same(expected, value(partly, trial.point), f"{question}: bound in two steps, {some} first")
+
+
+def _used(formula: Any, point: Mapping[str, int]) -> dict[str, int]:
+    symbols = {s.name for s in getattr(formula, "free_symbols", ())}
+    return {k: v for k, v in point.items() if k in symbols}
+
+
+def played(graph: Graph, point: Mapping[str, int]) -> Program:
+    """Return every execution of an op and the life of every storage, loops played out in full."""
+    values = bindings(graph, point)
+
+    def copies(loop: Loop) -> int:
+        return int(value(loop.count.expr, point))
+
+    return play(graph, copies, values)
+
+
+@law
+def pruning_changes_no_value(trial: Trial) -> None:
+    """The largest of all live sets, none of them left out, is the peak."""
+    live = [value(p.expr, trial.point) for _, p in live_bytes(played(trial.graph, trial.point))]
+    same(trial.answers["peak_memory"], Fraction(max(live)), "peak memory")
+
+
+@law
+def a_peak_in_a_box_is_the_peak(trial: Trial) -> None:
+    """Cases that may hold near the point have the peak there among them, and the bytes of their roles add up."""
+    if not all(trial.point[n] >= k for n, k in timeline(trial.graph).holds_from.items()):
+        return
+    formula = peak_memory(trial.graph)
+    names = sorted(_used(formula, trial.point))
+    near = {n: (max(trial.point[n] - 1, 1), trial.point[n] + 1) for n in names[:2]}
+    cases = regimes(formula, within={n: (trial.point[n], trial.point[n]) for n in names} | near)
+    found = max(value(case.formula, trial.point) for case in cases)
+    same(trial.answers["peak_memory"], found, f"peak memory in a box around {names}")
+    for case in regimes(formula):
+        if case.by_role:
+            whole = sum(value(part, trial.point) for part in case.by_role.values())
+            same(value(case.formula, trial.point), whole, f"bytes of the roles at {case.op!r}")
+
+
+@law
+def a_repeat_is_its_iterations(trial: Trial) -> None:
+    """FLOPs, bytes, parameters and peak of the unrolled graph, from one iteration on."""
+    least = timeline(trial.graph).holds_from
+    tried = [{name: n} for name in trial.counts for n in (1, 2, 3, 4)]
+    points = [{**trial.point, **dims} for dims in tried if trial.takes(**dims)] or [trial.point]
+    for point in points:
+        plain = unroll(trial.graph, **point)
+        for question, ask in QUESTIONS.items():
+            if question == "fused":
+                continue  # a lower bound, and a tighter one where a loop is unrolled
+            same(ask(trial.graph, **point), Fraction(ask(plain)), f"{question} at {point}, of the loop and unrolled")
+            if question == "peak_memory" and all(point[n] >= k for n, k in least.items()):
+                same(ask(plain), value(ask(trial.graph), point), f"{question} at {point}, the closed form")
+
+
+@law
+def costs_grow_with_every_size(trial: Trial) -> None:
+    """No cost falls when a size grows to the next that fits; sizes that others are divided by, and scales, aside."""
+    if any(t.dtype.block is not None for g in trial.graph.bodies() for t in g.tensors):
+        return  # of one element a smaller share of the scales is moved where there are more elements
+    for name in sorted(known_names(trial.graph) - _divisors(trial.graph)):
+        size = trial.point[name]
+        more = next((n for n in range(size + 1, size + _FURTHEST) if trial.takes(**{name: n})), None)
+        if more is None:
+            continue  # another size has to grow with it
+        larger = {**trial.point, name: more}
+        for question, ask in QUESTIONS.items():
+            before, after = trial.answers[question], ask(trial.graph, **larger)
+            assert after >= before, f"{question} falls from {before} to {after} with {name}={larger[name]}"
+
+
+#: Sizes that are tried for one that fits.
+_FURTHEST = 24
+
+
+def _divisors(graph: Graph) -> set[str]:
+    """Symbols that some size is divided by: ranks, groups, heads that share a width."""
+    sizes = [p for g in graph.bodies() for t in g.tensors for p in t.sizes]
+    facts = [v for op in graph.walk() for v in op.kind.facts().values()]
+    sizes += [p for v in facts for p in (v.values() if isinstance(v, Mapping) else [v])]
+    return {k for p in sizes if isinstance(p, Poly) for m in p.terms for k, e in m if e < 0}
+
+
+@law
+def intensity_is_flops_over_bytes(trial: Trial) -> None:
+    """FLOPs by bytes moved, also as a formula."""
+    moved = trial.answers["bytes_moved"]
+    if moved:
+        expected = Fraction(trial.answers["flops"]) / Fraction(moved)
+        assert abs(float(intensity(trial.graph, False, **trial.point)) - float(expected)) <= 1e-12 * float(expected)
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+# Laws of identity: what a graph costs depends on no name, on no order of its sources, and on no way through a file.
+
+Data = dict[str, Any]
+
+
+def _names(data: Data) -> list[str]:
+    """Return the names of all tensors and ops, those in bodies included."""
+    out = []
+    for node in data["nodes"]:
+        out.append(node["id"])
+        body = node.get("attrs", {}).get("body")
+        out += _names(body["graph"]) if body else []
+    return out
+
+
+def renamed(data: Data, names: Mapping[str, str], symbols: Mapping[str, str]) -> Data:
+    """Return the data of the same graph with other names of tensors and ops, and other symbols."""
+    swapped = {dims(old): dims(new) for old, new in symbols.items()}
+
+    @cache
+    def size(text: str) -> str:
+        return str(poly(parse_formula(text, "size").expr.xreplace(swapped))) if swapped else text
+
+    def walk(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: walk(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [walk(v, key) for v in value]
+        if not isinstance(value, str):
+            return value
+        if key in ("shape", "strides", "offset", "size"):
+            return size(value)
+        if key == "assumptions":
+            return _WORD.sub(lambda m: symbols.get(m.group(), m.group()), value)
+        return names.get(value, value) if key in _NAMED else value
+
+    found: Data = walk(data)
+    return found
+
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_NAMED = ("id", "operands", "results", "source", "target", "formals", "outputs", "gradients")
+
+
+@law
+def no_cost_depends_on_names(trial: Trial) -> None:
+    """Tensors, ops and scopes may be called anything."""
+    data = trial.data
+    names = {old: f"n{i}" + ("()" if old.endswith("()") else "") for i, old in enumerate(reversed(_names(data)))}
+    _same_answers(trial, loaded(renamed(data, names, {})), "under other names")
+
+
+@law
+def renaming_symbols_renames_formulas(trial: Trial) -> None:
+    """The formula in other symbols is the formula, its symbols renamed, also where they stand in another order then."""
+    names = sorted(trial.point)
+    others = dict(zip(names, [*names[1:], "A_longer_name"], strict=False))
+    graph = loaded(renamed(trial.data, {}, others))
+    for question, ask in QUESTIONS.items():
+        expected, found = ask(trial.graph), ask(graph)
+        if isinstance(expected, sympy.Expr):
+            new = {others[n]: trial.point[n] for n in names}
+            same(value(found, new), value(expected, trial.point), f"{question} in other symbols")
+            swapped = {dims(n): dims(others[n]) for n in names}
+            if expected.is_polynomial():  # other forms of the same function are as good
+                assert sympy.expand(expected.xreplace(swapped) - found) == 0, f"{question} is {found}, was {expected}"
+        else:
+            same(found, expected, f"{question} in other symbols")
+
+
+@law
+def no_cost_depends_on_the_order_of_sources(trial: Trial) -> None:
+    """Inputs, parameters and buffers may be declared in any order."""
+
+    def turned(data: Data) -> Data:
+        sources = [n for n in data["nodes"] if n["type"] == "tensor" and n["role"] not in ("result",)]
+        nodes = [{**n, "attrs": _turned_body(n["attrs"])} if n["type"] == "op" else n for n in data["nodes"]]
+        rest = [n for n in nodes if n["type"] == "op" or n["role"] == "result"]
+        return {**data, "nodes": [*reversed(sources), *rest]}
+
+    def _turned_body(attrs: Data) -> Data:
+        return {**attrs, "body": {"graph": turned(attrs["body"]["graph"])}} if "body" in attrs else attrs
+
+    _same_answers(trial, loaded(turned(trial.data)), "with sources in another order")
+
+
+@law
+def saving_and_loading_is_the_identity(trial: Trial) -> None:
+    """The file of a loaded graph is the file that it was loaded from, and every answer is the same."""
+    data = trial.data
+    again = loaded(data)
+    assert saved(again) == data, "the file of the loaded graph differs"
+    _same_answers(trial, again, "after saving and loading")
+    for question, ask in QUESTIONS.items():
+        assert ask(again) == ask(trial.graph), f"the formula of {question} differs after saving and loading"
+
+
+def _same_answers(trial: Trial, graph: Graph, how: str) -> None:
+    for question, ask in QUESTIONS.items():
+        assert ask(graph, **trial.point) == trial.answers[question], f"{question} differs {how}"
+
+
+@law
+def what_validates_can_be_reported(trial: Trial) -> None:
+    """A report, with sizes open and bound, in text, and the graph itself prints."""
+    trial.graph.validate()
+    bound = report(trial.graph, None, **trial.point)  # type: ignore[arg-type]  # sizes alone
+    for found in (report(trial.graph), bound):
+        assert found.figures
+        assert find_spec("rich") is None or str(found)  # what text is drawn with is an extra
+    assert all(repr(node) for node in trial.graph)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+# The law of refusals: what a formula holds for travels with it, so that it refuses what its graph does.
+
+Point = Mapping[str, int]
+
+
+def around(point: Point) -> Iterator[dict[str, int]]:
+    """Yield a point and its neighbours: one size at a time 1, one less, one more, and twice as much and one."""
+    yield dict(point)
+    for name, size in point.items():
+        for other in sorted({1, max(size - 1, 1), size + 1, 2 * size + 1} - {size}):
+            yield {**point, name: other}
+
+
+def _said(ask: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
+    """Return an answer, or None for a refusal."""
+    try:
+        return ask(*args, **sizes)
+    except CostGraphError:
+        return None
+
+
+@law
+def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
+    """At the point and around it: evaluated, bound in two steps, in arrays and in the table of costs."""
+    least = getattr(_said(timeline, trial.graph), "holds_from", {})
+    fixed = {k: v for k, v in trial.graph.defaults.items() if k in trial.point}  # formulas have these put in
+    places = [p for p in around(trial.point) if fixed.items() <= p.items()]
+    for question, ask in QUESTIONS.items():
+        formula = _said(ask, trial.graph)
+        points = places if hasattr(formula, "free_symbols") else []
+        singles, steps = [], {}
+        for point in points:
+            below = question == "peak_memory" and any(point[n] < k for n, k in least.items())
+            expected = _said(ask, trial.graph, **point)
+            singles.append(_agree(formula, point, expected, f"{question} at {point}", below))
+            some = tuple(list(point.items())[::2])
+            if some not in steps:  # the same for all neighbours that another size is changed of
+                steps[some] = _said(ask, trial.graph, **dict(some))
+            if hasattr(steps[some], "free_symbols"):  # a number is one for all sizes
+                _agree(steps[some], point, expected, f"{question} at {point}, {dict(some)} first", below)
+        if points and formula.free_symbols:
+            _arrays_agree(formula, points, singles, question)
+    table = _said(costs, trial.graph)
+    for point in places if table is not None else ():
+        expected = _said(flops, trial.graph, **point)
+        bound = _said(table.bind, **point)
+        # parts of a FLOP are rounded once: the sum of the kinds, each rounded already, may be off by the last bit
+        found = None if bound is None else evaluate(sum(r.amount.expr for r in bound.filter(direction="compute").rows))
+        assert found == expected, f"costs at {point}: {_shown(found)}, where the graph: {_shown(expected)}"
+
+
+def _shown(answer: Any) -> str:
+    return "refused" if answer is None else f"answers {answer}"
+
+
+def _agree(formula: Any, point: Point, expected: Any, what: str, below: bool) -> Any:
+    """Hold a formula at a point to what the graph says there; below the counts that it holds for it may refuse.
+
+    Returns what the formula says.
+    """
+    found = _said(evaluate, formula, **_asked_of(formula, point))
+    assert found == expected or (below and found is None), (
+        f"{what}: the formula {_shown(found)}, the graph {_shown(expected)}"
+    )
+    return found
+
+
+def _asked_of(formula: Any, point: Point) -> dict[str, int]:
+    """Return the sizes of those symbols that are in a formula, or that it asks something of."""
+    names = {s.name for s in getattr(formula, "free_symbols", ())}
+    return {k: v for k, v in point.items() if k in names.union(*(v.names for v in getattr(formula, "held", ())))}
+
+
+def _arrays_agree(formula: Any, points: list[dict[str, int]], single: list[Any], question: str) -> None:
+    """Hold arrays to what single points say: NaN where these are refused, none where nothing is."""
+    columns = {n: np.array([p[n] for p in points]) for n in _asked_of(formula, points[0])}
+    found = np.broadcast_to(compile(formula, outside="nan")(**columns), len(points))
+    for point, one, many in zip(points, single, found, strict=True):
+        assert np.isnan(many) if one is None else np.isclose(many, one, rtol=1e-9), (
+            f"{question} at {point}: {many} in an array, the point alone {_shown(one)}"
+        )
+    assert (_said(compile(formula), **columns) is None) == (None in single), f"{question}: {points} in an array"
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+# Laws of times: what levels of memory add to them, and that formulas say the same as numbers.
+
+
+@cache
+def through(size: int) -> Hardware:
+    """Return a device with two levels of caches of so many bytes."""
+    device = load_hardware("a100-80-sxm")
+    cache = {key: Quantity(size, "B") for key in ("l2", "l1_and_shared_per_core", "registers_per_core")}
+    cache["l2_bandwidth"] = Quantity(10**13, "B/s")
+    tables = {**device.tables, "cache": cache, "cores": {"count": Quantity(1, "1")}}
+    return replace(device, tables=tables)
+
+
+@law
+def levels_of_memory_take_no_less_time(trial: Trial) -> None:
+    """Neither estimate nor bound falls, the bound stays below, and formulas give the same at the point."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StandInWarning)  # of formats that the device has no rate for
+        _hold_levels(trial, through(32))
+
+
+def _hold_levels(trial: Trial, device: Hardware) -> None:
+    try:
+        flat = roofline(trial.graph, device, **trial.point)  # type: ignore[arg-type]  # sizes are no switches
+    except UnsupportedError:  # a collective over an axis of no mesh
+        return
+    both, switches = (device, through(10**18)), {"fallback": None, "hierarchical": True, "overlap": "none"}
+    deep, wide = (roofline(trial.graph, d, **switches, **trial.point) for d in both)  # type: ignore[arg-type]
+    assert wide.estimate == flat.estimate, f"estimate where all fits {wide.estimate}, expected {flat.estimate}"
+    about = 1 + 1e-9
+    assert flat.estimate <= deep.estimate * about, f"estimate of levels {deep.estimate}, below {flat.estimate}"
+    assert flat.lower_bound <= deep.lower_bound * about, f"bound of levels {deep.lower_bound}, below {flat.lower_bound}"
+    assert deep.lower_bound <= deep.estimate * about, f"bound {deep.lower_bound}, above the estimate {deep.estimate}"
+    for which, expected in (("estimate", deep.estimate), ("lower", deep.lower_bound)):
+        formula = seconds(trial.graph, device, which, hierarchical=True)
+        names = {s.name for s in getattr(formula, "free_symbols", ())}
+        found = evaluate(formula, **{k: v for k, v in trial.point.items() if k in names})
+        assert abs(found - expected) <= 1e-9 * expected, f"{which}: {found} of the formula, expected {expected}"
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+TrainingLaw = Callable[["Lesson"], None]
+
+#: Every law of training by its name.
+TRAINING: dict[str, TrainingLaw] = {}
+
+#: What loops and ops cost that a transform must not change.
+_QUESTIONS: dict[str, Callable[..., Any]] = {"flops": flops, "bytes_moved": bytes_moved, "peak_memory": peak_memory}
+_STEP = 2.0**-13
+#: Ops that compute a linear function of one operand, and functions of all of them together.
+_LINEAR = {Einsum, Rearrange, Slice, Expand, Pad, Gather, Dropout, Transfer, Assign}
+_LINEAR_FUNCTIONS = {"copy", "cast", "add", "sub", "neg"}
+
+
+def _law(function: TrainingLaw) -> TrainingLaw:
+    TRAINING[function.__name__] = function
+    return function
+
+
+class Lesson:
+    """A graph with a scalar loss at one point, its backward pass, and what the interpreter counts of that.
+
+    Parameters
+    ----------
+    graph : Graph
+        Its only output is the loss.
+    point : mapping of str to int
+        A size for every dimension.
+    checkpoint : Checkpoint, optional
+        What is computed again.
+    """
+
+    def __init__(self, graph: Graph, point: Mapping[str, int], checkpoint: Checkpoint | None = None) -> None:
+        self.graph = graph
+        self.point = dict(point)
+        self.checkpoint = checkpoint
+
+    @cached_property
+    def trained(self) -> Graph:
+        """The graph with its backward pass."""
+        return backward(self.graph, checkpoint=self.checkpoint)
+
+    @cached_property
+    def trial(self) -> Trial:
+        """What laws of graphs are asked of."""
+        return Trial(self.trained, self.point)
+
+    @cached_property
+    def forward(self) -> Graph:
+        """The graph alone, its sources named as those of the backward pass are."""
+        policy = self.checkpoint or Checkpoint()
+        return hoist(peel(policy.prepared(self.graph), policy.stops_early_in))
+
+    @cached_property
+    def values(self) -> dict[str, Array]:
+        """Numbers for all floating sources, those of one name equal whatever is computed again."""
+        out = {}
+        for t in self.trained.tensors:
+            if t.producer is None and t.dtype.kind == "float":
+                shape = tuple(int(value(n.expr, self.point)) for n in t.sizes)
+                out[t.name] = np.random.default_rng(list(t.name.encode())).uniform(0.5, 1.5, shape)
+        return out
+
+    @cached_property
+    def run(self) -> Run:
+        """What the interpreter computes with these numbers."""
+        return run(self.trained, self.values, seed=0, meanings=None, **self.point)
+
+    def loss(self, name: str, array: Any) -> float:
+        """Return the loss with other numbers in one source."""
+        return float(run(self.forward, {**self.values, name: array}, seed=0, meanings=None, **self.point).outputs[0])
+
+
+def check_training(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None:
+    """Hold the backward pass of a graph to the laws.
+
+    Parameters
+    ----------
+    graph : Graph
+        With one output, a scalar, and something that wants a gradient.
+    laws : iterable of str, optional
+        Names of laws of `TRAINING`, all by default.
+    **point : int
+        A size above 1 for every dimension.
+
+    Raises
+    ------
+    AssertionError
+        If one is broken: the text says which, where, and both figures.
+    UnsupportedError, BindingError
+        If a law is unknown, an op kind has no meaning or no vector-Jacobian rule, or a dimension has no size.
+    GraphError
+        If there is no scalar output, nothing wants a gradient, or an op in place overwrites what a gradient reads.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> B, D, L = cg.dims("B D L")
+    >>> with cg.Graph("g") as g:
+    ...     layer = lambda x: x + cg.tanh(cg.linear(x, "b d -> b e", e=D))
+    ...     g.output(cg.reduce(cg.repeat(L, layer, g.input("x", (B, D))), "b d -> ", "mean"))
+    >>> testing.check_training(g, B=2, D=3, L=5)
+    """
+    chosen = list(TRAINING if laws is None else laws)
+    unknown = sorted(set(chosen) - TRAINING.keys())
+    if unknown:
+        raise UnsupportedError(f"check_training: law {unknown[0]!r}, expected one of {', '.join(TRAINING)}")
+    lesson = Lesson(graph, {**{k: v for k, v in graph.defaults.items() if k in known_names(graph)}, **point})
+    try:
+        bindings(lesson.trained, lesson.point)
+    except BindingError:  # loops whose iterations differ at both ends have some: fewer of them are unrolled
+        bindings(graph, lesson.point)
+        flat = _flat(graph, lesson.point)
+        lesson = Lesson(flat, {k: v for k, v in lesson.point.items() if k in known_names(flat)})
+    for name in chosen:
+        try:
+            TRAINING[name](lesson)
+        except AssertionError as error:
+            raise AssertionError(f"law {name!r} at {lesson.point}: {error}") from None
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------
+
+
+@_law
+def gradients_are_finite_differences(lesson: Lesson) -> None:
+    """Of the loss that the interpreter computes, along one random direction for each source."""
+    for name, gradient in lesson.run.gradients.items():
+        x = lesson.values[name]
+        if not x.size:
+            continue  # parameters of a loop that has no iteration left
+        direction = np.random.default_rng(len(name)).uniform(-1, 1, x.shape)
+        expected = float((gradient * direction).sum())
+        estimates = [_slope(lesson, name, direction, _STEP / n) for n in (1, 2)]
+        size = abs(float(lesson.run.outputs[0]))
+        if not np.isfinite([expected, size, *estimates]).all():
+            continue  # out of the range in which there is a derivative
+        # the two estimates differ by the curvature; near a kink by more than that
+        slack = 8 * abs(estimates[0] - estimates[1]) + 1e-6 * abs(expected) + 1e-9 * max(size, 1) / _STEP
+        assert abs(estimates[1] - expected) <= slack, (
+            f"gradient of {name!r} along a direction is {expected}, expected {estimates[1]}: finite differences"
+        )
+
+
+def _slope(lesson: Lesson, name: str, direction: Any, step: float) -> float:
+    x = lesson.values[name]
+    return (lesson.loss(name, x + step * direction) - lesson.loss(name, x - step * direction)) / (2 * step)
+
+
+@_law
+def the_gradient_of_a_linear_loss_is_its_transpose(lesson: Lesson) -> None:
+    """<J v, g> is <v, J^T g>: the loss changes by the product of gradient and change, however large."""
+    for t in lesson.forward.tensors:
+        if t.name not in lesson.run.gradients or not _is_linear_in(lesson.forward, {t}):
+            continue
+        v = np.random.default_rng(len(t.name)).uniform(-100, 100, lesson.values[t.name].shape)
+        change = lesson.loss(t.name, v) - lesson.loss(t.name, 0 * v)
+        expected = float((lesson.run.gradients[t.name] * v).sum())
+        scale = abs(float(lesson.run.outputs[0])) + np.abs(lesson.run.gradients[t.name] * v).sum()
+        assert abs(change - expected) <= 1e-9 * scale + 1e-12 or not np.isfinite(change), (
+            f"the loss is linear in {t.name!r} and changes by {change}, expected {expected}: its gradient transposed"
+        )
+
+
+def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
+    """Whether all ops that read what depends on a source are linear in that."""
+    for op in graph.ops:
+        reads = [t in dependent for t in op.operands]
+        if not any(reads):
+            continue
+        if op.kind.overwrites() or not _is_linear(op.kind, together=reads.count(True) > 1):
+            return False
+        dependent.update(op.results)
+    return True
+
+
+def _is_linear(kind: OpKind, *, together: bool) -> bool:
+    """Whether an op is linear in one operand, or in all of them together."""
+    match kind:
+        case Pointwise():
+            return kind.function.name in _LINEAR_FUNCTIONS or (kind.function.name == "mul" and not together)
+        case Reduce():
+            return kind.operation in ("sum", "mean") and not together
+        case Pool():
+            return kind.operation == "mean" and not together
+        case _:
+            return isinstance(kind, Concat | Revised | Stacked) or (type(kind) in _LINEAR and not together)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+@_law
+def a_backward_pass_keeps_the_laws_of_graphs(lesson: Lesson) -> None:
+    """FLOPs, bytes and peak as counted, closed forms, unrolled, monotone, whatever the names, through a file."""
+    for name, law in LAWS.items():
+        try:
+            law(lesson.trial)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@_law
+def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
+    """FLOPs, bytes and peak of the backward pass of the unrolled graph.
+
+    Where loops read or write slices, hand on what they were given, or have to copy a gradient, which their iterations
+    hand on dense and each in one place, only FLOPs are equal. Where several carries change places, so that gradients
+    are zero in some iterations between others, those of the loop calculate with zeros.
+    """
+    if not _loops(lesson.graph):
+        return
+    handed = [op for loop in _loops(lesson.trained) for op in _makers(loop)]
+    copied = any(isinstance(op.kind, Rearrange) and op.kind.copy for op in handed)
+    copied |= any(op.name.rpartition("/")[2].startswith("own") for op in handed)
+    copied |= any(isinstance(op.kind, Accumulate) and op.kind.lent for op in lesson.trained.walk())
+    plain = all(map(_is_plain, _loops(lesson.graph))) and not copied
+    try:
+        flat = backward(_flat(lesson.graph, lesson.point))
+    except GraphError as error:
+        if "has overwritten in place" not in str(error):
+            raise
+        return  # of what an op in place changes, iterations that hand it on have no copy
+    zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in handed)
+    if zeros and any(len(loop.carries) > 1 for loop in _loops(lesson.graph)):
+        return
+    for question, ask in (_QUESTIONS if plain else {"flops": flops}).items():
+        used = {k: v for k, v in lesson.point.items() if k in known_names(flat)}
+        same(lesson.trial.answers[question], ask(flat, **used), f"{question}, of the loop and unrolled first")
+
+
+def _flat(graph: Graph, point: Mapping[str, int]) -> Graph:
+    """Return a graph with its loops played out, other sizes left open."""
+    return unroll(graph, **{n: point[n] for n in {n for loop in _loops(graph) for n in loop.count.names()}})
+
+
+def _is_plain(loop: Loop) -> bool:
+    """Whether a loop neither reads nor writes slices, and each iteration makes what it hands on."""
+    handed = {t.storage for t in loop.body.outputs} & {f.storage for f in loop.body.formals}
+    return not (loop.xs or loop.stacks or loop.pieces or handed)
+
+
+def _makers(loop: Loop) -> list[Op]:
+    """Return the ops of the backward pass that make what a loop starts from, what an iteration hands on and adds up."""
+    handed = [*loop.starts, *loop.nexts]
+    handed += [op.operands[1] for op in loop.body.ops if isinstance(op.kind, Accumulate)]
+    return [t.producer for t in handed if t.producer is not None and t.producer.phase == "backward"]
+
+
+def _loops(graph: Graph) -> list[Loop]:
+    return [loop for op in graph.walk() if (loop := op.loop) is not None]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
+    """Yield policies that fit a graph."""
+    loops = _loops(lesson.graph)
+    ops = [op.name for op in lesson.graph.walk() if not op.graph.fused]  # a kernel is recomputed whole
+    if loops:
+        yield every_block()
+        single = [op for op in lesson.graph.walk() if len(op.results) == 1]
+        yield every_block(keep=[op.name.rpartition("/")[2].partition(".")[0] for op in single[-1:]])
+        yield every_block(inside=selective(ops[-1]))
+        if all(value(loop.count.expr, lesson.point) % 2 == 0 for loop in loops):
+            yield every(2)
+            yield every(2, inside=every_block())
+    yield selective(ops[len(ops) // 2])
+    yield selective(*ops[: len(ops) // 2 + 1])
+
+
+@_law
+def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
+    """The same numbers, at least as many FLOPs; kept is what was before, what a run starts from, and what is named."""
+    before = lesson.trial.answers["flops"]
+    for policy in _policies(lesson):
+        again = Lesson(lesson.graph, lesson.point, policy)
+        try:
+            again.trained  # noqa: B018  # derived when it is asked for
+        except GraphError as error:
+            if "has overwritten in place" not in str(error):
+                raise
+            continue  # what would run again reads what an op in place has changed
+        assert again.trial.answers["flops"] >= before, f"{policy}: {again.trial.answers['flops']} FLOPs, not {before}"
+        # groups of layers have another first layer, whose parameters are apart: its numbers are others
+        alike = {n: v.size for n, v in again.values.items()} == {n: v.size for n, v in lesson.values.items()}
+        for name, gradient in lesson.run.gradients.items() if alike else ():
+            found = again.run.gradients[name].reshape(gradient.shape)
+            close = np.allclose(found, gradient, rtol=1e-9, atol=1e-12, equal_nan=True)
+            assert close, f"{policy}: the gradient of {name!r} differs"
+        same(again.trial.answers["flops"], again.trial.run.flops, f"{policy}: FLOPs")
+        same(again.trial.answers["peak_memory"], again.trial.run.peak, f"{policy}: peak memory")
+        more = _kept(again) - _kept(lesson) - {base_name(name) for name in _started_from(again)}
+        assert not more, f"{policy}: keeps {', '.join(sorted(more))}, which was not kept and no run starts from"
+
+
+def _kept(lesson: Lesson) -> set[str]:
+    """Return what the forward pass leaves to the backward pass, iterations aside."""
+    program = played(lesson.trained, lesson.point)
+    first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
+    return {
+        base_name(life.name.split("[")[0])
+        for life in program.lives
+        if life.born is not None and life.born < first <= (life.dies or first)
+    }
+
+
+def _started_from(lesson: Lesson) -> set[str]:
+    """Return what runs that are computed again read of the forward pass."""
+    assert lesson.checkpoint is not None
+    found: set[str] = set()
+    for graph in lesson.trained.bodies():
+        for run_ in lesson.checkpoint.runs([op for op in graph.ops if op.phase == "forward"]):
+            made = {t for op in run_ for t in op.results}
+            found |= {name for op in run_ for t in op.operands if t not in made for name in _training_names(t)}
+            found |= {
+                name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results for name in _training_names(t)
+            }
+            if graph.owner is not None:
+                outer = graph.owner
+                found |= {t.storage.name for t in (*outer.operands, *outer.results, *graph.outputs)}
+    return found
+
+
+def _training_names(t: Tensor) -> Iterator[str]:
+    """Yield the name of a tensor's storage, and in bodies of loops of what the last iteration has made."""
+    yield t.storage.name
+    op = t.producer
+    if op is not None and op.loop is not None:
+        yield from _training_names(op.loop.body.outputs[op.results.index(t)])

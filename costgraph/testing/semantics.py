@@ -1,0 +1,811 @@
+"""What choosing the largest, ordering rows by expert and products by expert do, and how to draw ops of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import product
+from math import ceil, comb
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from ..algebra.polynomial import poly
+from ..algebra.symbols import dims
+from ..dtypes import DTYPES
+from ..ir.graph import OpKind, Tensor, apply
+from ..nn.conv import pool
+from ..ops.collectives import REDUCING, Around, Collective, Merge, Pack, Part, Receive, Send
+from ..ops.elementwise import pointwise
+from ..ops.fill import Assign, Fill, Pad, Revised, assign, fill, pad
+from ..ops.grouped import ROUTINGS, Dispatch, Grouped, GroupedOuter, TopK, dispatch, grouped, grouped_outer, top_k
+from ..ops.index import Gather, Scatter, Sort, arange, gather, sort, take_along
+from ..ops.keep_alive import Keep, StopGradient, keep, stop_gradient
+from ..ops.kv_cache import Append, Cache, InitialState, append, cache, initial_state
+from ..ops.layout import contiguous_copy, expand, slice_axis
+from ..ops.loops import Absent, Accumulate, Empty, Stacked, absent, accumulate
+from ..ops.opaque import Foreign, Opaque, Stated
+from ..ops.pooling import Pool, Unpool
+from ..ops.updates import FusedUpdate, Unscale, ZeroGrad
+from ..optimizers.adaptive import Adam
+from ..optimizers.optimizer import fused_update
+from ..optimizers.sgd import SGD
+from .arithmetic import FUNCTIONS, Number, function, tally
+from .interpreter import Array, At, Point, Value, meaning
+from .strategies import Sketch, sample
+
+__all__ = [
+    "appended",
+    "merged",
+    "cut",
+    "joined",
+    "together",
+]
+
+
+# -- cached ------------------------------------------------------------------------------------------------------------
+# What marks of caches and appending to one do, and how to draw ops of them.
+
+
+@meaning(Cache)
+def _cache(at: At[Cache]) -> None:
+    at.view(np.asarray)
+
+
+@sample(Cache)
+def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor()
+    names = [f"a{i}" for i in range(x.ndim)]
+    along = s.one_of([None, *names])
+    return [cache(x, " ".join(names), along=along, window=s.one_of([None, 2]) if along else None)]
+
+
+@meaning(InitialState)
+def _initial_state(at: At[InitialState]) -> None:
+    for index in at.result().index():
+        at.write(0.0, *index)
+
+
+@sample(InitialState)
+def _drawn_state(s: Sketch) -> Sequence[Tensor]:
+    return [initial_state(s.shape(), s.one_of(["fp32", "bf16"]))]
+
+
+def appended(at: At[Append], behind: int = 0) -> None:
+    """Write the last positions of what is new into the last ones of the cache, behind which other ranks have some."""
+    at.made[0] = at.operands[0]
+    axis = at.kind.axis
+    held, new = at.operands[0].array.shape[axis], max(at.operands[1].array.shape[axis] - behind, 0)
+    taken = min(held, new)
+    for index in at.operands[1].points():
+        place = index[axis] - (new - taken)
+        if 0 <= place < taken:
+            target = (*index[:axis], held - taken + place, *index[axis + 1 :])
+            at.write(at.read(1, *index), *target)
+
+
+meaning(Append)(appended)
+
+
+@sample(Append)
+def _drawn_append(s: Sketch) -> Sequence[Tensor]:
+    new = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis = s.number(0, new.ndim - 1)
+    room = s.one_of([new.shape[axis], new.shape[axis] + 2, 1])
+    held = fill((*new.shape[:axis], room, *new.shape[axis + 1 :]), 1.5, s.one_of(["fp32", "bf16"]))
+    return [append(held, new, axis)]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+# What op kinds do that gradients are made of, and how to draw ops of them.
+
+
+@meaning(Fill)
+def _fill(at: At[Fill]) -> None:
+    (value,) = at.of((at.kind.value,))
+    for index in at.result().index():
+        at.write(value, *index)
+
+
+@sample(Fill)
+def _drawn_fill(s: Sketch) -> Sequence[Tensor]:
+    return [fill(s.shape(), s.one_of([0, 1, -1.5]), s.one_of(["fp32", "bf16"]))]
+
+
+@meaning(Assign)
+def _assign(at: At[Assign]) -> None:
+    at.made[0] = at.operands[0]
+    for index in at.operands[1].points():
+        at.write(at.read(1, *index), *index)
+
+
+@sample(Assign)
+def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor()
+    target = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=s.one_of(["fp32", "bf16"]))
+    value = s.one_of(s.others(lambda t: t.sizes == x.sizes and t.storage is not x.storage) or [s.like(x)])
+    return [assign(target, value)]
+
+
+@meaning(Pad)
+def _pad(at: At[Pad]) -> None:
+    axis, start, step = at.kind.axis, at.of(at.kind.start), at.kind.step
+    x = at.operands[0].array
+    for index in product(*map(range, at.result().array.shape)):
+        place = (index[axis] - start) / step
+        if not at.operands[0].holds((*index[:axis], 0, *index[axis + 1 :])):
+            continue  # zeros stand beside what there is
+        if place in range(x.shape[axis]):
+            at.write(at.read(0, *index[:axis], int(place), *index[axis + 1 :]), *index)
+        else:
+            at.write(0.0, *index)
+
+
+@sample(Pad)
+def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis, step, start = s.axis(x), s.number(1, 2), s.one_of([0, 1, dims("A")])
+    full = start + (x.sizes[axis].expr - 1) * step + s.number(1, 2)
+    return [pad(x, axis, start, full, step)]
+
+
+@sample(Unpool)
+def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
+    x = s.fresh((*s.shape(1, 6), s.number(3, 5)))
+    width = s.number(1, 3)
+    operation = s.one_of(["max", "mean"])
+    made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=s.number(0, width // 2))
+    assert made.producer is not None
+    kind = made.producer.kind
+    assert isinstance(kind, Pool)
+    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
+    places = [s.fresh(made.shape, "int64", "input")] if operation == "max" else []
+    return apply(back, [s.fresh(made.shape, x.dtype.name), x, *places], "unpool")
+
+
+# -- grouped -----------------------------------------------------------------------------------------------------------
+
+
+@meaning(TopK)
+def _top_k(at: At[TopK]) -> None:
+    *lead, last = at.operands[0].array.shape
+    for index in product(*map(range, lead)):
+        values = [at.read(0, *index, i) for i in range(last)]
+        # of equal ones the first comes first
+        found = sorted(range(last), key=values.__getitem__, reverse=not at.kind.smallest)
+        at.tally.pointwise += last
+        for j in range(at.of(at.kind.k)):
+            at.write(values[found[j]], *index, j)
+            at.write(found[j], *index, j, to=1)
+
+
+@meaning(Sort)
+def _sort(at: At[Sort]) -> None:
+    *lead, last = at.operands[0].array.shape
+    for index in product(*map(range, lead)):
+        values = [at.read(0, *index, i) for i in range(last)]
+        found = sorted(range(last), key=values.__getitem__, reverse=at.kind.descending)
+        at.tally.pointwise += last
+        for j in range(last):
+            at.write(values[found[j]], *index, j)
+            at.write(found[j], *index, j, to=1)
+
+
+@meaning(Dispatch)
+def _dispatch(at: At[Dispatch]) -> None:
+    """Order choices by expert, each as it comes; a row that fills up the room of an expert is the first token."""
+    shape, experts, capacity = at.operands[0].array.shape, at.of(at.kind.experts), at.kind.capacity
+    places = list(product(*map(range, shape)))
+    chosen = {index: int(at.read(0, *index)) % experts for index in places}
+    room = None if capacity is None else ceil(at.of(capacity) * Fraction(len(places), experts))
+    rows: list[tuple[int, int]] = []
+    dropped = {}
+    for expert in range(experts):
+        mine = [i for i, index in enumerate(places) if chosen[index] == expert]
+        kept = mine if room is None else mine[:room]
+        for row, i in enumerate(kept, len(rows)):
+            at.write(row, *places[i], to=2)
+        for i in mine:
+            dropped[places[i]] = i not in kept
+            if i not in kept:
+                at.write(0, *places[i], to=2)
+        rows += [(i // shape[-1], expert) for i in kept]
+        rows += [(0, expert)] * (0 if room is None else room - len(kept))
+        at.write(len(rows), expert, to=1)
+    for row, (token, expert) in enumerate(rows):
+        at.write(token, row)
+        if at.kind.owners:
+            at.write(expert, row, to=3)
+    if room is not None:
+        for index, gone in dropped.items():
+            at.write(float(gone), *index, to=len(at.op.results) - 1)
+    at.tally.pointwise += 2 * len(places) + experts
+
+
+def merged(at: At[Merge], rank: int = 0) -> None:
+    """Put the rows for the experts of a rank in order, by expert and then by where they come from."""
+    ranks, count = at.of(at.kind.ranks), at.operands[0].array.shape[0] // at.of(at.kind.ranks)
+    each = at.of(at.kind.rows) // ranks
+    ends = [[int(at.read(0, sender * count + e)) - rank * each for e in range(count)] for sender in range(ranks)]
+    for sender, found in enumerate(ends):
+        balanced = found[0] >= 0 and found[-1] == each
+        assert balanced, (
+            f"{at.op.name!r}: rank {sender} has rows up to {found[-1] + rank * each} for rank {rank} of {ranks} and "
+            f"those before, expected {(rank + 1) * each}: the routing is not balanced"
+        )
+    row = 0
+    for e in range(count):
+        for sender, found in enumerate(ends):
+            for i in range(found[e - 1] if e else 0, found[e]):
+                at.write(sender * each + i, row, to=1)
+                at.write(row, sender * each + i, to=2)
+                if at.kind.owners:
+                    at.write(e, row, to=3)
+                row += 1
+        at.write(row, e)
+    at.tally.pointwise += ranks * (each + count)
+
+
+meaning(Merge)(merged)
+
+
+def _owners(at: At[OpKind], rows: int) -> list[int | None]:
+    """Return the expert of each row, None of a row beyond the last one's end."""
+    ends = [int(at.read(2, e)) for e in range(at.operands[2].array.shape[0])]
+    return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
+
+
+@meaning(Grouped)
+def _grouped(at: At[Grouped]) -> None:
+    """Multiply rows by matrices; where the rows that came are not those of the assumption, say so."""
+    (rows, inner), (experts, _, outer) = at.operands[0].array.shape, at.operands[1].array.shape
+    owners = _owners(at, rows)
+    for row, owner in enumerate(owners):
+        for f in range(outer):
+            total = 0.0
+            for d in range(inner):
+                x = at.read(0, row, d)
+                total += 0.0 if owner is None else x * at.read(1, owner, d, f)
+                at.tally.matmul += 2
+                at.tally.full += 2
+            at.write(total, row, f)
+    routing, seen = at.kind.routing, len(set(owners) - {None})
+    read: Fraction | int = experts if routing == "capacity" else seen
+    if routing == "capacity":
+        for index in product(range(experts), range(inner), range(outer)):
+            at.read(1, *index)
+    elif routing == "balanced":
+        at.repeats = at.repeats or seen != min(experts, rows)
+    else:
+        chosen = at.of(at.kind.chosen)
+        read = _mean_touched(experts, chosen, Fraction(rows, chosen))
+        sizes = [b.element * b.array.size for b in (at.operands[0].buffer, at.operands[2].buffer)]
+        at.stated["reads"] = sum(sizes) + read * inner * outer * at.operands[1].buffer.element
+        at.repeats = True  # how many experts are read is a mean, whatever came
+    at.tally.pointwise += at.kind.unpacked * inner * outer * read
+
+
+def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:
+    """Count, among all sets that a token may choose, those without an expert: tokens choose independently."""
+    without = Fraction(comb(experts - 1, chosen), comb(experts, chosen))
+    assert tokens.denominator == 1
+    return experts * (1 - without ** int(tokens))
+
+
+@meaning(GroupedOuter)
+def _grouped_outer(at: At[GroupedOuter]) -> None:
+    (rows, left), right = at.operands[0].array.shape, at.operands[1].array.shape[1]
+    made = at.result().array
+    for index in product(*map(range, made.shape)):
+        at.write(0.0, *index)
+    for row, owner in enumerate(_owners(at, rows)):
+        for i, j in product(range(left), range(right)):
+            term = at.read(0, row, i) * at.read(1, row, j)
+            at.tally.matmul += 2
+            at.tally.full += 2
+            if owner is not None:
+                at.write(made[owner, i, j] + term, owner, i, j)
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------
+
+
+@sample(TopK)
+def _drawn_top_k(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and t.sizes[-1].constant is not None, (*s.shape(s.number(0, 2), 6), 3))
+    values, ids = top_k(x, s.number(1, s.value(x.sizes[-1])))
+    return [values, take_along(x, ids)]  # of equal elements nothing says which comes first
+
+
+@sample(Sort)
+def _drawn_sort(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, (*s.shape(s.number(0, 2), 6), 3))
+    values, ids = sort(x, descending=s.chance(1))
+    return [values, take_along(x, ids)]  # of equal elements nothing says which comes first
+
+
+def _sent(s: Sketch, capacity: object = None) -> tuple[int, int, Tensor, Tensor]:
+    """Draw experts that tokens have chosen: 0, 1, 2, ... when the graph runs, so that they are balanced."""
+    experts, chosen = s.number(1, 4), s.number(1, 2)
+    tokens = s.one_of([1, 2, 3, *dims("A B")])
+    ids = s.fresh((tokens, min(chosen, experts)), s.one_of(["int64", "int32"]), "input")
+    sent = dispatch(ids, experts, capacity=capacity)
+    return experts, min(chosen, experts), sent.ends, sent.tokens
+
+
+@sample(Dispatch)
+def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
+    experts, tokens = s.number(1, 4), s.one_of([1, 2, 3, *dims("A B")])
+    ids = s.fresh((tokens, s.number(1, 2)), "int64", "input")
+    sent = dispatch(ids, experts, capacity=s.one_of([None, None, 0.5, 1, 1.25]), owners=s.chance(1))
+    table = s.fresh((tokens, s.number(1, 2)), "fp32")
+    rows = gather(table, sent.tokens)
+    return [rows, gather(rows, sent.places)]
+
+
+@sample(Merge)
+def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
+    """Let two ranks that choose alike send each other rows, each expert as many."""
+    ranks, experts, chosen = 2, 2 * s.number(1, 2), s.number(1, 2)
+    ids = expand(arange(experts), "token -> token choice", choice=chosen)
+    sent = dispatch(contiguous_copy(ids), experts)
+    exchange = Collective(collective="all_to_all", ranks=poly(ranks), axis="x", source=0)
+    (ends,) = apply(exchange, [sent.ends], "all_to_all")
+    rows = poly(experts * chosen)
+    made = Merge(ranks=poly(ranks), axis="x", rows=rows, chosen=poly(chosen) / ranks, owners=s.chance(1))
+    return apply(made, [ends], "merge")
+
+
+@sample(Grouped)
+def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
+    routing = s.one_of(ROUTINGS)
+    experts, chosen, ends, tokens = _sent(s, 1.25 if routing == "capacity" else None)
+    inner, outer = s.number(1, 3), s.one_of([1, 2, *dims("A B")])
+    rows = s.fresh((*tokens.shape, inner), s.one_of(["fp32", "bf16"]))
+    weights = s.fresh((experts, inner, outer), "fp32")
+    return [grouped(rows, weights, ends, chosen, routing=routing)]
+
+
+@sample(GroupedOuter)
+def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
+    _, _, ends, tokens = _sent(s)
+    a, b = (s.fresh((*tokens.shape, s.number(1, 3)), s.one_of(["fp32", "bf16"])) for _ in range(2))
+    return [grouped_outer(a, b, ends)]
+
+
+# -- hops --------------------------------------------------------------------------------------------------------------
+# What stages of a pipeline hand to each other: one stage alone sends to nobody, and gets zeros.
+
+
+@meaning(Send)
+def _send(at: At[Send]) -> None:
+    for index in at.operands[0].points():
+        at.read(0, *index)
+    at.view(np.asarray)
+
+
+@meaning(Receive)
+def _receive(at: At[Receive]) -> None:
+    for index in np.ndindex(*at.result().array.shape):
+        at.write(0, *index)
+
+
+@sample(Send)
+def _drawn_send(s: Sketch) -> Sequence[Tensor]:
+    return apply(Send(), [s.tensor()], "send")
+
+
+@sample(Receive)
+def _drawn_receive(s: Sketch) -> Sequence[Tensor]:
+    return apply(Receive(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "receive")
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+# What op kinds do that look elements up, and those whose costs are stated.
+
+
+def _rows(at: At[Gather | Scatter]) -> dict[Point, Point]:
+    """Read every index once, for the row that it means; those beyond the table wrap around.
+
+    The same row twice is noted.
+    """
+    (table, *ids), batch = at.operands[: len(at.operands) - at.kind.after], at.kind.batch
+    found = {}
+    for index in product(*map(range, ids[0].array.shape)):
+        own = (int(at.read(k + 1, *index)) % table.array.shape[batch + k] for k in range(len(ids)))
+        found[index] = (*index[:batch], *own)
+    looks: dict[int, set[tuple[int, ...]]] = {}
+    for index, row in found.items():
+        first = table.address(row + (0,) * (table.array.ndim - len(row)))
+        looks.setdefault(first, set()).add(tuple(t.address(index) for t in ids))
+    at.repeats = at.repeats or any(len(cells) > 1 for cells in looks.values())
+    return found
+
+
+def _rests(at: At[Gather | Scatter]) -> list[Point]:
+    return list(product(*map(range, at.operands[0].array.shape[at.kind.row(at.op.operands)])))
+
+
+@meaning(Gather)
+def _gather(at: At[Gather]) -> None:
+    for index, row in _rows(at).items():
+        for rest in _rests(at):
+            at.write(at.read(0, *row, *rest), *index, *rest)
+
+
+@meaning(Scatter)
+def _scatter(at: At[Scatter]) -> None:
+    target, *_, updates = at.operands
+    if at.kind.overwrites():
+        at.made[0] = target
+    else:
+        for index in product(*map(range, target.array.shape)):
+            at.write(at.read(0, *index), *index)
+    result = at.result().array
+    for index, row in _rows(at).items():
+        for rest in _rests(at):
+            x, to = at.number(len(at.operands) - 1, *index, *rest), (*row, *rest)
+            if at.kind.mode == "set":
+                at.write(x, *to)
+                continue
+            if at.kind.overwrites():
+                at.read(0, *to)
+            if at.kind.mode == "add":
+                made = x + result[to]
+                at.write(result[to] if row[at.kind.batch] == at.kind.passed else made, *to)
+            else:
+                at.tally.pointwise += 1
+                at.write(max(x.value, result[to]), *to)
+    assert updates.array.size or at.kind.mode == "set"
+
+
+# -- stated ------------------------------------------------------------------------------------------------------
+
+
+@meaning(Foreign, Opaque)
+def _stated(at: At[Stated]) -> None:
+    """Take what is stated for true: nothing says what the op does."""
+    kind = at.kind
+    full = kind.full if isinstance(kind, Foreign) else kind.matmul
+    at.tally = tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
+    for i, t in enumerate(at.op.results):
+        if any(t.storage is x.storage for x in at.op.operands):
+            _view(at, i)
+            continue
+        for index in product(*map(range, at.result(i).array.shape)):
+            at.write(0.0, *index, to=i)
+    for i, v in enumerate(at.operands):
+        for index in v.points():
+            at.read(i, *index)
+    for direction, amounts in (("reads", kind.bytes_read), ("writes", kind.bytes_written)):
+        if amounts is not None:
+            at.stated[direction] = sum(at.of(amounts))
+
+
+def _view(at: At[Stated], i: int) -> None:
+    """Make a result of the storage of an operand, which it may reach into beyond what the operand is of it."""
+    t = at.op.results[i]
+    of = next(n for n, x in enumerate(at.op.operands) if x.storage is t.storage)
+    x, source = at.op.operands[of], at.operands[of]
+    if not isinstance(source, Value) or x.dtype.bits != t.dtype.bits:
+        return  # lists, and numbers that are seen as parts of them
+    shape, strides = at.of(t.sizes), at.of(t.strides)
+    whole = source.buffer.array
+    first = source.address((0,) * source.array.ndim) // whole.itemsize + at.of(t.offset - x.offset)
+    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    assert 0 <= first <= last < whole.size, f"{at.op.name!r} reads beyond the storage of operand {of + 1}"
+    flat = as_strided(whole, (whole.size,), (whole.itemsize,))  # as it lies in memory
+    at.made[i] = Value(as_strided(flat[first:], shape, [s * whole.itemsize for s in strides]), source.buffer)
+
+
+# -- meetings ----------------------------------------------------------------------------------------------------------
+# Collectives, and the part of a rank: index point by index point where all bring the same, and by whole arrays.
+
+# -- index point by index point --------------------------------------------------------------------------------------
+
+
+def _apart(i: int, length: int, ranks: int, blocks: int) -> int:
+    """Return where the first rank's position on a part of each block is on the whole axis."""
+    part = length // blocks
+    return (i // part) * part * ranks + i % part
+
+
+def _beside(i: int, length: int, ranks: int, blocks: int) -> int:
+    """Return which position of a rank's own axis stands at one where all ranks have put theirs."""
+    part = length // blocks
+    return (i // (part * ranks)) * part + i % part
+
+
+def _from(at: At[Collective], index: Point, made: Point) -> Point:
+    """Return which element of the operand stands at a place of the result, for the first rank."""
+    kind, ranks, source = at.kind, at.of(at.kind.ranks), list(index)
+    if not source:
+        return index
+    shape = at.operands[0].array.shape
+    if kind.source == kind.dim:
+        length = shape[kind.dim] // ranks
+        piece = _beside(index[kind.dim], length, ranks, at.of(kind.source_blocks))
+        source[kind.dim] = _apart(piece, length, ranks, at.of(kind.blocks))
+        return tuple(source)
+    if kind.collective == "all_gather":
+        source[kind.dim] = _beside(index[kind.dim], shape[kind.dim], ranks, at.of(kind.blocks))
+    elif kind.collective == "reduce_scatter" or kind.source is not None:
+        source[kind.dim] = _apart(index[kind.dim], made[kind.dim], ranks, at.of(kind.blocks))
+    if kind.source is not None:
+        source[kind.source] = _beside(index[kind.source], shape[kind.source], ranks, at.of(kind.source_blocks))
+    return tuple(source)
+
+
+@meaning(Collective)
+def _collective(at: At[Collective]) -> None:
+    """Play the ranks, all of which bring the same: additions are spread evenly over them."""
+    kind, ranks = at.kind, at.of(at.kind.ranks)
+    reducing, additions = kind.collective in REDUCING, 0
+    totals = {}
+    for index in at.operands[0].points():
+        total = Number(at.read(0, *index), tally())
+        for _ in range(ranks - 1 if reducing else 0):
+            other = at.operands[0].array[index]
+            total = total + other if kind.operation in ("sum", "mean") else total
+            additions += 1
+        totals[index] = total.value / ranks if kind.operation == "mean" and reducing else total.value
+    if kind.inplace:
+        own = at.operands[0].array.shape[kind.dim] // ranks if kind.collective == "reduce_scatter" else None
+        at.view(lambda array: array[((slice(None),) * kind.dim + (slice(0, own),))] if array.ndim else array)
+    made = at.result()
+    for index in list(made.index()):
+        source = _from(at, index, made.array.shape)
+        if source in totals:  # of a restricted one, what there is
+            at.write(totals[source], *index)
+    at.tally.pointwise += Fraction(additions, ranks)
+
+
+@meaning(Pack)
+def _pack(at: At[Pack]) -> None:
+    at.made[0] = at.operands[0]
+    places = iter(list(at.operands[0].index()))
+    for i in range(1, len(at.operands)):
+        for index in list(at.operands[i].points()):
+            at.write(at.read(i, *index), *next(places))
+
+
+@meaning(Around)
+def _around(at: At[Around]) -> None:
+    source, ranks, dim = at.operands[0], at.of(at.kind.ranks), at.kind.dim
+    whole = source.buffer.array.reshape(-1)[source.address((0,) * source.array.ndim) // source.array.itemsize :]
+    shape = [n * ranks if i == dim else n for i, n in enumerate(source.array.shape)]
+    at.made[0] = Value(np.lib.stride_tricks.as_strided(whole, shape, source.array.strides), source.buffer)
+
+
+@meaning(Part)
+def _part(at: At[Part]) -> None:
+    kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
+    if blocks == 1:
+        lead = (slice(None),) * kind.dim
+        at.view(lambda array: array[(*lead, slice(0, array.shape[kind.dim] // ranks))])
+        return
+    made = at.result()
+    for index in list(made.index()):
+        source = list(index)
+        source[kind.dim] = _apart(index[kind.dim], made.array.shape[kind.dim], ranks, blocks)
+        if at.operands[0].holds(tuple(source)):
+            at.write(at.read(0, *source), *index)
+
+
+# -- by whole arrays -------------------------------------------------------------------------------------------------
+
+_TOGETHER: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+
+
+def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
+    """Return a rank's part of each block of an axis."""
+    shape = array.shape
+    size = shape[dim]
+    split = array.reshape(*shape[:dim], blocks, ranks, size // blocks // ranks, *shape[dim + 1 :])
+    out: Array = np.take(split, rank, axis=dim + 1)
+    return out.reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
+
+
+def joined(parts: Sequence[Array], dim: int, blocks: int) -> Array:
+    """Put the parts of all ranks together, block by block."""
+    shape = parts[0].shape
+    split = [p.reshape(*shape[:dim], blocks, 1, shape[dim] // blocks, *shape[dim + 1 :]) for p in parts]
+    return np.concatenate(split, axis=dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+
+
+def together(at: At[Collective], brought: Sequence[Array], rank: int) -> Array:
+    """Return what a rank gets of what all of its group have brought."""
+    kind, ranks, blocks = at.kind, len(brought), at.of(at.kind.blocks)
+    if kind.collective in REDUCING:
+        total: Array = np.asarray(_TOGETHER[kind.operation](np.stack(brought), axis=0))
+        if kind.collective == "all_reduce" or not total.ndim:
+            return total
+        return cut(total, kind.dim, blocks, ranks, rank)
+    if kind.collective == "all_gather":
+        return joined(brought, kind.dim, blocks) if brought[0].ndim else brought[rank]
+    if kind.source is None:
+        return brought[rank]
+    parts = [cut(p, kind.dim, blocks, ranks, rank) for p in brought]
+    return joined(parts, kind.source, at.of(kind.source_blocks))
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+# Sums that a loop adds to: what they do, and how to draw one. What is absent is added to by nobody.
+
+
+@meaning(Accumulate)
+def _accumulate(at: At[Accumulate]) -> None:
+    at.made[0] = at.operands[0]
+    for index in list(at.operands[0].points()):
+        at.write(at.number(0, *index) + at.number(1, *index), *index)
+
+
+@sample(Accumulate)
+def _drawn(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.dtype.kind == "float")
+    term = s.like(x)
+    so_far = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=x.dtype)
+    return [accumulate(so_far, term)]
+
+
+@meaning(Empty)
+def _empty(at: At[Empty]) -> None:
+    at.result()
+
+
+@meaning(Stacked, Revised)
+def _stacked(at: At[Any]) -> None:
+    at.made[0] = at.operands[0]  # the slices lie in it
+
+
+@sample(Stacked)
+def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
+    y = s.fresh(s.shape(1))
+    sizes = (poly(2), *y.sizes)
+    stack = apply(Empty(sizes=sizes, dtype=y.dtype), [], "empty")[0]
+    return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
+
+
+@sample(Revised)
+def _drawn_part(s: Sketch) -> Sequence[Tensor]:
+    x = fill((poly(3), *s.fresh(s.shape(1)).sizes), 1.0)
+    start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
+    part = slice_axis(x, 0, start, size)
+    written = assign(part, pointwise("copy", part))
+    return list(apply(Revised(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
+
+
+@meaning(Absent)
+def _nothing_yet(at: At[Absent]) -> None:
+    """Do nothing: what a loop hands to `accumulate` before there is anything is no value."""
+
+
+@sample(Absent)
+def _nothing(s: Sketch) -> Sequence[Tensor]:
+    absent(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
+    return []
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+# What optimizers do with the numbers at one index point, and with whole tensors in one kernel.
+
+
+@function("add_scaled")
+def _add_scaled(a: Any, b: Any, t: Any) -> Any:
+    return a + t * b
+
+
+@function("add_product")
+def _add_product(a: Any, b: Any, c: Any) -> Any:
+    return a + b * c
+
+
+@function("add_quotient")
+def _add_quotient(a: Any, b: Any, c: Any) -> Any:
+    return a + b / c
+
+
+@function("add_scaled_product")
+def _add_scaled_product(a: Any, b: Any, c: Any, t: Any) -> Any:
+    return a + t * b * c
+
+
+@function("add_scaled_quotient")
+def _add_scaled_quotient(a: Any, b: Any, c: Any, t: Any) -> Any:
+    return a + t * b / c
+
+
+@function("non_finite")
+def _non_finite(x: Number) -> Number:
+    return x.once(float(not np.isfinite(x.value)))
+
+
+# -- whole tensors -----------------------------------------------------------------------------------------------
+
+
+def _changeable(s: Sketch) -> Tensor:
+    """Draw a tensor that an op may write into."""
+    x = s.tensor(lambda t: s.may_change(t) and t.touched == t.numel)
+    return x if s.may_change(x) and x.touched == x.numel else fill(x.shape, 1.5)
+
+
+@meaning(Keep)
+def _keep(at: At[Keep]) -> None:
+    at.view(np.asarray)
+
+
+@meaning(StopGradient)
+def _stop(at: At[StopGradient]) -> None:
+    at.view(np.asarray)
+
+
+@sample(StopGradient)
+def _drawn_stop(s: Sketch) -> Sequence[Tensor]:
+    return [stop_gradient(s.tensor())]
+
+
+@sample(Keep)
+def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
+    return [keep(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
+
+
+@meaning(FusedUpdate)
+def _fused_update(at: At[FusedUpdate]) -> None:
+    """Take the update's steps at each index point; what passes from one to the next is in registers."""
+    changed, steps, updated = at.kind.changed, at.kind.steps, at.kind.updated
+    for i, place in enumerate(changed):
+        at.made[i] = at.operands[place]
+    for index in at.operands[0].points():
+        registers: list[Any] = [at.number(i, *index) for i in range(updated)]
+        for record, scalars, places, target in steps:
+            found = iter(places)
+            given = [registers[next(found)] if s is None else Number(s, at.tally) for s in scalars]
+            made = FUNCTIONS[record.name](*given)
+            registers[target:] = [made, *registers[target + 1 :]]
+        for i, place in enumerate(changed):
+            at.write(registers[place], *index, to=i)
+    for i in range(updated, len(at.operands)):  # what every element reads once: the step counter
+        for index in at.operands[i].points():
+            at.read(i, *index)
+
+
+@sample(FusedUpdate)
+def _drawn_fused_update(s: Sketch) -> Sequence[Tensor]:
+    x = _changeable(s)
+    optimizer, count = s.one_of(
+        [(SGD(), 0), (SGD(momentum=0.9, weight_decay=0.1), 1), (Adam(), 2), (Adam(amsgrad=True, maximize=True), 3)]
+    )
+    states = [fill(x.shape, 0.5, name="state") for _ in range(count)]
+    beside = (fill((), 1.0),) if s.chance(2) else ()
+    return fused_update(optimizer._update, (x, s.fresh(x.shape, "fp32"), *states), beside, name="fused_update")[:1]
+
+
+@meaning(ZeroGrad)
+def _zero_grad(at: At[ZeroGrad]) -> None:
+    at.made[0] = at.operands[0]
+    for index in at.operands[0].points():
+        at.write(0.0, *index)
+
+
+@sample(ZeroGrad)
+def _drawn_zero_grad(s: Sketch) -> Sequence[Tensor]:
+    return apply(ZeroGrad(), [_changeable(s)], "zero_")
+
+
+@sample(Unscale)
+def _drawn_unscale(s: Sketch) -> Sequence[Tensor]:
+    operands = [_changeable(s), s.fresh((), "fp32"), fill((), 0.0)]
+    return apply(Unscale(), operands, "unscale")
+
+
+@meaning(Unscale)
+def _unscale(at: At[Unscale]) -> None:
+    at.made[0], (gradient, _, flag) = at.operands[0], at.operands
+    inverse = at.number(1)
+    at.read(2)
+    for index in gradient.points():
+        x = at.number(0, *index)
+        if _non_finite(x).value:
+            flag.array[()] = 1
+        at.write(x * inverse, *index)

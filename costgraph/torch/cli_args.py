@@ -1,0 +1,56 @@
+"""What the words of a command line mean to torch: threads, tensors without data, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..algebra.symbols import shorten, shown
+from ..errors import FormatError
+
+__all__ = [
+    "on_meta",
+    "optimizer",
+    "threads",
+]
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run with a number of threads, None for that of now; afterwards it is what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def on_meta(sizes: Sequence[int], dtype: str) -> torch.Tensor:
+    """Return a tensor without data, of a format by its name in torch.
+
+    FormatError if torch has no such format.
+    """
+    format_ = getattr(torch, dtype, None)
+    if not isinstance(format_, torch.dtype):
+        raise FormatError(f"format {shown(dtype)} of an input: expected one of torch's, such as int64 or bfloat16")
+    return torch.empty(tuple(sizes), dtype=format_, device="meta")
+
+
+def optimizer(words: str) -> Callable[[Any], Any]:
+    """Return a factory for one of torch's optimizers, such as `AdamW:foreach`.
+
+    FormatError if torch has no such optimizer, or it is no implementation that stands behind the colon.
+    """
+    name, _, implementation = words.partition(":")
+    made = getattr(torch.optim, name, None)
+    if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer) or made is torch.optim.Optimizer:
+        raise FormatError(f"--optimizer {shorten(name)}: expected one of torch.optim, such as AdamW or SGD")
+    flags = {"": {}, "for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    if implementation not in flags:
+        raise FormatError(f"--optimizer {shorten(words)}: expected for-loop, foreach or fused behind the colon")
+    options: dict[str, Any] = {"lr": 1e-3, **flags[implementation]}
+    return lambda params: made(params, **options)

@@ -1,0 +1,724 @@
+"""One op at work: its operands as nodes of the fx graph, and where its results have to lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from keyword import iskeyword
+from math import inf, prod
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast, overload
+
+import torch
+from torch import fx, nn
+
+from ...algebra.polynomial import Poly
+from ...bind.evaluate import answer
+from ...dtypes import DType
+from ...errors import BindingError, GraphError, UnsupportedError
+from ...ir.graph import Domain, Graph, Op, OpKind, Tensor, bindings, known_names
+from ...ir.strides import numel
+from ...ops.collectives import Around, Collective, Merge, Meshed, Pack, Part
+from ...ops.elementwise import Pointwise
+from ...ops.fill import Assign, Fill, Revised
+from ...ops.grouped import Dispatch, TopK
+from ...ops.index import Arange, Gather, Indexed, Sort
+from ...ops.keep_alive import Keep, StopGradient
+from ...ops.kv_cache import Append, Cache
+from ...ops.layout import Concat, Expand, Rearrange, Slice
+from ...ops.loops import Stacked
+from ...ops.opaque import Transfer
+from ...ops.reduce import Reduce
+from ...ops.registry import adding
+from ...transforms.rewrite import bound
+
+__all__ = [
+    "FORMATS",
+    "torch_dtype",
+    "Emitter",
+    "Numbers",
+    "Leaf",
+    "Leaves",
+    "numbers_for",
+    "Indices",
+    "Group",
+    "Groups",
+    "groups_of",
+    "Shared",
+    "Site",
+    "laid_out",
+    "strided",
+    "LOWERINGS",
+    "Lowering",
+    "lowering",
+]
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+# Number formats of torch.
+
+#: torch's format for each that it has; tf32 is stored as fp32 is.
+FORMATS: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e8m0": torch.float8_e8m0fnu,
+    "complex128": torch.complex128,
+    "complex64": torch.complex64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def torch_dtype(place: str, dtype: DType) -> torch.dtype:
+    """Return torch's format, or raise UnsupportedError where torch stores nothing like it."""
+    if dtype.name not in FORMATS:
+        raise UnsupportedError(f"{place}: torch has no tensors of {dtype.name}, expected one of {', '.join(FORMATS)}")
+    return FORMATS[dtype.name]
+
+
+# -- emitter -----------------------------------------------------------------------------------------------------------
+# Calls of torch written down in an fx graph; each is tried on meta tensors at once, which tells layouts and errors.
+
+
+class Numbers:
+    """Numbers for the formulas of a graph.
+
+    BindingError if a size is left open, or is none.
+    """
+
+    def __init__(self, graph: Graph, dims: Mapping[str, object]) -> None:
+        self.values = bindings(graph, dims)
+        known = {name for name, p in self.values.items() if p.constant is not None}
+        missing = sorted(known_names(graph) - known)
+        if missing:
+            raise BindingError(
+                f"lower of graph {graph.name!r}: {', '.join(missing)} not bound, expected a size for each"
+            )
+        self._found: dict[Poly, int] = {}
+
+    def __call__(self, p: Poly) -> int:
+        """Return the value of a size."""
+        if p not in self._found:
+            self._found[p] = int(p.bind(self.values).constant)  # type: ignore[arg-type]  # all symbols are bound
+        return self._found[p]
+
+    def of(self, sizes: Sequence[Poly]) -> tuple[int, ...]:
+        """Return the values of several sizes."""
+        return tuple(map(self, sizes))
+
+    def fact(self, value: Any) -> Any:
+        """Return a fact of an op with numbers in the place of formulas."""
+        return _plain(bound(value, self.values))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Poly):
+        return answer(value)
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+class Emitter:
+    """Writes calls into an fx graph and knows the shape, format and strides of what they return.
+
+    On `device` tensors are made that no other tensor tells the device of.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.graph = fx.Graph()
+        self.device = device
+        self._shadows: dict[fx.Node, Any] = {}
+
+    def source(self, node: fx.Node, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Note what an input or parameter looks like."""
+        self._shadows[node] = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+        return node
+
+    def shadow(self, node: Any) -> Any:
+        """Return the meta tensor that stands for a node, or for each node inside."""
+        return fx.node.map_arg(node, self._shadows.__getitem__)
+
+    def tried(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function on meta tensors alone."""
+        options = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
+        with torch.no_grad():
+            return function(*self.shadow(args), **self.shadow(options))
+
+    def call(self, function: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> Any:
+        """Write a call down; `like` is what it returns, where that is not found out by calling it."""
+        made = self.tried(function, *args, **kwargs) if like is None else like
+        node = self.graph.call_function(function, args, kwargs)
+        self._shadows[node] = made
+        return node
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+# Parameters, buffers, caches and optimizer state of a lowered graph: their names in torch, and numbers for them.
+
+#: Standard deviation of weights, as GPT-2 is initialised (Radford et al. 2019).
+_WEIGHTS = 0.02
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the module."""
+
+    tensor: Tensor
+    """of the graph"""
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    where: tuple[int, ...]
+    """iterations that it belongs to"""
+    limit: int | None
+    """rows of the table that its integers look up"""
+
+
+class Leaves:
+    """Tensors of a module, by the names that torch can have for them.
+
+    The levels of a name of the graph are modules, its dots are underscores, and the number of an iteration is the last
+    level: `layers/mlp/up/weight` of iteration 3 is `layers.mlp.up.weight.3`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        sources = [t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"]
+        inputs = [t.name for t in sources if t.role == "input"]
+        self._arguments = _distinct((name, name.replace("/", "_").replace(".", "_")) for name in inputs)
+        others = [t.name for t in sources if t.role != "input"]
+        leaves = set(others)
+        self._names = _distinct((name, _dotted(name, leaves)) for name in others)
+        self.found: dict[str, Leaf] = {}
+
+    def argument(self, name: str) -> str:
+        """Return the name of an input."""
+        return self._arguments[name]
+
+    def add(self, leaf: Leaf) -> str:
+        """Note a tensor and return its name in torch."""
+        target = ".".join([self._names[leaf.tensor.name], *map(str, leaf.where)])
+        self.found[target] = leaf
+        return target
+
+    def module(self, device: torch.device, seed: int) -> nn.Module:
+        """Return a module with all tensors in it, filled with numbers."""
+        root = nn.Module()
+        generator = torch.Generator().manual_seed(seed)
+        for target, leaf in self.found.items():
+            *levels, last = target.split(".")
+            home = root
+            for level in levels:
+                if level not in home._modules:
+                    home.add_module(level, nn.Module())
+                home = home.get_submodule(level)
+            values = numbers_for(leaf, device, generator)
+            if leaf.tensor.role == "param" and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+                home.register_parameter(last, nn.Parameter(values, requires_grad=False))
+            else:
+                home.register_buffer(last, values)
+        return root
+
+
+def _dotted(name: str, leaves: set[str]) -> str:
+    """Return the levels of a name joined by dots, by underscores where a tensor has the name of a module."""
+    levels = name.split("/")
+    out = ""
+    for i, level in enumerate(levels):
+        text = level.replace(".", "_")
+        text += "_" if hasattr(nn.Module(), text) or iskeyword(text) else ""
+        out += text if not i else f"{'_' if '/'.join(levels[:i]) in leaves else '.'}{text}"
+    return out
+
+
+def _distinct(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return a name for each name, none of them twice."""
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for name, wanted in pairs:
+        while wanted in used:
+            wanted += "_"
+        used.add(wanted)
+        found[name] = wanted
+    return found
+
+
+def numbers_for(leaf: Leaf, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers that a tensor can have.
+
+    Integers are valid indices of what they look up, else 0 or 1; inputs are normal with standard deviation 1; matrices
+    and larger parameters normal with 0.02; vectors and scalars, which scale or shift, uniform from 0.5 to 1.5, as is
+    the state of an optimizer, whose second moments are not negative. Gradients and caches are zeros.
+    """
+    made = torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=device)
+    return made if device.type == "meta" else made.copy_(_numbers(leaf, generator))
+
+
+def _numbers(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
+    sizes, role = leaf.sizes, leaf.tensor.role
+    if role in ("gradient", "cache"):
+        return torch.zeros(sizes)
+    if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+        return torch.randint(0, leaf.limit or 2, sizes, generator=generator)
+    wide = leaf.dtype if leaf.dtype.itemsize >= 8 else torch.float32
+    if role == "input":
+        return torch.randn(sizes, generator=generator, dtype=wide)
+    if role == "param" and len(sizes) > 1 and prod(sizes) > 1:
+        return torch.randn(sizes, generator=generator, dtype=wide).mul_(_WEIGHTS)
+    return torch.rand(sizes, generator=generator, dtype=wide).add_(0.5)
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+# How large indices may be: rows of the tables that they look up, followed back to where they come from.
+
+#: Kinds that hand their operands' numbers on.
+_MOVES = (
+    Rearrange
+    | Slice
+    | Expand
+    | Concat
+    | Keep
+    | StopGradient
+    | Cache
+    | Append
+    | Transfer
+    | Around
+    | Collective
+    | Part
+    | Pack
+    | Gather
+    | Stacked
+    | Revised
+    | Assign
+)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where integers come from."""
+
+    sources: frozenset[Tensor] = frozenset()
+    """sources whose numbers can be chosen"""
+    below: float = 0
+    """what the numbers that an op makes are less than"""
+
+    def __or__(self, other: _Origin) -> _Origin:
+        return _Origin(self.sources | other.sources, max(self.below, other.below))
+
+
+class Indices:
+    """What is known of a graph's integers before it runs: followed through views, copies, fused bodies and loops."""
+
+    def __init__(self, graph: Graph, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self._mesh = graph.sharding.mesh if graph.sharding is not None else None
+        self._limits: dict[Tensor, int] = {}
+        self._origins: dict[Tensor, _Origin] = {}
+        self._seen: dict[Tensor, set[Op]] = {}
+        for _ in range(2):  # the second time with what a loop carries from one iteration to the next
+            self._follow(graph)
+
+    def limit(self, t: Tensor) -> int | None:
+        """Return how many rows the smallest table has that a source looks up, None for one that looks up nothing."""
+        return self._limits.get(t)
+
+    def valid(self, op: Op) -> bool:
+        """Whether the indices of a lookup are within its table, where sources are."""
+        return all(self._of(t).below <= rows for t, rows in self._rows(op))
+
+    def within(self, t: Tensor, rows: int) -> bool:
+        """Whether integers are below a number, where sources are."""
+        return self._of(t).below <= rows
+
+    def _rows(self, op: Op) -> list[tuple[Tensor, int]]:
+        """Return the tensors of indices, and what each of them has to be below."""
+        assert isinstance(op.kind, Indexed)
+        sizes = op.operands[0].sizes[op.kind.batch :]
+        if op.kind.part and self._mesh is not None:  # indices name rows of all ranks
+            sizes = (sizes[0] * self._mesh[op.kind.part], *sizes[1:])
+        return [(t, self._numbers(n)) for t, n in zip(op.kind.places(op.operands), sizes, strict=False)]
+
+    def _follow(self, graph: Graph) -> None:
+        for t in graph.tensors:
+            if t.producer is None and t.role != "formal":
+                self._origins[t] = _Origin(frozenset([t]))
+        for op in graph.ops:
+            if isinstance(op.kind, Dispatch):
+                for source in self._of(op.operands[0]).sources:
+                    most = self._numbers(op.kind.experts)
+                    self._limits[source] = min(self._limits.get(source, most), most)
+            if isinstance(op.kind, Indexed):
+                for t, rows in self._rows(op):
+                    self._limits |= {s: min(self._limits.get(s, rows), rows) for s in self._of(t).sources}
+            if op.body is not None:
+                self._through(op)
+            else:
+                for i, t in enumerate(op.results):
+                    self._origins[t] = self._made(op, i)
+
+    def _sent(self, op: Op, experts: Poly, i: int) -> _Origin:
+        """Return what the numbers of a dispatch are below: tokens, ends, rows, experts."""
+        rows, tokens = op.results[0].sizes[0], numel(op.operands[0].sizes[:-1])
+        return _Origin(below=self._numbers((tokens, rows + 1, rows, experts)[min(i, 3)]))
+
+    def _through(self, op: Op) -> None:
+        assert op.body is not None
+        handed_on = {} if op.loop is None else dict(zip(op.loop.carries, op.loop.nexts, strict=True))
+        for outer, inner in zip(op.operands, op.body.formals, strict=True):
+            before = self._origins.get(handed_on[inner]) if inner in handed_on else None
+            self._origins[inner] = self._of(outer) if before is None else self._of(outer) | before
+        self._follow(op.body)
+        for outer, inner in zip(op.results, op.body.outputs, strict=True):
+            self._origins[outer] = self._of(inner)
+
+    def _of(self, t: Tensor) -> _Origin:
+        return self._origins.get(t, _Origin(below=inf))
+
+    def _made(self, op: Op, i: int) -> _Origin:
+        below: float = inf
+        match op.kind:
+            case kind if op.operands and _hands_on(kind):
+                found = _Origin()
+                for t in _moved(kind, op.operands):
+                    found |= self._of(t)
+                return found
+            case Dispatch() as kind:
+                return self._sent(op, kind.experts, i)
+            case Merge() as kind:
+                rows = self._numbers(kind.rows)
+                below = (rows + 1, rows, rows, self._numbers(op.results[0].sizes[0]))[i]
+            case Arange() as kind:
+                below = self._numbers(kind.start + 1 if kind.back else kind.size + kind.start)
+            case Reduce() as kind if kind.operation.startswith("arg"):
+                axes = zip(kind.pattern.operands[0], op.operands[0].sizes, strict=True)
+                kept = kind.pattern.result_names
+                below = self._numbers(next(n for a, n in axes if a.names and a.names[0] not in kept))
+            case TopK() | Sort():
+                below = self._numbers(op.operands[0].sizes[-1])
+            case Fill() as kind if (value := self._numbers.fact(kind.value)) >= 0:
+                below = value + 1
+        return _Origin(below=below)
+
+
+def _hands_on(kind: OpKind) -> bool:
+    """Whether the numbers of its results are those of operands."""
+    return isinstance(kind, _MOVES) or (isinstance(kind, Pointwise) and kind.function.name in ("copy", "cast"))
+
+
+def _moved(kind: OpKind, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the operands whose numbers are handed on."""
+    if isinstance(kind, Gather):
+        return operands[:1]
+    return operands[1:] if isinstance(kind, Assign | Append) else operands
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+# The process groups that a rank meets others in, one for each axis of a mesh.
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks on one line of a mesh."""
+
+    name: str
+    """torch's name of the process group"""
+    ranks: int
+    rank: int
+    """place of this process among them"""
+
+
+#: Groups by the name of their axis.
+Groups = Mapping[str, Group]
+
+
+def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
+    """Return the groups that a graph needs.
+
+    GraphError if the graph is that of one rank of a mesh and no groups are given, or not those that it needs.
+    """
+    place = f"lower of graph {graph.name!r}"
+    sharding = graph.sharding
+    needed = dict(_degrees(graph, numbers))
+    if mesh is None:
+        if sharding is not None and needed:
+            raise GraphError(f"{place}: it is that of one rank of {sharding.mesh}, expected mesh=, torch's DeviceMesh")
+        return {}
+    found = {axis: _group(place, axis, mesh) for axis in needed}
+    for axis, ranks in needed.items():
+        if ranks is not None and found[axis].ranks != ranks:
+            raise GraphError(f"{place}: mesh has {found[axis].ranks} ranks along {axis!r}, expected {ranks}")
+    return found
+
+
+def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]:
+    """Yield the axes along which ranks of a graph meet, with how many there are."""
+    for op in graph.walk():
+        if isinstance(op.kind, Indexed | Append) and op.kind.part:
+            yield op.kind.part, None if graph.sharding is None else numbers(graph.sharding.mesh[op.kind.part])
+    for op in graph.walk():
+        if isinstance(op.kind, Meshed | Merge) and op.kind.axis:
+            yield op.kind.axis, numbers(op.kind.ranks)
+        for domain in domains(op):
+            yield from ((axis, numbers(n)) for axis, n in domain.ranks)
+
+
+def domains(op: Op) -> Iterator[Domain]:
+    """Yield which pairs of a query and a key an op has to do with: where queries are split, each rank has others."""
+    for name in ("domain", "masked"):
+        fact = getattr(op.kind, name, None)
+        if fact is not None:
+            yield fact[0] if isinstance(fact, tuple) else fact
+    yield from (t.domain[0] for t in (*op.operands, *op.results) if t.domain is not None)
+
+
+def _group(place: str, axis: str, mesh: Any) -> Group:
+    """Return the group of an axis, of a mesh of torch or of a mapping."""
+    known = mesh if isinstance(mesh, Mapping) else getattr(mesh, "mesh_dim_names", None) or ()
+    if axis not in known:
+        what = f"axes {list(known)}" if isinstance(mesh, Mapping) or known else f"{type(mesh).__name__}, no names"
+        raise GraphError(f"{place}: mesh has {what}, expected a DeviceMesh or process groups by name with {axis!r}")
+    try:
+        group: Any = mesh[axis] if isinstance(mesh, Mapping) else mesh.get_group(axis)
+    except (RuntimeError, LookupError) as error:  # as torch has it, for a mesh without this process
+        raise GraphError(f"{place}: mesh has no process group along {axis!r} for this process, expected one") from error
+    if not (hasattr(torch.distributed, "ProcessGroup") and isinstance(group, torch.distributed.ProcessGroup)):
+        raise GraphError(f"{place}: mesh has {type(group).__name__} along {axis!r}, expected a process group")
+    return Group(group.group_name, group.size(), group.rank())
+
+
+# -- site --------------------------------------------------------------------------------------------------------------
+
+K_co = TypeVar("K_co", bound=OpKind, covariant=True)
+
+
+def strided(x: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """View of the elements of a tensor, wherever in its storage the tensor starts."""
+    return torch.as_strided(x, sizes, strides, x.storage_offset() + offset)
+
+
+#: Functions that write another format than they compute in.
+_CONVERTING: tuple[Callable[..., Any], ...] = (
+    torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.pow, torch.addcmul, torch.addcdiv,
+)  # fmt: skip
+
+
+def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides, axes of size 1 aside."""
+    return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the lowerings of all ops of a graph share."""
+
+    emitter: Emitter
+    """where calls are written down"""
+    numbers: Numbers
+    """numbers for formulas"""
+    indices: Indices
+    """what is known of integers"""
+    groups: Groups
+    """where ranks meet, by axis of their mesh; empty where a rank plays among ranks that all bring the same"""
+    functions: Mapping[str, Callable[..., Any]]
+    """functions of torch that the caller gives for ops of unknown meaning, by name"""
+    inside: Callable[[Graph, Sequence[Any]], list[Any]]
+    """lowers the ops of a fused body one by one: from nodes of its inputs to those of its outputs"""
+
+
+@dataclass
+class Site(Generic[K_co]):
+    """What a lowering is given."""
+
+    op: Op
+    shared: Shared
+    operands: list[Any]
+    """nodes"""
+    places: Mapping[Tensor, Any] = field(default_factory=dict)
+    """nodes of the slices that results are written into"""
+    made: dict[int, Any] = field(default_factory=dict)
+    """nodes of the results, by place"""
+
+    @property
+    def emitter(self) -> Emitter:
+        """Where calls are written down."""
+        return self.shared.emitter
+
+    @property
+    def numbers(self) -> Numbers:
+        """Numbers for formulas."""
+        return self.shared.numbers
+
+    @property
+    def kind(self) -> K_co:
+        """The record of the op: its facts in fields."""
+        return cast("K_co", self.op.kind)  # a lowering is called with ops of its kind alone
+
+    @overload
+    def of(self, fact: Poly) -> Any: ...
+
+    @overload
+    def of(self, fact: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    @overload
+    def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def of(self, fact: Any) -> Any:
+        """Return a fact of an op with numbers put in: `site.of(site.kind.size)`."""
+        return self.numbers.fact(fact)
+
+    def sizes(self, t: Tensor) -> tuple[int, ...]:
+        """Return the shape of a tensor of the graph."""
+        return self.numbers.of(t.sizes)
+
+    def dtype(self, t: Tensor) -> torch.dtype:
+        """Return the format of a tensor of the graph."""
+        return torch_dtype(repr(self.op.name), t.dtype)
+
+    def seen(self, domain: Domain, queries: int, keys: int) -> tuple[bool, int | None, int]:
+        """Return whether later keys are hidden, the window, and at which key's position the first query stands."""
+        place, parts = 0, 1
+        for axis, n in domain.ranks:
+            group, ranks = self.shared.groups.get(axis), self.numbers(n)
+            place, parts = place * ranks + (0 if group is None else group.rank), parts * ranks
+        window = None if domain.window is None else self.numbers(domain.window)
+        return domain.causal, window, keys - queries * (parts - place)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Write a call down and return its node."""
+        return self.emitter.call(function, *args, **kwargs)
+
+    def shadow(self, node: Any) -> Any:
+        """Return a meta tensor of the shape, format and layout of a node."""
+        return self.emitter.shadow(node)
+
+    def permuted(self, node: Any, order: Sequence[int]) -> Any:
+        """Return a view with the axes in another order."""
+        return node if list(order) == list(range(len(order))) else self.call(torch.permute, node, list(order))
+
+    def viewed(self, node: Any, sizes: Sequence[int]) -> Any:
+        """Return a view of another shape."""
+        same = tuple(self.shadow(node).shape) == tuple(sizes)
+        return node if same else self.call(torch.ops.aten.view, node, list(sizes))
+
+    def shaped(self, node: Any, sizes: Sequence[int]) -> Any:
+        """Return a view of another shape, or a copy where the layout has none."""
+        try:
+            return self.viewed(node, sizes)
+        except RuntimeError:
+            return self.call(torch.reshape, node, list(sizes))
+
+    def cast(self, node: Any, dtype: torch.dtype) -> Any:
+        """Return a node in a format, which is a copy where it has another one."""
+        if self.shadow(node).dtype == dtype:
+            return node
+        return self.call(torch.ops.aten._to_copy, node, dtype=dtype)
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def alias(self, node: Any, i: int = 0) -> None:
+        """Place a result that shares the storage of an operand."""
+        self.made[i] = node
+
+    def own(self, function: Callable[..., Any], *args: Any, i: int = 0, shape: Any = None, **kwargs: Any) -> None:
+        """Place a result with a storage of its own: what a call makes, written where and as the graph has it.
+
+        The function, one of torch's, is given `out=` where its own choice of layout or format is another one. `i` is
+        the place of the result; `shape` that which the function returns, with as many elements in the same order.
+        """
+        made = self.emitter.tried(function, *args, **kwargs)
+        if self._fits(made, i):
+            self.made[i] = self.shaped(self.call(function, *args, **kwargs), self.sizes(self.op.results[i]))
+            return
+        target = self._target(i)
+        out = target if shape is None else self.shaped(target, shape)
+        written = self.into(out, function, *args, **kwargs)
+        if written is None:
+            self.made[i] = self.call(torch.Tensor.copy_, target, self._whole(self.call(function, *args, **kwargs), i))
+        else:
+            self.made[i] = written if shape is None else self.shaped(written, self.sizes(self.op.results[i]))
+
+    def into(self, target: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let a function write into a node; None, and nothing is written down, where it cannot."""
+        wanted = self.shadow(target)
+        try:
+            made = self.emitter.tried(function, *args, **kwargs)
+            converts = made.dtype == wanted.dtype or function in _CONVERTING
+            if made.shape != wanted.shape or not converts:
+                return None
+            return self.call(function, *args, **kwargs, out=target)
+        except (TypeError, RuntimeError):  # it takes no out=, or its format does not go into that of the target
+            return None
+
+    def settle(self, node: Any, i: int = 0, *, fresh: bool = True) -> None:
+        """Place a result that lies in a node already, copied where it lies otherwise than the graph has it."""
+        if fresh and self._fits(self.shadow(node), i):
+            self.made[i] = self.shaped(node, self.sizes(self.op.results[i]))
+        else:
+            self.made[i] = self.call(torch.Tensor.copy_, self._target(i), self._whole(node, i))
+
+    def _whole(self, node: Any, i: int) -> Any:
+        return self.shaped(node, self.sizes(self.op.results[i]))
+
+    def _target(self, i: int) -> Any:
+        """Return what a result is written into: a slice of a stack, or new memory of the graph's layout."""
+        t = self.op.results[i]
+        if t in self.places:
+            return self.places[t]
+        sizes, strides = self.sizes(t), self.numbers.of(t.strides)
+        return self.call(torch.empty_strided, sizes, strides, dtype=self.dtype(t), device=self.emitter.device)
+
+    def _fits(self, made: torch.Tensor, i: int) -> bool:
+        """Whether a call makes what the graph has, its layout included."""
+        t = self.op.results[i]
+        if t in self.places or made.dtype != self.dtype(t):
+            return False
+        sizes, strides = self.sizes(t), self.numbers.of(t.strides)
+        if tuple(made.shape) == sizes:
+            return laid_out(made, strides)
+        dense = torch.empty(sizes, device="meta").stride()
+        return made.is_contiguous() and all(n <= 1 or a == b for n, a, b in zip(sizes, strides, dense, strict=True))
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+# The table of lowerings: what torch is called with for each op kind.
+
+#: Emits the calls of one op and places its results.
+Lowering = Callable[[Site[Any]], None]
+K = TypeVar("K", bound=OpKind)
+
+_lowerings: dict[type[OpKind], Lowering] = {}
+#: Lowering of each op kind.
+LOWERINGS: Mapping[type[OpKind], Lowering] = MappingProxyType(_lowerings)
+
+
+def lowering(kind: type[K]) -> Callable[[Callable[[Site[K]], None]], Callable[[Site[K]], None]]:
+    """Register the lowering of an op kind.
+
+    Parameters
+    ----------
+    kind : subclass of OpKind
+        Of which ops it is.
+
+    Returns
+    -------
+    callable
+        Decorator of a function of `Site`, which emits torch's calls and places every result: `site.kind` is the
+        record, `site.of(site.kind.size)` puts numbers into one of its facts.
+
+    Raises
+    ------
+    GraphError
+        If the kind has a lowering already.
+    """
+    return adding(_lowerings, "a lowering", kind)

@@ -1,0 +1,146 @@
+"""Calls of torch's own ops that a trace has recorded: made again as they were."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ...dtypes import DType
+from ...errors import UnsupportedError
+from ...ir.graph import Call, OpKind
+from ...ops.opaque import Opaque
+from .context import Site, lowering, torch_dtype
+from .elementwise import item, leaf
+
+__all__ = [
+    "replay",
+    "runs_on",
+]
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+_OF_A_CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+#: What a graph from a file may not call: it would read another file.
+_REFUSED = ("from_file",)
+
+
+def replay(site: Site[OpKind], call: Call) -> None:
+    """Make the call that a trace saw where an op stands."""
+    arguments = [_argument(site, v) for v in call.arguments]
+    keywords = {k: _argument(site, v) for k, v in call.keywords.items()}
+    function = _overload(site, call.target)
+    if function is torch.ops.aten.lift_fresh.default:  # a trace has the numbers that became a tensor there
+        function, keywords["device"] = torch.tensor, site.emitter.device
+    made = site.call(function, *arguments, **keywords)
+    single = isinstance(site.shadow(made), torch.Tensor)
+    stored = [t.storage for t in site.op.operands]
+    for i, (place, t) in enumerate(zip(call.places, site.op.results, strict=True)):
+        of = stored.index(t.storage) if t.storage in stored else None
+        if place < 0:  # an operand that was written into
+            assert of is not None
+            site.alias(site.operands[of], i)
+            continue
+        node = made if single else site.call(leaf, made, place)
+        if of is None:
+            site.settle(_stored(site, node, i), i)
+        else:
+            site.alias(node, i)
+
+
+def runs_on(call: Call, device: torch.device) -> bool:
+    """Whether a call can be made there: a trace for CUDA has calls of kernels that a CPU is without."""
+    if not call.rule or device.type != "cpu":
+        return True
+    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    *_, name, overload = call.target.split(".")
+    full = f"aten::{name}" + ("" if overload == "default" else f".{overload}")
+    return any(found(full, key) for key in _OF_A_CPU)
+
+
+def _stored(site: Site[OpKind], node: Any, i: int) -> Any:
+    """Return the whole storage of a result that is a part of it: stated as a row of elements."""
+    sizes = site.sizes(site.op.results[i])
+    return node if site.shadow(node).numel() == prod(sizes) else site.call(torch.as_strided, node, sizes, (1,), 0)
+
+
+def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:
+    """Return torch's op by its name, with another namespace than aten before it where it has one."""
+    *space, name, overload = target.split(".")
+    packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
+    found: Callable[..., Any] | None = getattr(packet, overload or "default", None)
+    if found is None or len(space) > 1 or name in _REFUSED:
+        raise UnsupportedError(f"lower {site.op.name!r}: op {target!r} of torch, expected one that it has")
+    return found
+
+
+def _argument(site: Site[OpKind], value: Any) -> Any:
+    """Return an argument as torch takes it."""
+    if isinstance(value, tuple):
+        return [_argument(site, v) for v in value]
+    if isinstance(value, DType):
+        return torch_dtype(repr(site.op.name), value)
+    if not isinstance(value, Mapping):
+        return site.numbers.fact(value)
+    if "operand" in value:
+        return site.operands[value["operand"]]
+    if "empty" in value:
+        dtype = torch_dtype(repr(site.op.name), value["dtype"])
+        return site.call(torch.empty, site.numbers.of(value["empty"]), dtype=dtype, device=site.emitter.device)
+    return _named(site, value["torch"])
+
+
+def _named(site: Site[OpKind], text: str) -> Any:
+    """Return a device, a memory format, a layout or a complex number."""
+    if text == "device":
+        return site.emitter.device
+    if text == "data":
+        raise UnsupportedError(f"lower {site.op.name!r}: a number that the run read off a tensor, expected a number")
+    if text.isidentifier():
+        return getattr(torch, text)
+    return complex(*map(float, text.split()))
+
+
+# -- stated ------------------------------------------------------------------------------------------------------------
+# Ops whose costs are stated.
+
+
+def _function(site: Site[Opaque]) -> Callable[..., Any]:
+    """Return what the caller has for an opaque op, by its name with or without scope and number."""
+    last = site.op.name.rpartition("/")[2]
+    names = (site.op.name, last, re.sub(r"_\d+\Z", "", last))
+    for name in names:
+        if name in site.shared.functions:
+            return site.shared.functions[name]
+    raise UnsupportedError(
+        f"lower {site.op.name!r}: nothing says what an opaque op computes, expected a function of torch in "
+        f"functions={{{names[-1]!r}: ...}}"
+    )
+
+
+def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[Any, Any]]) -> Callable[..., Any]:
+    """Return a function of the caller whose results are looked at and made dense."""
+
+    def opaque(*operands: torch.Tensor) -> list[torch.Tensor]:
+        made = function(*operands)
+        found = made if isinstance(made, tuple | list) else (made,)
+        shapes = [(tuple(y.shape), y.dtype) if isinstance(y, torch.Tensor) else type(y).__name__ for y in found]
+        if shapes != list(outputs):
+            raise UnsupportedError(f"function of opaque op {name!r} returned {shapes}, expected {list(outputs)}")
+        return [y.contiguous() for y in found]
+
+    return opaque
+
+
+@lowering(Opaque)
+def _opaque(site: Site[Opaque]) -> None:
+    outputs = tuple((site.sizes(t), site.dtype(t)) for t in site.op.results)
+    like = [torch.empty(sizes, dtype=dtype, device="meta") for sizes, dtype in outputs]
+    made = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)
+    for i in range(len(outputs)):
+        site.settle(site.call(item, made, i), i)

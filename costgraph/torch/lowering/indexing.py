@@ -1,0 +1,296 @@
+"""Lookups and updates by index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ...errors import GraphError
+from ...ir.graph import OpKind
+from ...ops.collectives import Merge
+from ...ops.grouped import Dispatch, Grouped, GroupedOuter, TopK
+from ...ops.index import Gather, Scatter, Sort
+from .context import Site, lowering
+from .elementwise import item
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
+    """Return the indices; those that nothing says to be rows are taken modulo their number.
+
+    Where a rank has a part of the rows they are counted from its first one, and those of other ranks are outside.
+    """
+    ids, group = site.operands[1 + place], site.shared.groups.get(site.kind.part)
+    if not site.shared.indices.valid(site.op):
+        ids = site.call(torch.remainder, ids, rows * (1 if group is None else group.ranks))
+    return ids if group is None else site.call(torch.sub, ids, rows * group.rank)
+
+
+def _inside(ids: torch.Tensor, rows: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return which elements belong to indices of own rows."""
+    inside = (ids >= 0) & (ids < rows)
+    return inside.reshape(*ids.shape, *(1,) * (len(shape) - ids.ndim))
+
+
+def zero_others(found: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """Put zeros where rows of other ranks were to be looked up."""
+    return found.masked_fill_(~_inside(ids, rows, found.shape), 0)
+
+
+def scatter_own(
+    target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, passed: int | None = None
+) -> torch.Tensor:
+    """Write the updates of own rows, in place, but for one that is passed by."""
+    rows, ids = target.shape[batch], ids.long()
+    inside = _inside(ids, rows, ids.shape)
+    inside = inside if passed is None else inside & (ids != passed)
+    if mode == "max":
+        least = -torch.inf if target.is_floating_point() else torch.iinfo(target.dtype).min
+        updates = updates.masked_fill(~_inside(ids, rows, updates.shape), least)
+        behind = target.shape[batch + 1 :]
+        places = ids.clamp(0, rows - 1).reshape(*ids.shape[:batch], -1, *(1,) * len(behind))
+        shape = (*places.shape[: batch + 1], *behind)
+        return target.scatter_reduce_(batch, places.expand(shape), updates.reshape(shape), "amax")
+    at = inside.nonzero(as_tuple=True)
+    return target.index_put_((*at[:batch], ids[at]), updates[at], mode == "add")
+
+
+def add_others(
+    target: torch.Tensor, batch: int, places: torch.Tensor, updates: torch.Tensor, passed: int
+) -> torch.Tensor:
+    """Add rows in place, but for one that is passed by."""
+    row = target.select(batch, passed)
+    before = row.clone()
+    (target.scatter_add_ if batch else target.index_add_)(batch, places, updates)
+    row.copy_(before)
+    return target
+
+
+def _each(site: Site[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
+    """Return the indices of each of several axes."""
+    count = len(site.kind.places(site.op.operands))
+    return [site.cast(_ids(site, sizes[k], k), torch.int64) for k in range(count)]
+
+
+def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Pick elements along the last axis."""
+    return torch.gather(table, -1, ids.long())
+
+
+@lowering(Gather)
+def _gather(site: Site[Gather]) -> None:
+    sizes, batch = site.sizes(site.op.operands[0]), site.kind.batch
+    if len(site.operands) > 2:
+        site.own(torch.ops.aten.index, site.operands[0], _each(site, sizes))
+        return
+    ids, rows = _ids(site, sizes[batch]), sizes[batch]
+    if site.kind.part not in site.shared.groups:
+        _look_up(site, ids)
+        return
+    _look_up(site, site.call(torch.clamp, ids, 0, rows - 1))
+    site.alias(site.call(zero_others, site.made[0], ids, rows))
+
+
+def _look_up(site: Site[Gather], ids: Any) -> None:
+    """Look up rows by indices that are all within the table."""
+    table, sizes, batch = site.operands[0], site.sizes(site.op.operands[0]), site.kind.batch
+    if batch and batch == len(sizes) - 1 == len(site.sizes(site.op.operands[1])) - 1:
+        if site.shadow(ids).dtype == torch.int64:
+            site.own(torch.gather, table, -1, ids)
+        else:
+            site.own(along, table, ids)
+        return
+    if not batch and len(sizes) == 2 and site.shadow(ids).dtype in (torch.int32, torch.int64):
+        site.own(torch.embedding, table, ids)
+        return
+    flat, count = _flat(site, site.cast(ids, torch.int64), sizes, by_row=not batch)
+    shape = (*sizes[:batch], count, *sizes[batch + 1 :])
+    if batch:
+        site.own(torch.gather, table, batch, site.call(torch.Tensor.expand, flat, shape), shape=shape)
+    else:
+        site.own(torch.index_select, table, 0, flat, shape=shape)
+
+
+def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...], *, by_row: bool) -> tuple[Any, int]:
+    """Return the indices with one axis behind those of the batch, and one of size 1 for each of a row, and how many."""
+    batch = site.kind.batch
+    count = prod(site.sizes(site.op.operands[1])[batch:])
+    rest = () if by_row else (1,) * (len(sizes) - batch - 1)
+    return site.shaped(ids, (*sizes[:batch], count, *rest)), count
+
+
+#: What torch calls on rows of a whole table, and along any axis.
+_ROWS: Mapping[str, Callable[..., Any]] = {"add": torch.Tensor.index_add_, "set": torch.Tensor.index_copy_}
+_ALONG: Mapping[str, Callable[..., Any]] = {
+    "add": torch.Tensor.scatter_add_,
+    "set": torch.Tensor.scatter_,
+    "max": torch.Tensor.scatter_reduce_,
+}
+
+
+@lowering(Scatter)
+def _scatter(site: Site[Scatter]) -> None:
+    target, *_, updates = site.operands
+    sizes, batch, mode = site.sizes(site.op.operands[0]), site.kind.batch, site.kind.mode
+    if not site.kind.overwrites():
+        site.own(torch.clone, target)
+        target = site.made[0]
+    if len(site.operands) > 3:
+        site.alias(site.call(torch.ops.aten.index_put_, target, _each(site, sizes), updates, mode == "add"))
+        return
+    if site.kind.part in site.shared.groups:
+        like = site.shadow(target)
+        group = site.shared.groups[site.kind.part]
+        passed = None if site.kind.passed is None else site.kind.passed - sizes[batch] * group.rank
+        site.alias(site.call(scatter_own, target, _ids(site, sizes[batch]), updates, batch, mode, passed, like=like))
+        return
+    by_row = not batch and mode in _ROWS
+    places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes, by_row=by_row)
+    shape = (*sizes[:batch], count, *sizes[batch + 1 :])
+    if not by_row:
+        places = site.call(torch.Tensor.expand, places, shape)
+    if site.kind.passed is not None:
+        given = target, batch, places, site.shaped(updates, shape), site.kind.passed
+        site.alias(site.call(add_others, *given, like=site.shadow(target)))
+        return
+    function, how = (_ROWS if by_row else _ALONG)[mode], ("amax",) if mode == "max" else ()
+    site.alias(site.call(function, target, batch, places, site.shaped(updates, shape), *how))
+
+
+# -- grouped -----------------------------------------------------------------------------------------------------------
+# Choosing the largest, ordering rows by expert, products by expert.
+
+
+@lowering(TopK)
+def _top_k(site: Site[TopK]) -> None:
+    made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1, not site.kind.smallest)
+    for i in (0, 1):
+        site.settle(site.call(item, made, i), i)
+
+
+@lowering(Sort)
+def _sort(site: Site[Sort]) -> None:
+    made = site.call(torch.sort, site.operands[0], -1, site.kind.descending)
+    for i in (0, 1):
+        site.settle(site.call(item, made, i), i)
+
+
+def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) -> list[torch.Tensor]:
+    """Order choices by expert: tokens, ends, places, owners and what found no room."""
+    flat = ids.reshape(-1).long()
+    order = torch.argsort(flat, stable=True)
+    owner = flat[order]
+    ends = torch.cumsum(torch.bincount(flat, minlength=experts), 0)
+    if room is None:
+        rows, tokens, kept = torch.arange(len(flat), device=ids.device), order // ids.shape[-1], None
+    else:
+        nth = torch.arange(len(flat), device=ids.device) - (ends - torch.bincount(flat, minlength=experts))[owner]
+        kept = nth < room
+        rows = torch.where(kept, owner * room + nth, 0)
+        tokens = torch.zeros(experts * room, dtype=torch.long, device=ids.device)
+        tokens[rows[kept]] = order[kept] // ids.shape[-1]
+        owner = torch.arange(experts, device=ids.device).repeat_interleave(room)
+        ends = torch.arange(1, experts + 1, device=ids.device) * room
+    places = torch.empty_like(order)
+    places[order] = rows
+    made = [tokens, ends.int(), places.reshape(ids.shape), *([owner] if owners else [])]
+    if kept is not None:
+        dropped = torch.empty_like(kept)
+        dropped[order] = ~kept
+        made.append(dropped.reshape(ids.shape))
+    return made
+
+
+@lowering(Dispatch)
+def _dispatch(site: Site[Dispatch]) -> None:
+    """Experts that nothing says to be there are taken modulo their number."""
+    ids, experts = site.operands[0], site.of(site.kind.experts)
+    if not site.shared.indices.within(site.op.operands[0], experts):
+        ids = site.call(torch.remainder, ids, experts)
+    sizes = [site.sizes(t) for t in site.op.results]
+    room = None if site.kind.capacity is None else sizes[0][0] // experts
+    like = [torch.empty(n, dtype=site.dtype(t), device="meta") for n, t in zip(sizes, site.op.results, strict=True)]
+    made = site.call(dispatched, ids, experts, room, site.kind.owners, like=like)
+    for i in range(len(sizes)):
+        site.settle(site.call(item, made, i), i)
+
+
+def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -> list[torch.Tensor]:
+    """Order rows that ranks have sent to one of them by expert: ends, rows in order, places, owners."""
+    sent = ends.reshape(ranks, -1).long() - rank * (rows // ranks)  # each has as many for those before
+    counts = torch.diff(sent, prepend=torch.zeros_like(sent[:, :1]))
+    owner = torch.arange(sent.shape[1], device=ends.device).repeat(ranks).repeat_interleave(counts.reshape(-1))
+    if len(owner) != rows:
+        raise GraphError(f"{len(owner)} rows from {ranks} ranks, expected {rows}: the routing is not balanced")
+    order = torch.argsort(owner, stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(rows, device=ends.device)
+    return [torch.cumsum(counts.sum(0), 0).to(ends.dtype), order, places, *([owner[order]] if owners else [])]
+
+
+@lowering(Merge)
+def _merge(site: Site[Merge]) -> None:
+    kind, like = site.kind, [torch.empty(site.sizes(t), dtype=site.dtype(t), device="meta") for t in site.op.results]
+    group = site.shared.groups.get(kind.axis)
+    facts = (site.of(kind.ranks), site.of(kind.rows), kind.owners, 0 if group is None else group.rank)
+    made = site.call(merged, site.operands[0], *facts, like=like)
+    for i in range(len(like)):
+        site.settle(site.call(item, made, i), i)
+
+
+def _aligned(*operands: torch.Tensor) -> bool:
+    """Whether torch's kernel takes them: rows of whole 16 bytes in one of three formats."""
+    formats = {x.dtype for x in operands}
+    fits = len(formats) == 1 and formats <= {torch.float32, torch.bfloat16, torch.float16}
+    strides = [s * x.itemsize for x in operands for s in x.stride() if s != 1]
+    return fits and all(s % 16 == 0 for s in strides) and all(x.data_ptr() % 16 == 0 for x in operands)
+
+
+def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply each row by the matrix of its expert; torch's kernel where it takes the operands."""
+    if rows.shape[0] and rows.device.type == "cuda" and _aligned(rows, weights):
+        return torch._grouped_mm(rows, weights, offs=ends)
+    out = rows.new_zeros((rows.shape[0], weights.shape[2]), dtype=torch.promote_types(rows.dtype, weights.dtype))
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(rows[start:end].to(out.dtype), weights[expert].to(out.dtype), out=out[start:end])
+        start = end
+    return out
+
+
+def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Add up products of rows by expert."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    if a.shape[0] and a.device.type == "cuda" and _aligned(a, b):
+        return torch._grouped_mm(a.t(), b, offs=ends)
+    out = a.new_zeros((ends.shape[0], a.shape[1], b.shape[1]), dtype=dtype)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        torch.mm(a[start:end].t().to(dtype), b[start:end].to(dtype), out=out[expert])
+        start = end
+    return out
+
+
+def _made(site: Site[Grouped | GroupedOuter], function: Any) -> None:
+    result = site.op.results[0]
+    like = torch.empty(site.sizes(result), dtype=_common(site), device="meta")
+    site.settle(site.call(function, *site.operands, like=like))
+
+
+def _common(site: Site[OpKind]) -> torch.dtype:
+    a, b = (site.shadow(n).dtype for n in site.operands[:2])
+    return torch.promote_types(a, b)
+
+
+@lowering(Grouped)
+def _grouped(site: Site[Grouped]) -> None:
+    _made(site, grouped)
+
+
+@lowering(GroupedOuter)
+def _grouped_outer(site: Site[GroupedOuter]) -> None:
+    _made(site, grouped_outer)

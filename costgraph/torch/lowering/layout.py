@@ -1,0 +1,156 @@
+"""Ops that move or rename elements, and those that make them from nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from ...ops.collectives import Receive, Send
+from ...ops.fill import Assign, Fill, Pad, Revised
+from ...ops.fourier import SCALES, Fourier, ViewAs
+from ...ops.index import Arange
+from ...ops.kv_cache import InitialState
+from ...ops.layout import Concat, Expand, Rearrange, Slice
+from ...ops.loops import Empty, Stacked
+from ...ops.opaque import Transfer
+from ...transforms.rewrite import flat
+from .context import Site, lowering, strided
+from .elementwise import held
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+@lowering(Rearrange)
+def _rearrange(site: Site[Rearrange]) -> None:
+    op = site.op
+    split, order, merged = site.of(site.kind.split), site.kind.order, site.of(site.kind.merged)
+    if op.results[0].storage is op.operands[0].storage:
+        node = site.permuted(site.viewed(site.operands[0], split), order)
+        site.alias(site.viewed(node, merged))
+        return
+    # a view of what is copied, as far as there is one: the copy is then the only one
+    site.settle(site.permuted(site.shaped(site.operands[0], split), order), fresh=False)
+
+
+@lowering(Slice)
+def _slice(site: Site[Slice]) -> None:
+    axis, start, size, step = site.kind.axis, site.of(site.kind.start), site.of(site.kind.size), site.kind.step
+    stop = start + (size - 1) * step + 1
+    site.alias(site.call(torch.ops.aten.slice, site.operands[0], axis, start, stop, step))
+
+
+@lowering(Expand)
+def _expand(site: Site[Expand]) -> None:
+    """Repeat by strides of 0, which torch's expand has as well, and order axes at once."""
+    kept, sizes, x = site.kind.kept, site.of(site.kind.sizes), site.operands[0]
+    shadow = site.shadow(x)
+    strides = [0 if k is None or shadow.shape[k] != n else shadow.stride(k) for k, n in zip(kept, sizes, strict=True)]
+    site.alias(site.call(strided, x, tuple(sizes), tuple(strides), 0))
+
+
+@lowering(Concat)
+def _concat(site: Site[Concat]) -> None:
+    each = flat(site.op, dict(zip(site.op.operands, site.operands, strict=True)))
+    site.own(torch.stack if site.kind.stacked else torch.cat, each, site.kind.axis)
+
+
+def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop: int, step: int) -> torch.Tensor:
+    """Zeros of a shape, with a tensor at some positions of an axis."""
+    made = x.new_zeros(sizes)
+    torch.ops.aten.slice(made, axis, start, stop, step).copy_(x)
+    return made
+
+
+@lowering(Pad)
+def _pad(site: Site[Pad]) -> None:
+    axis, start, step = site.kind.axis, site.of(site.kind.start), site.kind.step
+    sizes = site.sizes(site.op.results[0])
+    stop = start + (site.sizes(site.op.operands[0])[axis] - 1) * step + 1
+    site.own(padded, site.operands[0], sizes, axis, start, stop, step)
+
+
+@lowering(Fill)
+def _fill(site: Site[Fill]) -> None:
+    t = site.op.results[0]
+    site.own(
+        torch.full, site.sizes(t), site.numbers.fact(site.kind.value), dtype=site.dtype(t), device=site.emitter.device
+    )
+
+
+@lowering(InitialState)
+def _initial_state(site: Site[InitialState]) -> None:
+    site.own(
+        torch.zeros, site.sizes(site.op.results[0]), dtype=site.dtype(site.op.results[0]), device=site.emitter.device
+    )
+
+
+@lowering(Arange)
+def _arange(site: Site[Arange]) -> None:
+    start, step = site.of(site.kind.start), -1 if site.kind.back else 1
+    dtype = site.dtype(site.op.results[0])
+    site.own(torch.arange, start, start + step * site.of(site.kind.size), step, dtype=dtype, device=site.emitter.device)
+
+
+@lowering(Empty)
+def _empty(site: Site[Empty]) -> None:
+    t = site.op.results[0]
+    site.own(torch.empty, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
+
+
+@lowering(Receive)
+def _receive(site: Site[Receive]) -> None:
+    """Get zeros: the other stages are not part of the run."""
+    t = site.op.results[0]
+    site.own(torch.zeros, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
+
+
+@lowering(Send)
+def _send(site: Site[Send]) -> None:
+    site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
+
+
+@lowering(Stacked)
+def _stacked(site: Site[Stacked]) -> None:
+    site.alias(site.operands[0])  # the slices lie in it
+
+
+@lowering(Revised)
+def _revised(site: Site[Revised]) -> None:
+    site.alias(site.operands[0])  # the part lies in it
+
+
+@lowering(Assign)
+def _assign(site: Site[Assign]) -> None:
+    site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
+
+
+@lowering(Transfer)
+def _transfer(site: Site[Transfer]) -> None:
+    """Copy on the device: the other end of the link is not part of the run."""
+    if site.kind.into:
+        site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
+        return
+    site.own(torch.clone, held(site, 0, 0.0) if site.op.operands[0].domain is not None else site.operands[0])
+
+
+# -- spectra -----------------------------------------------------------------------------------------------------------
+# Fourier transforms, and views of complex numbers.
+
+_VIEWS = {"real": torch.view_as_real, "complex": torch.view_as_complex, "conjugate": torch.conj}
+aten = torch.ops.aten
+
+
+@lowering(ViewAs)
+def _view_as(site: Site[ViewAs]) -> None:
+    site.alias(site.call(_VIEWS[site.kind.what], site.operands[0]))
+
+
+@lowering(Fourier)
+def _fourier(site: Site[Fourier]) -> None:
+    kind, (x,) = site.kind, site.operands
+    axes, scale = list(kind.axes), SCALES.index(kind.scale)
+    if site.op.operands[0].dtype.kind != "complex":
+        site.own(aten._fft_r2c.default, x, axes, scale, kind.last is not None)
+    elif kind.last is not None:
+        site.own(aten._fft_c2r.default, x, axes, scale, site.of(kind.last))
+    else:
+        site.own(aten._fft_c2c.default, x, axes, scale, not kind.inverse)

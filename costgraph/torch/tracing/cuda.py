@@ -1,0 +1,947 @@
+"""Which kernel `scaled_dot_product_attention` takes on a GPU.
+
+The conditions are those of torch 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and its header
+`sdp_utils_cpp.h`, in their order, each named here as there; wheels of that release for CUDA 13 bring cuDNN 9.20.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
+
+from ...errors import UnsupportedError
+from ...hardware.specs import Arch
+from ...ops.registry import adding
+from .choices import Choices
+from .composites import encoder_layer
+from .meta_results import hint
+
+__all__ = [
+    "RULES",
+    "SOURCES",
+    "Here",
+    "Rule",
+    "rule",
+    "source",
+    "CUDA_RESULTS",
+    "CUDA_STATISTICS",
+    "choose",
+    "KERNELS",
+    "on_cuda",
+]
+
+
+# -- table -------------------------------------------------------------------------------------------------------------
+# The table of rules: functions of torch that do something else on a GPU, and where torch says so.
+
+
+@dataclass(frozen=True)
+class Here:
+    """The device that a program is told it runs on."""
+
+    arch: Arch
+    choices: Choices
+
+    def by(self, rule: str, why: str) -> AbstractContextManager[None]:
+        """Let the calls inside follow from a rule that has a source."""
+        assert rule in SOURCES, rule
+        return self.choices.by(rule, why)
+
+
+#: From the device and what a function was called with to what it returns; None where the function itself has to run.
+Rule = Callable[..., Any]
+
+#: Rules by the function of torch.
+RULES: dict[Any, Rule] = {}
+
+#: Where torch's sources say so, by the name of a rule.
+SOURCES: dict[str, str] = {}
+
+
+def source(name: str, where: str) -> str:
+    """Register where a rule of this name comes from; returns the name."""
+    adding(SOURCES, "a source", name, what="rule")(where)
+    return name
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for functions of torch."""
+
+    def register(found: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, found))
+        return found
+
+    return register
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+# Results of kernels for CUDA: shapes, layouts and formats as the kernels have them, what is saved for a gradient too.
+#
+# torch's own registrations leave out where seeds lie, what cuDNN reserves, and several ops.
+
+aten = torch.ops.aten
+_ROWS = 32  # of a block, to which row sums are padded (kAlignLSE of mem_eff_attention/kernel_forward.h)
+_WORKSPACE = 5  # values that a GRU's cell keeps, for each of its state (GRU_WORKSPACE_MULTIPLIER of RNN.cu)
+# torch's numbers of modes, and the values of a step that a gradient starts from: gates, and an LSTM's memory
+_KEPT = {0: 1, 1: 1, 2: 5, 3: 4}
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+def _seed(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Make a number of the generator's state: eight bytes, in whichever format of whole numbers."""
+    return x.new_empty(sizes, dtype=torch.int64)
+
+
+def _sums(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
+    return x.new_empty(sizes, dtype=torch.float32)
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any) -> Any:
+    """Make the result, the logarithm of the sum of each row, and the state of the generator (flash_api.cpp)."""
+    out, nothing = torch.empty_like(q), q.new_empty(0)
+    return out, _sums(q, *q.shape[:3]), None, None, q.shape[2], k.shape[2], _seed(q, 2), _seed(q), nothing
+
+
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, keeps: bool, *more: Any, **options: Any
+) -> Any:
+    """Make the result, positions before heads, and padded sums if a gradient follows (attention.cu)."""
+    batch, heads, length, _ = q.shape
+    out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
+    rows = (length + _ROWS - 1) // _ROWS * _ROWS if keeps else 0
+    return out, _sums(q, batch, heads, rows), _seed(q), _seed(q)
+
+
+def _cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, keeps: bool, *more: Any, **options: Any
+) -> Any:
+    """Make the result in the layout of the queries, and sums if a gradient follows (cudnn/MHA.cpp)."""
+    shape = (*q.shape[:3], v.shape[-1])
+    order = sorted(range(4), key=lambda i: (-hint(q.stride()[i]), i))
+    out = torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
+    rows = (*q.shape[:3], 1) if keeps else (0,)
+    return out, _sums(q, *rows), None, None, q.shape[2], k.shape[2], _seed(q), _seed(q), None
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------
+
+
+def _layers(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
+    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, both: bool, *rest: Any
+) -> Any:  # fmt: skip
+    """Make outputs and last states, and what a gradient cannot do without: gates and states of every step.
+
+    What cuDNN reserves is for it to say, and more than that.
+    """
+    sides, width = 1 + both, projected or size
+    out = x.new_empty((*x.shape[:2], width * sides))
+    last = h.new_empty((count * sides, *h.shape[1:]))
+    memory = x.new_empty(0) if c is None else c.new_empty((count * sides, *c.shape[1:]))
+    inner = _KEPT[mode] * size * count + width * (count - 1)
+    kept = x.shape[0] * x.shape[1] * sides * inner * x.element_size() if train else 0
+    return out, last, memory, x.new_empty((kept,), dtype=torch.uint8), buffer
+
+
+def _layers_backward(
+    x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
+) -> Any:
+    """Make the gradients that are asked for."""
+    mask = rest[-1]
+    made = [None if t is None or not asked else torch.empty_like(t) for t, asked in zip((x, h, c), mask, strict=False)]
+    return *made, [torch.empty_like(w) for w in weight] if mask[3] else []
+
+
+def _gru_cell(x: torch.Tensor, gates: torch.Tensor, h: torch.Tensor, *biases: Any) -> Any:
+    rows, size = h.shape
+    return torch.empty_like(h), h.new_empty((rows, _WORKSPACE * size))
+
+
+def _gru_cell_backward(grad: torch.Tensor, kept: torch.Tensor, biased: bool) -> Any:
+    rows, size = grad.shape
+    gates = [grad.new_empty((rows, 3 * size)) for _ in range(2)]
+    return *gates, torch.empty_like(grad), *(grad.new_empty(3 * size) if biased else None for _ in range(2))
+
+
+# -- norms -------------------------------------------------------------------------------------------------------
+
+
+def _rms_norm(x: torch.Tensor, shape: Sequence[Any], weight: Any, eps: Any) -> Any:
+    """Make a dense result, and the reciprocal root of each row."""
+    lead = x.shape[: x.ndim - len(shape)]
+    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_wide(x))
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """Return the format that kernels of CUDA add up in (toAccumulateType of AccumulateType.h)."""
+    return torch.float32 if x.dtype.itemsize == 2 else x.dtype
+
+
+def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a norm hand out mean and reciprocal deviation as they were added up; a CPU rounds them to its input's format.
+
+    `layer_norm_cuda` in layer_norm_kernel.cu, `batch_norm_cuda` in Normalization.cu; `GroupNormKernelImpl` rounds too.
+    """
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        made, *statistics = norm(x, *rest)
+        return made, *(torch.empty_like(t, dtype=_wide(x)) for t in statistics)
+
+    return run
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, shape: Sequence[Any], scale: Any, weight: Any, mask: Sequence[bool]
+) -> Any:
+    made = x.new_empty(x.shape) if mask[0] else None
+    return made, weight.new_empty(weight.shape) if mask[1] and weight is not None else None
+
+
+# -- counts ------------------------------------------------------------------------------------------------------
+
+
+def _histogram(x: torch.Tensor, bins: int = 100, *limits: Any, **more: Any) -> torch.Tensor:
+    """Make a number for each bin, of whole numbers as well, which a CPU does not count (SummaryOps.cu)."""
+    return x.new_empty((bins,))
+
+
+#: By op.
+CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._cudnn_rnn.default: _layers,
+    aten._cudnn_rnn_backward.default: _layers_backward,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+}
+
+#: By op that a CPU runs as well, with other results.
+CUDA_STATISTICS: dict[Any, Callable[..., Any]] = {
+    aten.histc.default: _histogram,
+    **{norm: _with_wide_statistics(norm) for norm in (aten.native_layer_norm.default, aten.native_batch_norm.default)},
+}
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+_CHOICE = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
+_CALL = "aten/src/ATen/native/transformers/attention.cpp, scaled_dot_product_attention"
+CUDNN = source("attention: cuDNN", f"{_CHOICE}, check_prefer_cudnn_attention, can_use_cudnn_attention; {_CALL}")
+FLASH = source("attention: flash", f"{_CHOICE}, can_use_flash_attention; {_CALL}")
+EFFICIENT = source("attention: efficient", f"{_CHOICE}, can_use_mem_efficient_attention; {_CALL}")
+MATH = source("attention: math", f"{_CHOICE}, select_sdp_backend; {_CALL}")
+
+_HALF = (torch.float16, torch.bfloat16)
+_MOST_AXIS = 65535  # batch entries, and heads, of cuDNN
+_MASK_ALIGNMENT = 8  # elements to which rows of a mask are padded
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the function is called with."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    grouped: bool
+    """whether keys and values may have fewer heads"""
+    arch: Arch
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a gradient."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+
+
+# -- conditions of several kernels: None, or what does not hold --------------------------------------------------
+
+Check = Callable[[Asked], str | None]
+
+
+def _four_axes(a: Asked) -> str | None:
+    """check_tensor_shapes."""
+    return None if all(t.ndim == 4 for t in a.tensors) else "tensors without four axes"
+
+
+def _last_axis(a: Asked) -> str | None:
+    """check_last_dim_stride_equals_1_dense."""
+    given = a.tensors if a.mask is None else (*a.tensors, a.mask)
+    return None if all(t.stride(-1) == 1 for t in given) else "elements of a row that are no neighbours"
+
+
+def _batch(a: Asked) -> str | None:
+    sizes = [t.shape[0] for t in a.tensors]
+    return None if sizes[0] == sizes[1] == sizes[2] else "batches of different sizes"
+
+
+def _heads(a: Asked, *, grouped: bool, alike: bool = True) -> str | None:
+    """check_batch_size_and_num_heads_dense."""
+    q, k, v = (t.shape[-3] for t in a.tensors)
+    if _batch(a):
+        return _batch(a)
+    if not (a.grouped and grouped):
+        return None if q == k == v else "fewer heads of keys than of queries"
+    if (alike and k != v) or q % k or q % v:
+        return "numbers of heads that do not divide"
+    return None
+
+
+def _grouped(a: Asked) -> str | None:
+    return _heads(a, grouped=True)
+
+
+def _grouped_apart(a: Asked) -> str | None:
+    return _heads(a, grouped=True, alike=False)
+
+
+def _all_heads(a: Asked) -> str | None:
+    return _heads(a, grouped=False)
+
+
+def _two_bytes(a: Asked) -> str | None:
+    """check_dtypes_low_precision."""
+    formats = _HALF if a.arch.major >= 8 else _HALF[:1]
+    fits = a.query.dtype in formats and len({t.dtype for t in a.tensors}) == 1
+    return None if fits else f"{_word(a.query.dtype)} on {a.arch}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _since(major: int) -> Check:
+    return lambda a: None if a.arch.major >= major else str(a.arch)
+
+
+# -- cuDNN -------------------------------------------------------------------------------------------------------
+
+
+def _preferred(a: Asked) -> str | None:
+    """check_prefer_cudnn_attention: else it stands behind the way without a kernel, which is always there."""
+    return None if a.arch.major in (9, 10) else str(a.arch)
+
+
+def _enabled_cudnn(a: Asked) -> str | None:
+    return None if torch._C._get_cudnn_sdp_enabled() else "switched off"
+
+
+def _mask_shape(a: Asked) -> str | None:
+    """check_attn_mask_shape."""
+    mask = a.mask
+    if mask is None:
+        return None
+    if mask.requires_grad:
+        return "a mask with a gradient"
+    wanted = (a.query.shape[0], a.query.shape[1], a.query.shape[2], a.key.shape[2])
+    fits = mask.ndim in (2, 4) and all(
+        _is(n, 1) or n == m for n, m in zip(mask.shape, wanted[4 - mask.ndim :], strict=True)
+    )
+    return None if fits else "a mask of another shape"
+
+
+def _is(n: Any, number: int) -> bool:
+    return isinstance(n, int) and n == number
+
+
+def _dropout_of_cudnn(a: Asked) -> str | None:
+    """check_cudnn_dropout."""
+    return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is no multiple of 1/16"
+
+
+def _shapes_of_cudnn(a: Asked) -> str | None:
+    """check_cudnn_tensor_shapes."""
+    d, other = a.query.shape[3], a.value.shape[3]
+    most = 128
+    if a.arch == Arch(9, 0):
+        most = 256
+    elif a.arch.major == 10 and (d, other) == (192, 128):
+        most = 192
+    if d > most or other > most:
+        return f"heads of more than {most}"
+    if d % 8 or other % 8:
+        return "heads that are no multiple of 8"
+    if _is(a.key.shape[2], 1):
+        return "one key"
+    if a.dropout and _is(a.query.shape[2], 1):
+        return "one query with dropout"
+    return None if all(n <= _MOST_AXIS for n in a.query.shape[:2]) else f"more than {_MOST_AXIS} batch entries or heads"
+
+
+_OF_CUDNN: tuple[Check, ...] = (
+    _preferred, _enabled_cudnn, _four_axes, _two_bytes, _mask_shape, _since(8), _dropout_of_cudnn, _last_axis,
+    _grouped_apart, _shapes_of_cudnn,
+)  # fmt: skip
+
+
+# -- flash -------------------------------------------------------------------------------------------------------
+
+
+def _enabled_flash(a: Asked) -> str | None:
+    """check_runtime_disabled_flash."""
+    return None if torch._C._get_flash_sdp_enabled() else "switched off"
+
+
+def _no_mask(a: Asked) -> str | None:
+    """check_for_attn_mask."""
+    return None if a.mask is None else "a mask"
+
+
+def _size_of_flash(a: Asked) -> str | None:
+    """check_head_dim_size_flash."""
+    sizes = [t.shape[-1] for t in a.tensors]
+    return None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "heads of more than 256, or not all alike"
+
+
+def _large_gradient(a: Asked) -> str | None:
+    """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""
+    small = Arch(8, 6) <= a.arch <= Arch(8, 9) or a.arch.major == 12
+    size = a.query.shape[-1]
+    fits = not (a.trains and small) or size <= 192 or (not a.dropout and size > 224)
+    return None if fits else f"gradients of heads of {size} on {a.arch}"
+
+
+def _square(a: Asked) -> str | None:
+    """check_flash_causal_non_square_seqlens."""
+    return None if not a.causal or a.query.shape[-2] == a.key.shape[-2] else "a causal mask that is not square"
+
+
+_OF_FLASH: tuple[Check, ...] = (
+    _enabled_flash, _four_axes, _no_mask, _size_of_flash, _since(8), _large_gradient, _square, _two_bytes, _grouped,
+    _last_axis,
+)  # fmt: skip
+
+
+# -- efficient ---------------------------------------------------------------------------------------------------
+
+
+def _enabled_efficient(a: Asked) -> str | None:
+    """check_runtime_disabled_mem_efficient."""
+    return None if torch._C._get_mem_efficient_sdp_enabled() else "switched off"
+
+
+def _alignment(a: Asked) -> int:
+    """Return minimum_gemm_alignment: elements."""
+    half = a.query.dtype in _HALF
+    least = 4 if a.arch.major >= 8 else 1
+    return max(least, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else least
+
+
+def _size_of_efficient(a: Asked) -> str | None:
+    """check_head_dim_size_mem_efficient, check_data_ptr_alignment_mem_efficient."""
+    step = _alignment(a)
+    q, k, v = (t.shape[-1] for t in a.tensors)
+    if q != k or q % step or v % step:
+        return f"heads that are no multiple of {step}"
+    offsets = [t.storage_offset() for t in a.tensors]
+    skewed = a.arch.major >= 8 and any(isinstance(n, int) and n % step for n in offsets)
+    return f"storages that begin at no multiple of {step}" if skewed else None
+
+
+def _formats_of_efficient(a: Asked) -> str | None:
+    formats = (torch.float32, *(_HALF if a.arch.major >= 8 else _HALF[:1]))
+    return None if a.query.dtype in formats else f"{_word(a.query.dtype)} on {a.arch}"
+
+
+_OF_EFFICIENT: tuple[Check, ...] = (
+    _enabled_efficient, _four_axes, _size_of_efficient, _last_axis, _all_heads, _formats_of_efficient,
+)  # fmt: skip
+
+_KERNELS = ((CUDNN, _OF_CUDNN), (FLASH, _OF_FLASH), (EFFICIENT, _OF_EFFICIENT))
+
+
+def choose(asked: Asked) -> tuple[str, str]:
+    """Return the rule of the first kernel whose conditions hold, and why none before it is taken."""
+    refused: list[str] = []
+    for name, checks in _KERNELS:
+        why = next((text for check in checks if (text := check(asked)) is not None), None)
+        if why is None:
+            return name, "; ".join(refused) or f"the first in torch's order on {asked.arch}"
+        refused.append(f"not {name.partition(': ')[2]}: {why}")
+    return MATH, "; ".join(refused)
+
+
+# -- the call ----------------------------------------------------------------------------------------------------
+
+
+@rule(torch.nn.functional.scaled_dot_product_attention)
+def attend(
+    here: Here,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Call the kernel that is chosen."""
+    asked = Asked(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, here.arch)
+    name, why = choose(asked)
+    with here.by(name, why):
+        return _WAYS[name](asked, scale)
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float) -> torch.Tensor | None:
+    """Return what is added to scores for a mask of flags: convert_boolean_attn_mask."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=dtype))
+
+
+def _by_cudnn(a: Asked, scale: float | None) -> torch.Tensor:
+    mask = _added(a.mask, a.query.dtype, -65504.0)
+    more = (mask, a.trains, a.dropout, a.causal, False)
+    return _first(aten._scaled_dot_product_cudnn_attention(*a.tensors, *more, scale=scale))
+
+
+def _by_flash(a: Asked, scale: float | None) -> torch.Tensor:
+    """Pad heads to a multiple of 8, of which the result is a part."""
+    size = a.query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in a.tensors]
+    made = _first(aten._scaled_dot_product_flash_attention(*padded, a.dropout, a.causal, False, scale=scale))
+    return made[..., :size] if size % 8 else made
+
+
+def _by_efficient(a: Asked, scale: float | None) -> torch.Tensor:
+    mask = _added(a.mask, a.query.dtype, float("-inf"))
+    if mask is not None:
+        mask = _aligned(mask).expand(*a.query.shape[:3], a.key.shape[2])
+    more = (mask, a.trains, a.dropout, a.causal)
+    return _first(aten._scaled_dot_product_efficient_attention(*a.tensors, *more, scale=scale))
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask whose rows begin at multiples of 8 elements: preprocess_mask."""
+    if mask.stride(-1) == 1 and all(s % _MASK_ALIGNMENT == 0 for s in mask.stride()[:-1]):
+        return mask
+    length = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
+
+
+def _by_products(a: Asked, scale: float | None) -> torch.Tensor:
+    mask = _added(a.mask, a.query.dtype, float("-inf"))
+    more = (mask, a.dropout, a.causal, None)
+    return _first(aten._scaled_dot_product_attention_math(*a.tensors, *more, scale=scale, enable_gqa=a.grouped))
+
+
+def _first(made: Any) -> torch.Tensor:
+    out: torch.Tensor = made[0]
+    return out
+
+
+_WAYS: dict[str, Callable[[Asked, float | None], torch.Tensor]] = {
+    CUDNN: _by_cudnn,
+    FLASH: _by_flash,
+    EFFICIENT: _by_efficient,
+    MATH: _by_products,
+}
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+# Dropout, softmax and norms on a GPU: kernels that a CPU has not.
+
+DROPOUT = source("dropout: one kernel", "aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable")
+SOFTMAX = source("softmax: to fp32 in the kernel", "aten/src/ATen/native/SoftMax.cpp, softmax, log_softmax")
+BATCH_NORM = source("batch norm: cuDNN", "aten/src/ATen/native/Normalization.cpp, _batch_norm_impl_index")
+RMS_NORM = source("RMS norm: one kernel", "aten/src/ATen/native/layer_norm.cpp, rms_norm_symint")
+_MOST_IN_TRAINING, _MOST_IN_INFERENCE, _MOST_ELEMENTS = 880801, 65535, 2**31 - 1
+
+
+@rule(torch.dropout)
+def dropout(here: Here, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
+    """Draw, scale and keep which elements were dropped in one kernel."""
+    if not train or not 0 < p < 1:
+        return None
+    with here.by(DROPOUT, f"p = {p} in training"):
+        made: torch.Tensor = aten.native_dropout(input, p, train)[0]
+    return made
+
+
+@rule(torch.softmax, torch.Tensor.softmax)
+def softmax(here: Here, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """Read fp16 and write fp32."""
+    return _widening(here, aten._softmax, input, dim, dtype)
+
+
+@rule(torch.log_softmax, torch.Tensor.log_softmax)
+def log_softmax(here: Here, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """Read fp16 and write fp32."""
+    return _widening(here, aten._log_softmax, input, dim, dtype)
+
+
+def _widening(here: Here, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+    if x.dtype != torch.float16 or dtype != torch.float32 or not isinstance(dim, int):
+        return None
+    with here.by(SOFTMAX, "fp16 in, fp32 out"):
+        made: torch.Tensor = kernel(x, dim, True)
+    return made
+
+
+# -- batch norm --------------------------------------------------------------------------------------------------
+
+
+@rule(torch.batch_norm)
+def batch_norm(
+    here: Here,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor | None:
+    """Call cuDNN's kernel where it takes the tensors; torch's own for CUDA has the name of the one for CPUs."""
+    if weight is None or bias is None or not cudnn_enabled or input.ndim < 3:
+        return None
+    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
+        return None
+    formats = input.dtype, weight.dtype
+    if torch.bfloat16 in formats or (formats[0] == torch.float16 and formats[1] != torch.float32):
+        return None
+    most = _MOST_IN_TRAINING if training else _MOST_IN_INFERENCE
+    if not (input.shape[0] <= most and input.numel() < _MOST_ELEMENTS):
+        return None
+    dense = input.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
+    with here.by(BATCH_NORM, f"{input.ndim} axes of {str(input.dtype).removeprefix('torch.')}"):
+        made: torch.Tensor = aten.cudnn_batch_norm(
+            dense, weight, bias, running_mean, running_var, training, momentum, eps
+        )[0]
+    return made
+
+
+# -- RMS norm ----------------------------------------------------------------------------------------------------
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The kernel and that of its gradient: of tensors of a CPU, torch would take the op apart."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, shape: Sequence[int], eps: Any) -> torch.Tensor:
+        """Normalise, and keep the reciprocal root of each row."""
+        with torch._C._AutoDispatchBelowAutograd():
+            made, scale = aten._fused_rms_norm(x, list(shape), weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.shape = shape
+        out: torch.Tensor = made
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return the gradients that are asked for."""
+        x, weight, scale = ctx.saved_tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, dw = aten._fused_rms_norm_backward(
+                grad, x, list(ctx.shape), scale, weight, list(ctx.needs_input_grad[:2])
+            )
+        return dx, dw, None, None
+
+
+@rule(torch.rms_norm)
+def rms_norm(
+    here: Here,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor | None:
+    """Normalise in one kernel, where the scale has the format of the operand."""
+    if weight is not None and weight.dtype != input.dtype:
+        return None
+    with here.by(RMS_NORM, "a scale in the format of the operand" if weight is not None else "no scale"):
+        made: torch.Tensor = _RmsNorm.apply(input, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
+    return made
+
+
+# -- recurrent ---------------------------------------------------------------------------------------------------------
+# Recurrent layers on a GPU: all layers and steps in one call of cuDNN, cells in one kernel behind their products.
+
+LAYERS = source(
+    "recurrent: cuDNN", "aten/src/ATen/native/RNN.cpp, lstm; aten/src/ATen/native/cudnn/RNN.cpp, _cudnn_impl"
+)
+CELL = source("recurrent: cell in one kernel", "aten/src/ATen/native/RNN.cpp, LSTMCell, GRUCell")
+_FORMATS = (torch.float64, torch.float32, torch.float16)  # cudnn_is_acceptable
+# torch's numbers of modes
+_RELU, _TANH, _LSTM, _GRU = range(4)
+
+
+def _recurrent_layers(
+    here: Here, mode: int, x: Any, state: Any, memory: Any, weights: Sequence[torch.Tensor], flags: Sequence[Any]
+) -> Any:
+    if x.dtype not in _FORMATS or not torch.backends.cudnn.enabled:
+        raise UnsupportedError(f"a recurrent layer of {x.dtype}, expected one that cuDNN takes: fp32, fp16 or fp64")
+    biased, count, dropout, train, both, batch_first = flags
+    size, projected = state.shape[2], 0
+    if memory is not None and memory.shape[2] != size:
+        size, projected = memory.shape[2], size
+    each = (4 if biased else 2) + bool(projected)
+    # the weights lie behind one another: what they lie in is no memory besides
+    sizes: tuple[Any, ...] = (mode, size, projected, count, batch_first, dropout, train, both, [], None)
+    with here.by(LAYERS, f"{str(x.dtype).removeprefix('torch.')}"):
+        return aten._cudnn_rnn(x, list(weights), each, x.new_empty(0), state, memory, *sizes)[:3]
+
+
+def _need_padded(has_biases: object) -> None:
+    """Raise where another list of arguments has something else in that place."""
+    if not isinstance(has_biases, bool):
+        raise UnsupportedError("a packed sequence, whose lengths are data, expected a padded batch")
+
+
+@rule(torch.lstm)
+def lstm(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+    """Call cuDNN."""
+    _need_padded(has_biases)
+    state, memory = hx
+    return tuple(_recurrent_layers(here, _LSTM, input, state, memory, params, (has_biases, *rest)))
+
+
+def _of_one_state(mode: int) -> Callable[..., Any]:
+    def layers(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+        _need_padded(has_biases)
+        return tuple(_recurrent_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
+
+    return layers
+
+
+for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torch.gru, _GRU)):
+    rule(_function)(_of_one_state(_mode))
+
+
+# -- cells -------------------------------------------------------------------------------------------------------
+
+
+@rule(torch.lstm_cell)
+def lstm_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    """Make both products, then the cell with its biases."""
+    h, c = hx
+    gates = input @ w_ih.t(), h @ w_hh.t()
+    with here.by(CELL, "an LSTM's"):
+        return tuple(aten._thnn_fused_lstm_cell(*gates, c, b_ih, b_hh)[:2])
+
+
+@rule(torch.gru_cell)
+def gru_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    """Make both products, then the cell with its biases."""
+    gates = input @ w_ih.t(), hx @ w_hh.t()
+    with here.by(CELL, "a GRU's"):
+        return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
+
+
+# -- transformer -------------------------------------------------------------------------------------------------------
+# Attention with its projections on a GPU, as modules in inference call it: a kernel of attention behind a product.
+
+PROJECTED = source(
+    "multi-head attention: a kernel of attention",
+    "aten/src/ATen/native/transformers/cuda/attention.cu, native_multi_head_attention_cuda",
+)
+
+
+@rule(torch._native_multi_head_attention)
+def attention(
+    here: Here,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[torch.Tensor, None] | None:
+    """Attend to itself in a kernel where there is one; what a CPU does else."""
+    size = embed_dim // num_head
+    if query is not key or key is not value or size % 8 or need_weights or mask is not None:
+        return None
+
+    def by_heads(x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], -1, num_head, size).transpose(1, 2)
+
+    heads = by_heads(query)
+    name, why = choose(Asked(heads, heads, heads, None, 0.0, False, False, here.arch))
+    if name == MATH:
+        return None
+    del heads
+    with here.by(PROJECTED, f"{name.partition(': ')[2]}: {why}"):
+        x = functional.linear(query, qkv_weight, qkv_bias)
+        made = attend(here, *map(by_heads, x.chunk(3, -1))).transpose(1, 2).reshape(x.shape[0], -1, embed_dim)
+        return functional.linear(made, proj_weight, proj_bias), None
+
+
+@rule(torch._transformer_encoder_layer_fwd)
+def layer(here: Here, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attention as above, and two linear layers."""
+
+    def attended(*given: Any, **more: Any) -> Any:
+        made = attention(here, *given, **more)
+        return aten._native_multi_head_attention(*given, **more) if made is None else made
+
+    return encoder_layer(*args, **kwargs, attention=attended)
+
+
+# -- device ------------------------------------------------------------------------------------------------------------
+# A program is told that its tensors are on a GPU, and torch's functions do what they do there.
+#
+# A build of torch for CPUs makes no node of a backward pass for a tensor of another device, so that the tensors are
+# those of a CPU below: what torch itself asks the device in C++ is told by the rules here.
+
+#: Ops that torch composes for a CPU alone: CUDA has a kernel for them (`CompositeImplicitAutograd` beside `CUDA` and
+#: without `CPU` in native_functions.yaml).
+KERNELS = frozenset({torch.ops.aten._fused_rms_norm.default})
+
+_HOST = torch.device("cpu")
+_SHOWN = torch.device("cuda", 0)
+#: What a tensor says of where it is.
+_FACTS: dict[Any, Any] = {
+    torch.Tensor.device.__get__: _SHOWN,
+    torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]  # torch has no types for it
+    torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]  # torch has no types for it
+    torch.Tensor.get_device: 0,
+}
+#: What asks whether its tensors are special ones, by the file of torch's functions.
+_ASKING = (
+    (functional, "has_torch_function"), (functional, "has_torch_function_unary"),
+    (functional, "has_torch_function_variadic"), (torch._tensor, "has_torch_function_unary"),
+    (torch.autograd, "has_torch_function"),
+)  # fmt: skip
+_TENSORS_WITHOUT_DATA = str(Path(torch.__file__).parent / "_subclasses")
+
+
+class OnCuda(TorchFunctionMode):
+    """Lets functions of torch do what they do on a GPU."""
+
+    unseen = True
+
+    def __init__(self, here: Here) -> None:
+        super().__init__()
+        self.here = here
+        self._again = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            return _FACTS[func]
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = tuple(_below(a, func is torch.Tensor.to) for a in args)
+        kwargs = {k: _below(v, k == "device") for k, v in kwargs.items()}
+        if torch.is_autocast_enabled("cuda"):
+            raise UnsupportedError(
+                'torch.autocast("cuda"), whose casts torch makes by the device of a tensor, expected a module in its '
+                "formats; trace the module in fp32 and cast the graph with apply_precision"
+            )
+        found = RULES.get(func)
+        made = None if found is None else found(self.here, *args, **kwargs)
+        if made is not None:
+            return made
+        if func in _BACKWARD or _is_functional(func):
+            self._again = True  # it asks whether its tensors are special, and would hand itself over to this once more
+            with self:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def asking(self, plain: Callable[..., bool]) -> Callable[..., bool]:
+        """Return what tells a function of torch that runs again that nothing about its tensors is special."""
+
+        def asked(*tensors: Any) -> bool:
+            if self._again:
+                self._again = False
+                return False
+            return plain(*tensors)
+
+        return asked
+
+
+#: What runs the program again, where it computes something twice.
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def _is_functional(func: Any) -> bool:
+    """Whether a function consists of others that the rules are asked for; `interpolate` is replaced as a whole."""
+    if func is functional.interpolate:
+        return False
+    return isinstance(func, FunctionType) and func.__module__ == functional.__name__
+
+
+def _device(plain: property) -> property:
+    """Return the property of tensors without data that says where they are: below the recorder, on a CPU."""
+
+    def device(self: FakeTensor) -> Any:
+        assert plain.fget is not None
+        return plain.fget(self) if torch._C._is_torch_function_all_disabled() else _SHOWN
+
+    return property(device)
+
+
+def _below(value: Any, name: bool) -> Any:
+    """Return an argument as tensors without data have it: where a device stands, that of a CPU."""
+    if isinstance(value, torch.device):
+        return _HOST if value.type == "cuda" else value
+    return _HOST if name and isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+def _available(plain: Callable[[], bool]) -> Callable[[], bool]:
+    def asked() -> bool:
+        inside = sys._getframe(1).f_code.co_filename.startswith(_TENSORS_WITHOUT_DATA)
+        return plain() if inside else True
+
+    return asked
+
+
+@contextmanager
+def on_cuda(here: Here) -> Iterator[None]:
+    """Let a program run as on a GPU."""
+    mode = OnCuda(here)
+    arch = here.arch
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": _available(torch.cuda.is_available),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or arch.major >= 8,
+        "get_device_capability": lambda device=None: (arch.major, arch.minor),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+    }
+    with ExitStack() as replaced:
+        for name, answer in answers.items():
+            replaced.enter_context(patch.object(torch.cuda, name, answer))
+        for place, name in _ASKING:
+            replaced.enter_context(patch.object(place, name, mode.asking(getattr(place, name))))
+        replaced.enter_context(patch.object(FakeTensor, "device", _device(vars(FakeTensor)["device"])))
+        # an optimizer goes by lists of tensors where all of them are ordinary ones on a GPU
+        kinds = [*optimizers._foreach_supported_types, FakeTensor]
+        replaced.enter_context(patch.object(optimizers, "_foreach_supported_types", kinds))
+        replaced.enter_context(mode)
+        yield

@@ -1,0 +1,200 @@
+"""What runs on tensors without data in place of ops that fake tensors are slow at, or cannot do with symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeGuard
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from .cuda import CUDA_RESULTS
+from .meta_results import RESULTS
+from .onednn import PAGE, Lstm
+
+__all__ = [
+    "direct",
+    "expanded",
+    "viewed",
+    "STAND_INS",
+]
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+# Views of tensors without data, made at once: fake tensors work each of them out in a thousand steps of Python.
+
+
+def _view(x: FakeTensor, function: Callable[..., Any], *args: Any) -> FakeTensor:
+    """Return what a function of a tensor's shape and storage makes of it."""
+    with in_kernel_invocation_manager(x.fake_mode):
+        made = function(x, *args)
+    return FakeTensor(x.fake_mode, made, x.fake_device)
+
+
+def _without_data(x: Any) -> TypeGuard[FakeTensor]:
+    # the value of a constant, which a program may ask for, has to be handed on
+    return type(x) is FakeTensor and x.constant is None
+
+
+def direct(func: Any) -> Callable[..., Any]:
+    """Return a function for an op whose own kernel takes symbols for sizes."""
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _view(x, func, *args) if _without_data(x) and not kwargs else func(x, *args, **kwargs)
+
+    return run
+
+
+def viewed(x: torch.Tensor, sizes: Sequence[Any]) -> Any:
+    """Return a dense tensor with other sizes; what is not dense, or has a size to be found, goes the long way."""
+    if not _without_data(x) or any(isinstance(n, int) and n < 1 for n in (*x.shape, *sizes)) or not x.is_contiguous():
+        return torch.ops.aten.view.default(x, sizes)
+    strides, step = [], 1
+    for n in reversed(sizes):
+        strides.append(step)
+        step = step * n
+    if step != x.numel():  # asked even where it holds at the sizes of the run: S need not be 4*(S//4)
+        return torch.ops.aten.view.default(x, sizes)
+    return _view(x, torch.ops.aten.as_strided.default, list(sizes), strides[::-1], x.storage_offset())
+
+
+def expanded(x: torch.Tensor, sizes: Sequence[Any], **kwargs: Any) -> Any:
+    """Return a tensor that repeats its elements along axes of size 1."""
+    if not _without_data(x):
+        return torch.ops.aten.expand.default(x, sizes, **kwargs)
+    new = len(sizes) - x.ndim
+    out: list[tuple[Any, Any]] = []
+    for i in range(len(sizes) - 1, -1, -1):
+        after, step = out[-1] if out else (1, 1)
+        size, stride = (x.shape[i - new], x.stride()[i - new]) if i >= new else (1, after * step)
+        wanted = size if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
+        repeated = isinstance(size, int) and size == 1 and not (isinstance(wanted, int) and wanted == 1)
+        if not repeated and wanted != size:
+            return torch.ops.aten.expand.default(x, sizes, **kwargs)
+        out.append((wanted, 0 if repeated else stride))
+    shape, strides = zip(*reversed(out), strict=True) if out else ((), ())
+    return _view(x, torch.ops.aten.as_strided.default, list(shape), list(strides), x.storage_offset())
+
+
+# -- stand ins ---------------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Make the result of a product for each group; fake tensors have it for bf16 alone."""
+    lead = [offs.shape[0]] if a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim else []
+    return a.new_empty([*lead, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
+
+
+def _constant_pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.Tensor:
+    """Make a larger tensor; with nothing to pad fake tensors would ask for sizes as numbers."""
+    shape = list(x.shape)
+    for i in range(len(pad) // 2):
+        shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
+    return _like(x, shape)
+
+
+def _like(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """Make a tensor whose axes lie in memory in the order of another one's."""
+    layout = torch._prims_common.suggest_memory_format(x)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _resampled(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
+    """Make the result of an interpolation, which fake tensors take apart into ops of numbers."""
+    return _like(x, [*x.shape[:2], *sizes])
+
+
+def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
+    return _like(grad, before)
+
+
+def _product_and_sum(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    """Make the result of products of matrices; fake tensors would broadcast the first operand by numbers."""
+    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
+        aten.baddbmm.default(x, a, b, beta=beta, alpha=alpha)  # says what is wrong
+    return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
+
+
+def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *rest: Any) -> Any:
+    """Make the results of a layer, and with gradients on what is saved for them: fake tensors leave that out."""
+    *made, saved = aten.mkldnn_rnn_layer.default(x, weight, before, *rest)
+    if torch.is_grad_enabled():
+        layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], before.shape[1], x.element_size())
+        saved = saved.new_empty([layer.saved(lambda n: (n + PAGE - 1) // PAGE * PAGE)])
+    return (*made, saved)
+
+
+def _recurrent_backward(*args: Any) -> Any:
+    """Return the gradient of both biases as one tensor, as the kernel does: fake tensors do so the first time alone."""
+    made = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    made[4] = made[3]
+    return tuple(made)
+
+
+def _aligned(func: Any) -> Callable[..., Any]:
+    """Give operands one shape first, as views: fake tensors would broadcast them by numbers."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shapes = (a.shape for a in args if isinstance(a, torch.Tensor))
+        shape = torch._refs._broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch has no types for it
+        same = (expanded(a, shape) if isinstance(a, torch.Tensor) and a.shape != shape else a for a in args)
+        return func(*same, **kwargs)
+
+    return run
+
+
+def _as_large(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Make the result of a kernel of single elements, which fake tensors iterate over by numbers."""
+    return torch.empty_like(x)
+
+
+def _unasked(func: Any) -> Callable[..., Any]:
+    """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = detect_fake_mode(args)
+        with mode.shape_env.suppress_guards() if mode is not None and mode.shape_env else nullcontext():
+            return func(*args, **kwargs)
+
+    return run
+
+
+#: By op; what each does to shapes, layouts and storages is what the op does.
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    **RESULTS,
+    **CUDA_RESULTS,
+    aten._unsafe_view.default: viewed,
+    aten.view.default: viewed,
+    aten.expand.default: expanded,
+    **{op: direct(op) for op in (aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.select.int)},
+    **{op: direct(op) for op in (aten.detach.default, aten.alias.default)},
+    aten._grouped_mm.default: _grouped_mm,
+    aten.constant_pad_nd.default: _constant_pad,
+    aten.baddbmm.default: _product_and_sum,
+    **{op: _aligned(op) for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)},
+    **{op: _aligned(op) for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)},
+    **dict.fromkeys((aten.hardshrink.default, aten.hardshrink_backward.default), _as_large),
+    **dict.fromkeys((aten.softshrink.default, aten.softshrink_backward.default), _as_large),
+    aten.mkldnn_rnn_layer.default: _recurrent,
+    aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
+    aten.upsample_linear1d.default: _resampled,
+    aten.upsample_bilinear2d.default: _resampled,
+    aten.upsample_bicubic2d.default: _resampled,
+    aten.upsample_trilinear3d.default: _resampled,
+    aten.upsample_linear1d_backward.default: _resampled_back,
+    aten.upsample_nearest1d_backward.default: _resampled_back,
+    aten._upsample_nearest_exact1d_backward.default: _resampled_back,
+    aten.upsample_bilinear2d_backward.default: _resampled_back,
+    aten.upsample_bicubic2d_backward.default: _resampled_back,
+    aten.upsample_trilinear3d_backward.default: _resampled_back,
+    aten.convolution.default: _unasked(aten.convolution.default),
+    aten.convolution_backward.default: _unasked(aten.convolution_backward.default),
+}

@@ -1,0 +1,200 @@
+"""Results of kernels that fake tensors take apart into ops of numbers: shapes and layouts as torch's kernels have.
+
+Fourier transforms, triangular solves, windows as columns, and masks that are broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+__all__ = [
+    "RESULTS",
+    "hint",
+]
+
+aten = torch.ops.aten
+
+
+def hint(n: Any) -> int:
+    """Return the number that decides an order: of strides, which any sizes have alike."""
+    return n if isinstance(n, int) else int(n.node.hint)
+
+
+def _broadcast(*shapes: Sequence[Any]) -> Sequence[Any]:
+    return torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call,no-any-return]  # torch has no types for it
+
+
+# -- Fourier transforms ------------------------------------------------------------------------------------------
+
+
+def _transformed(x: torch.Tensor, sizes: Sequence[Any], axes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Make the result of a transform along some axes: the others lie around them in memory, in the order that they had.
+
+    `_exec_fft` in aten/src/ATen/native/mkl/SpectralOps.cpp.
+    """
+    axes = [a % x.ndim for a in axes]
+    outer = sorted((a for a in range(x.ndim) if a not in axes), key=lambda a: -hint(x.stride()[a]))
+    order = [*outer, *axes]
+    dense = torch.empty([sizes[a] for a in order], dtype=dtype, device=x.device)
+    return dense.permute([order.index(a) for a in range(x.ndim)])
+
+
+def _sorted(x: torch.Tensor, axes: Sequence[int]) -> list[int]:
+    return sorted(axes, key=lambda a: -hint(x.stride()[a]))
+
+
+def _complex_transform(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
+    return _transformed(x, x.shape, _sorted(x, dim), x.dtype) if dim else x.clone()
+
+
+def _real_to_complex(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> torch.Tensor:
+    sizes = list(x.shape)
+    if onesided:
+        sizes[dim[-1]] = sizes[dim[-1]] // 2 + 1
+    return _transformed(x, sizes, [*_sorted(x, dim[:-1]), dim[-1]], x.dtype.to_complex())
+
+
+def _complex_to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: Any) -> torch.Tensor:
+    """Make a real result: the axes but the last one are transformed before, into a tensor that is given back."""
+    sizes = list(x.shape)
+    sizes[dim[-1]] = last_dim_size
+    before = _complex_transform(x, dim[:-1], 0, False) if len(dim) > 1 else x
+    return _transformed(before, sizes, dim[-1:], x.dtype.to_real())
+
+
+def _parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Make complex numbers of two real ones, which lie in memory as any other function of both."""
+    return torch.empty_like(torch.add(x, y), dtype=x.dtype.to_complex())
+
+
+# -- linear algebra ----------------------------------------------------------------------------------------------
+
+
+def _triangular(
+    a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> torch.Tensor:
+    """Make the solution: right sides of a broadcast batch, each a matrix that lies column by column."""
+    lead = _broadcast(a.shape[:-2], b.shape[:-2])
+    rows, columns = b.shape[-2:]
+    return (b.new_empty([*lead, columns, rows]).mT) if left else b.new_empty([*lead, rows, columns])
+
+
+# -- windows as columns ------------------------------------------------------------------------------------------
+
+
+def _columns(
+    x: torch.Tensor, window: Sequence[Any], dilation: Sequence[Any], padding: Sequence[Any], stride: Sequence[Any]
+) -> torch.Tensor:
+    """Make the elements of each window, one column for each place of it."""
+    places: Any = 1
+    for n, k, d, p, s in zip(x.shape[-2:], window, dilation, padding, stride, strict=True):
+        places = places * ((n + 2 * p - d * (k - 1) - 1) // s + 1)
+    return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
+
+
+def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
+    """Make the image that columns add up to, in a storage that holds the columns as well.
+
+    `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
+    """
+    image = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
+    larger = torch.sym_max(x.numel(), image.numel())  # type: ignore[no-untyped-call]  # torch has no types for it
+    return x.new_empty([larger]).as_strided(image.shape, image.stride())
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
+
+
+def _number(func: Any) -> Callable[..., Any]:
+    """Let a tensor of one number that a program writes down keep its value, as those of `torch.tensor` do.
+
+    Optimizers have such numbers in their state, and ask for them.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if isinstance(out, FakeTensor) and not out.ndim and not _symbolic(args):
+            with unset_fake_temporarily():
+                _keep(out, func(*args, **kwargs))
+        return out
+
+    return run
+
+
+def _symbolic(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool) for a in args)
+
+
+def _keep(out: FakeTensor, value: torch.Tensor) -> None:
+    out.constant = value
+    out.fake_mode.fake_tensor_converter.add_constant_storage_mapping(out)
+
+
+def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    value = source.constant if isinstance(source, FakeTensor) else None
+    aten.copy_.default(x, source, non_blocking)
+    if value is not None and isinstance(x, FakeTensor) and not x.ndim:
+        with unset_fake_temporarily():
+            _keep(x, value.to(x.dtype, copy=True))
+    return x
+
+
+# -- losses ------------------------------------------------------------------------------------------------------
+
+
+def _shrunk(func: Any) -> Callable[..., Any]:
+    """Give a mean or a sum the storage of the losses of all elements: torch resizes the result, which frees nothing.
+
+    `mse_loss` and `smooth_l1_loss` in aten/src/ATen/native/BinaryOps.cpp, the others in Loss.cpp.
+    """
+
+    def run(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out: torch.Tensor = func(x, target, *rest)
+        return out if out.ndim else out.new_empty(_broadcast(x.shape, target.shape)).as_strided((), ())
+
+    return run
+
+
+# -- masks -------------------------------------------------------------------------------------------------------
+
+
+def _scattered(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Make a copy with other elements where a mask says so, both broadcast."""
+    return x.new_empty(_broadcast(x.shape, mask.shape))
+
+
+def _one_bool(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.bool)
+
+
+#: By op.
+RESULTS: dict[Any, Callable[..., Any]] = {
+    aten._fft_c2c.default: _complex_transform,
+    aten._fft_r2c.default: _real_to_complex,
+    aten._fft_c2r.default: _complex_to_real,
+    aten.complex.default: _parts,
+    aten.polar.default: _parts,
+    aten.linalg_solve_triangular.default: _triangular,
+    aten.im2col.default: _columns,
+    aten.col2im.default: _images,
+    aten.masked_scatter.default: _scattered,
+    **{
+        op: _number(op) for op in (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default)
+    },
+    aten.copy_.default: _copied,
+    **{
+        op: _shrunk(op)
+        for op in (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.soft_margin_loss.default,
+            aten.binary_cross_entropy.default,
+        )
+    },
+    aten._is_all_true.default: _one_bool,
+    aten._is_any_true.default: _one_bool,
+}

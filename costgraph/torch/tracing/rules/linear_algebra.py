@@ -1,0 +1,394 @@
+"""Decompositions, solvers, transforms and distances: the steps that textbooks count.
+
+Matrices of size n; Golub and Van Loan, Matrix Computations, 4th edition: triangular solves (3.1), LU (3.2), Cholesky
+(4.2), Householder's reflections (5.1, 5.2), tables for eigenvalues (7.5, 8.3) and singular values (8.6). Sums over the
+steps are exact, where the book states their leading term; pivoting and iterations up to convergence are as there.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from ....algebra.extremum import smaller
+from ....algebra.polynomial import ONE, ZERO, Poly
+from ....ops.fourier import joined, transform_flops
+from ..call import Call, Counts, Spec
+from .elementwise import gelu_steps
+from .reductions import norm_of
+from .table import REDUCE, each, is_number, product, rule, together, unsupported
+
+# -- contraction -------------------------------------------------------------------------------------------------------
+# Matrix products: 2 for every index point, and what is added to them.
+
+
+def _multiplied(points: Poly) -> Counts:
+    return Counts(matmul=2 * points)
+
+
+def _scaled_sum(call: Call, points: Poly, product_points: Poly, given: str = "self") -> Counts:
+    """Return beta * self + alpha * product: what is not scaled by 1 costs a product, and a beta of 0 leaves no sum."""
+    steps: list[str] = []
+    if call.get(given) is not None and not is_number(call.get("beta"), 0):
+        steps.append("add")
+        if not is_number(call.get("beta"), 1):
+            steps.append("mul")
+    if not is_number(call.get("alpha"), 1):
+        steps.append("mul")
+    return together(_multiplied(product_points), each(points, *steps))
+
+
+@rule("vdot")
+def dot(call: Call) -> Counts:
+    """Count 2 for each pair of elements."""
+    return _multiplied(call["self"].numel)
+
+
+@rule("_addmm_activation", "sspaddmm")
+def add_product(call: Call) -> Counts:
+    """Count the product, its sum with a bias, and the activation where there is one."""
+    mat1: Spec = call["mat1"]
+    counts = _scaled_sum(call, call.out.numel, mat1.numel * call["mat2"].sizes[-1])
+    if call.name == "_addmm_activation":
+        return together(counts, each(call.out.numel, *(gelu_steps("none") if call["use_gelu"] else ("relu",))))
+    return counts
+
+
+@rule("addr")
+def add_outer(call: Call) -> Counts:
+    """Count 1 for each product, which sums nothing, and the sum with what is there."""
+    sums = _scaled_sum(call, call.out.numel, call.out.numel)
+    return Counts(pointwise=sums.pointwise + call.out.numel)
+
+
+@rule("_scaled_mm")
+def scaled(call: Call) -> Counts:
+    """Count the product; scales are part of how an operand is read."""
+    bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
+    return together(_multiplied(call["self"].numel * call["mat2"].sizes[-1]), bias)
+
+
+@rule("_grouped_mm", "_scaled_grouped_mm")
+def grouped(call: Call) -> Counts:
+    """Count the product of each group: rows by the matrix of their group.
+
+    Of two operands with two axes the contracted axis is cut into groups, so that each group's result is whole; where
+    one has three axes it is the rows, or columns, that are divided among the groups.
+    """
+    first, second = call["self"], call["mat2"]
+    if len(first.sizes) == 3 and len(second.sizes) == 2:  # columns are divided
+        points = first.sizes[1] * first.sizes[2] * second.sizes[1]
+    else:
+        points = first.numel * second.sizes[-1]
+    bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
+    return together(_multiplied(points), bias)
+
+
+@rule("linear_backward", "mkldnn_linear_backward")
+def linear_backward(call: Call) -> Counts:
+    """Count a product for each of the gradients of operand and weight, and the sum over rows for that of the bias."""
+    grad: Spec = call["grad_output"]
+    wanted: Any = call["output_mask"]
+    points = grad.numel * call["self"].sizes[-1]
+    return together(
+        *(_multiplied(points) for i in (0, 1) if wanted[i]), *(Counts(pointwise=grad.numel) for _ in (2,) if wanted[2])
+    )
+
+
+@rule("_trilinear")
+def trilinear(call: Call) -> Counts:
+    """Count two products: of the first two operands, with the third.
+
+    Each operand lacks the axes of its list `expand`; an axis of `sumdim` is summed in the first product where the third
+    operand lacks it, else in the second.
+    """
+    sizes: dict[int, Poly] = {}
+    has: list[set[int]] = []
+    rank = len(call["i1"].sizes) + len(call["expand1"])
+    for i in (1, 2, 3):
+        operand: Spec = call[f"i{i}"]
+        axes = [a for a in range(rank) if a not in call[f"expand{i}"]]
+        sizes |= {a: n for a, n in zip(axes, operand.sizes, strict=True) if a not in sizes or n != 1}
+        has.append(set(axes))
+    summed = set(call["sumdim"])
+    early = {a for a in summed if a not in has[2]}
+    first = has[0] | has[1]
+    second = (first - early) | has[2]
+    if not early <= first:
+        raise unsupported(call, f"sumdim {sorted(summed)}", "axes that an operand has")
+    parts = []
+    for reached, sums in ((first, early), (second, summed - early)):
+        points = product(sizes[a] for a in reached)
+        parts.append(_multiplied(points) if sums else each(points, "mul"))
+    return together(*parts)
+
+
+@rule("costgraph.linear_dynamic")
+def linear_dynamic(call: Call) -> Counts:
+    """Count the product, and around it the range of the operand, its quantization, and that of the result undone.
+
+    The kernel adds up in a buffer of int32 (`ao/quantized/cpu/qlinear_dynamic.cpp`); one of fp16 has no such steps.
+    """
+    x, weight, made = call["input"], call["weight"], call.out
+    biased = each(made.numel, "add") if call.get("bias") is not None else Counts()
+    product_ = Counts(matmul=2 * x.numel * weight.sizes[0])
+    if weight.dtype.kind == "float":
+        return together(product_, biased)
+    steps = Counts(pointwise=x.numel * (2 + 4) + made.numel * 2, workspace=4 * made.numel)
+    return together(product_, steps, biased)
+
+
+# -- algebra -----------------------------------------------------------------------------------------------------------
+
+
+def _matrix(call: Call, name: str = "") -> tuple[Poly, Poly, Poly]:
+    """Return batch, rows and columns of an operand, by default the first one."""
+    operand: Spec = call[name] if name else call.operands[0]
+    *lead, rows, columns = operand.sizes
+    return prod(lead, start=ONE), rows, columns
+
+
+def _eliminated(n: Poly) -> Poly:
+    """Return the cost of LU: at step k, k quotients and k*k products and differences, k = 1..n - 1; 2*n**3/3 in all."""
+    return n * (n - 1) / 2 + n * (n - 1) * (2 * n - 1) / 3
+
+
+def _reflected(rows: Poly, columns: Poly) -> Poly:
+    """Return the cost of Householder's reflections from one side: 4 for each element of the part that is left.
+
+    The part left is (m - n + i) x i for i = n..1; 2*n**2*(m - n/3) in all.
+    """
+    n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
+    return 2 * (m - n) * n * (n + 1) + n * (n + 1) * (2 * n + 1) * 2 / 3
+
+
+@rule("linalg_lu_factor_ex", "_linalg_det", "_linalg_slogdet", "linalg_lu")
+def factored(call: Call) -> Counts:
+    """Count an LU decomposition; the product of its diagonal is of lower order."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * _eliminated(n))
+
+
+@rule("linalg_cholesky_ex", "cholesky", "linalg_ldl_factor_ex")
+def cholesky(call: Call) -> Counts:
+    """Count a root, k quotients and k*(k + 1) products and differences at each step; n**3/3 in all."""
+    batch, n, _ = _matrix(call)
+    pointwise = batch * (n * (n - 1) / 2 + (n - 1) * n * (n + 1) / 3)
+    return Counts(pointwise=pointwise, transcendental=batch * n)
+
+
+@rule("linalg_inv_ex", "cholesky_inverse")
+def inverse(call: Call) -> Counts:
+    """Count an LU decomposition and two triangular solves for each column of a unit matrix."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * (_eliminated(n) + 2 * n**3))
+
+
+def _columns(right: Spec, matrix: Spec) -> Poly:
+    """Return the columns of right sides, all batch entries together."""
+    return right.numel / matrix.sizes[-1]
+
+
+@rule("linalg_solve_triangular", "triangular_solve")
+def triangular(call: Call) -> Counts:
+    """Count n**2 for each column; a matrix that stands for several is copied for each of them."""
+    a: Spec = call["self"] if "B" in call.arguments else call["A"]
+    each_one = prod(call.out.sizes[:-2], start=ONE) * a.sizes[-1] ** 2 * a.dtype.bytes
+    copied = ZERO if each_one == a.bytes else each_one
+    return Counts(pointwise=_columns(call.out, a) * a.sizes[-1] ** 2, workspace=copied)
+
+
+@rule("_linalg_solve_ex")
+def solved(call: Call) -> Counts:
+    """Count an LU decomposition and two triangular solves for each column."""
+    a: Spec = call["A"]
+    solves = 2 * _columns(call["B"], a) * a.sizes[-1] ** 2
+    batch, n, _ = _matrix(call, "A")
+    return Counts(pointwise=batch * _eliminated(n) + solves)
+
+
+@rule("linalg_lu_solve", "linalg_ldl_solve", "cholesky_solve", "_cholesky_solve_helper")
+def solved_again(call: Call) -> Counts:
+    """Count two triangular solves for each column."""
+    a = next(call[n] for n in ("LU", "LD", "A", "input2") if n in call.arguments)
+    right = call["B"] if "B" in call.arguments else call["self"]
+    return Counts(pointwise=2 * _columns(right, a) * a.sizes[-1] ** 2)
+
+
+@rule("linalg_qr", "geqrf")
+def orthogonal(call: Call) -> Counts:
+    """Count reflections, and as many again where Q is made."""
+    batch, rows, columns = _matrix(call)
+    alone = call.name == "geqrf" or call.get("mode") == "r"
+    return Counts(pointwise=batch * _reflected(rows, columns) * (1 if alone else 2))
+
+
+@rule("linalg_householder_product", "ormqr")
+def reflections(call: Call) -> Counts:
+    """Count the product of reflections."""
+    batch, rows, columns = _matrix(call)
+    return Counts(pointwise=batch * _reflected(rows, columns))
+
+
+@rule("_linalg_eigh")
+def symmetric(call: Call) -> Counts:
+    """Count 9*n**3 with vectors, without them a tridiagonal form: 4*k*k at each step, 4*n**3/3 in all."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * (9 * n**3 if call.get("compute_v") else (n - 1) * n * (2 * n - 1) * 2 / 3))
+
+
+@rule("linalg_eig", "_linalg_eigvals")
+def eigenvalues(call: Call) -> Counts:
+    """Count 25*n**3 with vectors, 10*n**3 without."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * n**3 * (25 if call.name == "linalg_eig" else 10))
+
+
+@rule("_linalg_svd")
+def singular(call: Call) -> Counts:
+    """Count 4*m**2*n + 8*m*n**2 + 9*n**3 with vectors, without them reflections from both sides."""
+    batch, rows, columns = _matrix(call)
+    n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
+    if call.get("compute_uv"):
+        return Counts(pointwise=batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3))
+    # from the right at each step one column less: 4*(m - n + i)*(i - 1), i = n..1
+    return Counts(pointwise=batch * (_reflected(m, n) + 2 * (m - n) * n * (n - 1) + (n - 1) * n * (n + 1) * 4 / 3))
+
+
+@rule("linalg_pinv.atol_rtol_tensor")
+def pseudoinverse(call: Call) -> Counts:
+    """Count singular values with their vectors, the vectors by the reciprocals, and one matrix product."""
+    batch, rows, columns = _matrix(call)
+    n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
+    pointwise = batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3 + n * columns)
+    return Counts(matmul=2 * batch * rows * columns * n, pointwise=pointwise)
+
+
+# -- Fourier transforms ------------------------------------------------------------------------------------------
+
+
+@rule("_fft_c2c", "_fft_r2c")
+def transformed(call: Call) -> Counts:
+    """Count 5*n*ceil(log2(n)) for each complex transform; of real numbers half, as half of the spectrum is known."""
+    factor = 1 if call.name == "_fft_c2c" else Fraction(1, 2)
+    return _along(call, call["self"], factor, joined(call["self"], _axes(call)))
+
+
+@rule("_fft_c2r")
+def to_real(call: Call) -> Counts:
+    """Count half of it too; the axes but the last one are transformed before, into a tensor of their own."""
+    operand: Spec = call["self"]
+    *before, last = _axes(call)
+    extra = operand.bytes + joined(operand, before) if before else joined(operand, [last])
+    return _along(call, call.out, Fraction(1, 2), extra)
+
+
+def _axes(call: Call) -> list[int]:
+    return [d % len(call.out.sizes) for d in call["dim"]]
+
+
+def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -> Counts:
+    length = prod((operand.sizes[d] for d in call["dim"]), start=ONE)
+    return Counts(pointwise=transform_flops(operand.numel, length) * factor, workspace=workspace)
+
+
+# -- distances ---------------------------------------------------------------------------------------------------
+
+
+def _rows(call: Call) -> Spec:
+    """Return the rows between which distances are: of two matrices, or of one."""
+    found: Spec = call["x1" if "x1" in call.arguments else "self"]
+    return found
+
+
+@rule("_cdist_forward", "_pdist_forward")
+def distances(call: Call) -> Counts:
+    """Count difference and norm for each pair of rows."""
+    x, pairs = _rows(call), call.out.numel
+    seen = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
+    return together(each(seen.numel, "sub"), norm_of(seen, call["p"], pairs))
+
+
+@rule("_cdist_backward", "_pdist_backward")
+def distances_backward(call: Call) -> Counts:
+    """Count the difference again for each pair of rows, its share and its sum, or both; a quotient for each pair."""
+    pairs = call["grad"].numel
+    shares = ("sub", "mul", "add") if is_number(call["p"], 2) else ("sub", "abs", "pow", "sign", "mul", "mul", "add")
+    sums = ("sub",) if call.name == "_pdist_backward" else ()
+    return together(each(pairs * _rows(call).sizes[-1], *shares, *sums), each(pairs, "div"))
+
+
+@rule("renorm")
+def renormed(call: Call) -> Counts:
+    """Count the norm of each slice, a comparison and a quotient for each, and a product for each element."""
+    operand: Spec = call["self"]
+    slices = operand.sizes[call["dim"]]
+    return together(
+        norm_of(operand, call["p"], slices), each(slices, "less", "div", "where"), each(operand.numel, "mul")
+    )
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+# Convolutions and their gradients: 2 for every index point, each group by itself.
+
+
+def _points(slid: Spec, weight: Spec) -> Poly:
+    """Return the index points: every element of the weight at each batch entry and place where the window stands.
+
+    A weight has the shape (channels made, channels read of one group, *window), whose elements are the pairs of
+    channels of all groups; windows stand at the places of the result or, transposed, of the operand. Places of a
+    window in the padding count: kernels multiply zeros there.
+    """
+    return slid.sizes[0] * prod(slid.sizes[2:], start=ONE) * weight.numel
+
+
+def _forward(call: Call, operand: Spec, result: Spec, transposed: bool) -> Counts:
+    made = Counts(matmul=2 * _points(operand if transposed else result, call["weight"]))
+    return together(made, each(result.numel, "add")) if call.get("bias") is not None else made
+
+
+@rule("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution",
+      "cudnn_convolution_transpose", "miopen_convolution", "miopen_convolution_transpose",
+      "miopen_depthwise_convolution", "_slow_conv2d_forward", "slow_conv_dilated2d", "slow_conv_dilated3d",
+      "slow_conv3d_forward", "slow_conv_transpose2d", "slow_conv_transpose3d", "_conv_depthwise2d",
+      "conv_depthwise3d")  # fmt: skip
+def convolution(call: Call) -> Counts:
+    """Count 2 for each index point, and the addition of a bias."""
+    operand: Spec = call.get("input") or call["self"]
+    transposed = bool(call.get("transposed")) or "transpose" in call.name
+    return _forward(call, _batched(operand, call), _batched(call.out, call), transposed)
+
+
+def _batched(t: Spec, call: Call) -> Spec:
+    """Return a tensor with a batch axis, which may be left out."""
+    weight: Spec = call["weight"]
+    return t if len(t.sizes) == len(weight.sizes) else Spec((ONE, *t.sizes), (ONE, *t.strides), t.dtype)
+
+
+@rule("cudnn_convolution_relu", "cudnn_convolution_add_relu")
+def with_activation(call: Call) -> Counts:
+    """Count the convolution, the sum with a tensor where there is one, and the maximum."""
+    added = ("add", "mul") if "add" in call.name else ()
+    return together(convolution(call), each(call.out.numel, *added, "relu"))
+
+
+@rule("convolution_backward", "convolution_backward_overrideable")
+def convolution_backward(call: Call) -> Counts:
+    """Count as many index points for the operand's gradient, and for the weight's, as the convolution has.
+
+    The gradient of a bias is a sum over batch and places.
+    """
+    grad, operand = call["grad_output"], call["input"]
+    slid = operand if call["transposed"] else grad
+    wanted: Any = call["output_mask"]
+    product = Counts(matmul=2 * _points(slid, call["weight"]))
+    bias = each(grad.numel, REDUCE) if wanted[2] else Counts()
+    return together(*(product for asked in wanted[:2] if asked), bias)
+
+
+@rule("conv_tbc")
+def over_time(call: Call) -> Counts:
+    """Count 2 for each index point: weight (window, channels read, channels made), result (time, batch, channels)."""
+    places = call.out.sizes[0] * call.out.sizes[1]
+    return together(Counts(matmul=2 * places * call["weight"].numel), each(call.out.numel, "add"))

@@ -1,0 +1,635 @@
+"""Functions of torch that work out sizes as numbers before any op that could be seen: called with symbols here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import _prims_common, overrides
+from torch.backends import opt_einsum
+from torch.nn import functional
+from torch.nn.functional import interpolate, linear, max_pool1d
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from .formats import Formats
+from .symbolic_range import Loops, Parts, Range
+
+__all__ = [
+    "cumprod",
+    "in_place",
+    "einsum",
+    "istft",
+    "stft",
+    "RECURRENT",
+    "gru_cell",
+    "lstm_cell",
+    "SymbolicSizes",
+]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+# Products along an axis, whose gradients torch makes in another way of tensors without data, as of ones with zeros.
+
+
+class _Products(torch.autograd.Function):
+    """Goes back as torch does where nothing is zero: by sums from the end, and a division."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+        made = torch.cumprod(x, dim)
+        ctx.save_for_backward(x, made)
+        ctx.dim = dim
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, made = ctx.saved_tensors
+        shares = made * g
+        zeros = x == 0  # which lives to the end
+        zeros.any()
+        return _from_the_end(shares, ctx.dim).div(x), None
+
+
+def _from_the_end(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Add up an axis from its end; what is in between lives until that is done, as in C++."""
+    turned = x.flip(dim)
+    added = turned.cumsum(dim)
+    return added.flip(dim)
+
+
+def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> torch.Tensor | None:
+    """Multiply along an axis; None where torch's own function has to, as no gradient is made, or axes have names."""
+    if not torch.is_grad_enabled() or not input.requires_grad or not isinstance(dim, int):
+        return None
+    x = input if dtype is None else input.to(dtype)
+    made: torch.Tensor = _Products.apply(x, dim)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return made
+
+
+def in_place(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Add a bias to a product in place, as torch does where rows do not lie one behind another; None where they do.
+
+    Of tensors without data it would make another one.
+    """
+    flat = input.ndim < 3 or weight.ndim != 2 or _prims_common.is_contiguous_or_false(input)
+    if bias is None or flat or torch.is_autocast_enabled(input.device.type):  # whose casts come before all
+        return None
+    return torch.matmul(input, weight.T).add_(bias)
+
+
+# -- spectra -----------------------------------------------------------------------------------------------------------
+# Functions of torch that are one call below Python and work out sizes as numbers: their parts, with symbols.
+#
+# Short-time Fourier transforms (aten/src/ATen/native/SpectralOps.cpp) and the order of an einsum's products.
+
+_PLAIN, _BY_ROOT, _BY_SIZE = 0, 1, 2  # how a transform is scaled
+
+
+def _window(x: torch.Tensor, n_fft: int, length: int | None, window: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the window with zeros around it where it is shorter than a frame."""
+    length = n_fft if length is None else length
+    if length == n_fft:
+        return window
+    made = torch.zeros(n_fft, dtype=x.real.dtype if window is None else window.dtype, device=x.device)
+    inner = made.narrow(0, (n_fft - length) // 2, length)
+    inner.fill_(1) if window is None else inner.copy_(window)
+    return made
+
+
+def stft(
+    input: torch.Tensor,  # torch's names, which callers use
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> torch.Tensor | None:
+    """Transform overlapping frames, as `torch.stft` does it; None where it has to do that itself."""
+    if align_to_window or input.ndim > 2:
+        return None
+    hop = n_fft // 4 if hop_length is None else hop_length
+    x = input if input.ndim == 2 else input.unsqueeze(0)
+    if center:
+        x = functional.pad(x.unsqueeze(0), [n_fft // 2, n_fft // 2], pad_mode).squeeze(0)
+    weights = _window(x, n_fft, win_length, window)
+    rows, step = x.stride()
+    frames = x.as_strided([x.shape[0], 1 + (x.shape[1] - n_fft) // hop, n_fft], [rows, hop * step, step])
+    if weights is not None:
+        frames = frames * weights
+    scale = _BY_ROOT if normalized else _PLAIN
+    if frames.is_complex():
+        made = aten._fft_c2c.default(frames, [2], scale, True)
+    else:
+        made = aten._fft_r2c.default(frames, [2], scale, onesided is not False)
+    made = made.transpose(1, 2)
+    made = made if input.ndim == 2 else made.squeeze(0)
+    return made if return_complex else torch.view_as_real(made)
+
+
+def istft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: Any = None,
+    return_complex: bool = False,
+) -> torch.Tensor:
+    """Add up transformed frames, as `torch.istft` does it, which also looks whether the window leaves gaps."""
+    hop = n_fft // 4 if hop_length is None else hop_length
+    x = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(1, 2)
+    weights = _window(x, n_fft, win_length, window)
+    if weights is None:
+        weights = torch.ones(n_fft, dtype=x.real.dtype, device=x.device)
+    scale = _BY_ROOT if normalized else _BY_SIZE
+    if return_complex:
+        frames = aten._fft_c2c.default(x, [2], scale, False)
+    else:
+        half = x.narrow(2, 0, n_fft // 2 + 1) if onesided is False else x
+        frames = aten._fft_c2r.default(half, [2], scale, n_fft)
+    count, whole = x.shape[1], n_fft + hop * (x.shape[1] - 1)
+    windowed = frames * weights.view(1, 1, n_fft)  # a variable of torch's function, which lives to its end
+    made = _added(windowed, whole, hop)
+    squares = weights.pow(2).expand(1, count, n_fft)
+    envelope = _added(squares, whole, hop)
+    start = n_fft // 2 if center else 0
+    end = start + length if length is not None else whole - start
+    # what is asked for beyond the last frame is silence
+    seen = torch.sym_min(end, whole)  # type: ignore[no-untyped-call]  # torch has no types for it
+    made, envelope = made[:, start:seen], envelope[:, start:seen]
+    envelope.abs().min().lt(1e-11)
+    made = made / envelope
+    if end > whole:
+        made = functional.pad(made, [0, end - whole])
+    return made if input.ndim == 3 else made.squeeze(0)
+
+
+def _added(frames: torch.Tensor, whole: Any, hop: int) -> torch.Tensor:
+    made: torch.Tensor = aten.unfold_backward.default(frames, [frames.shape[0], whole], 1, frames.shape[2], hop)
+    return made
+
+
+def einsum(equation: Any, *operands: Any) -> torch.Tensor | None:
+    """Multiply more than two operands in the cheapest order, which is an assumption about their sizes.
+
+    None where torch looks for no order, or takes another way of writing.
+    """
+    if len(operands) < 3 or not isinstance(equation, str) or not (opt_einsum.is_available() and opt_einsum.enabled):
+        return None
+    import opt_einsum as library  # type: ignore[import-untyped]  # which torch may do without
+
+    inputs, output, _ = library.parser.parse_einsum_input([equation, *(t.shape for t in operands)], shapes=True)
+    terms = inputs.split(",")
+    sizes: dict[str, Any] = {}
+    for term, t in zip(terms, operands, strict=True):
+        for letter, n in zip(term, t.shape, strict=True):
+            if not isinstance(n, int) or n != 1:
+                sizes[letter] = n
+            sizes.setdefault(letter, n)
+    find = library.paths.get_path_fn(opt_einsum.strategy or "auto")
+    path = find([frozenset(t) for t in terms], frozenset(output), sizes, None)
+    flat = [*itertools.chain.from_iterable(path)]
+    made: torch.Tensor = torch._VF.einsum(equation, operands, path=flat)  # type: ignore[attr-defined]
+    return made
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+# Recurrent layers with symbols for sizes: torch's own functions ask for sizes as numbers before any op runs.
+#
+# They follow torch's functions for a CPU call by call (`native/RNN.cpp`, `native/mkldnn/RNN.cpp`).
+
+aten = torch.ops.aten
+# torch's number of the mode
+_LSTM = 2
+
+#: One tensor, or an LSTM's pair of them.
+State = Any
+#: Weights and biases of one layer in one direction.
+Weights = Sequence[torch.Tensor]
+#: Input, state before, weights, whether there are biases, whether it goes back in time, and what lives until the other
+#: direction has run -> outputs and last state.
+Layer = Callable[[torch.Tensor, State, Weights, bool, bool, dict[Any, Any]], tuple[torch.Tensor, State]]
+
+
+class _Given(NamedTuple):
+    """What torch's functions of recurrent layers are given, in their order."""
+
+    input: torch.Tensor
+    hx: Any
+    params: Sequence[torch.Tensor]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """What the layers are given, step by step."""
+        return self.input.transpose(0, 1) if self.batch_first else self.input
+
+    @property
+    def sizes(self) -> tuple[int, int, float]:
+        """Layers, directions and dropout."""
+        return self.num_layers, 1 + self.bidirectional, self.dropout if self.train else 0.0
+
+    def laid(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make as it is handed out."""
+        return x.transpose(0, 1) if self.batch_first else x
+
+
+def _lstm(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run an LSTM, each layer as one op of oneDNN unless its state is projected."""
+    given = _Given(*args)
+    projected = given.hx[0].shape[2] != given.hx[1].shape[2]
+    fused = torch._C._get_mkldnn_enabled() and not projected and given.input.dtype == torch.float32
+    states = list(zip(*(t.contiguous() if fused else t for t in given.hx), strict=True))
+    layer, x = _fused if fused else _steps(_lstm_cell, turns), given.steps
+    x, last = _stacked(layer, x.contiguous() if fused else x, states, given.params, given.has_biases, given.sizes)
+    made, kept = (torch.stack(each) for each in zip(*last, strict=True))
+    return given.laid(x), made, kept
+
+
+def _one_state(cell: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return torch's function of a layer whose state is one tensor, run step by step."""
+
+    def layers(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = _Given(*args)
+        states = given.hx.unbind(0)
+        x, last = _stacked(_steps(cell, turns), given.steps, states, given.params, given.has_biases, given.sizes)
+        return given.laid(x), torch.stack(last)
+
+    return layers
+
+
+def _stacked(
+    layer: Layer, x: torch.Tensor, states: Sequence[State], params: Weights, biased: bool, sizes: tuple[int, int, float]
+) -> tuple[torch.Tensor, list[State]]:
+    """Run layers one after another, the directions of each beside each other, with dropout between them."""
+    layers, sides, dropout = sizes
+    each = len(params) // (layers * sides)
+    last: list[State] = []
+    outs: dict[int, torch.Tensor] = {}
+    for i in range(layers):
+        held: dict[Any, Any] = {}
+        for side in range(sides):
+            k = i * sides + side
+            outs[side], state = layer(x, states[k], params[k * each : (k + 1) * each], biased, side > 0, held)
+            last.append(state)
+            del state
+        x = outs[0] if sides == 1 else torch.cat(list(outs.values()), -1)
+        if layer is not _fused:  # whose outputs live until those of the next layer take their places
+            outs.clear()
+        del held
+        if dropout and i < layers - 1:
+            x = torch.dropout(x, dropout, train=True)
+    return x, last
+
+
+def _fused(
+    x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
+) -> tuple[torch.Tensor, State]:
+    biases = weights[2:] if biased else [torch.zeros(w.shape) for w in weights]
+    flags: tuple[Any, ...] = (back, [], _LSTM, state[0].shape[-1], 1, biased, False, False, False)
+    out, made, kept, _ = aten.mkldnn_rnn_layer(x, *weights[:2], *biases, *state, *flags)
+    return out, (made, kept)
+
+
+def _steps(cell: Callable[..., State], turns: Loops) -> Layer:
+    def layer(
+        x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
+    ) -> tuple[torch.Tensor, State]:
+        bias = weights[2:4] if biased else (None, None)
+        project = weights[-1] if len(weights) % 2 else None
+        outs = held[back] = []
+        # those of the other direction live until these are there
+        inputs = in_place(x, weights[0], bias[0])
+        inputs = held["inputs"] = functional.linear(x, weights[0], bias[0]) if inputs is None else inputs
+        parts = turns.parts(inputs)
+        steps = inputs.unbind(0) if parts is None else parts
+        for step in reversed(steps) if back else steps:
+            state = cell(step, state, weights[1], bias[1], project)
+            outs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outs[::-1] if back else outs), state
+
+    return layer
+
+
+def _gru_cell(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, _: None) -> torch.Tensor:
+    size = h.shape[1]
+    ours = aten.unsafe_split(x, size, 1)
+    before = aten.unsafe_split(functional.linear(h, weight, bias), size, 1)
+    reset = before[0].add_(ours[0]).sigmoid_()
+    update = before[1].add_(ours[1]).sigmoid_()
+    new = ours[2].add(before[2].mul_(reset)).tanh_()
+    made: torch.Tensor = (h - new).mul_(update).add_(new)
+    return made
+
+
+def gru_cell(
+    x: torch.Tensor, h: torch.Tensor, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> torch.Tensor:
+    """Run one step of a GRU."""
+    return _gru_cell(functional.linear(x, w_ih, b_ih), h, w_hh, b_hh, None)
+
+
+def _simple(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def cell(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, _: None) -> torch.Tensor:
+        return nonlinearity(functional.linear(h, weight, bias).add_(x))
+
+    return cell
+
+
+def lstm_cell(x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> State:
+    """Run one step of an LSTM."""
+    h, c = hx
+    return _gated(functional.linear(h, w_hh, b_hh).add_(functional.linear(x, w_ih, b_ih)), c)
+
+
+def _lstm_cell(x: torch.Tensor, state: State, weight: torch.Tensor, bias: Any, project: Any) -> State:
+    h, c = _gated(functional.linear(state[0], weight, bias).add_(x), state[1])
+    return h if project is None else h @ project.T, c
+
+
+def _gated(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    i, f, g, o = aten.unsafe_split(gates, c.shape[1], 1)
+    i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+    c = (f * c).add_(i * g)
+    return o * c.tanh(), c
+
+
+#: By function of torch, called with what counts steps and with tensors of a batch; what is packed has lengths of data.
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _lstm,
+    torch.gru: _one_state(_gru_cell),
+    torch.rnn_tanh: _one_state(_simple(torch.tanh)),
+    torch.rnn_relu: _one_state(_simple(torch.relu)),
+}
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+#: The op behind each mode of `interpolate`, and whether it takes the flag `align_corners`.
+_RESAMPLING = {
+    "nearest": ("upsample_nearest{}d", False),
+    "nearest-exact": ("_upsample_nearest_exact{}d", False),
+    "linear": ("upsample_linear{}d", True),
+    "bilinear": ("upsample_bilinear{}d", True),
+    "bicubic": ("upsample_bicubic{}d", True),
+    "trilinear": ("upsample_trilinear{}d", True),
+}
+
+
+class SymbolicSizes(TorchFunctionMode):
+    """Lets what asks for numbers have symbols for sizes: the ops below it take them.
+
+    A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
+    told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
+    `formats`, if given, calls all functions, and looks at the formats that they are asked for.
+    """
+
+    unseen = True
+
+    def __init__(self, turns: Loops, formats: Formats | None = None) -> None:
+        super().__init__()
+        self._turns, self._formats = turns, formats
+
+    def __enter__(self) -> SymbolicSizes:
+        self._asked = overrides.has_torch_function
+        self._replaced = ExitStack()
+        for module, name, instead in (
+            (overrides, "has_torch_function", self._special),
+            (torch, "get_rng_state", _saved_state),
+            (torch, "set_rng_state", lambda state: None),  # what is drawn has no data
+        ):
+            self._replaced.enter_context(patch.object(module, name, instead))
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        self._replaced.close()
+
+    def _replaces(self) -> None:
+        if self._formats is not None:
+            self._formats.replaced = True
+
+    def _special(self, tensors: Any) -> bool:
+        with ExitStack() as popped:
+            while _own(torch._C._len_torch_function_stack()):
+                popped.enter_context(_pop_mode_temporarily())
+            return self._asked(tensors)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in RECURRENT and isinstance(args[3], bool) and _open(args[0]):  # else a packed sequence
+            self._replaces()
+            return RECURRENT[func](self._turns, *args)
+        instead = _INSTEAD.get(func)
+        made = None if instead is None else instead(*args, **(kwargs or {}))
+        if func in _PARTED:
+            made = _PARTED[func](self._turns, *args, **(kwargs or {}))
+        if made is not None:
+            self._replaces()
+            return made
+        return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
+
+
+def _own(modes: int) -> bool:
+    """Whether the innermost of so many modes is one that a program is not to see."""
+    return modes > 0 and getattr(torch._C._get_function_stack_at(modes - 1), "unseen", False)
+
+
+def _saved_state() -> torch.Tensor:
+    """Make as many bytes as the state of torch's generator has."""
+    return torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
+
+
+def _open(x: torch.Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in x.shape)
+
+
+def _resampled(
+    input: torch.Tensor,  # torch's name, which callers use
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> torch.Tensor | None:
+    """Resample as `interpolate` does; None where it has to do that itself."""
+    axes = input.ndim - 2
+    if mode not in _RESAMPLING or antialias or (size is None) == (scale_factor is None):
+        return None
+    given = size if scale_factor is None else scale_factor
+    each = list(given) if isinstance(given, tuple | list) else [given] * axes
+    if len(each) != axes:
+        return None
+    name, flagged = _RESAMPLING[mode]
+    flags = [bool(align_corners)] if flagged else []
+    stated = scale_factor is not None and not recompute_scale_factor
+    factors = [float(f) for f in each] if stated else [None] * axes
+    sizes = each if scale_factor is None else [_scaled(n, f) for n, f in zip(input.shape[2:], each, strict=True)]
+    made: torch.Tensor = getattr(torch.ops.aten, name.format(axes)).default(input, sizes, *flags, *factors)
+    return made
+
+
+def _scaled(size: Any, factor: float) -> Any:
+    """Return a size times a factor, rounded down as torch does it."""
+    if isinstance(factor, torch.SymFloat):
+        return math.floor(size * factor)
+    if round(factor) == factor:
+        return size * round(factor)
+    part = round(1 / factor) if factor else 0
+    if part and 1 / part == factor:
+        return size // part
+    return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def _largest_in_windows(
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> torch.Tensor | None:
+    """Return the maximum of each window along one axis, as of an image one element high: torch does so itself."""
+    if not _open(input) or return_indices:
+        return None
+    given = (1, kernel_size), (1, stride or kernel_size), (0, padding), (1, dilation)
+    facts = [(high, *n) if isinstance(n, tuple | list) else (high, n) for high, n in given]
+    made = torch.ops.aten.max_pool2d_with_indices.default(input.unsqueeze(-2), *facts, ceil_mode)
+    largest: torch.Tensor = made[0].squeeze(-2)
+    return largest
+
+
+def _taken_along(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return elements along an axis, the other axes of both tensors broadcast."""
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    axis = dim % input.ndim
+    shapes = ([*t.shape[:axis], 1, *t.shape[axis + 1 :]] for t in (input, indices))
+    lead = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch has no types for it
+    x, places = (t.expand([*lead[:axis], t.shape[axis], *lead[axis + 1 :]]) for t in (input, indices))
+    return x.gather(axis, places.remainder(input.shape[axis]))  # from the end on where they are negative
+
+
+def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+    """Return the numbers from 0 on, of which there are as many as a size."""
+    place = device or torch.get_default_device()
+    made: torch.Tensor = torch.ops.aten.arange.default(n, dtype=dtype or torch.get_default_dtype(), device=place)
+    return made
+
+
+def _evenly(
+    start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> torch.Tensor | None:
+    """Return numbers at equal distances, of which there are as many as a size: those from 0 on, scaled and shifted."""
+    if not isinstance(steps, torch.SymInt) or options.get("out") is not None:
+        return None
+    return _count(steps, dtype, device).mul_((end - start) / (steps - 1)).add_(start)
+
+
+def _hann_window(
+    window_length: Any, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> torch.Tensor | None:
+    """Return a raised cosine as torch makes it: where it is periodic, of one point more without that point."""
+    if not isinstance(window_length, torch.SymInt):
+        return None
+    points = window_length + 1 if periodic else window_length
+    made = _count(points, dtype, device).mul_(2 * math.pi / (points - 1)).cos_().mul_(-0.5).add_(0.5)
+    return made.narrow(0, 0, window_length) if periodic else made
+
+
+def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a step of a batch whose size is a number to torch."""
+    return lambda input, *args: step(input, *args) if _open(input) else None
+
+
+def _unbound(turns: Loops, input: torch.Tensor, dim: int = 0) -> Parts | None:
+    return turns.parts(input, dim) if input.ndim else None
+
+
+def _split(turns: Loops, tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Parts | None:
+    return turns.parts(tensor, dim, split_size) if isinstance(split_size, int) and tensor.ndim else None
+
+
+#: Functions that take a tensor apart: as many parts as a size are there for loops over them.
+_PARTED: dict[Any, Callable[..., Any]] = {
+    torch.unbind: _unbound,
+    torch.Tensor.unbind: _unbound,
+    torch.split: _split,
+    torch.Tensor.split: _split,
+}
+
+
+def _chosen(x: torch.Tensor, index: Any) -> torch.Tensor | None:
+    """Return the positions of a tensor that sizes say, which torch takes as bounds alone; None of other indices."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    at = next((i for i, k in enumerate(given) if isinstance(k, torch.SymInt)), None)
+    if at is None or any(isinstance(k, torch.Tensor | list | bool) for k in given):
+        return None
+    k, given[at] = given[at], slice(None)
+    left = given[:at]
+    axes = x.ndim - sum(i is not None and i is not Ellipsis for i in given)  # that an ellipsis stands for
+    axis = sum(axes if i is Ellipsis else not isinstance(i, int) for i in left)
+    return x[tuple(given)].select(axis, k)
+
+
+def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
+    """Write into positions that sizes say."""
+    part = _chosen(x, index)
+    if part is None:
+        return None
+    part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
+    return True
+
+
+def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor | None:
+    """Return the numbers of a range that has as many as a size."""
+    if not isinstance(data, Range) or options.get("requires_grad"):
+        return None
+    made = _count(data.count, torch.int64, device)
+    made = made if data.step == 1 else made.mul_(data.step)
+    made = made if isinstance(data.start, int) and not data.start else made.add_(data.start)
+    return made if dtype is None else made.to(dtype)
+
+
+#: By function of torch: what is called for it, which gives None where the function itself has to run.
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    interpolate: _resampled,
+    linear: in_place,
+    torch.Tensor.__getitem__: _chosen,
+    torch.Tensor.__setitem__: _written,
+    torch.tensor: _numbers,
+    torch.as_tensor: _numbers,
+    torch.linspace: _evenly,
+    torch.hann_window: _hann_window,
+    torch.stft: stft,
+    torch.istft: istft,
+    torch.einsum: einsum,
+    torch.cumprod: cumprod,
+    torch.Tensor.cumprod: cumprod,
+    torch.max_pool1d: _largest_in_windows,
+    max_pool1d: _largest_in_windows,
+    torch.take_along_dim: _taken_along,
+    torch.Tensor.take_along_dim: _taken_along,
+    torch.gru_cell: _of_open_sizes(gru_cell),
+    torch.lstm_cell: _of_open_sizes(lstm_cell),
+}

@@ -1,0 +1,483 @@
+"""Loops of a program that has as many turns as a size: each turn is run, and known by its number."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from torch import nn
+
+from ...errors import CostGraphError, UnsupportedError
+from ...transforms.reroll import FEWEST
+from .shapes import Shapes, caller
+from .state import is_a, is_theirs
+
+__all__ = [
+    "Counted",
+    "Loops",
+    "Parts",
+    "Range",
+    "ResizeError",
+    "open_integers",
+]
+
+
+# -- counted -----------------------------------------------------------------------------------------------------------
+
+#: Attribute of tensors that a turn has made: the loops around, and the turn of each.
+_TURN = "_costgraph_turn"
+
+#: Turns that a loop is looked at with: fewer could be alike by chance, and more take their time.
+_FEWEST, _MOST, _USUAL = 8, 10, 8
+
+_numbers = range
+
+
+class ResizeError(CostGraphError):
+    """A loop has too few turns at a size, or too many: it is to be run at another one."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(f"{name} = {size}")
+        self.name, self.size = name, size
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A loop."""
+
+    count: torch.SymInt
+    """how many turns it has"""
+    played: int
+    """how many are run"""
+    line: str
+    """where it begins"""
+    at: tuple[int, int]
+    """frame and instruction that ask for the next turn"""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What turns of a loop have put into a list."""
+
+    loop: int
+    first: int
+    last: int
+    """where it begins in the list, and ends"""
+    count: Any
+    """how many they are, of all turns"""
+    back: bool
+    """whether what the last turn has made comes first"""
+
+
+class Loops:
+    """The loops over sizes that a program runs, and the turns that it is in.
+
+    `raised` are names whose sizes a loop has been given turns by, and are not to be smaller; None for sizes that stay.
+    """
+
+    def __init__(self, shapes: Shapes, raised: Collection[str] | None = None) -> None:
+        self.shapes, self.raised = shapes, raised
+        self.loops: list[Counted] = []
+        self.stack: list[tuple[int, int]] = []
+        self.on = False
+        """whether loops are looked at: not where gradients are made"""
+        self.broken = False
+        """whether one was left before its last turn"""
+        self.note: Callable[[tuple[tuple[int, int], ...]], None] = lambda path: None
+        """Called when a turn begins or ends, with the turns around what follows."""
+
+    @property
+    def path(self) -> tuple[tuple[int, int], ...]:
+        """The loops around, and the turn of each."""
+        return tuple(self.stack)
+
+    def mark(self, made: Iterable[Any]) -> None:
+        """Note the turn that has made some tensors."""
+        if self.stack:
+            for t in made:
+                if isinstance(t, torch.Tensor):
+                    t.__dict__[_TURN] = self.path
+
+    def is_open(self, count: Any) -> bool:
+        """Whether a number of turns is that of named sizes, which are no numbers here."""
+        if not self.on or not isinstance(count, torch.SymInt) or self.shapes.fixed:
+            return False
+        free = self.shapes.plain(count.node.expr).free_symbols
+        return bool(free) and free <= self.shapes.names.keys()
+
+    def turns(self, count: torch.SymInt) -> Iterator[int]:
+        """Yield the number of each turn."""
+        frame = sys._getframe(2)
+        number, done = self._begin(count, (id(frame), frame.f_lasti)), 0
+        played = self.loops[number].played
+        try:
+            for k in _numbers(played):
+                self._turn(number, k)
+                done += 1
+                yield k
+        finally:
+            if done < played:
+                self.broken = True
+            self._end(number)
+
+    def _begin(self, count: torch.SymInt, at: tuple[int, int]) -> int:
+        if self.stack and self.loops[self.stack[-1][0]].at == at:
+            return self.stack[-1][0]  # side by side with the one that the same line has asked just now, as of `zip`
+        played = self._played(count)
+        self.loops.append(Counted(count, played, caller(), at))
+        return len(self.loops) - 1
+
+    def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
+        """Return how many turns are run; ResizeError with the size where other ones are wanted."""
+        now = self.shapes.backed_var_to_val
+        expr = self.shapes.plain(count.node.expr)
+
+        def at(symbol: sympy.Symbol, size: int) -> int:
+            return int(expr.xreplace({**now, symbol: sympy.Integer(size)}))
+
+        played = int(expr.xreplace(now))
+        if wanted or (self.raised is not None and not _FEWEST <= played <= _MOST):
+            for symbol in sorted(expr.free_symbols, key=str):
+                size = int(now[symbol])
+                if not wanted and self.raised and played > _MOST and self.shapes.names[symbol] in self.raised:
+                    continue  # another loop has too few turns otherwise
+                period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
+                if period is None:
+                    continue
+                other, taken = size + period * ((wanted or _USUAL) - played), {n for s, n in now.items() if s != symbol}
+                while other < 2 or other in taken:  # sizes are in general position
+                    other += period
+                raise ResizeError(self.shapes.names[symbol], other)
+        return played
+
+    def elsewhere(self) -> dict[str, int]:
+        """Return other sizes, at which the loops have one turn more; UnsupportedError where there are none."""
+        out: dict[str, int] = {}
+        for loop in self.loops:
+            try:
+                self._played(loop.count, wanted=loop.played + 1)
+            except ResizeError as error:
+                out[error.name] = max(error.size, out.get(error.name, 0))
+            else:
+                raise self.refused("has no number of turns that grows evenly with it")
+        return out
+
+    def _turn(self, number: int, k: int) -> None:
+        if (number, k) in self.stack:
+            return
+        while self.stack and self.stack[-1][0] >= number:
+            self.stack.pop()
+        self.stack.append((number, k))
+        self._told()
+
+    def _end(self, number: int) -> None:
+        if any(n == number for n, _ in self.stack):
+            while self.stack and self.stack[-1][0] >= number:
+                self.stack.pop()
+            self._told()
+
+    def _told(self) -> None:
+        late = any(k for _, k in self.stack)
+        self.shapes.turn = tuple((self.loops[number].line, k) for number, k in self.stack) if late else ()
+        self.note(self.path)
+
+    def refused(self, why: str) -> UnsupportedError:
+        """Return the error for loops that cannot be put into one of the size that they count to."""
+        lines = ", ".join(dict.fromkeys(loop.line for loop in self.loops))
+        return UnsupportedError(
+            f"{lines}: counts to a size, and {why}; name no dimension for this axis (None) to keep it a number, or "
+            f"trace with fixed='given'"
+        )
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> Made | None:
+        """Return the longest stretch of a list that turns of a loop have made, one each; None where there is none."""
+        around = self.path
+        deep = len(around)
+        tags = [t.__dict__.get(_TURN, ()) for t in parts]
+        own = [tag[deep] if tag[:deep] == around and len(tag) > deep else (-1, -1) for tag in tags]
+        within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # loops inside, which each turn has of its own
+        found: Made | None = None
+        for i, (number, turn) in enumerate(own):
+            for step in (1, -1):
+                j = i
+                while own[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and within[j + 1] == within[i]:
+                    if not _alike(parts[i], parts[j + 1]):
+                        break
+                    j += 1
+                if number >= 0 and j + 1 - i >= max(FEWEST, 0 if found is None else found.last - found.first + 1):
+                    loop = self.loops[number]
+                    found = Made(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
+        return found
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let `range` of an open size count."""
+        loops = self
+
+        class Kind(type):
+            def __instancecheck__(cls, value: object) -> bool:
+                return isinstance(value, _numbers) or type.__instancecheck__(cls, value)
+
+        class Numbers(metaclass=Kind):
+            def __new__(cls, *args: Any) -> Any:
+                return loops.range(*args) if any(isinstance(a, torch.SymInt) for a in args) else _numbers(*args)
+
+        with patch.object(builtins, "range", Numbers):
+            self.on = True
+            try:
+                yield
+            finally:
+                self.on = False
+
+    def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None, *, back: bool = False) -> Parts | None:
+        """Return the parts of a tensor along an axis, or its positions; None where that is not open."""
+        axis %= max(x.ndim, 1)
+        if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
+            return None
+        made = Parts()
+        made.loops, made.x, made.axis, made.size, made.back = self, x, axis, size, back
+        return made
+
+    def range(self, *args: Any) -> Any:
+        """Return what counts as `range` does, from symbols."""
+        start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+        if isinstance(step, int) and step:
+            length, by = (stop - start, step) if step > 0 else (start - stop, -step)
+            if by != 1 and self.is_open(length):
+                length = length // by if length % by == 0 else (length + by - 1) // by
+            if self.is_open(length):
+                return Range(self, start, step, length)
+        for n in args:
+            expr = self.shapes.plain(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
+            if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
+                self.shapes.fix(expr)  # the program is the one that asks
+        return _numbers(*args)
+
+
+class Range:
+    """Numbers at equal distances, of which there are as many as a size."""
+
+    def __init__(self, loops: Loops, start: Any, step: int, count: torch.SymInt) -> None:
+        self.loops, self.start, self.step, self.count = loops, start, step, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in self.loops.turns(self.count):
+            yield self.start + k * self.step
+
+    def __reversed__(self) -> Iterator[Any]:
+        last = self.start + (self.count - 1) * self.step
+        return iter(Range(self.loops, last, -self.step, self.count))
+
+    def __len__(self) -> int:
+        return int(self.count)
+
+
+class Parts(tuple[torch.Tensor, ...]):
+    """Views of a tensor that lie behind each other along an axis, one for each turn of a loop over them."""
+
+    loops: Loops
+    x: torch.Tensor
+    axis: int
+    size: int | None
+    """positions of each; None of one without that axis"""
+    back: bool
+    """whether the last one comes first"""
+
+    def part(self, k: Any) -> torch.Tensor:
+        """Return one of them."""
+        k = self.count - 1 - k if self.back else k
+        if self.size is None:
+            return self.x.select(self.axis, k)
+        return self.x.narrow(self.axis, k * self.size, self.size)
+
+    @property
+    def count(self) -> Any:
+        """How many they are."""
+        return self.x.shape[self.axis] // (self.size or 1)
+
+    def __len__(self) -> int:
+        return int(self.count)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for k in self.loops.turns(self.count):
+            yield self.part(k)
+
+    def __reversed__(self) -> Iterator[torch.Tensor]:
+        return iter(self[::-1])
+
+    def __getitem__(self, k: Any) -> Any:
+        if not isinstance(k, slice):
+            return self.part(k if k >= 0 else self.count + k)
+        if k == slice(None, None, -1):
+            return self.loops.parts(self.x, self.axis, self.size, back=not self.back)
+        if self.back or k.step not in (None, 1):
+            return tuple.__getitem__(tuple(self.part(i) for i in _numbers(len(self))), k)
+        first, last = (n if n is None or self.size is None else n * self.size for n in (k.start, k.stop))
+        cut = self.x[(*[slice(None)] * self.axis, slice(first, last))]
+        return self.loops.parts(cut, self.axis, self.size)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _period(count: Callable[[int], int], size: int) -> int | None:
+    """Return by how much a size grows for one turn more, wherever it is; None where that is not always the same."""
+    for step in _numbers(1, 1 << 13):
+        if all(count(size + k * step) == count(size) + k for k in (1, 2, 3, 5, 8, 64)):
+            return step
+    return None
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+# Python's integer functions on sizes: `int(n)`, `float(n)` and `len(x)` keep a named size symbolic.
+#
+# CPython lets `int`, `len` and `float` return plain numbers only, so these names are shadowed in the program's files
+# during a run. There a size looks like an `int`, as in an eager run.
+
+_type = type
+#: Files of torch that compute sizes with Python's functions.
+_OF_TORCH = ("torch.nn.functional",)
+
+
+class _Shadow:
+    """Stands in for a builtin type: calls accept sizes, and everything else goes to the type itself."""
+
+    def __init__(self, plain: type, call: Callable[..., Any], symbols: type | None) -> None:
+        self.__dict__.update({"_plain": plain, "_call": call, "_symbols": symbols, "__name__": plain.__name__})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self._plain) or (self._symbols is not None and is_a(value, self._symbols))
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self._plain)
+
+    def __mro_entries__(self, bases: Any) -> tuple[type]:
+        return (self._plain,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def __or__(self, other: Any) -> Any:
+        return self._plain | (other._plain if is_a(other, _Shadow) else other)
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._plain
+
+    def __getitem__(self, item: Any) -> Any:
+        return self._plain[item]
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._plain
+
+    def __hash__(self) -> int:
+        return hash(self._plain)
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
+
+
+def _item(value: Any) -> Any:
+    """Return the number in a tensor with one element, and other values unchanged."""
+    return value.item() if is_a(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _whole(*args: Any, **kwargs: Any) -> Any:
+    """Return `int(...)`; a size is returned unchanged."""
+    if len(args) == 1 and not kwargs:
+        args = (_item(args[0]),)
+        if is_a(args[0], torch.SymInt):
+            return args[0]
+        if is_a(args[0], torch.SymFloat):
+            return math.trunc(args[0])
+    return int(*args, **kwargs)
+
+
+def _real(*args: Any) -> Any:
+    """Return `float(...)`; a size stays symbolic."""
+    args = tuple(map(_item, args))
+    if len(args) == 1 and is_a(args[0], torch.SymInt | torch.SymFloat):
+        return torch.sym_float(args[0])  # type: ignore[no-untyped-call]  # torch has no types for it
+    return float(*args)
+
+
+def _length(value: Any) -> Any:
+    """Return `len(...)`; for a tensor, its first size."""
+    if is_a(value, torch.Tensor) and type(value).__len__ is torch.Tensor.__len__ and value.ndim:
+        return value.shape[0]
+    return value.count if is_a(value, (Parts, Range)) else len(value)
+
+
+_INT = _Shadow(int, _whole, torch.SymInt)
+_FLOAT = _Shadow(float, _real, torch.SymFloat)
+
+
+def _kind(*args: Any, **kwargs: Any) -> Any:
+    """Return `type(...)`, such that `type(n) is int` holds where `int` is shadowed."""
+    made = _type(*args, **kwargs)
+    if len(args) == 1:
+        return _INT if made in (int, torch.SymInt) else _FLOAT if made in (float, torch.SymFloat) else made
+    return made
+
+
+_SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type": _Shadow(_type, _kind, None)}
+
+
+def _files(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the globals of the program's files."""
+    found = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
+    for kind in {cls for part in module.modules() for cls in _type(part).__mro__}:  # a file that is no module
+        found += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
+    seen = set[int]()
+    for names in found:
+        name = names.get("__name__")
+        if id(names) not in seen and (is_theirs(name) or name in _OF_TORCH):
+            seen.add(id(names))
+            yield names
+
+
+def _divided(a: Any, b: Any) -> tuple[Any, Any]:
+    return a // b, a % b
+
+
+def _written(size: torch.SymInt, how: str) -> str:
+    """Return a size as text. With a format specification it is a number."""
+    return format(int(size.node.hint), how) if how else str(size)
+
+
+@contextmanager
+def open_integers(module: nn.Module) -> Iterator[None]:
+    """Let Python's integer functions accept sizes in a program's files."""
+    methods = {"__divmod__": _divided, "__rdivmod__": lambda a, b: _divided(b, a), "__format__": _written}
+    with ExitStack() as replaced:
+        for name, method in methods.items():
+            replaced.enter_context(patch.object(torch.SymInt, name, method, create=True))
+        for names in _files(module):
+            for name, shadow in _SHADOWS.items():
+                plain = getattr(builtins, name)
+                if names.get(name, plain) is plain:
+                    replaced.callback(_restore, names, name, names.get(name))
+                    names[name] = shadow
+        yield
+
+
+def _restore(names: dict[str, Any], name: str, before: Any) -> None:
+    if before is None:
+        names.pop(name, None)
+    else:
+        names[name] = before

@@ -1,0 +1,210 @@
+"""Convolutions and poolings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ....algebra.polynomial import ONE, poly
+from ....ir.graph import Tensor, apply
+from ....ir.strides import windows_along
+from ....nn.conv import convolved, pooling, spread
+from ....ops.einsum import Einsum, einsum
+from ....ops.elementwise import pointwise
+from ....ops.fill import pad
+from ....ops.grouped import Grouped, grouped_outer
+from ....ops.layout import broadcast, concat, permute, reshape, slice_axis
+from ....ops.pooling import Pool
+from ..call import Call
+from ..rules.table import is_number
+from .kernels import pulled
+from .table import translation
+
+__all__ = [
+    "adaptive_mean",
+    "convolution",
+    "max_pool",
+    "mean_pool",
+    "repeated",
+]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+# Matrix products, and what is added to them.
+
+_PATTERNS = {
+    "mm": "m k, k n -> m n",
+    "bmm": "b m k, b k n -> b m n",
+    "addmm": "m k, k n -> m n",
+    "_int_mm": "m k, k n -> m n",
+    "baddbmm": "b m k, b k n -> b m n",
+    "addbmm": "b m k, b k n -> m n",
+    "mv": "m k, k -> m",
+    "addmv": "m k, k -> m",
+    "dot": "k, k -> ",
+    "vdot": "k, k -> ",
+}
+
+
+@translation("mm", "bmm", "mv", "dot", "vdot", "_int_mm")
+def multiply(call: Call) -> Tensor | None:
+    """A product of two matrices, of a batch of them, or of vectors, of which the first would be conjugate."""
+    second = {"mv": "vec", "dot": "tensor", "vdot": "other"}.get(call.name, "mat2")
+    if call.name == "vdot" and call["self"].dtype.kind == "complex":
+        return None
+    made = einsum(call["self"], call[second], _PATTERNS[call.name])
+    if call.name in ("mm", "bmm") and made.producer is not None and isinstance(made.producer.kind, Einsum):
+        made.producer.state(order=(1, 0))  # autograd computes gradients by the names of arguments, mat2 before self
+    return made
+
+
+_FACTORS = {
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+    "addbmm": ("batch1", "batch2"),
+    "addmv": ("mat", "vec"),
+}
+
+
+@translation(*_FACTORS)
+def add_product(call: Call) -> Tensor:
+    """A product, scaled perhaps, and what is added to it."""
+    first, second = (call[n] for n in _FACTORS[call.name])
+    made = einsum(first, second, _PATTERNS[call.name])
+    if not is_number(call["alpha"], 1):
+        made = made * call["alpha"]
+    if is_number(call["beta"], 0):
+        return made
+    added: Tensor = call["self"] if is_number(call["beta"], 1) else call["self"] * call["beta"]
+    return pointwise("add", made, added, inplace=False)
+
+
+@translation("linear", "mkldnn_linear")
+def linear(call: Call) -> Tensor:
+    """Rows by the rows of a weight, and a bias."""
+    x, w = call.get("input") or call["self"], call["weight"]
+    names = " ".join(f"b{i}" for i in range(x.ndim - 1))
+    made = einsum(x, w, f"{names} k, n k -> {names} n")
+    return made if call.get("bias") is None else made + call["bias"]
+
+
+@translation("_grouped_mm")
+def grouped(call: Call) -> Tensor | None:
+    """Rows, or columns, by the matrix of their group; or the rows of each group by those of another operand."""
+    x, y, ends = call["self"], call["mat2"], call.get("offs")
+    if call.get("bias") is not None or call.get("out_dtype") is not None:
+        return None
+    if ends is None:
+        return einsum(x, y, _PATTERNS["bmm"])
+    if (x.ndim, y.ndim) == (2, 2):
+        return grouped_outer(permute(x, (1, 0)), y, ends)
+    every = Grouped(routing="capacity", chosen=ends.sizes[0])  # where rows go is data: all weights are read
+    if x.ndim == 2:
+        return apply(every, [x, y, ends], "grouped")[0]
+    rows = apply(every, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped")[0]
+    return permute(rows, (1, 0))
+
+
+@translation("addr")
+def add_outer(call: Call) -> Tensor:
+    """The products of all pairs of two vectors, scaled perhaps, and what is added to them."""
+    made = einsum(call["vec1"], call["vec2"], "m, n -> m n")
+    made = made if is_number(call["alpha"], 1) else made * call["alpha"]
+    if is_number(call["beta"], 0):
+        return made
+    return pointwise("add", made, call["self"] if is_number(call["beta"], 1) else call["self"] * call["beta"])
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(values: Sequence[Any], rank: int) -> tuple[int, ...] | None:
+    """Return one number for each axis of a window, None where one is a formula."""
+    known = tuple(values) * (rank if len(values) == 1 else 1)
+    return known if all(isinstance(n, int) for n in known) else None
+
+
+@translation("convolution")
+def convolution(call: Call) -> Tensor | None:
+    """A contraction over a window and the channels of a group, or what spreads over a window, and a bias."""
+    x, weight = call["input"], call["weight"]
+    names = ("stride", "padding", "dilation", *(("output_padding",) if call["transposed"] else ()))
+    facts: Any = {name: _numbers(call[name], weight.ndim - 2) for name in names}
+    if None in facts.values() or any(n.constant is None for n in weight.sizes[2:]) or x.dtype != weight.dtype:
+        return None
+    made = spread if call["transposed"] else convolved
+    return made(x, weight, call.get("bias"), groups=poly(call["groups"]), **facts)
+
+
+@translation("max_pool2d_with_indices", "max_pool3d_with_indices")
+def max_pool(call: Call) -> Sequence[Tensor] | None:
+    """The maximum of each window, and where it stood."""
+    kind = _pooled(call, "max") if all(n == 1 for n in call["dilation"]) else None
+    return None if kind is None else apply(replace(kind, indices=True), [call["self"]], "max_pool")
+
+
+def _pooled(call: Call, operation: str, *, inside: bool = False) -> Pool | None:
+    """Return the record of a pooling, None where windows are no numbers or reach beyond the padding."""
+    window = _numbers(call["kernel_size"], call["self"].ndim - 2)
+    if window is None or call["ceil_mode"]:
+        return None
+    stride, padding = _numbers(call["stride"] or window, len(window)), _numbers(call["padding"], len(window))
+    if stride is None or padding is None:
+        return None
+    return pooling(call["self"], operation, window, stride, padding, inside=inside)
+
+
+@translation("avg_pool2d", "avg_pool3d")
+def mean_pool(call: Call) -> Tensor | None:
+    """The mean of each window."""
+    inside = not call["count_include_pad"] and any(n != 0 for n in call["padding"])
+    kind = _pooled(call, "mean", inside=inside) if call["divisor_override"] is None else None
+    return None if kind is None else apply(kind, [call["self"]], "avg_pool")[0]
+
+
+@translation("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+def adaptive_mean(call: Call) -> Tensor | Sequence[Tensor | None] | None:
+    """The mean of each part that an axis is divided into."""
+    x: Tensor = call["self"]
+    rank = 3 if "3d" in call.name else 2
+    sizes = call.get("output_size") or call["grad_output"].sizes[-rank:]
+    shares = [(n / poly(k)).constant for n, k in zip(x.sizes[-rank:], sizes, strict=True)]
+    window = tuple(n for n in shares if isinstance(n, int))
+    return apply(pooling(x, "mean", window, window, 0), [x], "avg_pool")[0] if len(window) == rank else pulled(call)
+
+
+@translation("im2col")
+def unfolded(call: Call) -> Tensor | None:
+    """Every window written out: of each of its places the positions that it takes one after another."""
+    x: Tensor = call["self"]
+    window, *facts = (_numbers(call[n], 2) for n in ("kernel_size", "dilation", "padding", "stride"))
+    if window is None or None in facts or x.ndim != 4:
+        return None
+    gaps, around, steps = (tuple(fact or ()) for fact in facts)
+    counts = [
+        windows_along(n + 2 * p, d * (k - 1), s)
+        for n, k, d, p, s in zip(x.sizes[2:], window, gaps, around, steps, strict=True)
+    ]
+    for axis, n in enumerate(around, 2):
+        x = pad(x, axis, n, x.sizes[axis] + 2 * n) if n else x
+    parts = []
+    for i in range(window[0]):
+        row = slice_axis(x, 2, i * gaps[0], counts[0], steps[0])
+        parts += [slice_axis(row, 3, j * gaps[1], counts[1], steps[1]) for j in range(window[1])]
+    apart = [reshape(t, (*t.sizes[:2], ONE, *t.sizes[2:])) for t in parts]
+    return reshape(concat(apart, 2) if len(apart) > 1 else pointwise("copy", apart[0]), call.out.sizes)
+
+
+@translation("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def repeated(call: Call) -> Tensor | Sequence[Tensor | None] | None:
+    """Each element as often as an axis grows."""
+    x, made = call["self"], call.out.sizes
+    times = [n / k for n, k in zip(made[2:], x.sizes[2:], strict=True)]
+    if not all(isinstance(n.constant, int) for n in times):
+        return pulled(call)
+    apart = [(n, ONE) for n in x.sizes[2:]]
+    wide = [(n, k) for n, k in zip(x.sizes[2:], times, strict=True)]
+    flat = [[*x.sizes[:2], *(n for pair in pairs for n in pair)] for pairs in (apart, wide)]
+    grown = reshape(broadcast(reshape(x, flat[0]), flat[1]), made)
+    return pointwise("copy", grown) if grown.is_view or grown is x else grown

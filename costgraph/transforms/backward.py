@@ -1,0 +1,117 @@
+"""The backward pass: from a graph with a scalar output one that makes the gradients of what wants them as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import GraphError
+from ..ir.graph import Graph, Op, Tensor, current_graph, opened
+from ..ops.collectives import need_of_all
+from ..ops.fill import fill
+from .checkpoint import Checkpoint
+from .reverse_mode import Hooks, Leaf, Walk, active_in, again, apart, hoist, peel, pull_kernel, pull_loop, with_branches
+
+__all__ = [
+    "backward",
+    "differentiate",
+    "loss_of",
+    "prepared",
+    "pull_back",
+]
+
+
+def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
+    """Add the backward pass: the gradients of all parameters, and inputs, that want one.
+
+    Parameters
+    ----------
+    graph : Graph
+        With one scalar output, the loss; it stays as it is.
+    checkpoint : Checkpoint, optional
+        What is computed again instead of being kept, such as `costgraph.every_block()`.
+
+    Returns
+    -------
+    Graph
+        With the same outputs and, in `gradients`, the gradient of each source, which live to the end. Parameters of a
+        Repeat are declared outside it, one storage an iteration.
+
+    Raises
+    ------
+    GraphError
+        If there is no scalar output or several, or nothing wants a gradient.
+    UnsupportedError
+        If an op has no vector-Jacobian rule, or is a recorded call of a trace.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, K = cg.dims("B D F K")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, D))
+    ...     h = cg.relu(x @ g.param("w1", (D, F)))
+    ...     g.output(cg.reduce(h @ g.param("w2", (F, K)), "b k -> ", "mean"))
+    >>> cg.matmul_flops(cg.backward(g)) - cg.matmul_flops(g)  # dw1, dw2 and dh, but no dx
+    2*B*D*F + 4*B*F*K
+    """
+    need_of_all("backward", graph)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        raise GraphError(f"backward: checkpoint {checkpoint!r}, expected a policy such as costgraph.every_block()")
+    policy = Checkpoint() if checkpoint is None else checkpoint
+    new = prepared(graph, policy)
+    loss = loss_of(new)
+    sources = [t for t in new.tensors if t.producer is None and t.requires_grad]
+    if not sources:
+        raise GraphError(f"backward of graph {graph.name!r}: nothing wants a gradient, expected a parameter with one")
+    with new:
+        walk = differentiate(new, new.ops, loss, dict.fromkeys(sources, Leaf()), policy)
+        new.gradients = {t: walk.final[t] for t in sources if t in walk.final}
+    return new
+
+
+def prepared(graph: Graph, policy: Checkpoint) -> Graph:
+    """Return a copy of a forward graph to which a backward pass can be added."""
+    return with_branches(apart(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy))
+
+
+def differentiate(
+    home: Graph, ops: Sequence[Op], loss: Tensor, leaves: Mapping[Tensor, Leaf], policy: Checkpoint
+) -> Walk:
+    """Add the backward pass of some ops to the graph, or body, that they are in.
+
+    `leaves` are tensors whose gradients are wanted, which `final` of the result has, and what becomes of each; `policy`
+    says what is computed again.
+    """
+    with opened(graph=home, levels=(), phase="backward"):
+        walk = Walk(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
+        walk.put(loss, fill((), 1, loss.dtype, name="ones"))
+        walk.run(ops)
+    return walk
+
+
+def pull_back(
+    made: Tensor, grad: Tensor, wanted: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
+) -> list[Tensor | None]:
+    """Add what makes the gradients of some tensors to the graph that is open, from that of one that is made of them.
+
+    Those that are wanted are of the graph of `made`, a graph of its own; `saved` says what stands for a tensor of it in
+    the one that is open. A gradient is None where it is zero.
+    """
+    ops = list(made.graph.ops)
+    walk = Walk(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
+    walk.put(made, grad)
+    walk.run(ops)
+    return [walk.take(t) for t in wanted]
+
+
+def _hooks(policy: Checkpoint) -> Hooks:
+    within = None if policy.inside is None else _hooks(policy.inside)
+    return Hooks(pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.early_stop, policy.start, within)
+
+
+def loss_of(graph: Graph) -> Tensor:
+    """Return the scalar output of a graph."""
+    scalars = [t for t in graph.outputs if not t.sizes and t.dtype.kind == "float"]
+    if len(scalars) != 1:
+        raise GraphError(f"backward of graph {graph.name!r}: {len(scalars)} scalar outputs, expected one, the loss")
+    return scalars[0]

@@ -1,1 +1,0 @@
-"""Gradients of a graph, derived op by op."""

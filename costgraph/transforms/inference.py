@@ -1,0 +1,834 @@
+"""Copying a forward pass for inference: each op with the sizes that it has once earlier positions are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeVar
+
+import sympy
+
+from ..algebra.dominance import Relations
+from ..algebra.extremum import smaller
+from ..algebra.polynomial import ONE, Poly, poly
+from ..algebra.symbols import shown, symbol
+from ..errors import BindingError, GraphError, ShapeError, UnsupportedError
+from ..ir.graph import Bodied, Graph, Loop, Op, OpKind, Tensor, _polys, known_names, need_choice, positive
+from ..ir.strides import contiguous, numel
+from ..notation.pattern import Affine, Axes, Pattern
+from ..ops.collectives import need_of_all
+from ..ops.einsum import Einsum
+from ..ops.elementwise import Dropout, Pointwise
+from ..ops.fill import Assign, Pad
+from ..ops.index import Arange, Gather, Scatter
+from ..ops.keep_alive import Keep
+from ..ops.kv_cache import Append, Cache, InitialState
+from ..ops.layout import Concat, Expand, Rearrange, Slice
+from ..ops.loops import Kernel, Repeat
+from ..ops.opaque import need_declared
+from ..ops.pooling import Pool
+from ..ops.reduce import Reduce
+from .rewrite import Rewriter, bound, bound_record
+
+__all__ = [
+    "head_of",
+    "needed_ops",
+    "needed_formals",
+    "Lengths",
+    "resized",
+    "step_of",
+    "tokens_of",
+    "Replayer",
+    "positions_of",
+    "decode",
+    "prefill",
+]
+
+
+# -- needed ------------------------------------------------------------------------------------------------------------
+# Which ops of a graph its results depend on, and which of them makes the logits.
+
+
+def needed_ops(graph: Graph, *, static: bool = False) -> set[Op]:
+    """Return the ops that the outputs depend on, those inside bodies included.
+
+    Of a loop that is needed, all carries and slices are; what it reads from outside is if an op in it needs it.
+    `static` says whether what is cached once, by a `cache` without an axis, is there already: its operands are then not
+    needed.
+    """
+    found: set[Op] = set()
+    _walk(graph, found, static=static)
+    return found
+
+
+def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
+    """Add the ops that the outputs of a graph or body depend on, and return the tensors that they read."""
+    wanted = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if not any(t in wanted for t in op.results):
+            continue
+        found.add(op)
+        if static and _is_static(op):
+            continue
+        if op.body is None:
+            wanted.update(op.operands)
+            continue
+        inside = _walk(op.body, found, static=static)
+        inside |= _always_read(op)
+        wanted.update(t for f, t in zip(op.body.formals, op.operands, strict=True) if f in inside)
+    return wanted
+
+
+def _is_static(op: Op) -> bool:
+    """Whether an op marks what is cached once."""
+    return isinstance(op.kind, Cache) and op.kind.axis is None
+
+
+def _always_read(op: Op) -> set[Tensor]:
+    """Return the inputs of a body that are carried or read by slices."""
+    return set() if op.loop is None else {*op.loop.carries, *op.loop.slices}
+
+
+def needed_formals(op: Op, needed: set[Op]) -> list[bool]:
+    """Return which inputs of a body its needed ops read; those that are carried or read by slices always count."""
+    assert op.body is not None
+    read = {t for o in op.body.ops if o in needed for t in _read(o, needed)} | set(op.body.outputs) | _always_read(op)
+    return [f in read for f in op.body.formals]
+
+
+def _read(op: Op, needed: set[Op]) -> list[Tensor]:
+    if _is_static(op):
+        return []
+    if op.body is None:
+        return list(op.operands)
+    return [t for t, wanted in zip(op.operands, needed_formals(op, needed), strict=True) if wanted]
+
+
+def head_of(place: str, graph: Graph, positions: str) -> Op:
+    """Return the product that makes the logits: behind it, only ops of one operand that has positions.
+
+    UnsupportedError if the output is made in another way.
+    """
+    op = graph.outputs[0].producer if len(graph.outputs) == 1 else None
+    while op is not None:
+        along = [t for t in op.operands if any(positions in n.names() for n in t.sizes)]
+        contracts = isinstance(op.kind, Einsum) or (
+            isinstance(op.kind, Kernel) and op.body is not None and any(isinstance(o.kind, Einsum) for o in op.body.ops)
+        )
+        if len(along) != 1:
+            break
+        if contracts:
+            return op
+        if not isinstance(op.kind, Pointwise | Rearrange | Keep | Kernel):
+            break
+        op = along[0].producer
+    raise UnsupportedError(
+        f"{place}: graph {graph.name!r} has no head that makes its output, expected logits='all' or one output that a "
+        f"linear layer makes"
+    )
+
+
+# -- resize ------------------------------------------------------------------------------------------------------------
+# Records of ops whose operands have become longer or shorter along the positions of a sequence.
+
+K = TypeVar("K", bound=OpKind)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What the number of positions becomes: not the same everywhere."""
+
+    symbol: str
+    """the number of positions in the graph as declared"""
+    own: Poly
+    """positions that a step computes"""
+    others: tuple[Poly, ...] = ()
+    """positions that a step sees: those in caches, or a single one"""
+
+    @property
+    def earlier(self) -> Poly:
+        """Positions before those that a step computes."""
+        return poly(symbol(self.symbol)) - self.own
+
+    def with_other(self, length: Poly) -> Lengths:
+        """Return the same with one more number of positions that a step sees."""
+        known = length in (self.own, *self.others)
+        return self if known else Lengths(self.symbol, self.own, (*self.others, length))
+
+    def of(self, old: Poly, new: Poly, place: str) -> Poly | None:
+        """Return the number of positions with which a size has become another one, None where it says nothing."""
+        if self.symbol not in old.names():
+            return None
+        for length in (self.own, *self.others):
+            if old.bind({self.symbol: length}) == new:
+                return length
+        raise UnsupportedError(
+            f"{place}: an axis of size {old} has become {new}, expected one that follows from the positions"
+        )
+
+    def bound(self, value: Any, length: Poly | None = None) -> Any:
+        """Return a fact with a number of positions put in, by default those that a step computes."""
+        return bound(value, {self.symbol: self.own if length is None else length})
+
+    def record(self, kind: K, length: Poly | None = None) -> K:
+        """Return a record with a number of positions put into all of its facts, by default those of a step."""
+        return bound_record(kind, {self.symbol: self.own if length is None else length})
+
+
+def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
+    """Return the record of an op for other operands, None for what is not made any more; a body is still the old one.
+
+    `lengths` say what the number of positions has become. UnsupportedError if the op states a formula in a number of
+    positions that it does not tell apart.
+    """
+    rule: _Rule = _RULES.get(type(op.kind), _bound)
+    return rule(op, op.kind, operands, lengths)
+
+
+def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly | None]]:
+    """Return the number of positions that each axis of each operand speaks of."""
+    return [
+        []
+        if new is None
+        else [lengths.of(a, b, f"operand {i + 1} of {op.name!r}") for a, b in zip(old.sizes, new.sizes, strict=True)]
+        for i, (old, new) in enumerate(zip(op.operands, operands, strict=True))
+    ]
+
+
+def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: Lengths) -> K:
+    """Put one number of positions into everything that is stated: the one that all operands speak of."""
+    if all(lengths.symbol not in p.names() for p in _polys(kind.stated())):
+        return kind
+    found = {n for axes in _axes(op, operands, lengths) for n in axes if n is not None}
+    if found - {lengths.own}:
+        raise UnsupportedError(
+            f"op {op.name!r} states its sizes or costs in {lengths.symbol}, and reads what is cached: expected an op "
+            f"that tells new positions from all that are seen"
+        )
+    return lengths.record(kind)
+
+
+def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: Lengths) -> Einsum:
+    """Take the sizes of axes from the operands; outputs of a sliding window follow the axis that it slides over."""
+    if kind.causal and operands[0].sizes[-1] != lengths.own:
+        return _after_history(kind, lengths)
+    by_name, slid = _by_name(op, kind.pattern, operands, lengths)
+    if kind.orders is not None and any(n not in (None, lengths.own) for n in by_name.values()):
+        raise UnsupportedError(f"op {op.name!r} has no contraction order of its own, expected order= where it is made")
+    extents = {n: lengths.bound(size, by_name.get(n)) for n, size in kind.extents.items()}
+    return replace(lengths.record(kind), extents=extents, rooms=lengths.bound(kind.rooms, slid))
+
+
+def _pooled(op: Op, kind: Pool, operands: Sequence[Any], lengths: Lengths) -> Pool:
+    by_name, _ = _by_name(op, kind.pattern, operands, lengths)
+    return replace(kind, extents={n: lengths.bound(size, by_name.get(n)) for n, size in kind.extents.items()})
+
+
+def _by_name(
+    op: Op, pattern: Pattern, operands: Sequence[Any], lengths: Lengths
+) -> tuple[dict[str, Poly | None], Poly | None]:
+    """Return the number of positions that each axis of a pattern speaks of, and that of the one that is slid over."""
+    by_name: dict[str, Poly | None] = {}
+    slid: Poly | None = None
+    for axes, dims in zip(_axes(op, operands, lengths), pattern.operands, strict=True):
+        for length, dim in zip(axes, dims, strict=True):
+            for name in dim.names:
+                if isinstance(dim, Affine) or length is not None or name not in by_name:
+                    by_name[name] = length
+            if isinstance(dim, Affine) and length is not None:
+                slid = length
+    return by_name, slid
+
+
+def _after_history(kind: Einsum, lengths: Lengths) -> Einsum:
+    """A causal convolution whose earlier inputs stand in front of the new ones: no padding, as many outputs as new."""
+    pattern = kind.pattern
+    *kept, last = pattern.operands[0]
+    assert isinstance(last, Affine)
+    slides = Affine(last.terms, 0)
+    out = {n for n, _ in last.terms if n in pattern.result_names}
+    extents = {n: lengths.own if n in out else lengths.bound(size) for n, size in kind.extents.items()}
+    pattern = Pattern(((*kept, slides), *pattern.operands[1:]), pattern.result)
+    return replace(lengths.record(kind), pattern=pattern, extents=extents, causal=False, rooms=())
+
+
+def _rearranged(op: Op, kind: Rearrange, operands: Sequence[Any], lengths: Lengths) -> Rearrange:
+    (x,), (old,), pattern = operands, op.operands, kind.pattern
+    (axes,) = _axes(op, operands, lengths)
+    if pattern is None:
+        merged = x.sizes if kind.merged == old.sizes else _reshaped(op, kind, x, axes, lengths)
+        return replace(kind, split=x.sizes, merged=merged)
+    names = pattern.operand_names(0)
+    sizes = dict(zip(names, kind.split, strict=True))
+    for length, dim in zip(axes, pattern.operands[0], strict=True):
+        sizes |= {n: lengths.bound(sizes[n], length) for n in dim.names}
+    merged = tuple(prod((sizes[n] for n in a.names), start=ONE) for a in pattern.result if isinstance(a, Axes))
+    return replace(kind, split=tuple(sizes[n] for n in names), merged=merged)
+
+
+def _reshaped(op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], lengths: Lengths) -> tuple[Poly, ...]:
+    """Return a shape of as many elements, where all axes speak of one number of positions."""
+    found = {n for n in axes if n is not None} or {lengths.own}
+    for length in found:
+        merged = tuple(n.bind({lengths.symbol: length}) for n in kind.merged)
+        if len(found) == 1 and numel(merged) == x.numel:
+            return merged
+    raise UnsupportedError(f"op {op.name!r} reshapes {x!r}, expected a rearrange that names its axes")
+
+
+def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: Lengths) -> Slice:
+    """Bind what is said of one axis as that axis is."""
+    length = _axes(op, operands, lengths)[0][kind.axis]
+    made = lengths.record(kind, length)
+    if length is not None or lengths.symbol not in kind.size.names():
+        return made
+    # rows of a table of positions: those of the new ones come after the others
+    room = None if made.room is None else made.room - lengths.earlier
+    return replace(made, start=made.start + lengths.earlier, room=room)
+
+
+def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: Lengths) -> Pad:
+    """Bind what is said of one axis as that axis is."""
+    return lengths.record(kind, _axes(op, operands, lengths)[0][kind.axis])
+
+
+def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -> Expand:
+    """Axes that the operand has keep its sizes, others follow the positions of a step."""
+    (x,), (old,) = operands, op.operands
+    sizes = tuple(
+        x.sizes[at] if at is not None and size == old.sizes[at] else lengths.bound(size)
+        for size, at in zip(kind.sizes, kind.kept, strict=True)
+    )
+    return replace(kind, sizes=sizes)
+
+
+def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: Lengths) -> Arange:
+    if kind.context:
+        return kind
+    made = _bound(op, kind, operands, lengths)
+    return made if kind.back else replace(made, start=kind.start + lengths.earlier)
+
+
+def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: Lengths) -> OpKind:
+    """Sizes come from the operands alone."""
+    return kind
+
+
+def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: Lengths) -> Repeat:
+    """As many iterations as what is read slice by slice has slices."""
+    slices = kind.parts(op).slices
+    read = (t for f, t in zip(kind.body.formals, operands, strict=True) if f in slices)
+    return replace(kind, count=next(read).sizes[0] if slices else lengths.bound(kind.count))
+
+
+#: What stands for the record of an op of some kind, with its new operands.
+_Rule = Callable[[Op, Any, Sequence[Any], Lengths], OpKind]
+
+#: Kinds whose facts speak of single axes; of others, one number of positions is put into all of them.
+_RULES: dict[type[OpKind], _Rule] = {
+    Einsum: _contraction,
+    Pool: _pooled,
+    Rearrange: _rearranged,
+    Slice: _cut,
+    Pad: _padded,
+    Expand: _expanded,
+    Arange: _positions,
+    Repeat: _looped,
+    Reduce: _as_it_is,
+    Concat: _as_it_is,
+    Keep: _as_it_is,
+    Assign: _as_it_is,
+    Dropout: _as_it_is,
+    Gather: _as_it_is,
+    Scatter: _as_it_is,
+}
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+# One step of a trace whose caches are marked: the program's own step, for a number of new positions.
+
+
+class _Step(Rewriter):
+    """Copies a step for some new positions behind those that caches hold."""
+
+    def changed(self, old: Graph) -> dict[str, Any]:
+        """Return the facts that differ: the assumptions about the sizes that are left."""
+        try:
+            for relation in old.relations.relations:
+                relation.check(self.values)
+        except BindingError as error:
+            raise UnsupportedError(
+                f"decode: {error}: graph {old.name!r} goes another way for so many new positions, expected a trace of "
+                f"so many"
+            ) from None
+        left = Relations(relation.at(self.values) for relation in old.relations.relations)
+        return super().changed(old) | {"relations": left}
+
+
+def step_of(graph: Graph, caches: Sequence[Tensor], tokens: object, logits: str) -> Graph:
+    """Return the step that a trace with marked caches is, for so many new positions.
+
+    GraphError if it is a step already, of which nothing is open; UnsupportedError if it is not plain which sizes are
+    new positions, and which are those before.
+    """
+    inputs = [t for t in graph.tensors if t.role == "input" and t.producer is None]
+    read, held = _names(inputs), _names(caches)
+    new, before = sorted(read - held), sorted(held - read)
+    if graph.name.endswith((".decode", ".prefill")):
+        raise GraphError(f"decode: graph {graph.name!r} is a step already, expected a forward pass")
+    if len(new) > 1 or len(before) > 1:
+        raise UnsupportedError(
+            f"decode: inputs of graph {graph.name!r} have open sizes {shown(new)} that no cache has, and its caches "
+            f"{shown(before)} that no input has, expected one at most of each: new positions, and those before"
+        )
+    if logits == "last":
+        raise UnsupportedError("decode: logits='last' of a trace, expected a program that hands out those alone")
+    if not new:
+        if tokens != 1:
+            raise UnsupportedError(
+                f"decode: tokens {shown(tokens)} of graph {graph.name!r}, whose new positions have no name, expected a "
+                f"trace that names their axis"
+            )
+        return Rewriter().run(graph, f"{graph.name}.decode")
+    (name,) = new
+    own = tokens_of("decode", graph, tokens, name)
+    if own == ONE:
+        raise UnsupportedError(
+            f"decode: one new position of graph {graph.name!r}, whose named sizes are larger than 1, as those of all "
+            f"traces: expected a trace of one that gives the axis of {name} no name (None), or tokens= above 1"
+        )
+    made = _Step({name: own} | {n: poly(symbol(name)) - own for n in before}).run(graph, f"{graph.name}.decode")
+    if before:
+        with made:
+            made.assume(f"{name} > {own} + 1")
+    return made
+
+
+def _names(tensors: Iterable[Tensor]) -> set[str]:
+    return set().union(*(n.names() for t in tensors for n in t.sizes))
+
+
+def tokens_of(place: str, graph: Graph, tokens: object, name: str) -> Poly:
+    """Return the number of new positions; a symbol must not be one that the graph has already."""
+    given = positive(f"{place}: tokens", symbol(tokens) if isinstance(tokens, str) else tokens)
+    if given.constant is None and not isinstance(given.expr, sympy.Symbol):
+        raise ShapeError(f"{place}: tokens {given}, expected a whole number or one symbol")
+    if given.names() & known_names(graph) - {name}:
+        raise GraphError(f"{place}: tokens {given} is a dimension of graph {graph.name!r}, expected another name")
+    return given
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def positions_of(op: Op) -> Poly | None:
+    """Return the number of positions that an op runs over, None if it keeps nothing of earlier ones."""
+    match op.kind:
+        case Cache(axis=int(axis)) | Pad(axis=axis, causal=True):
+            return op.operands[0].sizes[axis]
+    if op.loop is not None and op.loop.xs:
+        makers = [_outside(t).producer for t in op.loop.starts]
+        recurs = any(maker is not None and isinstance(maker.kind, InitialState) for maker in makers)
+        return op.loop.count if recurs else None
+    found = _sliding(op)
+    return None if found is None else op.operands[found[0]].sizes[-1]
+
+
+class Replayer(Rewriter):
+    """Copies a forward pass op by op, each with the sizes that its operands have by then."""
+
+    def __init__(self, place: str, lengths: Lengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
+        super().__init__({lengths.symbol: lengths.own})
+        self.place, self.lengths = place, lengths
+        self.kept = kept
+        """Ops that the results depend on."""
+        self.head = head
+        """The op whose activations are cut to their last position, None for none."""
+        self.writes = writes
+        """Whether all positions are computed: what is attended to is there, and caches are written alone."""
+        self.states: dict[Tensor, Tensor] = {}
+        """The cache of what a recurrence starts from."""
+        self.ends: list[tuple[Tensor, Tensor]] = []
+        """Caches, and what recurrences inside the kernel that is being made end with."""
+
+    # -- sources and caches ------------------------------------------------------------------------------------------
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
+        """Copy a source; what a cache replaces reads no input."""
+        used = any(op in self.kept for op in old.graph.successors(old)) or old in old.graph.outputs
+        return super().source(old, new, suffix) if used or old.role != "input" else None
+
+    def buffer(self, op: Op, new: Graph, like: Tensor, axis: int | None = None, window: Poly | None = None) -> Tensor:
+        """Add the cache of an op: dense, and with room for what is seen of one axis."""
+        if new.fused:
+            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected what is cached outside")
+        sizes = like.sizes
+        if axis is not None:
+            room = poly(symbol(self.lengths.symbol))
+            if window is not None:
+                window = self.lengths.bound(window)
+                room = smaller(room, window if self.writes else window + self.lengths.own - 1)
+            sizes = (*sizes[:axis], room, *sizes[axis + 1 :])
+            self.lengths = self.lengths.with_other(room)
+        made = Tensor(new, new.unique(f"{op.name}.kept"), sizes, like.dtype, role="cache")
+        new.add_node(made)
+        return made
+
+    def cached(self, op: Op, kind: Cache, new: Graph) -> None:
+        """Write what is cached, and go on with all that is seen: fresh where that is there, else from the cache."""
+        (t,), axis = op.operands, kind.axis
+        if axis is None and not self.writes:
+            sizes = tuple(n.bind(self.values) for n in t.sizes)
+            self.tensors[op.results[0]] = self.buffer(op, new, Tensor(new, t.name, sizes, t.dtype, role="cache"))
+            return
+        x = self.tensors[t]
+        held = self.buffer(op, new, x, axis, kind.window)
+        write = Assign() if axis is None else Append(axis=axis)
+        whole = self.made(op, new.add_op(write, [held, x], op.name, op.phase))
+        self.tensors[op.results[0]] = x if self.writes else whole
+
+    def begun(self, op: Op, kind: InitialState, new: Graph) -> None:
+        """Start a recurrence: from zeros over a whole prompt, else from what the last step left."""
+        sizes = self.lengths.bound(kind.sizes)
+        held = self.buffer(op, new, Tensor(new, op.name, sizes, kind.dtype, role="cache"))
+        start = held
+        if self.writes:
+            start = self.made(op, new.add_op(replace(kind, sizes=sizes), [], op.name, op.phase))
+        self.tensors[op.results[0]] = start
+        self.states[op.results[0]] = held
+
+    def left(self, op: Op, loop: Loop, new: Graph) -> None:
+        """Keep what a recurrence ends with."""
+        for start, end in zip(map(_outside, loop.starts), loop.lasts, strict=True):
+            if new.fused and start in self.states:
+                self.ends.append((self.states[start], self.tensors[end]))
+            elif start in self.states and self.tensors[end] is not self.states[start]:
+                self.made(op, new.add_op(Assign(), [self.states[start], self.tensors[end]], op.name, op.phase))
+
+    def made(self, old: Op, op: Op) -> Tensor:
+        """Let an op stand in the scope of the one that it stands for."""
+        op.scope = old.scope
+        result: Tensor = op.results[0]
+        return result
+
+    def shifted(self, op: Op, kind: Pad, new: Graph) -> None:
+        """Put what came before in front of the new positions, where the declaration has zeros."""
+        (t,), axis, history = op.operands, kind.axis, kind.start
+        x = self.tensors[t]
+        held = self.buffer(op, new, _resized_axis(x, axis, history))
+        if self.writes:
+            self.made(op, new.add_op(Append(axis=axis), [held, x], op.name, op.phase))
+            self.copy(op, new)
+            return
+        whole = self.made(op, new.add_op(Concat(axis=axis), [held, x], op.name, op.phase))
+        cut = Slice(axis=axis, start=x.sizes[axis], size=history, step=1)
+        last = self.made(op, new.add_op(cut, [whole], f"{op.name}.last", op.phase))
+        self.made(op, new.add_op(Assign(), [held, last], f"{op.name}.keep", op.phase))
+        self.tensors[op.results[0]] = whole
+
+    def slid(self, op: Op, new: Graph) -> None:
+        """Let a causal convolution see the inputs before the new ones, where the declaration has zeros."""
+        found = _sliding(op)
+        assert found is not None
+        place, history = found
+        x = self.tensors[op.operands[place]]
+        axis = x.ndim - 1
+        room = (ONE if self.writes else x.sizes[axis]) + history  # the window of the next one
+        held = self.buffer(op, new, _resized_axis(x, axis, room))
+        whole = self.made(op, new.add_op(Append(axis=axis), [held, x], f"{op.name}.history"))
+        if not self.writes:
+            self.tensors[op.operands[place]] = whole
+            self.lengths = self.lengths.with_other(room)
+        self.copy(op, new)
+        self.tensors[op.operands[place]] = x
+
+    def hold(self, op: Op, new: Graph) -> None:
+        """Keep the parameters of a loop that does not run: they are in memory all the same."""
+        if op.body is None:
+            return
+        for body, times in _repeated(op):
+            for t in body.tensors:
+                if t.role != "param" or t.producer is not None:
+                    continue
+                sizes = tuple(n.bind(self.values) for n in (*times, *t.sizes))
+                made = Tensor(
+                    new, new.unique(t.name), sizes, t.dtype, role="param", pieces=len(times), host=t.storage.host
+                )
+                made.requires_grad = t.requires_grad
+                new.add_node(made)
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        if op not in self.kept:
+            self.hold(op, new)
+        elif isinstance(op.kind, Cache):
+            self.cached(op, op.kind, new)
+        elif isinstance(op.kind, InitialState):
+            self.begun(op, op.kind, new)
+        elif isinstance(op.kind, Pad) and op.kind.causal:
+            self.shifted(op, op.kind, new)
+        elif not new.fused and _sliding(op) is not None:
+            self.slid(op, new)
+        elif isinstance(op.kind, Slice) and not self.writes and _is_causal(op.operands[0].producer):
+            self.tensors[op.results[0]] = self.tensors[op.operands[0]]  # no more is made than is wanted
+        else:
+            super().emit(op, new, suffix)
+
+    def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
+        """Make an op again with the operands that it has now."""
+        operands: list[Tensor | None] = [self.tensors.get(t) for t in op.operands]
+        if op.body is not None:
+            wanted = needed_formals(op, self.kept)
+            operands = [t if w else None for t, w in zip(operands, wanted, strict=True)]
+        if op is self.head:
+            operands = [self._last(op, t, x, new) for t, x in zip(op.operands, operands, strict=True)]
+        kind = resized(op, operands, self.lengths)
+        if isinstance(kind, Einsum) and kind.domain is not None and self.lengths.own == ONE:
+            # one query, the last position, sees all that a cache holds
+            kind = replace(kind, domain=None if kind.domain[0].causal else kind.domain)
+        if isinstance(kind, Bodied):
+            kind = replace(kind, body=self.inner(op, operands, new))
+        given = [t for t in operands if t is not None]
+        if self.ends and isinstance(kind, Kernel):
+            kind = replace(kind, changed=self.written(op, kind.body, given, new))
+        try:
+            made = self.add(op, kind, given, new, op.name + suffix)  # a kernel may keep something beside its results
+        except ShapeError as error:
+            raise UnsupportedError(
+                f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.ops.cache, "
+                f"and positions of keys with arange(context=True)"
+            ) from None
+        if op.loop is not None:
+            self.left(op, op.loop, new)
+        return made
+
+    def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> tuple[int, ...]:
+        """Let a kernel write what its recurrences end with into their caches, which it reads or is given as well."""
+        if new.fused:
+            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected a recurrence in one alone")
+        changed = []
+        for held, end in self.ends:
+            if held not in given:
+                body.formal(held, f"{held.name}.in", held.sizes, held.strides)
+                given.append(held)
+            changed.append(given.index(held))
+            target = body.formals[changed[-1]]
+            body.outputs.append(body.add_op(Assign(), [target, end], f"{op.name}.keep").results[0])
+        self.ends.clear()
+        return tuple(changed)
+
+    def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
+        """Make the body of an op again, its inputs as what they stand for is now."""
+        old, loop = op.body, op.loop
+        assert old is not None
+        carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
+        body = new.start_body(old.name, fused=old.fused)
+        for f, t in zip(old.formals, operands, strict=True):
+            if t is None:  # only what is cached already was made from it
+                continue
+            if f in slices:
+                if t.domain is not None:
+                    raise UnsupportedError(
+                        f"{self.place}: {t!r} is read slice by slice, expected a tensor that is whole"
+                    )
+                made = body.formal(t, f.name, t.sizes[1:], t.strides[1:])
+            else:
+                made = body.formal(t, f.name, t.sizes, contiguous(t.sizes) if f in carries else t.strides)
+                made.offset = made.offset if f in carries else t.offset
+            self.tensors[f] = made
+        self.fill(old, body)
+        body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
+        return body
+
+    def _last(self, op: Op, old: Tensor, x: Tensor | None, new: Graph) -> Tensor | None:
+        """Return the last position of what the head reads."""
+        at = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
+        if x is None or not at or x.sizes[at[0]] == ONE:
+            return x
+        last = Slice(axis=at[0], start=x.sizes[at[0]] - 1, size=ONE, step=1)
+        return self.made(op, new.add_op(last, [x], f"{op.name}.last", op.phase))
+
+
+def _outside(t: Tensor) -> Tensor:
+    """Return what an input of a kernel stands for."""
+    while t.role == "formal" and t.graph.fused and t.graph.owner is not None:
+        t = t.graph.owner.operands[t.graph.formals.index(t)]
+    return t
+
+
+def _resized_axis(x: Tensor, axis: int, size: Poly) -> Tensor:
+    """Return what has the shape of a tensor but for one axis."""
+    return Tensor(x.graph, x.name, (*x.sizes[:axis], size, *x.sizes[axis + 1 :]), x.dtype, role="cache")
+
+
+def _repeated(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
+    """Yield the bodies inside an op, each with the counts of the loops around."""
+    assert op.body is not None
+    inside = times if op.loop is None else (*times, op.loop.count)
+    yield op.body, inside
+    for inner in op.body.ops:
+        if inner.body is not None:
+            yield from _repeated(inner, inside)
+
+
+def _is_causal(op: Op | None) -> bool:
+    return op is not None and _sliding(op) is not None
+
+
+def _sliding(op: Op) -> tuple[int, int] | None:
+    """Return the operand that a causal convolution slides over, and how many earlier positions it sees."""
+    body = op.kind.body if isinstance(op.kind, Kernel) else None
+    for inner in [op] if body is None else body.ops:
+        if isinstance(inner.kind, Einsum) and inner.kind.causal:
+            dim = inner.kind.pattern.operands[0][-1]
+            assert isinstance(dim, Affine)
+            return 0 if body is None else body.formals.index(inner.operands[0]), -dim.offset
+    return None
+
+
+# -- inference ---------------------------------------------------------------------------------------------------------
+# Inference as a transform: the same declaration with a cache, for all positions at once or for the next ones.
+
+
+def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph:
+    """Return the pass over a prompt: as declared, and what `cache` marks is written to caches.
+
+    Parameters
+    ----------
+    graph : Graph
+        A forward pass, with what inference keeps marked by `cache` and `initial_state`; it stays as it is.
+    chunk : sympy.Expr, int or str, optional
+        Positions that are computed at a time: a chunk that ends at position S of the prompt and sees what the chunks
+        before it have cached, as `decode(graph, chunk)` has it. By default the whole prompt.
+    logits : str
+        all: for every position, as declared. last: for the last one alone, as generating needs it; the head reads one
+        position of what it is given.
+
+    Returns
+    -------
+    Graph
+        With the caches as buffers of role cache.
+
+    Raises
+    ------
+    GraphError
+        If the graph has a backward pass, or nothing in it is marked.
+    UnsupportedError
+        If an op states costs that do not tell new positions from cached ones, as a trace's do, or `logits="last"`
+        finds no head.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("llama-2-7b")
+    >>> cg.flops(cg.prefill(g)) == cg.flops(g)
+    True
+    >>> last = cg.prefill(g, logits="last")
+    >>> cg.matmul_flops(g, B=1, S=512) - cg.matmul_flops(last, B=1, S=512)  # 2*D*V for each of the others
+    133955584000
+    """
+    return _replayed("prefill", graph, chunk, logits)
+
+
+def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
+    """Return one step of generation: new positions alone are computed, all others come from caches.
+
+    Parameters
+    ----------
+    graph : Graph
+        A forward pass, with what inference keeps marked by `cache` and `initial_state`, or a trace with caches that are
+        marked (`trace(..., cached=...)`); it stays as it is.
+    tokens : sympy.Expr, int or str
+        New positions of each sequence: 1 to generate, several to verify what was guessed (speculative decoding), a
+        symbol or its name to leave it open.
+    logits : str
+        all: for every new position. last: for the last one alone.
+
+    Returns
+    -------
+    Graph
+        In it S, the number of positions of the declaration, is the context with the new positions included: the
+        positions that the caches hold after the step. Caches are buffers of role cache; those with a window hold
+        Min(S, window + tokens - 1) positions. Of a trace, the size of the new positions is the context as well, and
+        that of the positions before follows from it; caches are what the step reads, and what it makes of them with the
+        new ones is made as the program does it.
+
+    Raises
+    ------
+    GraphError
+        If the graph has a backward pass, or nothing in it is marked.
+    UnsupportedError
+        If an op states costs that do not tell new positions from cached ones, as those of a trace without caches do, or
+        a trace went another way than for so many new positions.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.decode(cg.models.load("llama-3-70b"))
+    >>> cg.matmul_flops(step, B=1, S=8192)  # 2 for each parameter but the table, and 4*H*K*S*L of attention
+    160478265344
+    >>> cg.cache_bytes(step, B=1, S=1)
+    327680
+    """
+    return _replayed("decode", graph, tokens, logits)
+
+
+def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
+    need_of_all(place, graph)
+    caches = [t for t in graph.tensors if t.role == "cache" and t.producer is None]
+    if caches and place == "decode":
+        return step_of(graph, caches, tokens, logits)
+    need_declared(place, graph, "trace a step with what it keeps, named in cached=")
+    need_choice(f"{place}: logits", logits, ("all", "last"))
+    if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
+        raise GraphError(f"{place}: graph {graph.name!r} has a backward pass, expected a forward pass alone")
+    name = _inference_positions(place, graph)
+    context = poly(symbol(name))
+    own = context if tokens is None else tokens_of(place, graph, tokens, name)
+    writes = place == "prefill" and own == context
+    kept = needed_ops(graph, static=not writes)
+    head = head_of(place, graph, name) if logits == "last" else None
+
+    def replayed(own: Poly) -> Graph:
+        return Replayer(place, Lengths(name, own, (context, ONE)), kept, head, writes=writes).run(
+            graph, f"{graph.name}.{place}"
+        )
+
+    if own == ONE:
+        # one position fits into any number of them: whether sizes mean the same is seen of an open number
+        replayed(poly(symbol(_unused(graph))))
+    new = replayed(own)
+    if own != context:
+        with new:
+            new.assume(f"{name} >= {own}")
+    return new
+
+
+def _unused(graph: Graph) -> str:
+    """Return a name that is no dimension of a graph."""
+    names = known_names(graph)
+    return next(n for i in range(len(names) + 1) if (n := f"new{i}") not in names)
+
+
+def _inference_positions(place: str, graph: Graph) -> str:
+    """Return the name of the number of positions: what the axes of all caches and recurrences run over."""
+    found: dict[Poly, str] = {}
+    for g in graph.bodies():
+        for op in g.ops:
+            size = positions_of(op)
+            if size is not None:
+                found.setdefault(size, op.name)
+    if not found:
+        raise GraphError(
+            f"{place}: nothing in graph {graph.name!r} is kept between steps, expected costgraph.ops.cache on keys and "
+            f"values, or a scan over positions from an initial_state"
+        )
+    names = {str(n) for n in found}
+    size, where = next(iter(found.items()))
+    if len(names) > 1 or not isinstance(size.expr, sympy.Symbol):
+        raise UnsupportedError(f"{place}: {where!r} runs over {' and '.join(sorted(names))}, expected one open size")
+    (found_name,) = size.names()
+    return found_name

@@ -1,1 +1,0 @@
-"""Prefill and decode: the graph of a pass, replayed with a cache."""

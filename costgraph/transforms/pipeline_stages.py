@@ -1,0 +1,917 @@
+"""The part of a graph that one rank of a pipeline does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ..algebra.symbols import shown, symbol
+from ..errors import GraphError, UnsupportedError
+from ..ir.graph import (
+    FORWARD,
+    Graph,
+    Op,
+    OpKind,
+    Repeat,
+    Tensor,
+    Waiting,
+    carry_facts,
+    is_pass,
+    need_choice,
+    opened,
+    positive,
+)
+from ..ops.collectives import Collective, Receive, Send, need_of_all
+from ..ops.elementwise import FUNCTIONS, Pointwise
+from ..ops.keep_alive import Keep
+from ..ops.layout import Concat
+from ..ops.loops import Accumulate, Kernel
+from ..ops.updates import Unscale
+from .pipeline_schedules import SCHEDULES, Order, asked
+from .rewrite import Rewriter, bound, bound_record
+
+__all__ = [
+    "BACK",
+    "Plan",
+    "micro_batches_of",
+    "planned",
+    "Share",
+    "Halves",
+    "Kind",
+    "Stage",
+    "in_stages",
+    "together",
+    "waiting_of",
+]
+
+
+# -- stages plan -------------------------------------------------------------------------------------------------------
+# Where a graph is cut into stages: loops over layers that each of them has a part of, and what is at either end.
+
+#: Phases of what goes back through the layers.
+BACK = ("backward", "recompute")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a step is cut."""
+
+    home: Graph
+    """Where the loops over layers stand: the step, or the body of its loop over micro-batches."""
+    forward: Op
+    backward: Op | None
+    """None of a pass that has no gradients."""
+    behind: frozenset[Op]
+    """Ops that read what the last layer hands on, but for those that read gradients of what the first one was given."""
+    before: Poly
+    """How many layers of another kind stand before those that are cut: all are of the first stage."""
+    ahead: frozenset[Op] = frozenset()
+    """Ops that read these gradients."""
+    sums: Mapping[Op, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
+    added: frozenset[Op] = frozenset()
+    """Ops that read these sums."""
+    weights: frozenset[Op] = frozenset()
+    """Loops over layers left to do for gradients of weights, where these come later, and what lives until then."""
+
+    @property
+    def loops(self) -> frozenset[Op]:
+        """Loops over layers, of which every stage has its part."""
+        return self.weights | ({self.forward} if self.backward is None else {self.forward, self.backward})
+
+
+def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
+    """Return the ops of a graph that depend on some tensors, not those behind a loop where these end."""
+    reached, found = set(starts), set()
+    for op in home.ops:
+        if op is not stop and op.phase != "optimizer" and not reached.isdisjoint(op.operands):
+            found.add(op)
+            reached |= {*op.results}
+    return frozenset(found)
+
+
+def planned(graph: Graph) -> Plan:
+    """Find where a graph is cut: around its last loop over layers, and the one that goes back through it if any."""
+    both = [op.loop.body for op in graph.ops if op.loop is not None and is_pass(op.loop.body)]
+    home = both[0] if both else graph
+    loops = [op.loop for op in home.ops if op.loop is not None and op.loop.starts and op.phase != "optimizer"]
+    pairs = [
+        (f, b) for f in loops for b in loops
+        if f.op.phase == "forward" and b.op.phase in BACK and not set(f.pieces).isdisjoint(b.xs)
+    ]  # fmt: skip
+    if loops and all(op.phase == "forward" for op in graph.walk()):
+        *others, last = loops
+        return Plan(home, last.op, None, _after(home, last.lasts, None), total(f.count for f in others))
+    if not pairs or len(loops) != 2 * len(pairs):
+        raise UnsupportedError(
+            f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected loops over "
+            f"layers, in a step of training each with its backward pass"
+        )
+    forward, backward = pairs[-1]
+    if len(backward.starts) > len(forward.starts):
+        raise UnsupportedError(
+            f"parallelize: pp of graph {graph.name!r}, whose layers share a parameter, expected layers with their own"
+        )
+    ahead = _after(home, backward.lasts, None)
+    behind = _after(home, forward.lasts, backward.op) - ahead
+    sums = dict(_sums(home, behind, ahead))
+    added = _after(home, [t for op in sums for t in op.results], None)
+    before = total(f.count for f, _ in pairs[:-1])
+    late = {o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs)}
+    late |= {o for o in home.ops if isinstance(o.kind, Keep) and o.operands[0].producer in late}
+    return Plan(home, forward.op, backward.op, behind, before, ahead, sums, added, frozenset(late))
+
+
+def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
+    """Yield the ops that add what the last stage makes to what the first one makes."""
+    for op in home.ops:
+        late = [t for t in op.operands if t.producer in behind] if op in ahead else []
+        if not late:
+            continue
+        adds = isinstance(op.kind, Accumulate) or (isinstance(op.kind, Pointwise) and op.kind.function.name == "add")
+        early = [t for t in op.operands if t not in late]
+        if not adds or len(late) != 1 or len(early) != 1:
+            raise UnsupportedError(
+                f"parallelize: pp: {op.name!r} of the first stage reads {late[0]!r} of the last one, expected sums of "
+                f"gradients alone"
+            )
+        yield op, (late[0], early[0])
+
+
+def micro_batches_of(graph: Graph) -> Poly:
+    """Return how many micro-batches a step has."""
+    return next((op.loop.count for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), ONE)
+
+
+# -- stages cut --------------------------------------------------------------------------------------------------------
+
+
+class Share(Rewriter):
+    """Copies of a step what one rank does; what is left out has nothing that stands for it.
+
+    Where a rank has several groups of layers it goes through all of them, and between two of them sends on what the
+    one has made and receives what the next one starts from.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        values: Mapping[str, Poly],
+        *,
+        first: bool,
+        last: bool,
+        between: Poly = ZERO,
+        half: bool = False,
+    ) -> None:
+        super().__init__(values)
+        self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
+        self.alike, self.part = set[Tensor](), set[Tensor]()
+        """scalars of which all stages have the same, and stacks of scalars of which each one has some"""
+        self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
+        self.half = half
+        """Whether half of the micro-batches enter at each end: a pass is of one of each, of other groups of layers."""
+        self.wanted: set[Tensor] = set()
+        self.kept = self.needed()
+        self.used = self.sources()
+        self.left = self.left_out()
+
+    # -- what is kept --------------------------------------------------------------------------------------------
+
+    def needed(self) -> set[Op]:
+        """Return the ops of the pass that this stage does, and note the tensors that they read."""
+        plan, kept = self.plan, {*self.plan.loops}
+        if self.last:
+            kept |= plan.behind | plan.added | plan.sums.keys()
+        if self.first:
+            kept |= plan.ahead
+            kept |= {op for op in plan.home.ops if op not in plan.behind and self.unread(op)}
+        for op in reversed(plan.home.ops):
+            if op in kept or not self.wanted.isdisjoint(op.results):
+                if op in plan.behind and not self.last:
+                    raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last one")
+                kept.add(op)
+                self.wanted |= {*self.read(op)}
+        if self.last:
+            self.wanted |= {*plan.home.outputs} & {t for op in kept for t in op.results}
+        return kept
+
+    def unread(self, op: Op) -> bool:
+        """Whether an op of the forward pass is there for what it writes into."""
+        return (
+            op.phase == "forward"
+            and bool(op.kind.overwrites())
+            and not any(list(self.plan.home.successors(t)) for t in op.results)
+        )
+
+    def read(self, op: Op) -> tuple[Tensor, ...]:
+        """Return the operands that this stage has."""
+        assert op.kind is not None
+        if self.arrives(op):
+            assert isinstance(op.kind, Repeat)
+            return op.operands[op.kind.carries :]
+        if op in self.plan.sums and not (self.first and self.last):
+            late, early = self.plan.sums[op]
+            so_far = self.begun(op)
+            return (late,) if self.last else (early,) if so_far is None else (so_far, early)
+        return op.operands
+
+    def begun(self, op: Op) -> Tensor | None:
+        """Return what a sum starts from without the terms of the last stage, None for a sum of two terms."""
+        t = op.operands[0]
+        while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
+            if not isinstance(t.producer.kind, Accumulate):
+                return None
+            t = t.producer.operands[0]
+        return t if isinstance(op.kind, Accumulate) else None
+
+    def arrives(self, op: Op) -> bool:
+        """Whether the carries of a loop come from a neighbour."""
+        return (op is self.plan.forward and not self.first) or (op is self.plan.backward and not self.last)
+
+    def leaves(self, op: Op) -> bool:
+        """Whether what a loop hands on goes to a neighbour."""
+        return (op is self.plan.forward and not self.last) or (op is self.plan.backward and not self.first)
+
+    def sources(self) -> set[Tensor]:
+        """Return the tensors around the pass that this stage needs."""
+        used = set(self.wanted)
+        if self.plan.home is not self.graph:
+            owner = self.plan.home.owner
+            assert owner is not None
+            used = {t for f, t in zip(self.plan.home.formals, owner.operands, strict=True) if f in self.wanted}
+            for op in reversed(self.graph.ops):
+                if op is not owner and op.phase != "optimizer" and not used.isdisjoint(op.results):
+                    used |= {*op.operands}
+        return used
+
+    def left_out(self) -> set[Tensor]:
+        """Return the sources of the step that this stage does not have, with what optimizers keep of them."""
+        sources = [t for t in self.graph.tensors if t.producer is None]
+        out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer", "cache")}
+        names = {t.name for t in out if t.role == "param"}
+        return out | {t for t in sources if t.name.rpartition(".")[0] in names and t.role in ("state", "gradient")}
+
+    # -- what is made --------------------------------------------------------------------------------------------
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the graph of the rank."""
+        new = Graph(old.name if name is None else name, dtype=old.dtype)
+        carry_facts(old, new)
+        with opened(levels=()):  # names are complete already
+            self.fill(old, new)
+            new.output(*(made for t in old.outputs if (made := self.tensors[t]) is not None))
+            made = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.left}
+            new.gradients |= {t: g for t, g in made.items() if t is not None and g is not None}
+        return new.freeze()
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor | None:
+        """Copy a source, unless it is of another rank."""
+        if old in self.left:
+            return None
+        made: Tensor = super().source(old, new, suffix)
+        passes = self.plan.home.owner
+        if (
+            self.half
+            and passes is not None
+            and passes.loop is not None
+            and old in passes.loop.xs
+            and old.role == "input"
+        ):
+            made.sizes = (made.sizes[0] / 2, *made.sizes[1:])
+        return made
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what the rank does of an op."""
+        if op.graph is self.plan.home and op.phase != "optimizer":
+            self.of_pass(op, new)
+        elif op.body is self.plan.home:
+            self.partly(op, new)
+        elif op.graph is self.graph:
+            self.around(op, new)
+        else:
+            self.copy(op, new, suffix)
+
+    def of_pass(self, op: Op, new: Graph) -> None:
+        """Add an op of the pass, with what comes before and goes behind it."""
+        if op not in self.kept:
+            self.tensors |= dict.fromkeys(op.results)
+            return
+        if op in self.plan.sums and not (self.first and self.last):
+            read = [self.tensors[t] for t in self.read(op)]
+            self.tensors[op.results[0]] = read[-1]
+            if len(read) > 1:
+                self.add(op, op.kind, read, new)
+            return
+        for t in op.loop.starts if op.loop is not None and self.arrives(op) else ():
+            kind = Receive(sizes=tuple(bound(n, self.values) for n in t.sizes), dtype=t.dtype)
+            self.tensors[t] = new.add_op(kind, [], f"{op.name}.receive", op.phase).results[0]
+        self.copy(op, new)
+        if op in (self.plan.forward, self.plan.backward) and self.between != ZERO:
+            self.hand_over(op, new)
+        for t in op.loop.lasts if op.loop is not None and self.leaves(op) else ():
+            new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
+
+    def hand_over(self, op: Op, new: Graph) -> None:
+        """Add what goes on between groups of layers: other ranks have those that are next."""
+        assert op.loop is not None
+        body = new.start_body(f"{op.name}.groups", fused=False)
+        starts = [self.tensors[t] for t in op.loop.lasts]
+        for i, t in enumerate(starts):
+            f = body.formal(t, f"{op.name}.group{i}", t.sizes, t.strides)
+            body.add_op(Send(), [f], f"{op.name}.between.send", op.phase)
+            there = Receive(sizes=t.sizes, dtype=t.dtype)
+            body.outputs += body.add_op(there, [], f"{op.name}.between.receive", op.phase).results
+        kind = Repeat(body=body, count=self.between, carries=len(starts), xs=0)
+        made = new.add_op(kind, starts, f"{op.name}.between", op.phase)
+        made.scope, body.owner = op.scope, made
+        self.tensors |= dict(zip(op.loop.lasts, made.results, strict=True))
+
+    def partly(self, op: Op, new: Graph) -> None:
+        """Add the loop over micro-batches, with the carries and slices that this stage has."""
+        old, loop = self.plan.home, op.loop
+        assert loop is not None
+        assert isinstance(op.kind, Repeat)
+        formals = [f for f in old.formals if f in self.wanted]
+        body = new.start_body(old.name, fused=False)
+        for f in formals:
+            self.tensors[f] = self.formal(f, body)
+        self.fill(old, body)
+        ends = [
+            (t, r)
+            for i, (t, r) in enumerate(zip(old.outputs, op.results, strict=True))
+            if (old.formals[i] in self.wanted if i < op.kind.carries else self.tensors[t] is not None)
+        ]
+        body.outputs += [body.adopt(self.tensors[t]) for t, _ in ends]
+        kind = replace(
+            bound_record(op.kind, self.values), body=body,
+            count=bound(loop.count, self.values) / (2 if self.half else 1),
+            carries=sum(f in self.wanted for f in loop.carries), xs=sum(f in self.wanted for f in loop.slices),
+        )  # fmt: skip
+        operands = [self.tensors[t] for f, t in zip(old.formals, op.operands, strict=True) if f in self.wanted]
+        made = new.add_op(kind, operands, op.name, op.phase)
+        made.scope, body.owner = op.scope, made
+        self.tensors |= dict.fromkeys(op.results)
+        self.tensors |= dict(zip((r for _, r in ends), made.results, strict=True))
+
+    def around(self, op: Op, new: Graph) -> None:
+        """Add an op outside of the pass, such as an update, unless it is of another stage."""
+        if op.phase != "optimizer":
+            if self.used.isdisjoint(op.results):
+                self.tensors |= dict.fromkeys(op.results)
+            else:
+                self.copy(op, new)
+            return
+        self.flags |= dict.fromkeys(found := [*_flags(op)])
+        if self.flags and not found:
+            self.meet(list(self.flags), "max", op, new)
+            self.flags = {}
+        gone = [t for t in op.operands if self.tensors[t] is None]
+        rest = [
+            t for t in op.operands if self.tensors[t] is not None and t not in self.alike and (t.ndim or t.producer)
+        ]
+        stack = _is_stack(op)
+        if gone and rest and not stack:
+            raise UnsupportedError(
+                f"parallelize: pp: {op.name!r} puts {gone[0].name!r} and {rest[0].name!r} of different stages "
+                f"together, expected updates of each parameter by itself"
+            )
+        if stack:
+            self.add(op, op.kind, [self.tensors[t] for t in op.operands if self.tensors[t] is not None], new)
+            self.part |= {*op.results}
+        elif gone:
+            self.tensors |= dict.fromkeys(op.results)
+        else:
+            self.copy(op, new)
+            self.alike |= {t for t in op.results if not t.ndim and all(map(self.is_alike, op.operands))}
+            if not self.part.isdisjoint(op.operands):
+                self.norm_of_all(op, new)
+
+    def is_alike(self, t: Tensor) -> bool:
+        """Whether all stages have the same: counts of steps and scales, and what is made of these alone."""
+        return t in self.alike or (not t.ndim and t.producer is None)
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients of all parameters have one norm."""
+        return any(map(_is_stack, self.graph.ops))
+
+    def norm_of_all(self, op: Op, new: Graph) -> None:
+        """Add what makes the norm of all gradients of one of those that a stage has: the root of a sum of squares."""
+        if op.results[0].ndim or not isinstance(op.kind, Kernel) or op.kind.body.ops[-1].kind != _ROOT:
+            raise UnsupportedError(f"parallelize: pp: {op.name!r} of what each stage has a part of, expected a 2-norm")
+        (t,) = op.results
+        self.tensors[t] = self.step(Pointwise(function=FUNCTIONS["square"]), t, f"{t.name}.square", op, new)
+        self.meet([t], "sum", op, new)
+        self.tensors[t] = self.step(_ROOT, t, f"{t.name}.root", op, new)
+
+    def meet(self, tensors: Sequence[Tensor], operation: str, op: Op, new: Graph) -> None:
+        """Note where scalars of all stages are put together: once it is known where all else lies."""
+        for t in tensors:
+            self.tensors[t] = self.step(Keep(), t, f"{t.name}.all_reduce", op, new)
+            self.meets[self.tensors[t].producer.name] = operation
+            self.alike.add(t)
+
+    def step(self, kind: OpKind, t: Tensor, name: str, op: Op, new: Graph) -> Tensor:
+        """Add an op on what stands for a tensor beside another op."""
+        made = new.add_op(kind, [self.tensors[t]], name, op.phase)
+        made.scope = op.scope
+        return made.results[0]
+
+
+def _is_stack(op: Op) -> bool:
+    """Whether an op puts scalars of several parameters in a row: norms, of which each stage has some."""
+    axes = {t.ndim - t.storage.pieces for t in op.operands}
+    return op.phase == "optimizer" and isinstance(op.kind, Concat) and axes == {1}
+
+
+def _flags(op: Op) -> Iterator[Tensor]:
+    """Yield the scalars that an op sets where a gradient is not finite."""
+    if isinstance(op.kind, Unscale):
+        yield op.operands[-1]
+    elif op.loop is not None:
+        outside = dict(zip(op.loop.captured, op.loop.shared, strict=True))
+        yield from (outside[t] for inner in op.loop.body.ops for t in _flags(inner) if t in outside)
+
+
+_ROOT = Pointwise(function=FUNCTIONS["sqrt"])
+
+
+# -- stages halves -----------------------------------------------------------------------------------------------------
+# The backward pass of a step in two halves: gradients that are handed back first, those of weights behind them.
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The ops of a backward pass, those of weights apart."""
+
+    late: frozenset[Op]
+    """What reaches gradients of weights alone."""
+    apart: frozenset[Op]
+    """Ops in place whose result gets a storage of its own, as what they would overwrite is read by what comes late."""
+
+
+def _parts(ops: Sequence[Op], wanted: Collection[Tensor]) -> _Parts:
+    """Return which ops reach gradients of weights alone: all that what is wanted does not come from.
+
+    What cannot come later, as a tensor that it reads is overwritten by then, or the other way round, does not.
+    """
+    soon, read = set[Op](), set(wanted)
+    while True:
+        for op in reversed(ops):
+            if op in soon or not read.isdisjoint(op.results):
+                soon.add(op)
+                read |= {*op.operands}
+        late = [op for op in ops if op not in soon]
+        apart, moved = _overwriting(ops, late)
+        if not moved:
+            return _Parts(frozenset(late), frozenset(apart))
+        soon |= moved
+
+
+def _overwriting(ops: Sequence[Op], late: Collection[Op]) -> tuple[set[Op], set[Op]]:
+    """Return which ops need a storage of their own for the sake of late ones, and which of these have to come first."""
+    asked = {t for op in late for t in op.operands}
+    place: dict[Tensor, object] = {}
+    there: dict[object, set[Tensor]] = {}
+    apart, moved = set[Op](), set[Op]()
+    for op in ops:
+        for t in op.operands:
+            there.setdefault(place.setdefault(t, t.storage), set()).add(t)
+        if op in late:
+            continue
+        for i in op.kind.overwrites():
+            at = place[op.operands[i]]
+            spoiled = there[at] & asked
+            if spoiled and _fresh(op.kind) is not None:
+                apart.add(op)
+            else:
+                moved |= {o for o in late if not spoiled.isdisjoint(o.operands)}
+        read = {t.storage for t in op.operands}
+        before = (o for o in ops[: ops.index(op)] if o in late)
+        moved |= {o for o in before if any(o.operands[i].storage in read for i in o.kind.overwrites())}
+        for t in op.results:
+            same = next((place[o] for o in op.operands if o.storage is t.storage), t.storage)
+            place[t] = op if op in apart else same
+            there.setdefault(place[t], set()).add(t)
+    return apart, moved
+
+
+def _fresh(kind: OpKind) -> OpKind | None:
+    """Return the kind that does the same into a storage of its own, None where there is none."""
+    if isinstance(kind, Accumulate):
+        return Pointwise(function=FUNCTIONS["add"])
+    return replace(kind, inplace=False) if isinstance(kind, Pointwise) and kind.inplace else None
+
+
+class Halves(Rewriter):
+    """Copies a step, the backward pass of each micro-batch in two halves.
+
+    The first half makes the gradients that layers hand back, the second one those of weights: a loop over layers each.
+    What the second one needs of the first one is left behind, with a storage for each iteration.
+    """
+
+    def __init__(self, plan: Plan, *, whole: bool = False) -> None:
+        super().__init__()
+        assert plan.backward is not None
+        self.back, loop = plan.backward, plan.backward.loop
+        assert loop is not None
+        if loop.until or plan.before or any(t.producer is None and t.role != "formal" for t in loop.body.tensors):
+            raise UnsupportedError(
+                f"parallelize: schedule: {loop.op.name!r} goes back through layers of several kinds, or through a part "
+                f"of them, expected one loop to take gradients of weights out of"
+            )
+        self.plan, self.loop, self.held, self.whole = plan, loop, list[Op](), whole
+        before = [op for op in plan.home.ops if op.phase in BACK]
+        self.around = _parts(before[: before.index(self.back)], self.back.operands)
+        self.inside = _parts(loop.body.ops, loop.nexts)
+        self.again = set[Op]()
+        self.crossing = list(dict.fromkeys(self.needed()))
+
+    def needed(self) -> Iterator[Tensor]:
+        """Yield what gradients of weights need of what has gone before, and note the views of it to make again."""
+        ahead = [t for op in reversed(self.loop.body.ops) if op in self.inside.late for t in op.operands]
+        own = {*self.loop.slices, *self.loop.captured}
+        for t in ahead:  # it grows on the way
+            op = t.producer
+            if t in own or op in self.inside.late:
+                continue
+            if op is None or op in self.inside.apart or op.kind.overwrites() or not _is_view(op):
+                yield t
+            else:
+                self.again.add(op)
+                ahead += op.operands[:1] if isinstance(op.kind, Keep) else op.operands
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op: what comes late waits for the loop over layers."""
+        if op in self.around.late:
+            self.held.append(op)
+        elif op in self.around.apart or op in self.inside.apart:
+            kind = _fresh(op.kind)
+            assert kind is not None
+            self.add(op, kind, [self.tensors[t] for t in op.operands], new)
+        elif op is self.back:
+            self.both(new)
+        else:
+            super().emit(op, new, suffix)
+
+    # -- loops over layers -----------------------------------------------------------------------------------------
+
+    def both(self, new: Graph) -> None:
+        """Add the loop that hands gradients back, and that which makes gradients of weights."""
+        loop, late = self.loop, self.inside.late
+        outer = dict(zip(loop.slices, loop.xs, strict=True)) | dict(zip(loop.captured, loop.shared, strict=True))
+        given = {f: self.tensors[t] for f, t in outer.items()}
+        soon = [op for op in loop.body.ops if op not in late]
+        made = self.half(soon, given, loop.carries, new)
+        for op in self.held:
+            self.copy(op, new)
+        given = dict(zip(self.crossing, made, strict=True)) | given
+        self.half([op for op in loop.body.ops if op in late or op in self.again], given, (), new)
+        if self.whole:
+            self.keep_saved(new)
+
+    def keep_saved(self, new: Graph) -> None:
+        """Let what the forward pass has saved live until gradients of weights are there, as the graph of autograd does.
+
+        What is saved behind the last op with weights is not reached from any of these, and goes before.
+        """
+        late, home, loop = self.around.late, self.plan.home, self.loop
+        soon = [op for op in home.ops if op.phase in BACK and op not in late]
+        reached = {t for op in late for t in op.operands} & {t for op in soon for t in op.results}
+        read: list[Tensor] = []
+        for op in soon[: soon.index(self.back)]:
+            if not reached.isdisjoint(op.operands):
+                reached |= {*op.results}
+                read += op.operands
+        made = (t for i, t in enumerate(loop.op.results) if self.is_late(i, loop.body.outputs[i]))
+        outside = (t for op in self.held for t in op.results if t in home.outputs or {*home.successors(t)} - late)
+        for done, saved in ((next(made, None), loop.xs), (next(outside, None), read)):
+            kept = [t for t in dict.fromkeys(saved) if t.producer is not None and t.producer.phase == "forward"]
+            if done is not None and kept:
+                op = new.add_op(Keep(), [self.tensors[t] for t in (done, *kept)], f"{done.name}.kept", "backward")
+                op.scope = loop.op.scope
+                self.tensors[done] = op.results[0]
+
+    def half(
+        self, ops: Sequence[Op], given: Mapping[Tensor, Tensor], carries: Sequence[Tensor], new: Graph
+    ) -> Sequence[Tensor]:
+        """Add a loop of some of the ops of that which goes back, and return what it leaves for the other one."""
+        loop = self.loop
+        fixed, first = len(loop.nexts) + len(loop.ys), bool(carries)
+        outputs = [(i, t) for i, t in enumerate(loop.body.outputs) if self.is_late(i, t) != first]
+        crossing = self.crossing if first else []
+        read = {t for op in ops for t in op.operands} | {t for _, t in outputs}
+        slices = [t for t in given if t in read and t not in loop.captured]
+        shared = [t for t in given if t in read and t in loop.captured]
+        starts = [self.tensors[t] for t in loop.starts] if first else []
+        body = new.start_body(loop.body.name, fused=False)
+        for t in (*carries, *slices, *shared):
+            self.tensors[t] = self.formal(t, body)
+        for op in ops:
+            if op in self.again and not first and isinstance(op.kind, Keep):
+                self.tensors[op.results[0]] = self.tensors[op.operands[0]]
+            elif first:
+                self.emit(op, body)
+            else:
+                self.copy(op, body)
+        body.outputs += [body.adopt(self.tensors[t]) for t in (*(t for _, t in outputs), *crossing)]
+        saved = sum(i >= fixed for i, _ in outputs) + len(crossing)
+        kind = replace(bound_record(loop.kind, {}), body=body, carries=len(carries), xs=len(slices), saved=saved)
+        operands = [*starts, *(given[t] for t in (*slices, *shared))]
+        made = new.add_op(kind, operands, loop.op.name if first else f"{loop.op.name}.weights", loop.op.phase)
+        made.scope, body.owner = loop.op.scope, made
+        results = [loop.op.results[i] for i, _ in outputs]
+        self.tensors |= dict(zip(results, made.results[: len(results)], strict=True))
+        return made.results[len(results) :]
+
+    def is_late(self, i: int, t: Tensor) -> bool:
+        """Whether what a body returns is of the second half."""
+        return i >= len(self.loop.nexts) and t.producer in self.inside.late
+
+
+def _is_view(op: Op) -> bool:
+    return any(op.results[0].storage is t.storage for t in op.operands)
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+# Stages of a pipeline: the graphs of its ranks, cut out of a training step between layers.
+
+
+class Stage(NamedTuple):
+    """What a rank of a pipeline has."""
+
+    graph: Graph
+    waiting: Waiting | None = None
+    shared: frozenset[str] = frozenset()
+    """parameters that the rank at the other end has as well"""
+    meets: Mapping[str, str] = MappingProxyType({})
+    """where scalars of all ranks are put together, and how"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks of a pipeline that do the same."""
+
+    name: str
+    ranks: tuple[Poly, ...]
+    """of which one holds the most"""
+    alike: Poly
+    """how many"""
+    layers: Poly
+    first: bool = False
+    last: bool = False
+    between: Poly = ZERO
+    """how often it hands on what it has made to another group of its layers, by way of other ranks"""
+    runs: tuple[tuple[Poly, Poly], ...] = ()
+    """the first and the last of those that are neighbours"""
+
+
+def in_stages(
+    graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None, *,
+    torch: bool = False,
+) -> list[Stage]:  # fmt: skip
+    """Return the graphs of the first rank, of those in the middle and of the last one, with what they hold.
+
+    What waits for gradients of weights holds what these need, or under torch all that the forward pass has saved.
+    """
+    stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
+    need_choice("parallelize: schedule", schedule, SCHEDULES)
+    every = _listed(layers, stages)
+    groups = positive("parallelize: virtual", virtual)
+    if every:
+        stages = poly(len(every))
+    if stages == ONE:
+        for name, value in (("micro_batches", m), ("virtual", groups)):
+            if value != ONE:
+                raise UnsupportedError(f"parallelize: {name} is {value} of one stage, expected 1: a step accumulates")
+        return [Stage(graph)]
+    need_of_all("parallelize", graph)
+    groups = _groups(schedule, groups, every)
+    _, open_ones = asked(schedule, stages.expr, m.expr, groups.expr)
+    order = Order(schedule, stages, m, groups)
+    plan = planned(graph)
+    if plan.backward is None:
+        return _passes(graph, plan, order, every)
+    if order.splits:
+        graph = Halves(plan, whole=torch).run(graph)
+        plan = planned(graph)
+    if micro_batches_of(graph) != m:
+        raise GraphError(
+            f"parallelize: {m} micro_batches of graph {graph.name!r}, which has {micro_batches_of(graph)}, expected as "
+            f"many: training_step(accumulate={m})"
+        )
+    count = _count(plan)
+    kinds = (
+        _uneven(order, every) if every else _both_ways(order, count) if order.made.both_ways else _even(order, count)
+    )
+    conditions = [c for validity in open_ones for c in validity.conditions.declared]
+    wanted = [(c.formula, c.place, c.least) for c in conditions]
+    if groups != ONE:
+        wanted.append((count / (order.p * groups), f"layers of each of {groups} groups of a rank", 1))
+    if stages.constant is None:
+        wanted += [(stages, "stages of a pipeline", 2)]
+    shares, shared = cut(graph, plan, kinds, both_ways=order.made.both_ways)
+    made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
+    more = [[(kind.alike, "stages between the first and the last one", 1)] * bool(kind.alike.names()) for kind in kinds]
+    held = [
+        replace(waiting_of(order, k, torch=torch), asked=(*wanted, *own)) for k, own in zip(kinds, more, strict=True)
+    ]
+    twice = order.made.both_ways
+    ends = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
+    return list(map(Stage, made, held, ends, (share.meets for share in shares)))
+
+
+def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> list[Stage]:
+    """Return the graphs of the ranks of a forward pass: as many batches are on their way as there are micro-batches."""
+    if order.name != "1f1b" or order.v != ONE:
+        raise UnsupportedError(
+            f"parallelize: schedule {order.name!r} with {order.v} groups of layers of a rank, of graph {graph.name!r} "
+            f"that has no backward pass, expected neither to be stated: batches go through one after the other"
+        )
+    kinds = _uneven(order, every) if every else _even(order, _count(plan))
+    shares, _ = cut(graph, plan, kinds)
+    made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
+    return [Stage(g, Waiting((), (), FORWARD, order.p, order.m, k.alike)) for g, k in zip(made, kinds, strict=True)]
+
+
+def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
+    """Return the layers of each stage, nothing where they are even."""
+    if layers is None:
+        return ()
+    known = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    if not known or not all(type(n) is int and n > 0 for n in layers):  # type: ignore[attr-defined]
+        raise GraphError(f"parallelize: layers is {shown(layers)}, expected a whole number of layers for each stage")
+    every: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
+    if stages != poly(len(every)):
+        raise GraphError(f"parallelize: layers of {len(every)} stages, expected as many as pp, which is {stages}")
+    return every
+
+
+def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
+    """Return the groups of layers of a rank."""
+    made = SCHEDULES[schedule]
+    groups = poly(made.chunks) if made.chunks is not None and virtual == ONE else virtual
+    if every and groups != ONE:
+        raise UnsupportedError(f"parallelize: layers of stages with {groups} groups each, expected stages of one group")
+    return groups
+
+
+def _count(plan: Plan) -> Poly:
+    """Return the layers of all stages, those of another kind before them included: one symbol."""
+    assert plan.forward.loop is not None
+    count = plan.forward.loop.count + plan.before
+    names = sorted(count.names())
+    if len(names) != 1 or (plan.before and count != poly(symbol(names[0]))):
+        raise UnsupportedError(f"parallelize: pp of {count} layers, expected a number of layers that is one symbol")
+    return count
+
+
+def _even(order: Order, count: Poly) -> list[Kind]:
+    """Return the first rank, those in the middle, and the last one, with as many layers each."""
+    p, folded, between = order.p, order.made.folded, order.v - 1
+    share = poly(symbol(*count.names())) / p
+    # a folded pipeline turns around within its last rank, and ends where it has begun
+    last = Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
+    last = replace(last, runs=((p - 1, p - 1),))
+    kinds = [Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between, runs=((ZERO, ZERO),))]
+    if p.constant != 2:
+        ends = tuple(dict.fromkeys((ONE, p - 2)))
+        kinds.append(Kind("middle", ends, p - 2, share, between=between, runs=((ONE, p - 2),)))
+    return [*kinds, last]
+
+
+def _both_ways(order: Order, count: Poly) -> list[Kind]:
+    """Return the ranks at both ends, which have both ends of the model, and those between them, alike by twos."""
+    p, share = order.p, poly(symbol(*count.names())) / order.p
+    first, last = (Kind(n, (ZERO,), ONE, share, first=True, last=True, between=ONE) for n in ("first", "last"))
+    between = [Kind("middle", tuple(dict.fromkeys((ONE, p - 1))), 2 * p - 2, share, between=ONE)]
+    return [first, *between * (p != ONE), last]
+
+
+def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
+    """Return the first rank, those in the middle that have as many layers as each other, and the last one."""
+    last = len(every) - 1
+    kinds = [Kind("first", (ZERO,), ONE, poly(every[0]), first=True, runs=((ZERO, ZERO),))]
+    for n in dict.fromkeys(every[1:last]):
+        ranks = [i for i in range(1, last) if every[i] == n]
+        ends = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
+        name = "middle" if len({*every[1:last]}) == 1 else f"middle of {n}"
+        runs = tuple((poly(i), poly(i)) for i in ranks)
+        kinds.append(Kind(name, ends, poly(len(ranks)), poly(n), runs=runs))
+    end = poly(last)
+    return [*kinds, Kind("last", (end,), ONE, poly(every[last]), last=True, runs=((end, end),))]
+
+
+def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
+    """Return what a rank of some that do the same knows of the others."""
+    # of ranks in the middle, the first one has most that wait for their backward pass, the last one most for weights
+    ranks = kind.ranks if order.splits else kind.ranks[:1]
+    first, later = (
+        tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
+        for later in (False, True)
+    )
+    ends = order.ends(first=kind.first, last=kind.last, turns=kind.name == "last") if torch else (ZERO, ZERO)
+    return Waiting(
+        first, later, order.name, *order.whole, kind.alike, order.v, ranks=kind.runs, handed=torch, ends=ends
+    )
+
+
+def cut(
+    graph: Graph, plan: Plan, kinds: Sequence[Kind], *, both_ways: bool = False
+) -> tuple[list[Share], frozenset[str]]:
+    """Return what ranks do, and the parameters that another one has as well: those of both ends, or all of them."""
+    (name,) = _count(plan).names()
+    _need_apart(plan, name)
+    made = [
+        Share(
+            graph, plan, {name: kind.layers + (ZERO if kind.first else plan.before)},
+            first=kind.first, last=kind.last, between=kind.between, half=both_ways,
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    _need_own(plan, Share(graph, plan, {}, first=False, last=True))
+    if plan.backward is None:  # both ends have what they read
+        return made, frozenset()
+    own = made[0].used if made[0].last else Share(graph, plan, {}, first=False, last=False).used
+    tied = (made[0].used & made[-1].used) - own
+    if both_ways:
+        tied = {t for t in graph.tensors if t.role == "param"}
+    late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
+    if late is not None:
+        raise UnsupportedError(
+            f"parallelize: pp: the gradient of {late.name!r} has a part in the first and in the last stage and is gone "
+            f"before they meet, expected a step without optimizer_in_backward"
+        )
+    shared = frozenset(t.name for t in tied if t in graph.gradients)
+    if shared and any(share.clips for share in made):
+        raise UnsupportedError(
+            f"parallelize: pp: gradients are clipped by their norm, to which {min(shared)!r} of both ends would count "
+            f"twice, expected tables of one stage"
+        )
+    return made, shared
+
+
+def _need_own(plan: Plan, last: Share) -> None:
+    """Refuse layers that read what the last stage alone makes."""
+    again = next((op for op in last.kept if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
+    if again is not None:
+        raise UnsupportedError(
+            f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "
+            f"they make to the next one alone"
+        )
+
+
+class _Together(Rewriter):
+    """Adds up the gradients of parameters that the first and the last stage have both, before they are updated.
+
+    Scalars of all stages, of norms and of what is not finite, are put together too.
+    """
+
+    lies = True
+
+    def __init__(self, graph: Graph, stage: Stage) -> None:
+        super().__init__()
+        self.left = [_before_updates(g) for t, g in graph.gradients.items() if t.name in stage.shared]
+        self.stage = stage
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        if new.parent is None and op.name in self.stage.meets:
+            assert self.stage.waiting is not None
+            ranks, operation = self.stage.waiting.stages, self.stage.meets[op.name]
+            kind = Collective(collective="all_reduce", ranks=ranks, axis="pp", operation=operation)
+            self.add(op, kind, [self.tensors[t] for t in op.operands], new)
+            return
+        while self.left and op.phase == "optimizer" and new.parent is None:
+            g = self.left.pop()
+            kind = Collective(collective="all_reduce", ranks=poly(2), axis="pp")
+            made = new.add_op(kind, [self.tensors[g]], f"{g.name}.all_reduce", "backward")
+            self.tensors[g] = made.results[0]
+        super().emit(op, new, suffix)
+
+
+def _before_updates(gradient: Tensor) -> Tensor:
+    """Return what updates read of a gradient that stays: the buffer that it is a part of is seen once they are done."""
+    while gradient.producer is not None and gradient.producer.phase == "optimizer":
+        gradient = gradient.producer.operands[0]
+    return gradient
+
+
+def together(graph: Graph, stage: Stage) -> Graph:
+    """Return the graph of one rank of a stage, with what goes on between stages."""
+    made = _Together(graph, stage).run(graph) if stage.shared or stage.meets else graph
+    made.waiting = stage.waiting
+    return made
+
+
+def _need_apart(plan: Plan, layers: str) -> None:
+    """Refuse sizes outside of the layers that would change with their number."""
+    for op in {*plan.behind, *plan.ahead}:
+        for t in op.results:
+            if any(layers in n.names() for n in t.sizes):
+                raise UnsupportedError(
+                    f"parallelize: pp: {t!r} has a size of the {layers} layers, expected none outside"
+                )

@@ -1,0 +1,1072 @@
+"""Copying a graph in other number formats: casts in front of ops, formats of bodies and of what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import reduce as fold
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
+
+from ..algebra.polynomial import ZERO
+from ..algebra.symbols import shown
+from ..dtypes import DTYPES, DType, promote
+from ..dtypes import dtype as find_dtype
+from ..errors import CostGraphError, FormatError, GraphError, UnsupportedError
+from ..ir.graph import (
+    Graph,
+    Loop,
+    Op,
+    OpKind,
+    Storage,
+    Tensor,
+    base_name,
+    building,
+    need_choice,
+    need_flag,
+    need_graph,
+    need_name,
+    opened,
+)
+from ..ir.strides import Sizes
+from ..notation.pattern import Affine
+from ..notation.validation import READ, guarded
+from ..ops.einsum import Einsum
+from ..ops.elementwise import FUNCTIONS, Pointwise
+from ..ops.index import Gather, Scatter
+from ..ops.keep_alive import Keep
+from ..ops.layout import Concat, contiguous_copy
+from ..ops.loops import Kernel
+from ..ops.opaque import Opaque, exact, need_declared
+from ..ops.pooling import Pool
+from ..ops.reduce import REDUCTIONS, Reduce
+from .rewrite import Rewriter
+from .vjp.kernels import SCALED_MM, backward_rule, quantize, unscaled
+
+__all__ = [
+    "DEVICES",
+    "FALLBACK",
+    "WORDS",
+    "autocast_list",
+    "casts_inside",
+    "family",
+    "word",
+    "POLICIES",
+    "ParamFormats",
+    "Policy",
+    "find_policy",
+    "Carries",
+    "Records",
+    "common",
+    "is_float",
+    "Retyper",
+    "ScaledRetyper",
+    "apply_precision",
+]
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+# Which ops torch.autocast runs in another number format, and the words by which a policy names ops.
+#
+# Source of the lists: the kernels that torch 2.13 registers for AutocastCUDA and AutocastCPU. What torch has in its
+# list of widest formats (addcmul, scatter_add) needs no entry: ops with no entry run in the common format of their
+# operands.
+
+DEVICES = ("cuda", "cpu")
+
+_NORMS = ("norm", "batch_norm")
+_KERNELS = ("matmul", "addmm", "conv", "attention", "softmax", "log_softmax", "cross_entropy", *_NORMS, "nll")
+_POOLS = tuple(f"{operation}_pool{rank}d" for operation in ("max", "mean") for rank in (1, 2, 3))
+_OTHERS = ("concat", "gather", "scatter", "dropout")
+
+#: Names of ops that a policy may give a format: kernels by what they compute, all others by their function.
+WORDS: tuple[str, ...] = tuple(dict.fromkeys((*_KERNELS, *_POOLS, *_OTHERS, *FUNCTIONS, *REDUCTIONS)))
+
+#: What an op counts as where a policy does not name it.
+FALLBACK: Mapping[str, str] = MappingProxyType(
+    {"addmm": "matmul", "attention": "matmul", "cross_entropy": "log_softmax"}
+)
+
+_LOWER = ("matmul", "addmm", "conv", "attention")
+_FP32: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # square and relu2 call torch.pow
+        "cuda": (
+            "softmax", "log_softmax", "cross_entropy", "nll", "norm", "sum", "prod", "pow", "square", "relu2", "exp",
+            "expm1", "log", "log1p", "reciprocal", "rsqrt", "softplus",
+        ),
+        "cpu": ("cross_entropy", "nll", "prod", "max_pool3d", "mean_pool3d"),
+    }
+)  # fmt: skip
+
+_VIEWS = {"cast", "copy", "rearrange", "slice", "expand"}
+_SOFTMAX = {"max", "sub", "exp", "sum"}
+_NORM = {"mean", "sub", "square", "add", "rsqrt", "sqrt", "div", "mul", "fma"}
+_SUMS = {"log", "fill"}  # of each row, which a trace's kernels hand out, and what a generator would start from
+_SCORES = {
+    *_SOFTMAX, "matmul", "mul", "div", "add", "softcap", "dropout", "causal_mask", "masked_fill", "where", "maximum",
+    *_SUMS,
+}  # fmt: skip
+
+
+def autocast_list(device: str, low: str) -> dict[str, str]:
+    """Return the format of each op that torch.autocast casts for, where the lower precision is bf16 or fp16.
+
+    Lists of cuda and cpu differ: a CPU normalises and takes softmaxes in the format that comes in.
+    """
+    return dict.fromkeys(_LOWER, low) | dict.fromkeys(_FP32[device], "fp32")
+
+
+def casts_inside(device: str, name: str, given: str) -> bool:
+    """Whether torch's kernel reads the format that is given and converts on the way, so that no cast is launched."""
+    if device != "cuda":
+        return False
+    return name in ("sum", "prod", "concat") or (
+        name in ("softmax", "log_softmax", "cross_entropy") and given == "fp16"
+    )
+
+
+def word(op: Op) -> str:
+    """Return the word of an op; that of a kernel which is none of the known ones is its own name."""
+    match op.kind:
+        case Einsum(pattern=pattern, extents=extents):
+            if set(pattern.result_names).issuperset(extents):
+                return "mul"
+            return "conv" if any(isinstance(d, Affine) for o in pattern.operands for d in o) else "matmul"
+        case Kernel(body=body):
+            found = family(body)
+            if found == "log_softmax" and _is_loss(op):
+                return "cross_entropy"
+            return found or body.name
+        case Pointwise(function=function):
+            return function.name
+        case Reduce(operation=operation):
+            return operation
+        case Pool(pattern=pattern, operation=operation):
+            return f"{operation}_pool{sum(isinstance(d, Affine) for d in pattern.operands[0])}d"
+        case Opaque():
+            return base_name(op.name).rpartition("/")[2]
+    return op.kind.name
+
+
+def _is_loss(op: Op) -> bool:
+    """Whether log-probabilities go to the kernel that picks the targets' and nowhere else."""
+    readers = [r for t in op.results for r in op.graph.successors(t)]
+    return bool(readers) and all(r.body is not None and family(r.body) == "nll" for r in readers)
+
+
+def family(body: Graph) -> str | None:
+    """Return which of the kernels with a place in torch's lists a fused body is, by what it computes.
+
+    Names say little: a softmax may be called anything. Casts and views inside are left out of account.
+    """
+    words = [_inner(op) for op in body.walk() if op.body is None]
+    used = set(words) - _VIEWS
+    products = words.count("matmul") + words.count("conv")
+    if products == 1 and used <= {"matmul", "conv", "add"}:
+        return "conv" if "conv" in used else "addmm"
+    if products > 1 and _SOFTMAX <= used <= _SCORES:
+        return "attention"
+    if used in (_SOFTMAX | {"div"}, _SOFTMAX | {"log"}):
+        return "softmax" if "div" in used else "log_softmax"
+    if {"sub", "mul", "rsqrt"} <= used <= _NORM | {"lerp"} and ("mean" not in used or _over_the_batch(body)):
+        return "batch_norm"
+    if "mean" in used and "mul" in used and used & {"rsqrt", "sqrt"} and used <= _NORM:
+        return "norm"
+    return "nll" if used in ({"along", "mean", "neg"}, {"along", "mean"}) else None
+
+
+def _over_the_batch(body: Graph) -> bool:
+    """Whether means are taken of the first axis and a later one stays: of a channel, and not of a row."""
+    patterns = [op.kind.pattern for op in body.ops if isinstance(op.kind, Reduce)]
+    return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
+
+
+def _inner(op: Op) -> str:
+    return ("along" if op.kind.batch else "rows") if isinstance(op.kind, Gather) else word(op)
+
+
+# -- policy ------------------------------------------------------------------------------------------------------------
+# Policies: which number formats training keeps parameters, activations, gradients and optimizer state in.
+
+_SINGLE = ("params", "compute", "grads", "master", "moments", "matmul", "grad_matmul")
+
+
+class ParamFormats(NamedTuple):
+    """Number formats of what belongs to one parameter in training."""
+
+    param: DType
+    """the parameter"""
+    grad: DType
+    """its gradient, as kept for the optimizer"""
+    master: DType | None
+    """the optimizer's own copy of it; None where there is none"""
+    moments: DType
+    """optimizer state of its shape"""
+
+
+@guarded()
+@dataclass(frozen=True)
+class Policy:
+    """Number formats of training. None stands for what the graph declares.
+
+    Parameters
+    ----------
+    name : str
+        Name in reports and errors.
+    params : str, optional
+        Format of the parameters that are declared in the graph's default format.
+    compute : str, optional
+        Format of inputs, buffers and activations in the default format. Where it is not that of the parameters and
+        there is no autocast, each parameter is cast once before its first use.
+    grads : str, optional
+        Format that gradients of parameters are kept in; None: each in its parameter's.
+    master : str, optional
+        Format of a copy of the parameters that the optimizer keeps and updates; None: no copy. A parameter that is
+        as wide itself gets none.
+    moments : str, optional
+        Format of optimizer state; None: that of the master copy, or of the parameter.
+    autocast : mapping of str to str, optional
+        Ops that run in another format: by a word of `costgraph.transforms.precision.WORDS`, or the name of
+        a kernel or opaque op of the graph. None: every op runs in the format that it is given.
+    autocast_device : str
+        cuda or cpu: where torch converts within a kernel and where it launches a cast.
+    loss_scaling : bool
+        Whether the loss is multiplied by a scale, which the optimizer divides gradients by.
+    scopes : mapping of str to str
+        Formats of parts of the model: their parameters are kept in it and their ops run in it, without autocast.
+    matmul : str, optional
+        Format that both operands of linear layers are quantized to, with a scale for each tensor.
+    grad_matmul : str, optional
+        Format that the incoming gradient of such a layer is quantized to before its two products; None: `matmul`'s.
+
+    Raises
+    ------
+    FormatError
+        If a format is unknown or holds no fractions.
+    GraphError
+        If another argument is none.
+
+    Examples
+    --------
+    >>> from costgraph.transforms.precision import Policy
+    >>> Policy("lean", params="fp32", grads="bf16", moments="fp32").grads
+    'bf16'
+    """
+
+    name: str
+    params: str | None = None
+    compute: str | None = None
+    grads: str | None = None
+    master: str | None = None
+    moments: str | None = None
+    autocast: Annotated[Mapping[str, str] | None, READ] = field(default=None, hash=False)
+    autocast_device: str = "cuda"
+    loss_scaling: bool = False
+    scopes: Annotated[Mapping[str, str], READ] = field(default_factory=dict, hash=False)
+    matmul: str | None = None
+    grad_matmul: str | None = None
+
+    def __post_init__(self) -> None:
+        need_name("policy", self.name)
+        place = f"policy {self.name!r}"
+        need_flag(place, loss_scaling=self.loss_scaling)
+        need_choice(f"{place}: autocast_device", self.autocast_device, DEVICES)
+        for key in _SINGLE:
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, _format(f"{place}: {key}", getattr(self, key)))
+        for key in ("matmul", "grad_matmul"):
+            given = getattr(self, key)
+            if given is not None and (DTYPES[given].bits > 8 or DTYPES[given].scale or DTYPES[given].codes):
+                raise FormatError(
+                    f"{place}: {key} {given!r}, expected a format of 8 bits or fewer without block scales"
+                )
+        for key in ("autocast", "scopes"):
+            given = getattr(self, key)
+            if given is None and key == "autocast":
+                continue
+            if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
+                raise GraphError(f"{place}: {key} {shown(given)}, expected a mapping of names to formats")
+            found = {k: _format(f"{place}: {key} {k!r}", v) for k, v in given.items()}
+            object.__setattr__(self, key, MappingProxyType(found))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a read-only view of a mapping cannot be pickled
+        values = (getattr(self, f.name) for f in fields(self))
+        return type(self), tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
+
+    @property
+    def matmul_dtype(self) -> str | None:
+        """Format in which most products run: set by quantized operands, by autocast, or by activations."""
+        return self.matmul or (self.autocast or {}).get("matmul") or self.compute
+
+    def scope_format(self, name: str) -> DType | None:
+        """Return the format of the innermost named scope that an op or parameter is in, None where it is in none."""
+        found = [s for s in self.scopes if name == s or name.startswith(f"{s}/")]
+        return find_dtype(self.scopes[max(found, key=len)]) if found else None
+
+    def formats_of(self, param: Tensor) -> ParamFormats:
+        """Return the formats of a parameter of a graph that `apply_precision` made with this policy.
+
+        Parameters
+        ----------
+        param : Tensor
+            The parameter, in the format that it is kept in.
+
+        Returns
+        -------
+        ParamFormats
+            A parameter in a format of its own (of a scope, or declared) has its gradient in the wider of that and
+            `grads`.
+
+        Raises
+        ------
+        GraphError
+            If it is something else than a parameter.
+        """
+        if not isinstance(param, Tensor) or param.role != "param":
+            raise GraphError(f"policy {self.name!r}: formats of {shown(param)}, expected a parameter")
+        own = param.dtype
+        grad = own if self.grads is None else find_dtype(self.grads)
+        if self.params is not None and own.name != self.params:
+            grad = promote(own, grad)
+        master = None if self.master is None else find_dtype(self.master)
+        if master is not None and promote(own, master) == own:
+            master = None
+        moments = find_dtype(self.moments) if self.moments is not None else master or own
+        return ParamFormats(own, grad, master, moments)
+
+
+def _format(place: str, value: object) -> str:
+    try:
+        found = find_dtype(value)
+    except CostGraphError as error:
+        raise FormatError(f"{place}: {error}") from None
+    if found.kind != "float":
+        raise FormatError(f"{place}: {found.name!r}, expected a floating format")
+    return found.name
+
+
+def _mixed(name: str, device: str, low: str) -> Policy:
+    return Policy(
+        name,
+        params="fp32",
+        compute="fp32",
+        autocast=autocast_list(device, low),
+        autocast_device=device,
+        loss_scaling=low == "fp16",  # a gradient in fp16 underflows, one in bf16 has the range of fp32
+    )
+
+
+def _plain(name: str, device: str) -> Policy:
+    formats: dict[str, dict[str, str]] = {
+        "fp32": {"params": "fp32", "compute": "fp32"},
+        "bf16": {"params": "bf16", "compute": "bf16", "moments": "fp32"},
+        "bf16-master": {"params": "bf16", "compute": "bf16", "master": "fp32", "moments": "fp32"},
+        "megatron-bf16": {"params": "bf16", "compute": "bf16", "grads": "fp32", "master": "fp32", "moments": "fp32"},
+        "fp8": {
+            "params": "bf16", "compute": "bf16", "moments": "fp32", "matmul": "fp8_e4m3", "grad_matmul": "fp8_e5m2",
+        },
+        "declared": {},
+    }  # fmt: skip
+    return Policy(name, autocast_device=device, **formats[name])  # type: ignore[arg-type]  # formats are names
+
+
+#: Names that `find_policy` knows.
+POLICIES = ("fp32", "bf16", "bf16-master", "bf16-mixed", "fp16-mixed", "megatron-bf16", "fp8")
+
+
+def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy:
+    """Return the policy that a name or a mapping stands for; a policy is returned as it is.
+
+    Parameters
+    ----------
+    policy : None, str, mapping or Policy
+        None keeps every format as declared. A name of `POLICIES`:
+
+        - fp32: everything in fp32.
+        - bf16: weights, activations and gradients in bf16, optimizer state in fp32. Lightning's bf16-true, torch's
+          optimizers over a model in bf16, is None on a graph in bf16: the state is in bf16, too. The `bf16=True` of
+          transformers' Trainer and of Accelerate is bf16-mixed.
+        - bf16-master: the same with a master copy in fp32.
+        - bf16-mixed, fp16-mixed: torch.autocast over weights and gradients in fp32, for fp16 with a scaled loss, as
+          bf16-mixed and 16-mixed of Lightning.
+        - megatron-bf16: weights and activations in bf16; gradients, master copy and optimizer state in fp32.
+        - fp8: as bf16, linear layers quantized to E4M3 forward and E5M2 for incoming gradients.
+
+        A mapping such as `{"matmul": "bf16", "softmax": "fp32"}` gives ops formats as autocast does, with the words
+        of `costgraph.transforms.precision.WORDS`, and leaves all else as declared.
+    autocast_device : str, optional
+        cuda (by default) or cpu, whose lists of ops differ; a Policy states its own.
+
+    Returns
+    -------
+    Policy
+        Of that name; of None it is named declared, of a mapping custom.
+
+    Raises
+    ------
+    GraphError, FormatError
+        If the policy, a device or a format is unknown.
+
+    Examples
+    --------
+    >>> from costgraph.transforms.precision import find_policy
+    >>> find_policy("megatron-bf16").grads, find_policy("fp16-mixed").loss_scaling
+    ('fp32', True)
+    """
+    device = "cuda" if autocast_device is None else autocast_device
+    need_choice("policy: autocast_device", device, DEVICES)
+    if isinstance(policy, Policy):
+        if autocast_device not in (None, policy.autocast_device):
+            raise GraphError(
+                f"policy {policy.name!r}: autocast_device {device!r}, expected it stated in the policy, which has "
+                f"{policy.autocast_device!r}"
+            )
+        return policy
+    if policy is None:
+        return _plain("declared", device)
+    if isinstance(policy, Mapping):
+        return Policy("custom", autocast=policy, autocast_device=device)
+    need_choice("policy", policy, POLICIES)
+    name = str(policy)
+    return _mixed(name, device, name.partition("-")[0]) if name.endswith("-mixed") else _plain(name, device)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+# Formats that stand in records of ops, and those that carries of loops settle on.
+
+
+def is_float(t: Tensor) -> bool:
+    """Whether a tensor holds fractions: all others keep their format."""
+    return t.dtype.kind == "float"
+
+
+def common(tensors: Sequence[Tensor]) -> DType:
+    """Return the common format of tensors, as torch promotes."""
+    return fold(promote, (t.dtype for t in tensors if is_float(t)))
+
+
+def _derived(tensors: Sequence[Tensor]) -> DType | None:
+    try:
+        return fold(promote, (t.dtype for t in tensors))
+    except FormatError:
+        return None  # floats of 8 bits: the format of the result was stated
+
+
+class Carries:
+    """Formats that carries of loops have in all iterations, found by rewriting until nothing changes."""
+
+    def __init__(self) -> None:
+        self.settled: dict[tuple[Op, int], DType] = {}
+        self.seen: dict[tuple[Op, int], list[DType]] = {}
+        self.changed = False
+
+    def settle(self, op: Op, i: int, entry: DType, after: DType) -> None:
+        """Take note of a body that was given one format and handed out another."""
+        seen = self.seen.setdefault((op, i), [entry])
+        # a body that goes back and forth is held at a format that loses nothing
+        wanted = fold(promote, seen, after) if after in seen else after
+        if wanted != entry:
+            self.settled[op, i] = wanted
+            self.changed = True
+        if after not in seen:
+            seen.append(after)
+
+
+class Records:
+    """Formats in records of ops, as the rewritten operands have them; scopes of the policy have formats of their own.
+
+    `default` is the default format of the old graph, `base` what stands for it, and `given` the format that an input of
+    a body, of the old graph, is taken in.
+    """
+
+    def __init__(self, policy: Policy, default: DType, base: DType, given: Mapping[Tensor, DType]) -> None:
+        self.policy, self.default, self.base, self.given = policy, default, base, given
+
+    def of(self, op: Op, operands: Sequence[Tensor]) -> OpKind:
+        """Return the record of an op for other operands; a body is still the old one."""
+        kind = op.kind
+        if isinstance(kind, Opaque):
+            return replace(kind, outputs=self._stated(op, kind, operands))
+        if isinstance(kind, Einsum):
+            return self._contraction(op, kind, operands)
+        if isinstance(kind, Pointwise) and kind.inplace and kind.dtype is None:
+            own = operands[0].dtype
+            mixed = own.kind == "float" and any(t.dtype != own for t in operands[1:])
+            return replace(kind, dtype=own) if mixed else kind  # written into it, whatever is computed
+        changed: dict[str, Any] = {
+            name: self._same_as(op, v) if isinstance(v, DType) else self._declared(v, op)
+            for name, v in kind.stated().items()
+        }
+        return replace(kind, **changed)
+
+    def _contraction(self, op: Op, kind: Einsum, operands: Sequence[Tensor]) -> Einsum:
+        old = kind.dtype
+        new = _derived(operands) if old == _derived(op.operands) else None
+        dtype = self._same_as(op, old) if new is None else new
+        return replace(kind, dtype=dtype, workspace=kind.workspace * dtype.bits / old.bits)
+
+    def _same_as(self, op: Op, stated: DType) -> DType:
+        """Return a format that an op states: inside a kernel, of the operand that had it."""
+        graph = op.graph
+        while graph.fused and graph.formals:
+            for i, f in enumerate(graph.formals):
+                if f.dtype == stated and (i == 0 or stated == self.default):
+                    return self.given[f]
+            if graph.parent is None:
+                break
+            graph = graph.parent
+        return self._declared(stated, op)  # type: ignore[no-any-return]  # a format stays one
+
+    def _declared(self, value: Any, op: Op) -> Any:
+        """Return a fact with the policy's format in place of the default one."""
+        if isinstance(value, DType):
+            own = self.policy.scope_format(op.name)
+            return (own or self.base) if value == self.default and value.kind == "float" else value
+        if isinstance(value, tuple):
+            return tuple(self._declared(v, op) for v in value)
+        if isinstance(value, Mapping):
+            return {k: self._declared(v, op) for k, v in value.items()}
+        return value
+
+    def _stated(self, op: Op, kind: Opaque, operands: Sequence[Tensor]) -> tuple[tuple[Sizes, DType], ...]:
+        """Return outputs of an opaque op; those in the default format are in that of the operands that had it."""
+        default = self.default
+        given = [t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)]
+        own = common(given) if given else self._declared(default, op)
+        outputs = tuple((sizes, own if dtype == default else dtype) for sizes, dtype in kind.outputs)
+        before = [t.dtype for t in op.operands], [t.dtype for t in op.results]
+        for what, amounts, old, new in (
+            ("reads", kind.bytes_read, before[0], [t.dtype for t in operands]),
+            ("writes", kind.bytes_written, before[1], [dtype for _, dtype in outputs]),
+        ):
+            if amounts is not None and old != new:
+                raise UnsupportedError(
+                    f"opaque {op.name!r}: states the bytes that it {what}, of formats that go from "
+                    f"{', '.join(d.name for d in old)} to {', '.join(d.name for d in new)}; expected none stated, or a "
+                    f"policy that keeps its formats"
+                )
+        return outputs
+
+
+# -- retype ------------------------------------------------------------------------------------------------------------
+
+#: Families of kernels that take means and variances.
+
+
+class Retyper(Rewriter):
+    """Copies a graph op by op, each in the formats that its operands have by then."""
+
+    def __init__(self, policy: Policy, old: Graph, carries: Carries) -> None:
+        super().__init__()
+        self.policy, self.carries = policy, carries
+        self.default = old.dtype
+        self.base = old.dtype if policy.compute is None else DTYPES[policy.compute]
+        self.given: dict[Tensor, DType] = {}
+        """Format that an input of a body, of the old graph, is taken in."""
+        self.records = Records(policy, self.default, self.base, self.given)
+        self.sources: dict[Tensor, Tensor] = {}
+        """What an input of a body stands for outside, where it is one and the same in all iterations."""
+        self.slices: dict[Tensor, Tensor] = {}
+        """Parameter whose storage for one iteration an input of a body is."""
+        self.cached: dict[tuple[Tensor, DType], Any] = {}
+        """Casts of parameters, made once."""
+        self.scoped: set[Tensor] = set()
+        """What ops and parameters of a scope with a format of its own hand out."""
+        self.exact = exact(old) | _made_in_a_format(old)
+        """Ops that integers alone decide, and those whose format a program states, which keep their formats."""
+        self.kernels: list[Op] = []
+        """Kernels, those around first, whose body is copied with no look at the policy."""
+
+    # -- sources -------------------------------------------------------------------------------------------------
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
+        """Copy an input, parameter, buffer or cache; what is in the default format follows the policy."""
+        made = super().source(old, new, suffix)
+        if old.dtype == self.default and is_float(old):
+            scope = self.policy.scope_format(old.name)
+            if old.role == "param":
+                params = self.policy.params
+                wanted = scope or (old.dtype if params is None else DTYPES[params])
+            else:
+                wanted = scope or self.base
+            _give_format(made, wanted)
+            if scope is not None:
+                self.scoped.add(made)
+        return made
+
+    def leaf(self, t: Tensor) -> Tensor:
+        """Return the tensor that one stands for where it was declared or made."""
+        while t in self.sources:
+            t = self.sources[t]
+        return t
+
+    def param(self, t: Tensor) -> Tensor | None:
+        """Return the parameter that a tensor is, None if it is something else or a view of one."""
+        leaf = self.leaf(t)
+        declared = self.slices.get(leaf, leaf)
+        return leaf if declared.role == "param" and declared.producer is None else None
+
+    # -- casts ---------------------------------------------------------------------------------------------------
+
+    def cast(self, t: Tensor, wanted: DType, graph: Graph, name: str) -> Tensor:
+        """Add a cast in front of what is added next."""
+        made: Tensor = graph.add_op(Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], name).results[0]
+        return made
+
+    def once(self, t: Tensor, key: DType, make: Callable[[Graph, Tensor, str], Any]) -> Any:
+        """Return what stands for a parameter, made once where it lives."""
+        leaf = self.leaf(t)
+        if (leaf, key) not in self.cached:
+            name = self.slices.get(leaf, leaf).name
+            self.cached[leaf, key] = make(leaf.graph, leaf, name)
+        return self.cached[leaf, key]
+
+    def converted(self, t: Tensor, wanted: DType, op: Op, new: Graph) -> Tensor:
+        """Return a tensor in another format."""
+        if self._is_kept(t, wanted, op) and not new.fused:
+            made: Tensor = self.once(
+                t, wanted, lambda graph, leaf, name: self.cast(leaf, wanted, graph, f"{name}.cast")
+            )
+            return made
+        return self.cast(t, wanted, new, f"{op.scope}/cast" if op.scope else "cast")
+
+    def _is_kept(self, t: Tensor, wanted: DType, op: Op) -> bool:
+        leaf = self.param(t)
+        if leaf is None:
+            return False
+        if self.policy.autocast is None or self.policy.scope_format(op.name) is not None:
+            return True
+        # torch caches what it makes narrower, of leaves that want a gradient
+        return self.slices.get(leaf, leaf).requires_grad and wanted.bits < leaf.dtype.bits
+
+    # -- ops -----------------------------------------------------------------------------------------------------
+
+    def listed(self, op: Op) -> DType | None:
+        """Return the format that autocast runs an op in, None if it has none of its own."""
+        table = self.policy.autocast
+        if table is None or op.kind.overwrites():  # torch casts for no op that writes into its operand
+            return None
+        name = word(op)
+        keys = [name, FALLBACK.get(name, "")]
+        if op.body is not None:
+            keys.insert(0, op.body.name)
+        found = next((table[k] for k in keys if k in table), None)
+        return None if found is None else DTYPES[found]
+
+    def wanted(self, op: Op, old: Tensor, t: Tensor) -> DType | None:
+        """Return the format that an op takes an operand in, None for the one that it has."""
+        if not is_float(t):
+            return None
+        follows = old.dtype == self.default
+        scope = self.policy.scope_format(op.name)
+        if scope is not None:
+            return scope if follows else None
+        if self.policy.autocast is not None:
+            return None if t.dtype.name == "fp64" else self.listed(op)
+        return self.base if follows and (self.param(t) is not None or t in self.scoped) else None
+
+    def operands(self, op: Op, new: Graph) -> list[Tensor]:
+        """Return what stands for the operands of an op, in the formats that it takes."""
+        tensors = [self.tensors[t] for t in op.operands]
+        if self.kernels:
+            return tensors
+        done: dict[Tensor, Tensor] = {}
+        for i, (old, t) in enumerate(zip(op.operands, tensors, strict=True)):
+            wanted = None if i == 0 and op.kind.overwrites() else self.wanted(op, old, t)
+            if wanted is not None and wanted != t.dtype:
+                if t not in done:
+                    done[t] = self.converted(t, wanted, op, new)
+                tensors[i] = done[t]
+        return tensors
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        if op in self.exact:
+            self.copy(op, new, suffix)
+        elif op.loop is not None:
+            self._loop(op, op.loop, new)
+        elif isinstance(op.kind, Kernel):
+            self._kernel(op, op.kind, new)
+        elif isinstance(op.kind, Keep) and op.kind.asked is not None:
+            self._asked(op, op.kind, op.kind.asked, new)
+        else:
+            self._plain(op, new)
+        if self.policy.scope_format(op.name) is not None and not self.kernels:
+            self.scoped.update(self.tensors[t] for t in op.results)
+
+    def _plain(self, op: Op, new: Graph) -> None:
+        inside = self._inside(op, new)
+        if inside is not None:
+            self._with_casts(op, new, [self.tensors[t] for t in op.operands], inside)
+            return
+        operands = self.operands(op, new)
+        if self._is_idle(op, operands[0] if operands else None):
+            self.tensors[op.results[0]] = operands[0]
+            return
+        if isinstance(op.kind, Concat | Scatter) and len({t.dtype for t in operands if is_float(t)}) > 1:
+            own = operands[0].dtype if op.kind.overwrites() else common(operands)
+            if casts_inside(self.policy.autocast_device, word(op), own.name) and not new.fused:
+                self._with_casts(op, new, operands, own)
+                return
+            operands = [self.converted(t, own, op, new) if is_float(t) and t.dtype != own else t for t in operands]
+        self.add(op, self.records.of(op, operands), operands, new)
+
+    def _asked(self, op: Op, kind: Keep, asked: DType, new: Graph) -> None:
+        """Cast to the format that a program asks for: under autocast nobody knows which one follows from another."""
+        (t,) = (self.tensors[t] for t in op.operands)
+        follows = not kind.fixed and asked == self.default
+        wanted = asked if not follows else self.base if self.policy.autocast is None else t.dtype
+        if wanted == t.dtype:
+            self.add(op, replace(kind, asked=wanted), [t], new)
+        else:
+            self.add(op, Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], new)
+
+    def _inside(self, op: Op, new: Graph) -> DType | None:
+        """Return the format that a kernel of torch converts to as it reads, None where it takes what it is given."""
+        if self.kernels or new.fused or self.policy.scope_format(op.name) is not None:
+            return None
+        listed = self.listed(op)
+        given = self.tensors[op.operands[0]] if op.operands else None
+        if listed is None or given is None or not is_float(given) or given.dtype.bits >= listed.bits:
+            return None
+        return listed if casts_inside(self.policy.autocast_device, word(op), given.dtype.name) else None
+
+    def _with_casts(self, op: Op, new: Graph, operands: Sequence[Tensor], wanted: DType) -> None:
+        """Add an op and the casts of its operands as one kernel."""
+        body = new.start_body(word(op), fused=True)
+        read = [body.adopt(t) for t in operands]  # in their order
+        inner = [self.cast(t, wanted, body, f"{op.name}/cast") if t.dtype != wanted else t for t in read]
+        made = body.add_op(self.records.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
+        body.outputs += made.results
+        self.add(op, Kernel(body=body, backward="ops"), body.captured, new)
+
+    def _is_idle(self, op: Op, t: Tensor | None) -> bool:
+        """Whether a cast has nothing left to do. What a body hands out keeps a storage of its own."""
+        if word(op) != "cast" or t is None:
+            return False
+        kind = self.records.of(op, [t])
+        if not isinstance(kind, Pointwise) or kind.dtype != t.dtype:
+            return False
+        handed = op.graph.parent is not None and op.results[0] in op.graph.outputs
+        return not handed or (t.role == "activation" and not t.is_view and op.graph.fused)
+
+    # -- bodies --------------------------------------------------------------------------------------------------
+
+    def _kernel(self, op: Op, kind: Kernel, new: Graph) -> None:
+        known = family(kind.body) is not None
+        inside = self._inside(op, new)
+        operands = [self.tensors[t] for t in op.operands]
+        whole = bool(
+            self.kernels
+            or known
+            or self.listed(op)
+            or self.policy.autocast is None
+            or self.policy.scope_format(op.name)
+        )
+        # other kernels are what a compiler makes of ops that autocast has looked at one by one
+        if whole:
+            operands = operands if inside is not None else self.operands(op, new)
+            self.kernels.append(op)
+        body, operands = self._body(op, new, operands, inside)
+        if whole:
+            self.kernels.pop()
+        if known and inside is None:
+            self._like_the_first(op, kind.body, body)
+        self.add(op, replace(kind, body=body), operands, new)
+
+    def _like_the_first(self, op: Op, old: Graph, body: Graph) -> None:
+        """Hand out the format of the first operand where the old kernel did, as torch's kernels do.
+
+        What follows are sums and statistics as the kernel has them, those of attention in fp32 at least. Norms on a CPU
+        hand them out in the format of all that they are given, where that is one.
+        """
+        first, wanted, name = old.formals[0].dtype, self.given[old.formals[0]], family(old)
+        alike = all(self.given[f] == wanted for f in old.formals if f.dtype == first)
+        on_a_cpu = alike and op.call is not None and not op.call.rule and name in _NORMS
+        for i, before in enumerate(old.outputs):
+            t = body.outputs[i]
+            asked = wanted if not i or on_a_cpu else promote(t.dtype, DTYPES["fp32"]) if name == "attention" else None
+            if asked is not None and before.dtype == first and t.dtype != asked and is_float(t):
+                body.outputs[i] = self.cast(t, asked, body, f"{t.name}.cast")
+
+    def _body(
+        self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
+    ) -> tuple[Graph, list[Tensor]]:
+        """Copy a body for operands in other formats; return it and the operands that it has in the end."""
+        old, loop = op.body, op.loop
+        assert old is not None
+        carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
+        wide = _statistics(op, operands[0]) if old.fused and operands else None
+        body = new.start_body(old.name, fused=old.fused)
+        for i, (f, t, before) in enumerate(zip(old.formals, operands, op.operands, strict=True)):
+            made = self.formal(f, body)
+            _give_format(made, t.dtype)
+            if f in slices:
+                self._slice(made, t, before)
+            elif f not in carries:
+                made.strides, made.offset = t.strides, t.offset  # a cast lies dense in memory
+                self.sources[made] = t
+            self.tensors[f], self.given[f] = made, inside if inside is not None and is_float(t) else t.dtype
+            calculated = wide if i == 0 and wide is not None else self.given[f]
+            if calculated != t.dtype:
+                self.tensors[f] = self.cast(made, calculated, body, f"{op.name}/cast")
+        self.fill(old, body)
+        body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
+        return body, self._used(old, body, operands, {*carries, *slices})
+
+    def _slice(self, made: Tensor, t: Tensor, before: Tensor) -> None:
+        if t.strides != before.strides:
+            made.strides = t.strides[1:]
+        declared = self.slices.get(self.leaf(t), self.leaf(t))
+        if declared.role == "param" and declared.storage.pieces and declared.producer is None:
+            self.slices[made] = declared
+
+    def _used(self, old: Graph, body: Graph, operands: Sequence[Tensor], fixed: set[Tensor]) -> list[Tensor]:
+        """Drop inputs of a body that only their casts outside are read for now, and add those casts."""
+        kept, formals = list[Tensor](), list[Tensor]()
+        for f, made, t in zip(old.formals, body.formals, operands, strict=False):
+            idle = f not in fixed and not any(body.successors(made)) and made not in body.outputs
+            if idle and (any(old.successors(f)) or f in old.outputs):
+                body.remove_node(made)
+            else:
+                kept.append(t)
+                formals.append(made)
+        body.formals[:] = formals + body.formals[len(operands) :]
+        return [*kept, *body.captured]
+
+    def _loop(self, op: Op, loop: Loop, new: Graph) -> None:
+        operands = [self.tensors[t] for t in op.operands]
+        for i in range(len(loop.starts)):
+            settled = self.carries.settled.get((op, i))
+            if settled is not None and settled != operands[i].dtype:
+                operands[i] = self.cast(operands[i], settled, new, f"{op.name}/cast")
+        body, operands = self._body(op, new, operands)
+        for i in range(len(loop.starts)):
+            entry, after = operands[i].dtype, body.outputs[i]
+            if after.dtype != entry:
+                self.carries.settle(op, i, entry, after.dtype)
+                after = self.cast(after, entry, body, f"{op.name}/cast")
+            with building(body):
+                body.outputs[i] = contiguous_copy(after)
+        self.add(op, replace(loop.kind, body=body), operands, new)
+
+
+def _made_in_a_format(graph: Graph) -> set[Op]:
+    """Return the ops that make numbers of nothing, or of integers, in a format that a program states."""
+    asking = (op for op in graph.walk() if isinstance(op.kind, Keep) and op.kind.fixed)
+    makers = (t.producer for op in asking for t in op.operands)
+    return {m for m in makers if m is not None and not any(map(is_float, m.operands))}
+
+
+def _statistics(op: Op, x: Tensor) -> DType | None:
+    """Return the format that a kernel takes means and variances in, None for that of its operand: fp32 at least."""
+    assert op.body is not None
+    if not is_float(x) or family(op.body) not in _NORMS:
+        return None
+    return promote(x.dtype, DTYPES["fp32"])
+
+
+def _give_format(t: Tensor, wanted: DType) -> None:
+    t.dtype = wanted
+    t.storage = Storage(t.name, t.sizes, wanted, t.role, t.storage.pieces)
+
+
+# -- scaled ------------------------------------------------------------------------------------------------------------
+# Linear layers in formats of 8 bits: operands quantized with a scale for each tensor.
+
+
+def _product(op: Op) -> Op | None:
+    """Return the one contraction of an op that may be a linear layer."""
+    if op.body is not None:
+        if not isinstance(op.kind, Kernel) or family(op.body) != "addmm":
+            return None
+        op = next(o for o in op.body.ops if isinstance(o.kind, Einsum))
+    return op if isinstance(op.kind, Einsum) and word(op) == "matmul" and len(op.operands) == 2 else None
+
+
+def _quantize(graph: Graph, t: Tensor, name: str, wanted: DType) -> tuple[Tensor, Tensor]:
+    """Quantize a tensor in some graph, under some name."""
+    with opened(graph=graph, levels=tuple(name.split("/")) if name else ()):
+        return quantize(t, wanted)
+
+
+class ScaledRetyper(Retyper):
+    """Copies a graph in other formats, and its linear layers in the policy's `matmul`."""
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        if not new.fused and self._is_scaled(op):
+            self._place_scaled(op, new)
+        else:
+            super().emit(op, new, suffix)
+
+    def _is_scaled(self, op: Op) -> bool:
+        if self.policy.matmul is None or self.kernels or self.policy.scope_format(op.name) is not None:
+            return False
+        return self.listed(op) is None and self._is_linear(op)
+
+    def _is_linear(self, op: Op) -> bool:
+        """Whether an op multiplies activations by a parameter, both in the format of activations."""
+        product = _product(op)
+        if product is None:
+            return False
+        outer = [self._outside(op, t) for t in product.operands]
+        if any(t is None or not is_float(t) or t.dtype.bits < 16 or not t.ndim for t in outer):
+            return False
+        weights = [t for t in outer if t is not None and self._is_weight(t)]
+        return len(weights) == 1 and all(t.dtype == self.default for t in product.operands)
+
+    def _outside(self, op: Op, t: Tensor) -> Tensor | None:
+        """Return the rewritten tensor that an operand of the product stands for, None if it is made in the kernel."""
+        if op.body is None:
+            made: Tensor = self.tensors[t]
+            return made
+        if t not in op.body.formals:
+            return None
+        outer: Tensor = self.tensors[op.operands[op.body.formals.index(t)]]
+        return outer
+
+    def _is_weight(self, t: Tensor) -> bool:
+        leaf = self.leaf(t)
+        while leaf.is_view and leaf.producer is not None:
+            leaf = self.leaf(leaf.producer.operands[0])
+        return self.slices.get(leaf, leaf).role == "param"
+
+    def _place_scaled(self, op: Op, new: Graph) -> None:
+        """Add a linear layer whose product reads quantized operands, as one kernel with its bias."""
+        product = _product(op)
+        assert product is not None
+        wanted = DTYPES[self.policy.matmul or ""]
+        pairs = []
+        for t in product.operands:
+            outer = self._outside(op, t)
+            assert outer is not None
+            if self.param(outer) is not None:
+                pairs.append(self.once(outer, wanted, lambda graph, leaf, name: _quantize(graph, leaf, name, wanted)))
+            else:
+                pairs.append(_quantize(new, outer, op.scope, wanted))
+        old = op.body
+        body = new.start_body(SCALED_MM if old is None else old.name, fused=True)
+        y = self._multiplied(op, product, pairs, body)
+        if old is None:
+            body.outputs.append(y)
+        else:
+            self._add_bias(op, product, y, new, body)
+        kind = Kernel(
+            body=body,
+            workspace=ZERO if old is None else op.workspace,
+            backward=backward_rule(self.policy.grad_matmul or wanted.name),
+        )
+        self.add(op, kind, body.captured, new)
+
+    def _multiplied(self, op: Op, product: Op, pairs: Sequence[tuple[Tensor, Tensor]], body: Graph) -> Tensor:
+        """Multiply narrow copies and divide by their scales."""
+        (x, x_scale), (w, w_scale) = pairs
+        name = product.name if product is not op else f"{op.name}/matmul"
+        assert isinstance(product.kind, Einsum)
+        (y,) = body.add_op(replace(product.kind, dtype=DTYPES["fp32"]), [x, w], name, op.phase).results
+        with opened(graph=body, levels=tuple(op.name.split("/"))):
+            return unscaled(y, x_scale, w_scale, self.base)
+
+    def _add_bias(self, op: Op, product: Op, y: Tensor, new: Graph, body: Graph) -> None:
+        """Copy what a kernel does with its product."""
+        old = op.body
+        assert old is not None
+        self.tensors[product.results[0]] = y
+        for f, t in zip(old.formals, op.operands, strict=True):
+            given = self.tensors[t]
+            wanted = None if f in product.operands else self.wanted(op, t, given)
+            if wanted is not None and wanted != given.dtype:
+                given = self.converted(given, wanted, op, new)
+            self.tensors[f], self.given[f] = given, given.dtype
+        self.kernels.append(op)
+        for inner in old.ops:
+            if inner is not product:
+                self.emit(inner, body)
+        self.kernels.pop()
+        body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+# Number formats of training: a forward graph rewritten to the formats of a policy, with every cast an op.
+
+
+def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None = None) -> Graph:
+    """Rewrite a forward graph to the number formats of a policy.
+
+    Parameters
+    ----------
+    graph : Graph
+        The forward pass; it stays as it is.
+    policy : None, str, mapping or Policy
+        As in `costgraph.transforms.precision.find_policy`.
+    autocast_device : str, optional
+        cuda (by default) or cpu, whose lists of ops differ.
+
+    Returns
+    -------
+    Graph
+        What was declared in the graph's default format is in the policy's, and so is the default; what was declared
+        in another one (tables in fp32, indices) stays. Where an op runs in another format than it is given, casts
+        stand in front of it. As torch's autocast does, a parameter is cast once, where it lives: inside a Repeat once
+        an iteration, and outside it if the iterations share it. Activations are cast at each use. A carry of a Repeat
+        has the format that its body settles on. FLOPs stay the same, but for those that find and apply scales.
+
+    Raises
+    ------
+    GraphError
+        If the policy, a word, or a scope is unknown, or the graph holds more than a forward pass.
+    UnsupportedError
+        If the format of something changes whose bytes an opaque op states, or an op is a recorded call of a trace.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.transforms.precision import apply_precision
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F))
+    >>> mixed = apply_precision(g, "bf16-mixed")
+    >>> [op.name for op in mixed.ops], cg.param_bytes(mixed)
+    (['linear/cast', 'linear/weight.cast', 'linear/matmul'], 4*D*F)
+    """
+    need_graph("apply_precision", graph)
+    if policy is not None:
+        need_declared("apply_precision", graph, "trace the module in these formats", floats=True)
+    found = find_policy(policy, autocast_device=autocast_device)
+    if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
+        raise GraphError(f"apply_precision: graph {graph.name!r} has more than a forward pass, expected that alone")
+    _check_names(graph, found)
+    carries = Carries()
+    while True:
+        carries.changed = False
+        made = ScaledRetyper(found, graph, carries).run(graph)
+        if not carries.changed:
+            break
+    with made:
+        made.matmul_dtype = found.matmul_dtype or graph.matmul_dtype
+        for body in made.bodies():
+            body.dtype = graph.dtype if found.compute is None else DTYPES[found.compute]
+    return made
+
+
+def _check_names(graph: Graph, policy: Policy) -> None:
+    """Refuse words and scopes that nothing in the graph answers to: a typing mistake would change nothing."""
+    place = f"policy {policy.name!r}"
+    own = {word(op) for op in graph.walk() if isinstance(op.kind, Opaque)}
+    own |= {op.body.name for op in graph.walk() if op.body is not None and isinstance(op.kind, Kernel)}
+    for name in policy.autocast or ():
+        if name not in WORDS and name not in own:
+            near = get_close_matches(name, [*WORDS, *own], n=4) or [*sorted(own), *WORDS]
+            raise GraphError(f"{place}: op {shown(name)} is unknown, expected one of {', '.join(near)}")
+    names = {t.name for t in graph.params} | {op.name for g in graph.bodies() if not g.fused for op in g.ops}
+    for scope in policy.scopes:
+        if not any(n == scope or n.startswith(f"{scope}/") for n in names):
+            known = sorted({n.rpartition("/")[0] for n in names} - {""})
+            raise GraphError(
+                f"{place}: scope {shown(scope)} holds no op or parameter of graph {graph.name!r}, expected one such as "
+                f"{', '.join(get_close_matches(scope, known, n=4, cutoff=0) or ['that of an op'])}"
+            )

@@ -1,1 +1,0 @@
-"""A graph in other dtypes, as autocast chooses them."""

@@ -1,1 +1,0 @@
-"""A graph with weights, activations or caches in formats of few bits."""

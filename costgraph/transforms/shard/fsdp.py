@@ -1,0 +1,766 @@
+"""Units of parameters: put together by one collective before a pass reads them, and given back behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...algebra.polynomial import Poly, total
+from ...dtypes import DType
+from ...dtypes import dtype as find_dtype
+from ...errors import FormatError, UnsupportedError
+from ...ir.graph import Graph, Loop, Op, Placement, Storage, Tensor, is_pass
+from ...ir.strides import contiguous, numel
+from ...ops.collectives import Collective, Pack, Part
+from ...ops.elementwise import Pointwise
+from ...ops.keep_alive import Keep
+from ...ops.loops import Absent, Empty
+from .flat import added, cast_to, from_rows, in_rows, joined, pieces
+from .fsdp_policy import unit_of
+from .grad_buffers import Kept
+from .partial_sums import adds, targets
+from .placed_tensors import Stated
+
+__all__ = [
+    "Frame",
+    "Unit",
+    "is_cast",
+    "reads",
+    "window",
+    "Buffers",
+    "Reducing",
+    "Units",
+]
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+# Which parameters a body reads as one unit, and from which op to which.
+
+#: The pass of a phase: what is computed again belongs to the backward pass.
+_WINDOWS = {"forward": "forward", "recompute": "backward", "backward": "backward"}
+
+
+def window(op: Op) -> str | None:
+    """Return the pass that an op belongs to, None of an update."""
+    return _WINDOWS.get(op.phase)
+
+
+def is_cast(op: Op) -> bool:
+    """Whether an op does nothing but convert to another format."""
+    return isinstance(op.kind, Pointwise) and op.kind.function.name == "cast"
+
+
+def reads(op: Op) -> Sequence[Tensor]:
+    """Return what an op reads as a whole: of a loop not what its iterations read in slices, or put together."""
+    if op.loop is None:
+        return () if isinstance(op.kind, Keep) else op.operands
+    return (*op.loop.starts, *(() if is_pass(op.loop.body) else op.loop.shared))
+
+
+@dataclass
+class Unit:
+    """Parameters that are put together at once."""
+
+    key: str
+    """The beginning of their names; nothing of the root."""
+    members: list[Tensor] = field(default_factory=list)
+    """Old tensors."""
+    first: dict[str, Op] = field(default_factory=dict)
+    """The first op of each pass that reads one."""
+    last: dict[str, Op] = field(default_factory=dict)
+    """The last one."""
+
+
+@dataclass
+class Carried:
+    """What an iteration hands to the next one so that it lives as long."""
+
+    what: str
+    """flat or input"""
+    start: Tensor
+    next: Tensor | None = None
+
+
+@dataclass
+class Frame:
+    """A body, and what there is of its units while it is copied."""
+
+    around: Op | None = None
+    """The loop, None of the graph itself."""
+    layer: bool = False
+    """Whether it is that of a loop over layers, which is one unit from its beginning to its end."""
+    split: bool = False
+    """Whether an iteration has several layers, each of which is a unit."""
+    units: list[Unit] = field(default_factory=list)
+    of: dict[Storage, Unit] = field(default_factory=dict)
+    """The unit of the storage of an old tensor: views of a member are of its unit as well."""
+    casts: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Old tensors that are members in the format that these are put together in, and the members."""
+    shards: dict[Tensor, Tensor] = field(default_factory=dict)
+    """What a rank has of each member."""
+    halves: dict[Tensor, Tensor] = field(default_factory=dict)
+    """What a rank has of each between the passes, where that is more."""
+    open: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
+    """Members that are put together now, by unit."""
+    ahead: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Buffers of units that have been asked for already."""
+    late: dict[Tensor, str] = field(default_factory=dict)
+    """Old tensors that are gradients yet to be reduced, and their unit."""
+    waiting: dict[Tensor, Op] = field(default_factory=dict)
+    """Old tensors that are made once gradients are reduced, and the ops that make them."""
+    owners: dict[Tensor, str] = field(default_factory=dict)
+    """Units of old tensors that are gradients."""
+    flats: list[Tensor] = field(default_factory=list)
+    """Buffers of parameters that live until the next ones are there."""
+    inputs: list[Tensor] = field(default_factory=list)
+    """Buffers of gradients that live until the next ones are made."""
+    carried: list[Carried] = field(default_factory=list)
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Members that are kept for the backward pass, put together."""
+    end: Op | None = None
+    """The last op of the forward pass that reads any."""
+
+    def note(self, old: Graph, members: Mapping[Tensor, str], dtype: str | None = None) -> None:
+        """Note the units of members, casts to the format that they have there, and where each begins and ends."""
+        read = {t.storage for op in old.ops if window(op) for t in reads(op)}
+        for t, key in members.items():
+            if t.storage in read:
+                unit = next((u for u in self.units if u.key == key), None) or self._added(key)
+                self.of[t.storage] = unit
+                unit.members.append(t)
+        for op in old.ops:
+            c = op.results[0] if op.results else None
+            if c is not None and self._narrows(op, c, dtype):
+                self.casts[c], self.of[c.storage] = op.operands[0], self.of[op.operands[0].storage]
+        root = next((u for u in self.units if not u.key), None)
+        for op in old.ops:
+            found = window(op)
+            if found is None or (op.results and op.results[0] in self.casts):
+                continue
+            touched = list(self._at(op))
+            for unit in touched:
+                unit.first.setdefault(found, op)
+                unit.last[found] = op
+            if found == "forward" and (touched or op.loop is not None):
+                self.end = op
+            if root is not None and found in root.first and (found == "backward" or touched):
+                root.last[found] = op
+
+    def ordered(self, phase: str, old: Graph) -> list[Unit]:
+        """Return the units that a pass reads, in its order."""
+        found = [u for u in self.units if phase in u.first]
+        return sorted(found, key=lambda u: old.ops.index(u.first[phase]))
+
+    def unit_at(self, op: Op) -> str:
+        """Return the unit whose layer has the scope of an op; gradients of other ops are reduced behind all layers."""
+        scope = f"{op.scope}/"
+        return next((u.key for u in self.units if scope.startswith(f"{u.key}/")), "layer")
+
+    def _narrows(self, op: Op, made: Tensor, dtype: str | None) -> bool:
+        """Whether an op casts a member for a pass and nobody else."""
+        handed = made in op.graph.outputs and (self.around is None or made not in self.around.loop.saved)  # type: ignore[union-attr]
+        member = is_cast(op) and any(op.operands[0] in unit.members for unit in self.units)
+        return member and made.dtype.name == dtype and not handed and all(map(window, (op, *op.graph.successors(made))))
+
+    def _added(self, key: str) -> Unit:
+        self.units.append(Unit(key))
+        return self.units[-1]
+
+    def _at(self, op: Op) -> Iterator[Unit]:
+        """Yield the units that an op belongs to: it reads them, or stands in their scope."""
+        read = {self.of[t.storage].key for t in reads(op) if t.storage in self.of}
+        scope = re.sub(r"[/.]+", ".", op.scope) + "."
+        for unit in self.units:
+            if unit.key in read or (unit.key and scope.startswith(re.sub(r"[/.]+", ".", unit.key) + ".")):
+                yield unit
+
+    def beginning(self, op: Op) -> Iterator[tuple[Unit, str]]:
+        """Yield the units that begin at an op."""
+        yield from ((u, w) for u in self.units for w, first in u.first.items() if first is op)
+
+    def ending(self, op: Op) -> Iterator[tuple[Unit, str]]:
+        """Yield the units that end at an op, the root the last."""
+        units = sorted(self.units, key=lambda u: not u.key)
+        yield from ((u, w) for u in units for w, last in u.last.items() if last is op)
+
+    def following(self, unit: Unit, old: Graph) -> Unit | Op | None:
+        """Return the unit that the backward pass reads next, or the loop that comes before it."""
+        order: list[Unit | Op] = []
+        for op in old.ops:
+            order += [u for u, w in self.beginning(op) if w == "backward"]
+            order += [op] if op.loop is not None else []
+        at = order.index(unit) + 1
+        return order[at] if at < len(order) else None
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+# Buffers of units: those that live until the next one is there, what a loop hands on for it, and what it keeps.
+
+
+class Buffers(Kept):
+    """Lets buffers live as long as a system that works ahead lets them."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.policy = stated.policy
+        self.frame = Frame()
+        self.left = Frame()
+        """That of the body that was copied last."""
+        self.kept: dict[Tensor, Tensor] = {}
+        """New stacks of parameters, and what the forward pass has kept of them for the backward pass."""
+        self.early: dict[tuple[Op, Empty | Absent], Tensor] = {}
+        """Buffers that are there before a loop whose first layer is put together in them."""
+
+    def hold(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
+        """Let tensors live until here."""
+        if tensors:
+            added(new, Keep(), tensors, f"{tensors[0].name}.freed", phase)
+
+    def release(self, new: Graph, phase: str) -> None:
+        """Give back what waits for the next buffer before a loop, whose layers have buffers of their own."""
+        self.hold([*self.frame.flats, *self.frame.inputs], new, phase)
+        self.frame.flats, self.frame.inputs = [], []
+
+    def after_last(self, flats: Sequence[Tensor], new: Graph, phase: str) -> list[Tensor]:
+        """Return buffers of parameters, before which those of the unit before cannot be given back."""
+        out = []
+        for flat in flats:
+            waiting, self.frame.flats = self.frame.flats, []
+            if self.frame.layer and not (self.frame.split and self.frame.carried):
+                waiting = [self.hand_over("flat", Absent(sizes=flat.sizes, dtype=flat.dtype), new)]
+            out.append(added(new, Keep(), [flat, *waiting], f"{flat.name}.kept", phase) if waiting else flat)
+            if self.frame.layer and not self.frame.split:
+                self.frame.carried[-1].next = out[-1]
+        self.frame.flats = [] if self.frame.layer and not self.frame.split else [*out]
+        return out
+
+    def hand_on_last(self, body: Graph, phase: str) -> None:
+        """Hand the buffers of the last unit of an iteration to the next one, where they are as large as the first."""
+        left = {"flat": self.frame.flats, "input": self.frame.inputs}
+        for c in (c for c in self.frame.carried if c.next is None):
+            alike = [t for t in left[c.what] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
+            kind = Absent(sizes=c.start.sizes, dtype=c.start.dtype)
+            c.next = alike[0] if alike else added(body, kind, [], f"{c.start.name}.none", phase)
+
+    def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
+        """Return the first row of a buffer of gradients, which is made when that of the unit before is given back."""
+        waiting, self.frame.inputs = self.frame.inputs, []
+        if self.frame.layer and not (self.frame.split and any(c.what == "input" for c in self.frame.carried)):
+            sizes = (*row.sizes[:-1], size)
+            waiting = [self.hand_over("input", Absent(sizes=sizes, dtype=dtype), new)]
+        return added(new, Keep(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
+
+    def hand_over(self, what: str, kind: Empty | Absent, body: Graph) -> Tensor:
+        """Add a carry to the loop that is being written, and return what stands for it in the body."""
+        host, frame = body.parent, self.frame
+        assert host is not None
+        assert frame.around is not None
+        start = self.early.get((frame.around, kind))
+        start = start or added(host, kind, [], f"{frame.around.name}.{what}", frame.around.phase)
+        made = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
+        body.formals.remove(made)  # carries stand before all else
+        body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), made)  # type: ignore[union-attr]
+        frame.carried.append(Carried(what, start))
+        return made
+
+    # -- loops ------------------------------------------------------------------------------------------------------
+
+    def as_kept(self, loop: Loop, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a loop reads in slices: of parameters that a pass reads, what was kept put together."""
+        if not any(window(op) for op in loop.body.walk()):
+            return [*xs]
+        written = {t.storage for op in loop.body.walk() for i in op.kind.overwrites() for t in [op.operands[i]]}
+        for f, t in zip(loop.slices, xs, strict=True):
+            if t in self.kept and f.storage in written:
+                raise UnsupportedError(
+                    f"shard: {loop.op.name!r} updates {t.name!r}, of which reshard_after_forward=False keeps a copy: "
+                    f"expected updates behind the backward pass, or reshard_after_forward=True"
+                )
+        return [self.kept.get(t, t) for t in xs]
+
+    def finished(
+        self, op: Op, body: Graph, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], new: Graph
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Add a loop with what its units hand on and keep: its results, what they are inside, and which are stacks."""
+        frame, loop = self.left, op.loop
+        assert loop is not None
+        (begun, xs, shared), carries = given, len(loop.carries)
+        stacks = dict(zip(loop.slices, xs, strict=True))
+        kept = [(stacks[t], made) for t, made in frame.kept if t in stacks]
+        nexts = [c.next for c in frame.carried if c.next is not None]
+        # a cast of a parameter is put together again: what it is of is there
+        gone = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
+        self.tensors |= {op.results[i]: t for i, t in gone.items()}
+        left = [i for i in range(len(outputs)) if i not in gone]
+        outputs = [outputs[i] for i in left]
+        inner = [*outputs[:carries], *nexts, *outputs[carries:], *(made for _, made in kept)]
+        body.outputs += [body.adopt(t) for t in inner]
+        kind = replace(
+            loop.kind, body=body, carries=carries + len(nexts), saved=loop.kind.saved - len(gone) + len(kept)
+        )
+        starts = [*begun, *(c.start for c in frame.carried)]
+        made = new.add_op(kind, [*starts, *xs, *shared], op.name, op.phase)
+        made.scope, body.owner = op.scope, made
+        behind = made.results[carries + len(nexts) :]
+        own = [*made.results[:carries], *behind[: len(outputs) - carries]]
+        self.tensors |= {op.results[i]: t for i, t in zip(left, own, strict=True)}
+        for i, (r, t) in enumerate(zip(own, outputs, strict=True)):
+            yield r, t, i >= carries
+        for (stack, t), r in zip(kept, behind[len(outputs) - carries :], strict=True):
+            yield r, t, True
+            self.kept[stack] = r
+        lasts = list(zip(frame.carried, made.results[carries : carries + len(nexts)], strict=True))
+        if op.phase == "forward":
+            self.frame.flats = [r for c, r in lasts if c.what == "flat"]
+        self.frame.inputs = [r for c, r in lasts if c.what == "input"]
+
+
+# -- reducing ----------------------------------------------------------------------------------------------------------
+# Gradients of a unit: reduced by one collective once all of them are there, and what waits for that.
+
+
+class Reducing(Buffers):
+    """Puts off the reduction of gradients until those of their unit are there."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.reduced: dict[Storage, Tensor] = {}
+        """What is left of storages of gradients."""
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        raise NotImplementedError
+
+    def put_off(self, op: Op) -> bool:
+        """Whether an op waits until the gradients that it reads are reduced, with the others of their unit."""
+        frame = self.frame
+        if op.results and op.results[0] in frame.casts:  # what is put together has the format
+            self.tensors[op.results[0]] = self.tensors[op.operands[0]]
+            return True
+        found = op.loop is None and any(t in frame.late or t in frame.waiting for t in op.operands)
+        if not found or (op.phase == "optimizer" and not frame.layer):
+            return False
+        frame.waiting |= dict.fromkeys(op.results, op)
+        return True
+
+    def unfinished(self, t: Tensor) -> bool:
+        """Whether an old tensor is a part of a sum that ranks add up before they reduce it."""
+        if self.stated.reduce_each or self.policy is None or not self.policy.by_unit:
+            return False
+        return any(self._adds_to_parts(op) for op in t.graph.successors(t))
+
+    def _adds_to_parts(self, op: Op) -> bool:
+        """Whether an op adds to what is a part of a sum on each rank already."""
+        t = op.operands[0] if adds(op) else None
+        while t is not None and t not in self.tensors:
+            t = t.producer.operands[0] if t.producer is not None and adds(t.producer) else None
+        base = None if t is None else self.tensors[t]
+        return isinstance(base, Tensor) and bool(self.at[base].pending)
+
+    def defer(self, t: Tensor) -> bool:
+        """Let a gradient be reduced with the others of its unit; False where it is none that can be."""
+        made = self.tensors[t]
+        axes = self.reducible(made, self.wanted[t])
+        if self.policy is None or not self.policy.by_unit or self.piece is not None or not axes:
+            return False
+        self.frame.late[t] = self._unit(t)
+        return True
+
+    def _unit(self, t: Tensor) -> str:
+        """Return the unit that an old tensor is a gradient of."""
+        frame = self.frame
+        if frame.split:
+            op = t.producer
+            # a sum is in no layer, its terms are
+            while op is not None and adds(op) and frame.unit_at(op) == "layer":
+                op = op.operands[1].producer
+            return "layer" if op is None else frame.unit_at(op)
+        return "layer" if frame.layer else frame.owners.get(t, "")
+
+    def narrow(self, op: Op) -> bool:
+        """Let a gradient be reduced as it is computed, and cast behind that; False where it is none."""
+        t, found = op.results[0], self.tensors.get(op.operands[0]) if op.operands else None
+        policy = self.policy
+        if policy is None or policy.param_dtype is None or self.piece is not None or not isinstance(found, Tensor):
+            return False
+        made = is_cast(op) and t in self.wanted and found.dtype.name == policy.param_dtype
+        if not made or self.unfinished(t) or not self.reducible(found, self.wanted[t]):
+            return False
+        self.tensors[t] = found
+        return True
+
+    def reducible(self, t: Tensor, want: Placement) -> tuple[str, ...]:
+        """Return the axes along which parts of a sum become parts of a gradient."""
+        pending = self.at[t].pending
+        return tuple(a for a in self.mesh if a in self.stated.gathered and a in pending and want.dim(a) is not None)
+
+    def reduce(self, grads: Iterable[Tensor], new: Graph) -> None:
+        """Reduce gradients, those that one collective can have by one."""
+        groups: dict[object, list[Tensor]] = {}
+        grads = [*grads]
+        # over axes along which the whole unit is copied, what is left of it is reduced: less
+        copied = {a for a in self.mesh if all(self._summed(t, a) for t in grads)}
+        for t in grads:
+            del self.frame.late[t]
+            want = self.wanted[t]
+            axes = self.reducible(self.tensors[t], want)
+            pending = tuple(p for p in self.at[self.tensors[t]].partial if p[0] in {*axes, *copied})
+            middle = Placement(want.without(axes, self.mesh).dims, pending)
+            assert t.producer is not None
+            self.tensors[t] = self.moved_to(self.tensors[t], middle, new, t.producer.phase)
+            groups.setdefault((axes, pending, t.dtype, self.tensors[t].dtype), []).append(t)
+        inputs = [self._at_once(members, new) for members in groups.values()]
+        if self.policy is not None and self.policy.prefetch and (self.frame.split or not self.frame.layer):
+            self.frame.inputs += inputs
+        waiting = list(dict.fromkeys(self.frame.waiting.values()))
+        for op in waiting:
+            if not any(t in self.frame.late or t in self.frame.waiting for t in op.operands):
+                for t in op.results:
+                    del self.frame.waiting[t]
+                self.emit(op, new)
+
+    def _summed(self, t: Tensor, axis: str) -> bool:
+        """Whether a gradient is reduced over an axis and is whole along it."""
+        return axis in self.at[self.tensors[t]].pending and self.wanted[t].dim(axis) is None
+
+    def _at_once(self, grads: Sequence[Tensor], new: Graph) -> Tensor:
+        """Reduce gradients by one collective; returns the buffer that it reads."""
+        first, wanted = self.tensors[grads[0]], [self.wanted[t] for t in grads]
+        axes, how = self.reducible(first, wanted[0]), self.at[first].pending
+        assert grads[0].producer is not None
+        assert self.policy is not None
+        phase = grads[0].producer.phase
+        rows = [in_rows(new, self.tensors[t], at, axes, self.mesh, phase) for t, at in zip(grads, wanted, strict=True)]
+        parts, dtype = [row.sizes[-1] for row in rows], find_dtype(self.policy.reduce_dtype or first.dtype)
+        unit = new.name if self.frame.layer and not self.frame.split else self._unit(grads[0]) or "root"
+        name = f"{unit}.reduce_scatter"
+        if self.policy.prefetch:
+            rows[0] = self.before_input(rows[0], total(parts), dtype, new, phase)
+        flat = brought = joined(new, rows, dtype, f"{name}.copy_in", phase)
+        if self.policy.prefetch and self.frame.layer and not self.frame.split:
+            self.frame.carried[-1].next = flat
+        for i, a in enumerate(axes):
+            kind = Collective(collective="reduce_scatter", ranks=self.mesh[a], axis=a, dim=i, operation=how[a])
+            flat = added(new, kind, [flat], name, phase)
+        for a in (a for a in how if a not in axes):
+            kind = Collective(collective="all_reduce", ranks=self.mesh[a], axis=a, operation=how[a])
+            flat = added(new, kind, [flat], f"{name}.all_reduce", phase)
+        flat = cast_to(new, flat, grads[0].dtype, f"{name}.cast", phase)
+        for t, at, row in zip(grads, wanted, pieces(new, flat, parts, name, phase), strict=True):
+            sizes = at.local(t.sizes)
+            made = from_rows(new, row, at, sizes, axes, self.mesh, f"{t.name}.reduce_scatter", phase, whole=False)
+            self.tensors[t], self.at[made] = made, at
+            self.reduced[t.storage] = made
+        return brought
+
+
+# -- units -------------------------------------------------------------------------------------------------------------
+
+#: Parameters that one collective can put together: the axes of the mesh, and they.
+_Group = tuple[tuple[str, ...], list[Tensor]]
+
+
+class Units(Reducing):
+    """Opens and shuts the units of each body while its ops are copied."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.apart = False
+        """Whether parameters stay in parts although an op reads them: a view of a part is made."""
+
+    def plain(self, op: Op, new: Graph) -> None:
+        """Add an op of a rank."""
+        raise NotImplementedError
+
+    # -- bodies ------------------------------------------------------------------------------------------------------
+
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        """Copy ops, and open and shut units between them."""
+        around, self.frame = self.frame, self._frame(old, new)
+        if self.frame.layer and not self.frame.split:
+            for unit in self.frame.units:
+                self._open(unit, self._phase(old), old, new)
+        super().fill(old, new, suffix)
+        self.left, self.frame = self.frame, around
+
+    def close(self, old: Graph, new: Graph) -> None:
+        """Shut what is open at the end of a body, and reduce what is left."""
+        for unit in self.frame.units if self.frame.layer else ():
+            self._shut(unit, self._phase(old), new)
+        for key in dict.fromkeys(self.frame.late.values()):
+            self.reduce([t for t, k in self.frame.late.items() if k == key], new)
+        if self.frame.split:
+            self.hand_on_last(new, self._phase(old))
+        if old.parent is None:  # gradients are of what a rank has
+            self.tensors |= {t: self.frame.shards[t] for unit in self.frame.units for t in unit.members}
+
+    @staticmethod
+    def _phase(old: Graph) -> str:
+        return "forward" if old.owner is None else window(old.owner) or "backward"
+
+    def _frame(self, old: Graph, new: Graph) -> Frame:
+        frame = Frame(around=old.owner)
+        if self.policy is None or not self.policy.by_unit:
+            return frame
+        if old.parent is None:
+            params = [t for t in old.tensors if t.role == "param" and t.producer is None]
+            for t in params:  # an op may read the root's before the last of them is declared
+                self.tensors[t] = self.source(t, new, "")
+            found = [t for t in params if self._along(self.tensors[t])]
+            members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
+        else:
+            loop = old.owner.loop if old.owner is not None else None
+            formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
+            found = [f for f in formals if self._along(self.tensors[f])]
+            if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop.body)):
+                return frame
+            frame.layer = not is_pass(loop.body) and any(self.tensors.get(f) in self.params for f in loop.slices)
+            names = {f: self.names[self.tensors[f]] for f in found if not self.tensors[f].storage.pieces}
+            members = {f: "layer" if frame.layer else unit_of(name, self.policy.units) for f, name in names.items()}
+            if frame.layer:
+                members |= self._apart(names, old)
+                frame.split = len({*members.values()}) > 1
+        frame.note(old, members, self.policy.param_dtype)
+        frame.shards = {t: self.tensors[t] for unit in frame.units for t in unit.members}
+        self._need_casts(frame)
+        frame.owners = self._owners(old, members)
+        return frame
+
+    @staticmethod
+    def _apart(names: Mapping[Tensor, str], old: Graph) -> dict[Tensor, str]:
+        """Return the layers of parameters where an iteration has several, as where layers of two kinds alternate."""
+        scopes = sorted(old.root.layers)
+        found = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
+        found = {t: scope for t, scope in found.items() if scope}
+        return found if len({*found.values()}) > 1 else {}
+
+    @staticmethod
+    def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
+        """Return the units of gradients that a graph, or the iteration of a pass, makes, and of terms of these."""
+        loop = old.owner.loop if old.owner is not None else None
+        inner = {} if loop is None else dict(zip(loop.shared, loop.captured, strict=True))
+        left = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
+        of = {left.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
+        return targets(old, {g: unit for g, unit in of.items() if unit is not None})
+
+    def _need_casts(self, frame: Frame) -> None:
+        """Refuse a format that a pass does not read a parameter in."""
+        wanted = None if self.policy is None else self.policy.param_dtype
+        for t in (t for unit in frame.units for t in unit.members if wanted not in (None, t.dtype.name)):
+            for op in t.graph.successors(t):
+                if window(op) and not (op.results and op.results[0] in frame.casts) and t in reads(op):
+                    raise FormatError(
+                        f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}, expected a cast to "
+                        f"param_dtype={wanted!r} and nothing else"
+                    )
+
+    def _along(self, shard: Tensor) -> frozenset[str]:
+        """Return the axes along which a parameter of a rank is gathered."""
+        return self.params.get(shard, frozenset()) & self.at[shard].axes
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def before(self, op: Op, new: Graph) -> None:
+        """Open what an op is the first to read, and reduce gradients that it reads."""
+        frame = self.frame
+        while any(t in frame.late or t in frame.waiting for t in op.operands):
+            self.reduce([*frame.late], new)
+        if frame.layer and not frame.split:
+            self._show(op, new)
+            return
+        for unit, phase in list(frame.beginning(op)):
+            self._open(unit, phase, op.graph, new)
+        self._show(op, new)
+        if op.loop is not None and not frame.layer:
+            self.release(new, op.phase)
+
+    def _show(self, op: Op, new: Graph) -> None:
+        """Let an op have members put together where they are, and views of them; an update what a rank has of them."""
+        if isinstance(op.kind, Keep):  # what a program names until here is no more than what is left of it
+            self.tensors |= {t: self.reduced[t.storage] for t in op.operands[1:] if t.storage in self.reduced}
+        for t in op.operands:
+            unit = self.frame.of.get(t.storage)
+            if unit is None:
+                continue
+            found = self.frame.open.get(unit.key) if window(op) else None
+            self.tensors[t] = self._seen(t, self.frame.shards if found is None else found, new)
+
+    def _seen(self, t: Tensor, whole: dict[Tensor, Tensor], new: Graph) -> Tensor:
+        """Return what stands for a member, or for a view of one, which each pass has of its own."""
+        if t in self.frame.casts:
+            return self._seen(self.frame.casts[t], whole, new)
+        if t not in whole:
+            assert t.producer is not None
+            of = next(o for o in t.producer.operands if o.storage is t.storage)
+            self.tensors[of] = self._seen(of, whole, new)
+            if not isinstance(t.producer.kind, Keep):
+                around, self.apart = self.apart, whole is self.frame.shards
+                self.plain(t.producer, new)
+                self.apart = around
+            whole[t] = self.tensors[of if isinstance(t.producer.kind, Keep) else t]
+        return whole[t]
+
+    def after(self, op: Op, new: Graph) -> None:
+        """Shut what no further op of the pass reads."""
+        frame = self.frame
+        for t in op.results:  # views of members, and what updates have made of them
+            if t.storage in frame.of and t in self.tensors and t not in frame.casts:
+                found = frame.open.get(frame.of[t.storage].key) if window(op) else None
+                (frame.shards if found is None else found)[t] = self.tensors[t]
+        if frame.split or not frame.layer:
+            for unit, phase in list(frame.ending(op)):
+                self._shut(unit, phase, new)
+            if frame.end is op and not frame.layer:
+                self.hold(frame.flats, new, "forward")
+                frame.flats = []
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def _part(self, t: Tensor, phase: str) -> Tensor:
+        """Return what a rank has of a member at the beginning of a pass."""
+        return self.frame.halves.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
+
+    def _format(self, t: Tensor) -> DType:
+        """Return the format that a member is put together in."""
+        return next((c.dtype for c, of in self.frame.casts.items() if of is t), t.dtype)
+
+    def _groups(self, unit: Unit, phase: str) -> list[_Group]:
+        """Return the members that one collective each puts together."""
+        found: dict[object, _Group] = {}
+        for t in unit.members:
+            shard = self._part(t, phase)
+            axes = tuple(a for a in self.mesh if a in self._along(shard))
+            found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
+        return list(found.values())
+
+    def _open(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
+        frame, policy = self.frame, self.policy
+        assert policy is not None
+        if unit.key not in frame.open:
+            self._put_together(unit, phase, old, new)
+        if policy.prefetch and phase == "backward" and frame.split:
+            order = frame.ordered(phase, old)
+            ahead = order[order.index(unit) + 1 :][:1]
+            if not ahead:  # the first layer of the next iteration is put together in a buffer of its own
+                for c in (c for c in frame.carried if c.what == "flat"):
+                    kind = Empty(sizes=c.start.sizes, dtype=c.start.dtype)
+                    c.next = added(new, kind, [], f"{c.start.name}.next", phase)
+            elif ahead[0].key not in {*frame.open, *frame.ahead}:
+                frame.ahead[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
+        elif policy.prefetch and phase == "backward" and not frame.layer:
+            following = frame.following(unit, old)
+            if isinstance(following, Op):
+                self._before_layers(following, new)
+            elif following is not None and following.key not in {*frame.open, *frame.ahead}:
+                frame.ahead[following.key] = self._buffers(following, phase, old, new)
+
+    def _put_together(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
+        """Put a unit together, from buffers that may be there already."""
+        frame, policy = self.frame, self.policy
+        assert policy is not None
+        flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, old, new)
+        if policy.prefetch and phase == "forward":
+            flats = self.after_last(flats, new, phase)
+        made: dict[Tensor, Tensor] = {}
+        for (axes, members), flat in zip(self._groups(unit, phase), flats, strict=True):
+            made |= self._copied_out(members, axes, flat, new, phase)
+        frame.open[unit.key] = made
+
+    def _before_layers(self, op: Op, new: Graph) -> None:
+        """Ask for the buffers of the first of the layers of a loop before it, as it is the unit that is read next."""
+        loop, policy = op.loop, self.policy
+        assert loop is not None
+        assert policy is not None
+        outer = {f: t for f, x in zip(loop.body.formals, op.operands, strict=True) if (t := self._shard_of(x))}
+        slices = {*loop.slices}
+        if is_pass(loop.body) or not slices & outer.keys():
+            return
+        frame = Frame(around=op, layer=True, shards=outer)
+        layers = self._apart({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
+        frame.note(loop.body, {**dict.fromkeys(outer, "layer"), **layers}, policy.param_dtype)
+        around, self.frame = self.frame, frame
+        for unit in frame.ordered("backward", loop.body)[:1]:
+            for axes, members in self._groups(unit, "backward"):
+                whole = total(numel(outer[t].sizes[t in slices :]) for t in members)
+                kind = Empty(sizes=(*(self.mesh[a] for a in axes), whole), dtype=self._format(members[0]))
+                self.early[op, kind] = added(new, kind, [], f"{op.name}.flat", op.phase)
+        self.frame = around
+
+    def _shard_of(self, t: Tensor) -> Tensor | None:
+        """Return what a rank has of what is put together where a loop reads it, None where that is nothing."""
+        made = self.tensors.get(t)
+        made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
+        return made if made is not None and self._along(made) else None
+
+    def _buffers(self, unit: Unit, phase: str, old: Graph, new: Graph) -> list[Tensor]:
+        """Put members together in buffers, a row for each rank."""
+        frame, policy = self.frame, self.policy
+        # prefetch: the buffer of the next layer exists while one is computed, so an iteration receives the first one
+        over = frame.layer and policy is not None and policy.prefetch and phase == "backward"
+        over = over and (not frame.split or frame.ordered(phase, old)[0] is unit)
+        groups = self._groups(unit, phase)
+        return [self._gathered(unit.key, axes, members, new, phase, over=over) for axes, members in groups]
+
+    def _gathered(
+        self, key: str, axes: Sequence[str], members: Sequence[Tensor], new: Graph, phase: str, *, over: bool
+    ) -> Tensor:
+        frame = self.frame
+        shards = [self._part(t, phase) for t in members]
+        name = f"{new.name if frame.layer and not frame.split else key or 'root'}.all_gather"
+        sizes, dtype = (*(self.mesh[a] for a in axes), total(t.numel for t in shards)), self._format(members[0])
+        if dtype != self.frame.shards[members[0]].dtype:
+            rows = [in_rows(new, t, self.at[t], (), self.mesh, phase) for t in shards]
+            shards = [joined(new, rows, dtype, f"{name}.cast", phase)]
+        kind = Empty(sizes=sizes, dtype=dtype)
+        buffer = self.hand_over("flat", kind, new) if over else added(new, kind, [], f"{name}.buffer", phase)
+        flat = buffer
+        for i, axis in enumerate(axes):
+            flat = added(new, Part(ranks=self.mesh[axis], axis=axis, dim=i), [flat], f"{name}.own", phase)
+        flat = added(new, Pack(), [flat, *shards], f"{name}.copy_in", phase)
+        for i, axis in reversed([*enumerate(axes)]):
+            kind_of = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=i, inplace=True)
+            flat = added(new, kind_of, [flat], name, phase)
+        if over and not frame.split:
+            frame.carried[-1].next = flat
+        return flat
+
+    def _copied_out(
+        self, members: Sequence[Tensor], axes: Sequence[str], flat: Tensor, new: Graph, phase: str
+    ) -> dict[Tensor, Tensor]:
+        """Copy parameters from a buffer."""
+        shards = [self._part(t, phase) for t in members]
+        rows = pieces(new, flat, [t.numel for t in shards], flat.name, phase)
+        out = {}
+        for t, shard, row in zip(members, shards, rows, strict=True):
+            at, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
+            made = from_rows(new, row, at, shard.sizes, axes, self.mesh, name, phase, whole=True)
+            self.at[made] = at.without(axes, self.mesh)
+            self.params[made] = self.params[shard]
+            out[t] = made
+        return out
+
+    def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
+        """Return a copy of the part of a parameter that a rank has between the passes."""
+        at = self.at[self.frame.shards[t]]
+        gone = self._along(self.frame.shards[t]) - axes
+        part = self.moved_to(made, at.without(gone, self.mesh), new, phase)
+        return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
+
+    def _shut(self, unit: Unit, phase: str, new: Graph) -> None:
+        frame, policy = self.frame, self.policy
+        assert policy is not None
+        made = frame.open.get(unit.key)
+        if made is None:
+            return
+        between = policy.between(unit.key) & self.stated.gathered
+        if phase == "forward" and not between:
+            frame.kept += ((t, made[t]) for t in unit.members if frame.layer)
+            return
+        if phase == "forward" and between != self.stated.gathered:
+            frame.halves |= {t: self._half(t, made[t], between, new, phase) for t in unit.members}
+            frame.kept += ((t, frame.halves[t]) for t in unit.members if frame.layer)
+        self.hold([made[t] for t in unit.members], new, phase)
+        del frame.open[unit.key]
+        self.tensors |= {t: frame.shards[t] for t in unit.members}
+        self.reduce([t for t, key in frame.late.items() if key == unit.key], new)

@@ -1,0 +1,174 @@
+"""Gradients in buffers that a step keeps: parts of sums until the last micro-batch, then reduced where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ...dtypes import DType
+from ...ir.graph import Graph, Op, OpKind, Placement, Repeat, Tensor
+from ...ops.collectives import Around, Collective
+from ...ops.einsum import Einsum
+from ...ops.keep_alive import Keep
+from ...ops.loops import Empty, Kernel
+from .flat import added
+from .partial_sums import adds, origin, targets
+from .placed_tensors import Placed, Stated, reductions
+
+__all__ = [
+    "Kept",
+]
+
+T = TypeVar("T")
+
+
+def _left(op: Op) -> Iterator[Tensor]:
+    """Yield what stands for a term that is added, in the loop that adds its slices and in those that left them."""
+    t, owner = op.operands[1], op.graph.owner
+    while owner is not None and owner.loop is not None and t in owner.loop.slices:
+        yield t
+        t, owner = owner.operands[owner.loop.body.formals.index(t)], owner.graph.owner
+    while t.producer is not None and t.producer.loop is not None:
+        yield t
+        t = t.producer.loop.body.outputs[t.producer.results.index(t)]
+        yield t
+
+
+class Kept(Placed):
+    """Lets a rank add its parts to a buffer; all ranks reduce it in place, and clear all of it behind the update."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.terms: dict[Tensor, Placement] = {}
+        """Buffers of the old graph, and how ranks could have them for what is added."""
+        self.products: dict[Tensor, DType] = {}
+        """Those that products of layers add to, and the format of what these make."""
+        self.finals: dict[Tensor, Tensor] = {}
+        """Old tensors that are gradients, and what they are of."""
+        self.of: dict[Tensor, Tensor] = {}
+        """Buffers of the old graph, and old tensors that are what they hold in the end."""
+        self.whole_pass: set[Tensor] = set()
+        """Old tensors that loops leave, one storage an iteration, to be added to such buffers behind them."""
+        self.own_parts: dict[Tensor, list[tuple[Collective, int]]] = {}
+        """Buffers of the old graph, the reductions of which a rank has its own part, and along which axis from the
+        last."""
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the graph of one rank."""
+        self.finals = {g: t for t, g in old.gradients.items()}
+        if not self.stated.reduce_each:
+            self.of = {source: g for g in self.finals for source in [origin(g)] if source.role == "gradient"}
+            self.whole_pass = {t for op in old.walk() if adds(op) and self.buffer(op.operands[0]) for t in _left(op)}
+        return super().run(old, name)
+
+    def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
+        """Return where gradients are kept, and where what they are made up of is reduced to."""
+        kept = {g: self.goal(g) for g in self.of.values()}
+        known = {g: at for g, at in kept.items() if at is not None}
+        found = self.terms_of(old, {g: at for g, at in gradients.items() if g not in kept} | known)
+        return found | {g: gradients[g] for g in kept}
+
+    def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
+        """Return what is said of gradients, of terms in another format than that of a buffer as well."""
+        kept = {*self.of.values()}
+        found = super().terms_of(old, {g: at for g, at in gradients.items() if g not in kept})
+        return found | targets(old, {g: at for g, at in gradients.items() if g in kept}, adds)
+
+    def buffer(self, t: Tensor) -> Tensor | None:
+        """Return the buffer of the old graph that an old tensor lies in, in which gradients are added up."""
+        source = origin(t) if self.of else None
+        return source if source in self.of else None
+
+    def goal(self, t: Tensor) -> Placement | None:
+        """Return where an old tensor that lies in such a buffer has its sum, None where that is not known."""
+        source = self.buffer(t)
+        at = None if source is None else self.stated.kept.get(source)
+        return None if at is None else at.with_dims(at.dims[len(at.dims) - t.ndim :])
+
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        """Copy sources and ops, beside what is there throughout for terms that are not made."""
+        found = {**self.stated.kept} if old.parent is None else {}
+        sizes = [(at.local(t.sizes)[t.storage.pieces :], self.stated.products.get(t)) for t, at in found.items()]
+        apart = [
+            added(new, Empty(sizes=n, dtype=dtype), [], "gradients.handed", "forward")
+            for n, dtype in dict.fromkeys(sizes)
+            if dtype is not None
+        ]
+        super().fill(old, new, suffix)
+        if apart:
+            added(new, Keep(), apart, "gradients.kept", "backward")
+
+    def note_term(self, op: Op) -> None:
+        """Note along which axes of the mesh terms are parts of a sum, where they are added to a buffer."""
+        source = self.buffer(op.operands[0]) if adds(op) else None
+        term = self.tensors[op.operands[1]] if source is not None else None
+        if source is None or not isinstance(term, Tensor):
+            return
+        place = self.stated.places.get(source, Placement(((),) * source.ndim))
+        made = op.operands[1].producer
+        if self.stated.fused and source.storage.pieces and made is not None and isinstance(made.kind, Einsum):
+            self.products[source] = term.dtype
+        stays = self.stated.staying[self.of[source]]
+        known = self.terms[source].pending if source in self.terms else None
+        pending = {a for a, how in self.at[term].partial if how == "sum" and a not in stays}
+        pending &= {*(pending if known is None else known)}
+        whole = place.without(pending, self.mesh)
+        self.terms[source] = replace(whole, partial=tuple((a, "sum") for a in self.mesh if a in pending))
+
+    def in_product(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph) -> Op | None:
+        """Let the product that makes a term add it to its buffer, one kernel; None where none does."""
+        source = self.buffer(op.operands[0]) if self.stated.products and adds(op) else None
+        if source not in self.stated.products:
+            return None
+        base, term = operands
+        made = term.producer
+        if made is None or made not in new or [*new.successors(term)] or term.is_view:
+            return None
+        body = new.start_body(op.name, fused=True)
+        inside = added(body, made.kind, [body.capture(t) for t in made.operands], made.name, made.phase)
+        body.outputs.append(added(body, kind, [body.capture(base), inside], op.name, op.phase))
+        into = body.captured.index(base)
+        new.remove_nodes_from([term, made])
+        return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, made.name)
+
+    # -- behind the last term ----------------------------------------------------------------------------------------
+
+    def settled(self, t: Tensor, new: Graph, phase: str) -> Tensor:
+        """Reduce the sum that a buffer holds where it is, and return a view of what is a rank's own."""
+        made, want, source = self.tensors[t], self.wanted[t], self.buffer(t)
+        assert source is not None
+        self.names[made] = f"{self.finals[t].name}.grad"
+        found = (kind for kind, _, _ in reductions(self.at[made], want, self.mesh))
+        kinds = [kind for kind in found if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
+        self.own_parts[source] = [(kind, kind.dim - made.ndim) for kind in kinds]
+        return self._reduced(made, want, new, phase)
+
+    def _reduced(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
+        """Reduce storages in place, of which each position has one, one after the other."""
+        name, way = self.names[t], list(reductions(self.at[t], want, self.mesh))
+        if not t.storage.pieces or not way:
+            for kind, after, step in way:
+                assert isinstance(kind, Collective)
+                t = self.step(replace(kind, inplace=True), t, step, new, phase)
+                self.at[t], self.names[t] = after, name
+            return t
+        body = new.start_body(f"{name}.slices", fused=False)
+        slice_ = body.formal(t, name, t.sizes[1:], t.strides[1:], t.storage.pieces - 1)
+        self.at[slice_], self.names[slice_] = self.at[t].with_dims(self.at[t].dims[1:]), name
+        body.outputs.append(self._reduced(slice_, want.with_dims(want.dims[1:]), body, phase))
+        op = new.add_op(Repeat(body=body, count=t.sizes[0], carries=0, xs=1, saved=1), [t], body.name, phase)
+        op.scope, body.owner = name.rpartition("/")[0], op
+        (made,) = op.results
+        self.at[made], self.names[made] = way[-1][1], name
+        return made
+
+    def clear(self, t: Tensor, new: Graph, phase: str) -> None:
+        """Let an op that sets a gradient to zero have the whole buffer, the parts of other ranks included."""
+        source, made = self.buffer(t), self.tensors[t]
+        for kind, dim in reversed(self.own_parts.get(source, ()) if source is not None else ()):
+            around = Around(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
+            whole = self.step(around, made, "around", new, phase)
+            self.at[whole] = self.at[made].without(self.mesh.parts(kind.axis), self.mesh)
+            made = whole
+        self.tensors[t] = made

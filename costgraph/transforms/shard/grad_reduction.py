@@ -1,0 +1,365 @@
+"""Gradients that ranks reduce several at a time: each copied to a bucket, or left there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeVar
+
+from ...algebra.polynomial import ZERO
+from ...algebra.symbols import shown
+from ...errors import GraphError, UnsupportedError
+from ...ir.graph import Graph, Loop, Op, Repeat, Sharding, Storage, Tensor, is_count, is_pass, need_flag, optional
+from ...notation.validation import guarded
+from ...ops.collectives import Collective, Pack
+from ...ops.keep_alive import Keep
+from ...ops.layout import Rearrange, Slice
+from ...ops.loops import Empty, Stacked
+from ..rewrite import Rewriter
+from ..unroll import position
+from .flat import added
+from .fsdp import is_cast
+from .partial_sums import adds, origin
+
+__all__ = [
+    "LastApart",
+    "Buckets",
+    "in_buckets",
+]
+
+
+# -- last --------------------------------------------------------------------------------------------------------------
+# The last micro-batch of a step apart from those before it: it is the one that reduces the gradients of all.
+
+T = TypeVar("T")
+
+
+class LastApart(Rewriter):
+    """Copies a graph with the last iteration of a loop over micro-batches written out behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[Tensor, Tensor] = {}
+        """What stands for tensors of the old graph in the iterations before the last one."""
+
+    def said(self, of: Mapping[Tensor, T]) -> dict[Tensor, T]:
+        """Return what is said of tensors of the old graph, of those that stand for them."""
+        return {made: what for t, what in of.items() for made in (self.tensors[t], self.before.get(t, self.tensors[t]))}
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Copy an op, and a loop over micro-batches as one of all but the last, and the ops of that one.
+
+        Gradients in buffers that a step keeps are reduced behind it where they are.
+        """
+        loop = op.loop if new.parent is None else None
+        if loop is not None and is_pass(loop.body) and all(t.storage.role == "activation" for t in loop.starts):
+            self.apart(loop, new)
+        else:
+            super().emit(op, new, suffix)
+
+    def apart(self, loop: Loop, new: Graph) -> None:
+        """Copy a loop but for its last iteration, and then that."""
+        op, rest = loop.op, loop.count - 1
+        whole = {t: self.tensors[t] for t in (*loop.xs, *loop.shared)}
+        for t in loop.xs:
+            first = Slice(axis=0, start=ZERO, size=rest, step=1, split=True)
+            self.tensors[t] = added(new, first, [whole[t]], f"{t.name}.first", op.phase)
+        stacks = {t: added(new, Empty(sizes=t.sizes, dtype=t.dtype), [], t.name, op.phase) for t in loop.stacks}
+        least = 0 if rest.constant is None else 1
+        body = self.body(loop.body, new, "")
+        kind = replace(loop.kind, body=body, count=rest, least=least)
+        made = self.add(op, kind, [self.tensors[t] for t in op.operands], new)
+        self.tensors |= whole
+        self.before |= self.tensors
+        self.tensors |= dict(zip(loop.carries, made.results, strict=False))
+        for f, t in zip(loop.slices, loop.xs, strict=True):
+            self.tensors[f] = position(whole[t], rest, new, op)
+        self.tensors |= {f: whole[t] for f, t in zip(loop.captured, loop.shared, strict=True)}
+        self.fill(loop.body, new, ".last")
+        self.tensors |= {t: self.tensors[o] for t, o in zip(loop.lasts, loop.nexts, strict=True)}
+        before = dict(zip(op.results, made.results, strict=True))
+        for t, o in zip(loop.stacks, loop.ys, strict=True):
+            slices = [stacks[t], before[t], self.tensors[o]]
+            self.tensors[t] = added(new, Stacked(), slices, f"{t.name}.filled", op.phase)
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+
+_Bytes = Annotated[int | None, optional("bytes, at least 1", lambda v: is_count(v, 1))]
+
+
+@guarded()
+@dataclass(frozen=True)
+class Buckets:
+    """Gradients are reduced in buckets, as torch's DistributedDataParallel does; its defaults.
+
+    There is room for all gradients that are reduced, from one step to the next. Each is copied there as soon as it is
+    complete, and a bucket is one message once it is full. Behind the backward pass what was reduced is copied back.
+
+    Parameters
+    ----------
+    axes : str or iterable of str
+        Axes of the mesh.
+    view : bool
+        Whether gradients stay in the buckets once they were copied there: `gradient_as_bucket_view`. Where a step keeps
+        its gradients, these are the buckets.
+    cap : int, optional
+        Bytes from which on a bucket is full; by default 25 MiB, and 1 MiB for the first one.
+
+    Raises
+    ------
+    GraphError
+        If an argument is none of these.
+
+    Notes
+    -----
+    torch 2.13, `torch/nn/parallel/distributed.py` and `torch/csrc/distributed/c10d/reducer.cpp`. Gradients of each
+    format fill buckets of their own in the order in which they are complete, as those of the second step on do
+    (`_rebuild_buckets`). Where `find_unused_parameters` is set, torch leaves the order of parameters from the last to
+    the first, and reduces 4 bytes for each of them besides.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("gpt2"))
+    >>> rank = cg.parallelize(step, dp=8, buckets=cg.Buckets())
+    >>> sum(m.messages for m in cg.communication(rank, B=8, S=512) if m.phase == "backward")
+    7
+    """
+
+    axes: str | Iterable[str] = "dp"
+    view: bool = False
+    cap: _Bytes = None
+
+    def __post_init__(self) -> None:
+        names = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+        if not all(isinstance(name, str) for name in names):
+            raise GraphError(f"Buckets: axes={shown(self.axes)}, expected a name or several")
+        object.__setattr__(self, "axes", names)
+        need_flag("Buckets", view=self.view)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Bytes from which on the first bucket is full, and all others."""
+        return (2**20, 25 * 2**20) if self.cap is None else (self.cap, self.cap)
+
+
+def in_buckets(graph: Graph, policy: Buckets, axes: frozenset[str]) -> Graph:
+    """Let the all-reduces of gradients along axes of the mesh that have several ranks work in buckets.
+
+    The graph of one rank has a buffer beside each gradient that is reduced then. UnsupportedError if a gradient is
+    scattered, or gradients of micro-batches are reduced each and are to stay in a bucket.
+    """
+    return _InBuckets(policy, axes, graph).run(graph)
+
+
+@dataclass
+class _Reduction:
+    """All-reduces of a gradient, or of what is added to it."""
+
+    of: Tensor
+    """The parameter."""
+    chain: tuple[Op, ...]
+    """One after the other, along an axis each."""
+    way: tuple[Op, ...]
+    """Loops around them, the outermost first."""
+    outer: Tensor
+    """What they make, outside of all loops."""
+    late: bool
+    """Whether nobody needs it before the end of the backward pass."""
+    stays: bool
+    """Whether the gradient has a buffer already that is its bucket."""
+    bucket: Tensor = field(init=False)
+    """In the graph that is being written."""
+
+
+class _InBuckets(Rewriter):
+    """Copies the graph of a rank, with a source for each bucket that loops are handed slices of."""
+
+    lies = True
+
+    def __init__(self, policy: Buckets, axes: frozenset[str], graph: Graph) -> None:
+        super().__init__()
+        self.policy, self.axes = policy, axes
+        self.found: dict[Op, _Reduction] = {}
+        """Reductions, by the first op of each."""
+        for t, g in graph.gradients.items():
+            for r in self.reductions(t, g):
+                self.found.setdefault(r.chain[0], r)
+        self.others = {op for r in self.found.values() for op in r.chain[1:]}
+        self.by_storage: dict[Graph, dict[Storage, list[Tensor]]] = {}
+        self.waiting: list[_Reduction] = []
+        """Those whose result is yet to be copied back."""
+
+    # -- what is reduced ---------------------------------------------------------------------------------------------
+
+    def reductions(self, t: Tensor, g: Tensor) -> Iterator[_Reduction]:
+        """Yield the reductions that the gradient of a parameter comes from."""
+        left: list[tuple[Tensor, tuple[Op, ...], Tensor]] = [(g, (), g)]
+        while left:
+            made, way, outer = left.pop()
+            op, kind = made.producer, None if made.producer is None else made.producer.kind
+            if op is None:
+                continue
+            if isinstance(kind, Collective) and kind.axis in self.axes:
+                if kind.collective != "all_reduce":
+                    raise UnsupportedError(
+                        f"shard: buckets beside {op.name!r}, a {kind.collective} of the gradient of {t.name!r}: "
+                        f"expected gradients that every rank has whole"
+                    )
+                yield self.reduction(t, op, way, outer if way else made, kept=origin(g).role == "gradient")
+            elif op.loop is not None:
+                inner = op.loop.body.outputs[op.results.index(made)]
+                left.append((inner, (*way, op), outer if way else made))
+            elif adds(op) or isinstance(kind, Keep | Collective) or is_cast(op):
+                left += [(o, way, outer) for o in op.operands[: 2 if adds(op) else 1]]
+
+    def reduction(self, t: Tensor, last: Op, way: tuple[Op, ...], outer: Tensor, *, kept: bool) -> _Reduction:
+        """Return the reduction that ends with an op."""
+        chain = [last]
+        while (op := chain[0].operands[0].producer) is not None and self.reduces(op):
+            chain.insert(0, op)
+        (made,) = last.results
+        within = any(is_pass(op.loop.body) for op in way if op.loop is not None)
+        alone = not way or (made in made.graph.outputs and not [*made.graph.successors(made)])
+        if within and self.policy.view and not kept:
+            raise UnsupportedError(
+                f"shard: buckets that the gradient of {t.name!r} stays in, to which micro-batches add: expected "
+                f"reduce_each=False, a step with set_to_none=False, or view=False"
+            )
+        return _Reduction(t, tuple(chain), way, outer, late=alone and not within, stays=kept and self.policy.view)
+
+    def reduces(self, op: Op) -> bool:
+        """Whether an op is an all-reduce along one of the axes."""
+        kind = op.kind
+        return isinstance(kind, Collective) and kind.collective == "all_reduce" and kind.axis in self.axes
+
+    # -- the new graph -----------------------------------------------------------------------------------------------
+
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        """Copy sources and ops, beside buckets."""
+        for r in self.found.values() if old.parent is None else ():
+            if not r.stays:
+                r.bucket = self.declared(r, new)
+        super().fill(old, new, suffix)
+        if old.parent is None:
+            self.copy_back(self.waiting, new)
+
+    def declared(self, r: _Reduction, new: Graph) -> Tensor:
+        """Declare the bucket of a gradient: as many storages as that has."""
+        (x,) = r.chain[0].operands
+        counts = [op.loop.count for op in r.way if op.loop is not None and not is_pass(op.loop.body)]
+        tensor = Tensor(
+            new, new.unique(f"{r.of.name}.bucket"), (*counts, *x.sizes), x.dtype, role="gradient", pieces=len(counts)
+        )
+        new.add_node(tensor)
+        return tensor
+
+    def laid(self, old: Graph, sharding: Sharding) -> Sharding:
+        """Return where the tensors of the new graph lie."""
+        made = super().laid(old, sharding)
+        own = {r.bucket.storage.name: sharding.gradients[r.of.name] for r in self.found.values() if not r.stays}
+        return replace(made, places={**made.places, **own}, own=(*made.own, *own))
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op, behind what it reads of gradients that are reduced."""
+        if op.graph.parent is None and self.waiting:
+            due = self.waiting if op.phase == "optimizer" else [r for r in self.waiting if r.outer in op.operands]
+            self.copy_back(due, new)
+        if op in self.found:
+            self.reduce(self.found[op], new)
+        elif op not in self.others:
+            self.copy(op, new, suffix)
+
+    def reduce(self, r: _Reduction, new: Graph) -> None:
+        """Add the reduction of a gradient in its bucket."""
+        given, name, phase = self.tensors[r.chain[0].operands[0]], r.chain[0].name, r.chain[0].phase
+        (x,), t = r.chain[0].operands, given
+        if not r.stays:
+            if not self.policy.view and not self.is_alone(x):
+                copy = Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True)
+                given = added(new, copy, [given], f"{name}.own", phase)
+            r.bucket = t = added(new, Pack(), [r.bucket, given], f"{name}.copy_in", phase)
+        for op in r.chain:
+            kind = op.kind
+            assert isinstance(kind, Collective)
+            inplace = not r.stays or kind.inplace or self.is_alone(x)
+            (t,) = self.add(op, replace(kind, inplace=inplace, bucket=self.policy.limits), [t], new).results
+        if not r.stays:
+            r.bucket = t
+        if not self.policy.view:
+            t = given if r.late else added(new, Pack(), [given, t], f"{name}.copy_out", phase)
+            if r.late:
+                self.waiting.append(r)
+        self.tensors[r.chain[-1].results[0]] = t
+
+    def is_alone(self, x: Tensor) -> bool:
+        """Whether a gradient has a storage that nobody else reads: what autograd takes as it is, and else copies.
+
+        So has what micro-batches have added to.
+        """
+        known = self.by_storage.setdefault(x.graph, {})
+        if not known:
+            for t in x.graph.tensors:
+                known.setdefault(t.storage, []).append(t)
+        readers = [op for t in known[x.storage] for op in x.graph.successors(t)]
+        others = [op for op in readers if not all(t.storage is x.storage for t in op.results)]
+        whole = x.storage.bytes == x.numel * x.element_bytes()
+        return origin(x).producer is None or (whole and len(others) <= 1)
+
+    def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
+        """Copy an op; a loop is handed the buckets of what is reduced in it."""
+        inside = [r for r in self.found.values() if op in r.way and not r.stays]
+        if not inside:
+            return super().copy(op, new, suffix)
+        loop, kind = op.loop, op.kind
+        assert loop is not None
+        assert isinstance(kind, Repeat)
+        outer, body = [r.bucket for r in inside], new.start_body(loop.body.name, fused=False)
+        for f in loop.body.formals:
+            self.tensors[f] = self.formal(f, body, suffix)
+        self.enter(loop, inside, body)
+        self.fill(loop.body, body, suffix)
+        outputs = [body.adopt(self.tensors[t]) for t in loop.body.outputs]
+        sliced = not is_pass(loop.body)
+        left = [body.adopt(r.bucket) for r in inside if sliced and r.bucket not in outputs]
+        body.outputs += [*outputs, *left]
+        ends = [self.tensors[t] for t in op.operands]
+        at = kind.carries + kind.xs
+        operands = [*ends[:at], *outer, *ends[at:]] if sliced else [*ends, *outer]
+        kind = replace(kind, body=body, xs=kind.xs + sliced * len(outer), saved=kind.saved + len(left))
+        made = self.add(op, kind, operands, new, op.name + suffix)
+        for r, t in zip(inside, outer, strict=True):
+            r.bucket = made.results[body.outputs.index(r.bucket)] if sliced else t
+        return made
+
+    def enter(self, loop: Loop, inside: Sequence[_Reduction], body: Graph) -> None:
+        """Add what stands for buckets in a loop: slices, of micro-batches the whole of each."""
+        drop = 0 if is_pass(loop.body) else 1
+        for i, r in enumerate(inside):
+            t = r.bucket
+            r.bucket = body.formal(t, t.name, t.sizes[drop:], t.strides[drop:], t.storage.pieces - drop)
+            if drop:  # slices stand before what is read whole
+                body.formals.remove(r.bucket)
+                body.formals.insert(len(loop.carries) + len(loop.slices) + i, r.bucket)
+
+    # -- behind the backward pass ------------------------------------------------------------------------------------
+
+    def copy_back(self, due: Sequence[_Reduction], new: Graph) -> None:
+        """Copy what was reduced to the gradients that it is of."""
+        for r in [*due]:
+            self.waiting.remove(r)
+            self.tensors[r.outer] = _copied(self.tensors[r.outer], r.bucket, r.chain[-1], new)
+
+
+def _copied(t: Tensor, bucket: Tensor, last: Op, new: Graph) -> Tensor:
+    """Write what a bucket holds into a gradient, storages of which each position has one one after the other."""
+    if not t.storage.pieces:
+        return added(new, Pack(), [t, bucket], f"{last.name}.copy_out", last.phase)
+    name = f"{t.name}.copy_out"
+    body = new.start_body(name, fused=False)
+    into, of = (body.formal(o, o.name, o.sizes[1:], o.strides[1:], o.storage.pieces - 1) for o in (t, bucket))
+    body.outputs.append(_copied(into, of, last, body))
+    op = new.add_op(Repeat(body=body, count=t.sizes[0], carries=0, xs=2, saved=1), [t, bucket], name, last.phase)
+    op.scope, body.owner = last.scope, op
+    return op.results[0]

@@ -1,0 +1,185 @@
+"""Carries of a loop that terms are added to: gradients of what all iterations read, and of what each has a slice of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from ...ir.graph import Graph, Loop, Op, OpKind, Placement, Tensor, is_pass
+from ...ops.elementwise import Pointwise
+from ...ops.keep_alive import Keep
+from ...ops.loops import Accumulate
+
+__all__ = [
+    "added",
+    "adds",
+    "late",
+    "origin",
+    "pending_of",
+    "becoming",
+    "made_of",
+    "targets",
+]
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def adds(op: Op) -> bool:
+    """Whether an op adds a term to a sum in place, whatever their formats."""
+    kind = op.kind
+    into = isinstance(kind, Pointwise) and kind.inplace and kind.function.name == "add" and len(op.operands) == 2
+    return isinstance(kind, Accumulate) or (into and op.operands[1].sizes == op.results[0].sizes)
+
+
+def origin(t: Tensor) -> Tensor:
+    """Return the source that a tensor lies in, through what ops leave in place and what loops hand on.
+
+    Of what lies in none it is the tensor that was made first.
+    """
+    while True:
+        op, owner = t.producer, t.graph.owner
+        if op is None:
+            if t.role != "formal" or owner is None:
+                return t
+            t = owner.operands[t.graph.formals.index(t)]
+            continue
+        before = next((o for o in op.operands if o.storage is t.storage), None)
+        if before is None and op.loop is not None:
+            left = op.loop.body.outputs[op.results.index(t)]
+            both = zip(op.loop.body.formals, op.operands, strict=True)
+            before = next((o for f, o in both if f.storage is left.storage), None)
+        if before is None:
+            return t
+        t = before
+
+
+class Added(NamedTuple):
+    """What a loop reads in slices, adds terms to, and puts together again."""
+
+    result: Tensor
+    read: Tensor
+    slice: Tensor
+    last: Tensor
+    """What an iteration leaves of its slice."""
+    terms: list[Tensor]
+
+
+def added(loop: Loop) -> list[Added]:
+    """Return what a loop does nothing with but to add terms to its slices."""
+    of = dict(zip(loop.slices, loop.xs, strict=True))
+    out = []
+    for r, last in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
+        start, terms = _chain(last)
+        if terms and start in of:
+            out.append(Added(r, of[start], start, last, terms))
+    return out
+
+
+def _chain(t: Tensor, adds: Callable[[Op], bool] = adds) -> tuple[Tensor, list[Tensor]]:
+    """Return what terms are added to, here or slice by slice in a loop, and the terms."""
+    out: list[Tensor] = []
+    while t.producer is not None:
+        op = t.producer
+        if adds(op):
+            t, term = op.operands
+            out.append(term)
+            continue
+        within = next((a for a in added(op.loop) if a.result is t), None) if op.loop is not None else None
+        if within is None:
+            break
+        t = within.read
+        out += within.terms
+    return t, out
+
+
+def _accumulates(op: Op) -> bool:
+    return isinstance(op.kind, Accumulate)
+
+
+def _terms(loop: Loop, i: int, adds: Callable[[Op], bool] = adds) -> list[Tensor]:
+    """Return what an iteration adds to a carry, nothing where it does anything else with it."""
+    start, terms = _chain(loop.nexts[i], adds)
+    alone = start is loop.carries[i] and len({*loop.body.successors(start)}) == 1
+    return terms if alone else []
+
+
+def late(loop: Loop, i: int, each: bool) -> bool:
+    """Whether a carry is a sum that is reduced once, behind the loop.
+
+    If that is done for `each` micro-batch, it is none of these, nor one in a buffer of another format.
+    """
+    return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop.body))
+
+
+def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:
+    """Return where terms lie that are all parts of the same sums, None where they are not."""
+    carry = loop.carries[i]
+    found = {at.get(tensors[t]): t.ndim for t in _terms(loop, i)}
+    (first, ndim), *others = found.items()
+    if others or first is None or not first.partial or any(how != "sum" for _, how in first.partial):
+        return None
+    return first.with_dims([*((),) * (carry.ndim - ndim), *first.dims])
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+# Gradients, and what they are made up of: all of it is reduced to where the gradient is kept.
+
+T = TypeVar("T")
+
+
+def _adds(op: Op) -> bool:
+    return isinstance(op.kind, Accumulate)
+
+
+def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bool] = _adds) -> dict[Tensor, T]:
+    """Return what is said of gradients, of sums on the way to them as well: what ops make that add to them."""
+    found = dict(gradients)
+    left = list(gradients)
+    while left:
+        t = left.pop()
+        op = t.producer
+        if op is None or not (isinstance(op.kind, Keep) or adds(op)):
+            continue
+        for o in op.operands[: 1 if isinstance(op.kind, Keep) else 2]:
+            if o.sizes == t.sizes and o.producer is not None and o not in found:
+                found[o] = found[t]
+                left.append(o)
+    return found
+
+
+def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
+    """Return the ops of one operand that make a gradient of a tensor: another format, or other axes.
+
+    Of a gradient itself there are none; None where the tensor becomes no gradient.
+    """
+    ops: list[Op] = []
+    while t not in gradients:
+        # what lives as long as a program names it is read by nobody for that
+        readers = [op for op in t.graph.successors(t) if not isinstance(op.kind, Keep) or op.operands[0] is t]
+        if len(readers) != 1 or not isinstance(readers[0].kind, same) or len(readers[0].operands) != 1:
+            return None
+        ops += readers
+        (t,) = readers[0].results
+    return ops
+
+
+def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
+    """Return tensors that are gradients of parameters, or added to one: inside of loops, in other formats and axes."""
+    left = [g for t, g in graph.gradients.items() if t.role == "param"]
+    found = {*left}
+    while left:
+        t = left.pop()
+        op = t.producer
+        if op is None:
+            continue
+        if op.loop is not None:
+            before = [op.loop.body.outputs[op.results.index(t)]]
+        elif adds(op):
+            before = [*op.operands[:2]]
+        else:
+            alone = isinstance(op.kind, Keep) or (isinstance(op.kind, same) and len(op.operands) == 1)
+            before = [*op.operands[:1]] if alone else []
+        left += [o for o in before if o not in found]
+        found |= {*before}
+    return found

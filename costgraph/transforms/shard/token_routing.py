@@ -1,0 +1,162 @@
+"""Rows that are sent to the ranks that have their experts, and back to those that have their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...ir.graph import Graph, Op, Placement, Tensor
+from ...ops.collectives import Collective, Merge
+from ...ops.elementwise import Pointwise
+from ...ops.grouped import Dispatch, Grouped
+from ...ops.index import Gather, Indexed
+from .choice import Routing
+from .fsdp import Units
+from .placed_tensors import Stated
+
+__all__ = [
+    "Routed",
+]
+
+
+class Routed(Units):
+    """Has rows where an op wants them: with their tokens, or with their experts.
+
+    A rank sends the rows of its tokens, which are ordered by expert, piece by piece to the ranks along an axis of the
+    mesh; what it gets is ordered by expert once more. Where they end is exchanged before. It is assumed that routing is
+    balanced: each rank sends as many rows to each. What has been sent is what later readers are given.
+    """
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.delivered: dict[tuple[Tensor, str, Graph], Tensor] = {}
+        """Rows elsewhere."""
+        self.arrived: dict[tuple[Tensor, Graph], Tensor] = {}
+        """Where the rows end that all ranks have for the experts of one."""
+        self.joined: dict[Tensor, frozenset[str]] = {}
+        """Old tensors of where rows go, and the axes along which their tokens are whole."""
+        self.read: dict[Tensor, list[Tensor]] = {}
+        """What ops have read for an old tensor."""
+        self.merged: dict[tuple[Tensor, Graph, bool], Op] = {}
+        """The order of rows that have come, worked out anew for the backward pass."""
+
+    def routed(self, op: Op, new: Graph) -> str:
+        """Have the rows of all operands at one place, and return the axis along which that is with their experts."""
+        if isinstance(op.kind, Dispatch):
+            self.joined[op.results[0]] = self.widths(op)
+            self.join(op.operands[0], self.widths(op), new, op.phase)
+        elif isinstance(op.kind, Gather) and op.operands[1] in self.joined:
+            self.join(op.operands[0], self.joined[op.operands[1]], new, op.phase)
+        given = [self.tensors[t] for t in op.operands]
+        found = self.rows.asked(op, given, self.table(op))
+        if found is None:
+            return ""
+        axis, routing = found
+        for old, t in zip(op.operands, given, strict=True):
+            order, own = self.rows.ordered.get(t), self.rows.own.get(t)
+            if order is None or order.axis == axis or (own is not None and own.what == "tokens" and not axis):
+                continue
+            self.tensors[old] = made = self.sent(t, axis, routing, new, op.phase)
+            if self.piece is not None:  # the kernel reads what was sent instead
+                self.piece.operands = [made if o is t else o for o in self.piece.operands]
+        return axis
+
+    def join(self, old: Tensor, axes: frozenset[str], new: Graph, phase: str) -> None:
+        """Have a tensor of tokens whole along axes of the mesh that split the widths of experts: parameters stay."""
+        t = self.tensors[old]
+        if isinstance(t, Tensor) and axes & self.at[t].axes and t not in self.rows.ordered:
+            self.tensors[old] = self.moved_to(t, self.at[t].without(axes, self.mesh), new, phase)
+
+    def widths(self, op: Op) -> frozenset[str]:
+        """Return the axes of the mesh that split the matrices of experts within one expert, and stay."""
+        found: set[str] = set()
+        for reader in op.graph.successors(op.results[1]):
+            if not isinstance(reader.kind, Grouped):
+                continue
+            weights = reader.operands[1]
+            while weights.producer is not None and isinstance(weights.producer.kind, Pointwise):  # in another format
+                weights = weights.producer.operands[0]
+            made = self.tensors.get(weights)
+            place = self.at[made] if isinstance(made, Tensor) else self.stated.places.get(weights)
+            found |= {f for dim in (place.dims[1:] if place else ()) for f in dim if isinstance(f, str)}
+        return frozenset(found) - self.stated.gathered
+
+    def table(self, op: Op) -> Placement | None:
+        """Return where the parameters of experts lie that an op reads, once they are put together for it."""
+        at = 1 if isinstance(op.kind, Grouped) else 0 if isinstance(op.kind, Indexed) else None
+        found = None if at is None else self.tensors[op.operands[at]]
+        if not isinstance(found, Tensor):
+            return None
+        gathered = self.params.get(found, frozenset()) if op.phase != "optimizer" else frozenset()
+        return self.at[found].without(gathered & self.at[found].axes, self.mesh)
+
+    def sent(self, t: Tensor, axis: str, routing: Routing, new: Graph, phase: str) -> Tensor:
+        """Return rows with their experts along an axis of the mesh, or with their tokens where it is empty."""
+        graph = new if self.piece is None else self.piece.outside(t)
+        key = t, axis, graph
+        if key in self.delivered:
+            return self.delivered[key]
+        order, own = self.rows.ordered[t], self.rows.own.get(t)
+        if order.dims != {0} or (own is not None and (own.what != "owners" or not axis)):
+            self.rows.refuse(t)
+        along = axis or order.axis
+        merge = self.merge(routing, along, graph, phase)
+        if own is not None:
+            made = merge.results[3]
+            self.rows.own[made] = replace(own, axis=axis)
+        else:
+            way = self.all_to_all(along)
+            kinds = (way, Gather()) if axis else (Gather(), way)
+            made = t
+            for kind in kinds:
+                places = () if kind is way else (merge.results[1 if axis else 2],)
+                made = self.step(kind, made, kind.collective if kind is way else kind.name, new, phase, *places)
+            self.delivered[made, order.axis, graph] = t
+        self.at[made], self.rows.ordered[made] = self.at[t], replace(order, axis=axis)
+        self.delivered[key] = made
+        return made
+
+    def all_to_all(self, axis: str) -> Collective:
+        """Return what sends a piece of the first axis to each rank, and has theirs behind each other."""
+        return Collective(collective="all_to_all", ranks=self.mesh[axis], axis=axis, source=0)
+
+    def ends(self, routing: Routing, axis: str, graph: Graph, phase: str) -> Tensor:
+        """Return where the rows end that ranks have for the experts of this one."""
+        home: Graph | None = graph
+        while home is not None and (routing, home) not in self.rows.ends:
+            home = home.parent
+        assert home is not None  # rows with their experts come from a product by expert, which reads where they end
+        ends = self.rows.ends[routing, home]
+        if self.rows.own[ends].axis:
+            return ends
+        if (ends, graph) not in self.arrived:
+            made = self.step(self.all_to_all(axis), ends, "all_to_all", graph, phase)
+            self.at[made] = Placement(((),))
+            self.rows.own[made] = replace(self.rows.own[ends], axis=axis)
+            self.arrived[ends, graph] = made
+        return self.arrived[ends, graph]
+
+    def merge(self, routing: Routing, axis: str, graph: Graph, phase: str) -> Op:
+        """Return what puts rows in order that have come along an axis of the mesh."""
+        ends = self.ends(routing, axis, graph, phase)
+        key = ends, graph, phase == "forward"
+        if key not in self.merged:
+            ranks = self.mesh[axis]
+            kind = Merge(
+                ranks=ranks, axis=axis, rows=routing.rows, chosen=routing.chosen / ranks, owners=routing.owners
+            )
+            made = self.step(kind, ends, "merge", graph, phase)
+            op = made.producer
+            assert op is not None
+            self.at |= {t: Placement(((),)) for t in op.results}
+            self.merged[key] = op
+        return self.merged[key]
+
+    def handed(self, old: Tensor, t: Tensor) -> Tensor:
+        """Return what is handed to the backward pass for an old tensor: what its readers have had from others, if so.
+
+        That is what ranks have exchanged, and where the rows end that have come.
+        """
+        if t in self.rows.own:
+            return self.arrived.get((t, t.graph), t)
+        read = self.read.get(old, [])
+        return read[0] if read and all(r is read[0] for r in read) and self.elsewhere.get(read[0]) is t else t

@@ -1,0 +1,789 @@
+"""Gradients of elementwise functions, as the table of functions states them, and of dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import log, nan, prod
+from typing import Any
+
+import sympy
+
+from ...algebra.polynomial import ONE, Poly, poly, total
+from ...errors import UnsupportedError
+from ...ir.graph import Tensor, apply, current_graph
+from ...notation.pattern import Affine, Axes, Pattern
+from ...ops.collectives import Collective, collective
+from ...ops.einsum import Einsum, contract
+from ...ops.elementwise import Dropout, Pointwise, cast, pointwise
+from ...ops.fill import Assign, Fill, Pad, Revised, fill, pad
+from ...ops.fourier import Fourier, ViewAs, joined, real_part, view_as
+from ...ops.functions import FUNCTIONS, names_in
+from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
+from ...ops.index import Arange, Gather, Scatter, Sort, gather, scatter
+from ...ops.keep_alive import Keep, keep
+from ...ops.kv_cache import Cache, InitialState
+from ...ops.layout import (
+    Concat,
+    Expand,
+    Rearrange,
+    Slice,
+    concat,
+    contiguous_copy,
+    permute,
+    rearrange,
+    reshape,
+    slice_axis,
+)
+from ...ops.loops import Empty, kernel
+from ...ops.opaque import Opaque, Transfer, transfer
+from ...ops.pooling import Pool, Unpool
+from ...ops.reduce import Reduce, reduce
+from ...ops.updates import ZeroGrad
+from .table import Pull, also_saved, expanded, order_of_parameter, restricted, sum_to, summed, vjp
+
+# -- contraction -------------------------------------------------------------------------------------------------------
+# Gradient of a contraction: a contraction of the result's gradient with the other operands.
+
+_Dims = tuple[Axes | Affine, ...]
+
+
+@vjp(Einsum)
+def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
+    (g,) = pull.grads
+    assert g is not None
+    if any(isinstance(a, Affine) for dims in pull.kind.pattern.operands for a in dims):
+        also_saved(pull, *pull.op.operands)  # of a convolution, whichever gradient is wanted
+    wanted = [i for i in pull.kind.order or range(len(pull.needs)) if pull.needs[i]]
+    made = {i: _of_operand(pull, g, i) for i in wanted}
+    return [made.get(i) for i in range(len(pull.needs))]
+
+
+def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
+    """Contract the gradient with the other operands; an axis that no other one has is repeated, which is free."""
+    op, kind, x = pull.op, pull.kind, pull.op.operands[i]
+    pattern, extents = kind.pattern, kind.extents
+    others = [j for j in range(len(op.operands)) if j != i]
+    dims = (pattern.result, *(pattern.operands[j] for j in others))
+    inside = {n for d in dims for a in d for n in a.names}
+    target = pattern.operands[i]
+    lone = _lone(target, inside, kind.domain)
+    result, sizes = _without(target, lone, x, extents)
+    order = None if lone else order_of_parameter(x)
+    if order is not None:
+        result, sizes = tuple(result[i] for i in order), tuple(sizes[i] for i in order)
+    used = {n: extents[n] for n in extents if n in inside or n in {m for a in result for m in a.names}}
+    back = Einsum(
+        pattern=Pattern(dims, result),
+        extents=used,
+        domain=kind.domain,
+        dtype=x.dtype,
+        sizes=None if _plain(result, inside) else sizes,
+        rooms=kind.rooms,
+    )
+    made = contract([g, *(_conjugate(pull.saved(op.operands[j])) for j in others)], back)
+    if order is not None:
+        return permute(made, [order.index(i) for i in range(x.ndim)])
+    return _with(made, result, target, lone, extents) if lone else made
+
+
+def _conjugate(t: Tensor) -> Tensor:
+    return view_as(t, "conjugate") if t.dtype.kind == "complex" else t
+
+
+def _lone(target: _Dims, inside: set[str], restriction: tuple[object, str, str] | None) -> set[str]:
+    """Return the axes of an operand along which its gradient is the same everywhere."""
+    names = [n for a in target for n in a.names]
+    kept = inside.union(n for a in target if isinstance(a, Affine) for n in a.names)
+    kept |= set() if restriction is None else set(restriction[1:])
+    return {n for n in names if n not in kept and names.count(n) == 1}
+
+
+def _plain(result: _Dims, inside: set[str]) -> bool:
+    names = [n for a in result for n in a.names]
+    return all(isinstance(a, Axes) for a in result) and len(set(names)) == len(names) and inside.issuperset(names)
+
+
+def _without(target: _Dims, lone: set[str], x: Tensor, extents: Mapping[str, Poly]) -> tuple[_Dims, tuple[Poly, ...]]:
+    """Return the dimensions of an operand without some of its axes, and their sizes."""
+    dims: list[Axes | Affine] = []
+    sizes: list[Poly] = []
+    for a, size in zip(target, x.sizes, strict=True):
+        if lone.intersection(a.names):
+            left = [n for n in a.names if n not in lone]
+            dims += [Axes((n,)) for n in left]
+            sizes += [extents[n] for n in left]
+        else:
+            dims.append(a)
+            sizes.append(size)
+    return tuple(dims), tuple(sizes)
+
+
+def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: Mapping[str, Poly]) -> Tensor:
+    """Repeat along the axes that were left out, and merge those that stand in one dimension."""
+    kept: list[int | None] = []
+    sizes: list[Poly] = []
+    left: list[str] = []
+    right: list[str] = []
+    at = 0
+    for a in target:
+        parts = [Axes((n,)) for n in a.names] if lone.intersection(a.names) else [a]
+        for part in parts:
+            new = bool(lone.intersection(part.names))
+            kept.append(None if new else at)
+            sizes.append(prod((extents[n] for n in part.names), start=ONE) if new else made.sizes[at])
+            at += not new
+        names = [f"n{len(left) + k}" for k in range(len(parts))]
+        left += names
+        right.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
+    out = expanded(made, tuple(sizes), kept)
+    return out if left == right else rearrange(out, f"{' '.join(left)} -> {' '.join(right)}")
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+# Gradients of reductions.
+
+
+@vjp(Reduce)
+def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
+    (g,), op = pull.grads, pull.op
+    (x,), operation = op.operands, pull.kind.operation
+    if g is None or not pull.needs[0] or operation in ("any", "all", "argmax", "argmin"):
+        return [None]
+    if operation == "sum":
+        return [_spread(pull, g)]
+    if operation == "mean":
+        return [pointwise("div", _spread(pull, g), _count(pull))]
+    if operation == "prod":
+        product = _spread(pull, pointwise("mul", g, pull.saved(op.results[0])))
+        return [pointwise("div", product, pull.saved(x))]
+    names = [f"n{i}" for i in range(x.ndim)]
+    ties = pointwise("eq", pull.saved(x), _spread(pull, pull.saved(op.results[0])))
+    gone = _reduced(pull)
+    many = reduce(ties, f"{' '.join(names)} -> {' '.join('1' if i in gone else n for i, n in enumerate(names))}", "sum")
+    share = pointwise("div", expanded(g, many.sizes, _places(pull)), many)  # torch's `scale_grad_by_count`
+    return [pointwise("mul", share, ties, dtype=x.dtype)]
+
+
+def _reduced(pull: Pull[Reduce]) -> list[int]:
+    """Return the places of the axes that are reduced."""
+    pattern = pull.kind.pattern
+    return [i for i, n in enumerate(pattern.operand_names(0)) if n not in pattern.result_names]
+
+
+def _spread(pull: Pull[Reduce], t: Tensor) -> Tensor:
+    """Return something of the shape of the result as a view of the shape of the operand."""
+    (x,) = pull.op.operands
+    return expanded(t, x.sizes, _places(pull), x)
+
+
+def _places(pull: Pull[Reduce]) -> list[int | None]:
+    """Return which axis of the result each one of the operand is, None of those that are reduced."""
+    pattern = pull.kind.pattern
+    places = [a.names for a in pattern.result]
+    return [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
+
+
+def _count(pull: Pull[Reduce]) -> Poly | int:
+    """Return how many elements there are to a mean."""
+    (x,) = pull.op.operands
+    if x.domain is not None:
+        raise UnsupportedError(f"backward of {pull.op.name!r}: mean of {x!r}, expected one that is whole")
+    count = prod((x.sizes[i] for i in _reduced(pull)), start=ONE)
+    return count if count.constant is None else int(count.constant)
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+# Gradient of pooling.
+
+
+@vjp(Pool)
+def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
+    """Give each window's gradient to its elements; torch keeps the input of the pooling for its shape."""
+    g, op, kind = pull.grads[0], pull.op, pull.kind
+    if g is None or not pull.needs[0]:
+        return [None]
+    operands = [g, pull.saved(op.operands[0])]
+    if kind.operation == "max":
+        if len(op.results) < 2:
+            raise UnsupportedError(
+                f"backward of {op.name!r}: the pooling does not keep where its maxima stand, expected attribute "
+                f"'indices'"
+            )
+        operands.append(pull.saved(op.results[1]))
+    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
+    return apply(back, operands, "unpool")
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+# Gradients of ops that move or rename elements, and of those that make them from nothing.
+
+
+def _only(pull: Pull[Any]) -> Tensor | None:
+    """Return the gradient of the only result, None where that of the only operand is not wanted."""
+    return pull.grads[0] if pull.needs[0] else None
+
+
+@vjp(Rearrange)
+def _rearrange(pull: Pull[Rearrange]) -> Sequence[Tensor | None]:
+    """Go the other way; a copy that was made for its layout alone has the gradient of its result."""
+    g, kind, (x,) = _only(pull), pull.kind, pull.op.operands
+    split, order = kind.split, kind.order
+    if g is None or (kind.merged == x.sizes and list(order) == sorted(order)):
+        return [g]
+    back = Rearrange(
+        split=tuple(split[i] for i in order), order=tuple(order.index(i) for i in range(len(order))), merged=x.sizes
+    )
+    return [apply(back, [g], "rearrange")[0]]
+
+
+@vjp(Slice)
+def _slice(pull: Pull[Slice]) -> Sequence[Tensor | None]:
+    g, kind = _only(pull), pull.kind
+    full = pull.op.operands[0].sizes[kind.axis]
+    return [None if g is None else pad(g, kind.axis, kind.start, full, kind.step)]
+
+
+@vjp(Pad)
+def _pad(pull: Pull[Pad]) -> Sequence[Tensor | None]:
+    g, kind = _only(pull), pull.kind
+    size = pull.op.operands[0].sizes[kind.axis]
+    return [None if g is None else slice_axis(g, kind.axis, kind.start, size, kind.step)]
+
+
+@vjp(Expand)
+def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
+    """Sum over the axes along which it was repeated."""
+    g, (x,), kept = _only(pull), pull.op.operands, pull.kind.kept
+    if g is None:
+        return [None]
+    names = [f"n{i}" for i in range(g.ndim)]
+    left = []
+    for axis, size in enumerate(x.sizes):
+        at = kept.index(axis) if axis in kept else None
+        left.append("1" if at is None or (size == ONE and g.sizes[at] != ONE) else names[at])
+    return [summed(g, names, left)]
+
+
+@vjp(Concat)
+def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
+    """Cut the gradient into views: of what a loop has left, one whose first axis is that of the iterations."""
+    (g,), kind, parts = pull.grads, pull.kind, pull.op.operands
+    assert g is not None
+    sizes = kind.extents(parts)
+    made = [
+        slice_axis(g, kind.axis, total(sizes[:i]), size) if wanted else None
+        for i, (size, wanted) in enumerate(zip(sizes, pull.needs, strict=True))
+    ]
+    return [None if part is None else _part(part, t, kind) for part, t in zip(made, parts, strict=True)]
+
+
+def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
+    """Return the gradient of an operand as it is: with an axis of iterations, or without that along which it is one."""
+    axis = kind.axis
+    if t.storage.pieces > 1 or (t.storage.pieces and kind.reverse):
+        raise UnsupportedError(
+            f"backward: a concat of {t.name!r}, the last iteration's first or of loops inside each other; expected the "
+            f"first one's, of one loop"
+        )
+    if not t.storage.pieces:
+        return reshape(g, t.sizes) if kind.stacked else g
+    own = () if kind.stacked else (t.sizes[1:][axis],)
+    g = reshape(g, (*g.sizes[:axis], t.sizes[0], *own, *g.sizes[axis + 1 :]))
+    return permute(g, (axis, *(i for i in range(g.ndim) if i != axis)))
+
+
+@vjp(Keep)
+def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
+    """What is only held has no part in the result."""
+    if pull.kind.pulled_by:
+        by, graph = pull.kind.pulled_by, pull.op.graph.root
+        if pull.kind.leaf:
+            raise UnsupportedError(
+                f"backward: graph {graph.name!r}: {by}, so its gradient goes to no parameter of the graph; expected "
+                f"tensors that are made, converted and marked before the trace; or trace with train=True"
+            )
+        raise UnsupportedError(
+            f"backward: {pull.op.name!r} of graph {graph.name!r} has the gradient that {by} of the program states, "
+            f"expected declared ops; trace with train=True"
+        )
+    return [_only(pull), *(None for _ in pull.op.operands[1:])]
+
+
+@vjp(Cache)
+def _cache(pull: Pull[Cache]) -> Sequence[Tensor | None]:
+    """Nothing happens in training."""
+    return [_only(pull)]
+
+
+@vjp(Assign)
+def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
+    """What was overwritten has no gradient."""
+    (g,), (_, value) = pull.grads, pull.op.operands
+    assert g is not None
+    return [None, cast(g, value.dtype) if pull.needs[1] else None]
+
+
+@vjp(ZeroGrad)
+def _zeros(pull: Pull[ZeroGrad]) -> Sequence[Tensor | None]:
+    """Nothing of what was there is left."""
+    return [None]
+
+
+@vjp(Revised)
+def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
+    """What has been written gets its part, and what was there before the rest, with zeros in its place."""
+    (g,), (x, part), places = pull.grads, pull.op.operands, pull.kind.places
+    assert g is not None
+    if pull.kind.unseen:
+        return [g, None]
+    own = g
+    for axis, start, step in places:
+        own = slice_axis(own, axis, start, part.sizes[axis], step)
+    if not pull.needs[0]:
+        return [None, own]
+    if all(step == 1 for *_, step in places):
+        return [_shapes_without(g, part, places), own if pull.needs[1] else None]
+    alone = own
+    for axis, start, step in places:
+        alone = pad(alone, axis, start, x.sizes[axis], step)
+    return [g - alone, own if pull.needs[1] else None]
+
+
+def _shapes_without(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]) -> Tensor:
+    """Return a gradient with zeros where a part is, at places that follow each other."""
+    if not places:
+        return fill(part.sizes, 0, g.dtype)
+    (axis, start, _), *others = places
+    size, whole = part.sizes[axis], g.sizes[axis]
+    behind = start + size
+    pieces = [_shapes_without(slice_axis(g, axis, start, size) if others else g, part, others)]
+    if start:
+        pieces.insert(0, slice_axis(g, axis, 0, start))
+    if whole - behind:
+        pieces.append(slice_axis(g, axis, behind, whole - behind))
+    return concat(pieces, axis)
+
+
+@vjp(Fill, Arange, Empty, InitialState)
+def _nothing(pull: Pull[Any]) -> Sequence[Tensor | None]:
+    """Return no gradient: there is no operand."""
+    return []
+
+
+# -- spectra -----------------------------------------------------------------------------------------------------------
+# Gradients of Fourier transforms, and of views of complex numbers: torch's convention, that by the conjugate.
+
+_BACK = {"real": "complex", "complex": "real", "conjugate": "conjugate"}
+
+
+@vjp(ViewAs)
+def _view_as(pull: Pull[ViewAs]) -> Sequence[Tensor | None]:
+    (g,) = pull.grads
+    assert g is not None
+    g = contiguous_copy(g) if pull.kind.what == "real" else g  # pairs side by side
+    return [view_as(g, _BACK[pull.kind.what])]
+
+
+def _applied(kind: Fourier, x: Tensor) -> Tensor:
+    """Transform, and copy first where the axes that are not transformed are not one in memory."""
+    workspace = joined(x, kind.axes)
+    if current_graph().fused or not workspace:
+        return apply(kind, [x], "fft")[0]
+    with kernel("fft", workspace=workspace, backward="ops") as body:
+        made = apply(kind, [x], "fft")[0]
+    return body.export(made)
+
+
+@vjp(Fourier)
+def _fourier(pull: Pull[Fourier]) -> Sequence[Tensor | None]:
+    """Transform the other way, with the same scale: by the conjugate of a matrix that is symmetric."""
+    (g,), (x,), kind = pull.grads, pull.op.operands, pull.kind
+    assert g is not None
+    if x.dtype.kind != "complex":
+        also_saved(pull, x)  # torch asks it for a size
+    axis, back = kind.axes[-1], replace(kind, inverse=not kind.inverse, last=None)
+    if kind.last is None:
+        made = _applied(back, g)
+        return [made if x.dtype.kind == "complex" else real_part(made)]
+    if x.dtype.kind != "complex":  # the other half of the spectrum had no part in the result
+        g = g if kind.last == x.sizes[axis] else pad(g, axis, 0, x.sizes[axis])
+        return [real_part(_applied(back, g))]
+    half = x.sizes[axis]
+    made = _applied(replace(back, last=half), g)
+    twice = kind.last - half  # points that stand for their mirror images as well
+    if not twice:
+        return [made]
+    part = pointwise("mul", slice_axis(made, axis, 1, twice), 2, inplace=True)
+    return apply(Revised(axes=(axis,), starts=(ONE,), steps=(1,)), [made, part], "revised")
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+# Gradients of lookups and updates by index.
+
+
+@vjp(Gather)
+def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
+    """Add what each row got to a table of zeros, as torch's `embedding_dense_backward`."""
+    (g,), (table, *ids) = pull.grads, pull.op.operands
+    if g is None or not pull.needs[0]:
+        return [None, *(None for _ in ids)]
+    if pull.kind.batch:  # `take_along`
+        also_saved(pull, table)
+    kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch, passed=pull.kind.passed)
+    added = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
+    return [*added, *(None for _ in ids)]
+
+
+@vjp(Scatter)
+def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
+    """Look up what the updates got; of rows that were overwritten the target has no gradient."""
+    (g,), (_, *ids, updates) = pull.grads, pull.op.operands
+    assert g is not None
+    if pull.kind.passed is not None:
+        raise UnsupportedError(f"backward of {pull.op.name!r}: it passes row {pull.kind.passed} by, expected all rows")
+    if pull.kind.mode == "max":
+        return _largest(pull, g)
+    if [t.ndim for t in ids] == [1] and not pull.kind.inplace:  # `index_add` and `index_copy` ask it for its shape
+        also_saved(pull, updates)
+    target, rows = g if pull.needs[0] else None, list(map(pull.saved, ids))
+    if target is not None and pull.kind.mode == "set":
+        zeros = expanded(fill((), 0, updates.dtype), updates.sizes, (None,) * updates.ndim)
+        (target,) = apply(replace(pull.kind, inplace=False), [g, *rows, zeros], "scatter")
+    found = apply(Gather(batch=pull.kind.batch), [g, *rows], "gather")[0] if pull.needs[-1] else None
+    return [target, *(None for _ in ids), found]
+
+
+def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:
+    """Share the gradient among what is as large as the result, as torch's `scatter_reduce_backward` of amax."""
+    batch, (target, ids, updates) = pull.kind.batch, pull.op.operands
+    if pull.kind.inplace:
+        raise UnsupportedError(
+            f"backward of {pull.op.name!r}: a maximum in place leaves nothing of its target, expected inplace=False"
+        )
+    rows, result = pull.saved(ids), pull.saved(pull.op.results[0])
+    own = pointwise("eq", pull.saved(target), result)
+    theirs = pointwise("eq", pull.saved(updates), gather(result, rows, batch=batch))
+    count = scatter(cast(own, g.dtype), rows, cast(theirs, g.dtype), "add", batch=batch)
+    each = pointwise("div", g, count)
+    made = pointwise("mul", each, own) if pull.needs[0] else None
+    return [made, None, pointwise("mul", gather(each, rows, batch=batch), theirs) if pull.needs[2] else None]
+
+
+# -- grouped -----------------------------------------------------------------------------------------------------------
+# Gradients of choosing the largest and of products by expert.
+
+
+@vjp(TopK, Sort)
+def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
+    """Put the gradients of the values where they were found, as torch's `value_selecting_reduction_backward`."""
+    g, op = pull.grads[0], pull.op
+    if g is None or not pull.needs[0]:
+        return [None]
+    (x,) = op.operands
+    return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "set", along=True)]
+
+
+@vjp(Grouped)
+def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
+    """Multiply by the experts' matrices the other way round, and add up outer products by expert."""
+    (g,), op = pull.grads, pull.op
+    assert g is not None
+    rows, weights, ends = op.operands
+    made: list[Tensor | None] = [None, None, None]
+    if pull.needs[0]:
+        back = rearrange(pull.saved(weights), "e d f -> e f d")
+        made[0] = cast(apply(pull.kind, [g, back, pull.saved(ends)], "grouped")[0], rows.dtype)
+    if pull.needs[1]:
+        turned = order_of_parameter(weights) == (0, 2, 1)
+        first, second = (g, pull.saved(rows)) if turned else (pull.saved(rows), g)
+        outer = cast(grouped_outer(first, second, pull.saved(ends)), weights.dtype)
+        made[1] = permute(outer, (0, 2, 1)) if turned else outer
+    return made
+
+
+@vjp(GroupedOuter)
+def _grouped_outer(pull: Pull[GroupedOuter]) -> Sequence[Tensor | None]:
+    """Multiply each row by the gradient of its expert: of every expert, whatever is assumed of routing."""
+    (g,), (a, b, ends) = pull.grads, pull.op.operands
+    assert g is not None
+    every = Grouped(routing="capacity", chosen=ends.sizes[0])
+    made: list[Tensor | None] = [None, None, None]
+    if pull.needs[0]:
+        back = rearrange(g, "e d f -> e f d")
+        made[0] = cast(apply(every, [pull.saved(b), back, pull.saved(ends)], "grouped")[0], a.dtype)
+    if pull.needs[1]:
+        made[1] = cast(apply(every, [pull.saved(a), g, pull.saved(ends)], "grouped")[0], b.dtype)
+    return made
+
+
+# -- stated ------------------------------------------------------------------------------------------------------------
+# Gradients of moves between memories and devices, and of ops whose costs are stated.
+
+#: The collective that takes gradients the other way.
+_STATED_BACK = {
+    "all_reduce": "all_reduce",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "send": "send",
+}
+
+
+@vjp(Transfer)
+def _transfer(pull: Pull[Transfer]) -> Sequence[Tensor | None]:
+    g = pull.grads[0]
+    to = "host" if pull.op.operands[0].storage.host else "device"
+    return [None if g is None or not pull.needs[0] else transfer(g, pull.kind.link, to=to)]
+
+
+@vjp(Collective)
+def _collective(pull: Pull[Collective]) -> Sequence[Tensor | None]:
+    g = pull.grads[0]
+    if g is None or not pull.needs[0]:
+        return [None]
+    return [collective(g, _STATED_BACK[pull.kind.collective], pull.kind.ranks.expr)]
+
+
+@vjp(Opaque)
+def _opaque(pull: Pull[Opaque]) -> Sequence[Tensor | None]:
+    """Add the op whose costs the caller stated."""
+    op, stated = pull.op, pull.kind.backward
+    if stated is None:
+        raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
+    kept = [op.operands[i] for i in stated.inputs] + [op.results[i] for i in stated.outputs]
+    grads = [i for i, g in enumerate(pull.grads) if g is not None]
+    operands = [g for g in pull.grads if g is not None] + [pull.saved(t) for t in kept]
+    wanted = [i for i, needed in enumerate(pull.needs) if needed]
+    count = len(pull.grads)
+    kind = Opaque(
+        matmul=stated.matmul,
+        pointwise=stated.pointwise,
+        transcendental=stated.transcendental,
+        workspace=stated.workspace,
+        outputs=tuple((op.operands[i].sizes, op.operands[i].dtype) for i in wanted),
+        bytes_read=_chosen(stated.reads, [*grads, *range(count, count + len(kept))], len(operands)),
+        bytes_written=_chosen(stated.writes, wanted, len(wanted)),
+    )
+    made = dict(zip(wanted, apply(kind, operands, f"{op.name.rpartition('/')[2]}_backward"), strict=True))
+    return [made.get(i) for i in range(len(op.operands))]
+
+
+def _chosen(amounts: Sequence[Poly] | None, places: Sequence[int], count: int) -> tuple[Poly, ...] | None:
+    """Return the bytes of some tensors; an amount for all of them stands at the first."""
+    if amounts is None or not count:
+        return None
+    if len(amounts) == 1:
+        return (amounts[0], *(total(()),) * (count - 1))
+    return tuple(amounts[i] for i in places)
+
+
+# -- elementwise -------------------------------------------------------------------------------------------------------
+
+#: What functions of numbers alone give, without an op.
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    "sub": lambda a, b: a - b,
+    "div": lambda a, b: a / b,
+    "mul": lambda a, b: a * b,
+    "copy": lambda a: a,
+    "eq": lambda a, b: a == b,
+    "less": lambda a, b: a < b,
+    "less_equal": lambda a, b: a <= b,
+    "log": lambda a: poly(sympy.log(a.expr)) if isinstance(a, Poly) else log(a) if a > 0 else nan,
+}
+
+
+@vjp(Pointwise)
+def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
+    op, (g,) = pull.op, pull.grads
+    assert g is not None
+    function = pull.kind.function
+    if function.name == "sign" and op.results[0].dtype.kind == "complex":
+        raise UnsupportedError(f"backward of {op.name!r}: sign of complex numbers, expected real ones")
+    if function.grad is None or len(function.grad) != function.arity:
+        raise UnsupportedError(
+            f"backward of {op.name!r}: gradient of function {function.name!r} is not stated, expected "
+            f"{function.arity} expressions in its record"
+        )
+    places = [i for i, s in enumerate(pull.kind.scalars or (None,) * len(op.operands)) if s is None]
+    if any("y" in names_in(function.grad[place]) for place in places):
+        also_saved(pull, op.results[0])  # whichever gradient is wanted
+    given = _Given(pull, restricted(g, op.results[0]), places)
+    found: dict[int, Any] = {}
+    needs = dict(zip(places, pull.needs, strict=True))
+    for place, tensor in zip(places, op.operands, strict=True):
+        readers = [p for p in places if "abcd"[place] in names_in(function.grad[p])]
+        # torch also saves an operand that a scalar makes unnecessary, and one that several gradients read
+        if any(map(needs.get, readers)) or len(readers) > 1:
+            also_saved(pull, tensor)
+    wanted = [place for place in function.order or reversed(places) if needs.get(place)]
+    joint = [place for place in places if needs.get(place) and any(_shared_in(function.grad[place]))]
+    if joint:
+        found |= zip(joint, given.gradients([function.grad[place] for place in joint]), strict=True)
+    for place in wanted:
+        expression = function.grad[place]
+        if expression is not None and place not in joint:
+            found[place] = given.gradient(expression)
+    made = map(found.get, places)  # summed once all of them are there
+    return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(made, op.operands, strict=True)]
+
+
+def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
+    """Multiply real numbers by complex ones, which casts the real ones first; None for operands of one kind."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    kinds = {t.dtype.kind for t in tensors}
+    if function not in ("mul", "div") or kinds != {"float", "complex"} or current_graph().fused:
+        return None
+    wide = next(t.dtype for t in tensors if t.dtype.kind == "complex")
+    workspace = total(t.numel * wide.bytes for t in tensors if t.dtype != wide)
+    with kernel(function, workspace=workspace, backward="ops") as body:
+        made = pointwise(function, *values)
+    return body.export(made)
+
+
+def _elementwise_conjugate(x: Tensor) -> Tensor:
+    return pointwise("copy", view_as(x, "conjugate"), name="resolve_conj")
+
+
+def _shared_in(expression: Any) -> Iterator[Any]:
+    """Yield the values that a function of torch computes for all gradients, in the order of their computation."""
+    if isinstance(expression, tuple):
+        for part in expression[1:]:
+            yield from _shared_in(part)
+        if expression[0] == "shared":
+            yield expression
+
+
+class _Given:
+    """What the names in the gradient of a function stand for: asked for only where they are read."""
+
+    def __init__(self, pull: Pull[Pointwise], g: Tensor, places: Sequence[int]) -> None:
+        self.pull = pull
+        self.g = g
+        self.places = places
+        self.conjugates: dict[Tensor, Tensor] = {}
+        self.plain = False
+        """Whether complex numbers stand for themselves, not for their conjugates."""
+        self.made: list[Tensor] = []
+        """What an expression has made so far."""
+        self.parts: dict[Any, Any] = {}
+        """Values of subexpressions that a C++ variable holds."""
+
+    def gradient(self, expression: Any, parts: dict[Any, Any] | None = None) -> Any:
+        """Return what an expression makes; all that it makes on the way lives to its end, as in C++."""
+        return self.gradients([expression], parts)[0]
+
+    def gradients(self, expressions: Sequence[Any], parts: dict[Any, Any] | None = None) -> list[Any]:
+        """Return what expressions of one C++ function make; all that it makes on the way lives to its end."""
+        self.made, self.parts = [], parts or {}
+        if parts is None:
+            for shared in (part for expression in expressions for part in _shared_in(expression)):
+                self.value(shared)
+        found = list(map(self.value, expressions))
+        last = found[-1]
+        if not isinstance(last, Tensor) or last.producer is None or last.graph.fused:
+            return found
+        read = {t.storage for t in (*found, *last.producer.operands) if isinstance(t, Tensor)}
+        newest = {t.storage: t for t in self.made}
+        early = [t for storage, t in newest.items() if storage not in read]
+        return [*found[:-1], keep(last, *early) if early else last]
+
+    def value(self, expression: Any) -> Any:
+        """Return the tensor or number that an expression makes, its ops one by one."""
+        if isinstance(expression, tuple):
+            if expression not in self.parts:
+                self.parts[expression] = self.applied(*expression)
+            return self.parts[expression]
+        if not isinstance(expression, str):
+            return expression
+        if expression == "g":
+            return self.g
+        op = self.pull.op
+        if expression == "y":
+            return self.factor(op.results[0])
+        place = "abcd".index(expression)
+        if place not in self.places:
+            number = self.pull.kind.scalars[place]
+            return number.conjugate() if isinstance(number, complex) and not self.plain else number
+        return self.factor(op.operands[self.places.index(place)])
+
+    def factor(self, t: Tensor) -> Tensor:
+        """Return what the gradient is multiplied with: the conjugate of complex numbers, which torch makes first.
+
+        The gradient of a real loss by z is that by the conjugate of z (Wirtinger): of f it is multiplied with f' of the
+        conjugate. A modulus has no derivative, and its gradient the sign of the number itself.
+        """
+        found = self.pull.saved(t)
+        if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs" or self.plain:
+            return found
+        if t not in self.conjugates:
+            self.conjugates[t] = _elementwise_conjugate(found)
+        return self.conjugates[t]
+
+    def conjugated(self, expression: Any) -> Any:
+        """Evaluate an expression of complex numbers, and conjugate its value."""
+        outer, self.plain = self.plain, True
+        found = self.value(expression)
+        self.plain = outer
+        if not isinstance(found, Tensor) or found.dtype.kind != "complex":
+            return found
+        self.made.append(_elementwise_conjugate(found))
+        return self.made[-1]
+
+    def applied(self, name: str, *arguments: Any) -> Any:
+        """Apply a function; what numbers alone decide takes no op."""
+        plain = name.removesuffix("_")
+        if plain == "causal_mask_backward":
+            return apply(Pointwise(function=FUNCTIONS[plain], masked=self.pull.kind.masked), [self.g], plain)[0]
+        if plain == "one":
+            return self.in_one_kernel(arguments[0])
+        if plain == "conj":
+            return self.conjugated(arguments[0])
+        if plain in ("call", "shared"):
+            return self.called(arguments[0])
+        if plain == "again":
+            op = self.pull.op
+            kind = replace(self.pull.kind, inplace=False)
+            self.made += apply(kind, [self.factor(t) for t in op.operands], plain)
+            self.made[-1].producer.call = op.call  # type: ignore[union-attr]  # it was made by an op just now
+            return self.made[-1]
+        first = self.value(arguments[0])
+        if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
+            left = arguments[1 if first else -1] if plain == "where" else arguments[1] if first else False
+            return self.value(left)
+        values = [first, *map(self.value, arguments[1:])]
+        if plain == "where" and not any(isinstance(v, Tensor) for v in values[1:]):
+            raise UnsupportedError(f"gradient of {self.pull.op.name!r}: two numbers to choose from, expected a tensor")
+        if plain == "logical_and" and values[1] is True:
+            return first
+        if not any(isinstance(v, Tensor) for v in values):
+            return _NUMBERS[plain](*values)
+        self.made.append(_cast_first(plain, values) or pointwise(plain, *values, inplace=name != plain))
+        return self.made[-1]
+
+    def called(self, expression: Any) -> Any:
+        """Evaluate an expression; its temporaries are freed at its end, as in a C++ function."""
+        outer, before = self.made, {*self.parts}
+        found = self.gradient(expression, {**self.parts})
+        self.made = [*outer, found] if isinstance(found, Tensor) else outer
+        self.parts = {k: v for k, v in self.parts.items() if k in before}
+        return found
+
+    def in_one_kernel(self, expression: Any) -> Any:
+        """Evaluate an expression in one kernel, whose temporaries take no memory."""
+        if current_graph().fused:
+            return self.value(expression)
+        with kernel(f"{self.pull.op.name.rpartition('/')[2]}_slope".replace(".", "_")) as body:
+            made, self.parts = self.value(expression), {}
+        self.made = [t for t in self.made if t.graph is not body]
+        self.made.append(body.export(made))
+        return self.made[-1]
+
+
+@vjp(Dropout)
+def _dropout(pull: Pull[Dropout]) -> Sequence[Tensor | None]:
+    g, op = pull.grads[0], pull.op
+    if g is None or not pull.needs[0]:
+        return [None]
+    g = restricted(g, op.results[0])
+    return [pointwise("masked_scale", g, pull.saved(op.results[1]), 1 / (1 - pull.kind.p))]
