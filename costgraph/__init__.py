@@ -31,7 +31,7 @@ from .errors import (
     UnsupportedError,
 )
 from .ir.graph import Domain, Graph, Tensor, scope
-from .ir.graph import whole as _whole
+from .ir.graph import public as _public
 from .nn import (
     attention,
     conv,
@@ -291,13 +291,13 @@ _INSIDE = ("dims",)
 
 
 def _entered(found: object) -> object:
-    return _guard(_modules[__name__], found, _INSIDE, _whole)
+    return _guard(_modules[__name__], found, _INSIDE, _public)
 
 
 for _module in (nn, ops, _modules[__name__]):
     for _name in _module.__all__:
         if _name in vars(_module):
-            setattr(_module, _name, _guard(_module, getattr(_module, _name), _INSIDE, _whole))
+            setattr(_module, _name, _guard(_module, getattr(_module, _name), _INSIDE, _public))
 
 if not TYPE_CHECKING:
     __getattr__ = _later(__name__, _LATER, _entered)

@@ -397,6 +397,8 @@ def _scaled(name: str) -> DType | None:
 def dtype(name_or_dtype: object) -> DType:
     """Return the format of that name; a format is returned as it is.
 
+    Torch's names and formats are known as well, as far as there is a format of theirs: `dtype(torch.bfloat16)`.
+
     A format of 8 bits or fewer with scales is named after both: `int4_g128_fp16` has a scale in fp16 for each 128
     elements along the innermost axis, `int8_row_fp32` one in fp32 for all of it, `fp8_e4m3_b128x128_fp32` one for 128
     of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale, `_zero_bf16`
@@ -418,6 +420,8 @@ def dtype(name_or_dtype: object) -> DType:
     if isinstance(name_or_dtype, DType):
         return name_or_dtype
     known = ", ".join(DTYPES)
+    if type(name_or_dtype).__module__ == "torch":
+        name_or_dtype = str(name_or_dtype).removeprefix("torch.")
     if not isinstance(name_or_dtype, str):
         raise FormatError(f"number format {shown(name_or_dtype)}: expected a name or a DType; known are {known}")
     name = ALIASES.get(name_or_dtype, name_or_dtype)

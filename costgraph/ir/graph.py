@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial, wraps
 from importlib import import_module
+from inspect import CO_VARKEYWORDS
 from itertools import accumulate, islice
 from math import prod
 from operator import itemgetter
@@ -34,7 +35,6 @@ from ..errors import BindingError, CostGraphError, GraphError, ShapeError, Unsup
 from ..notation.grammar import parse_relation
 from ..notation.validation import READ, Rule, guarded, hints_of, rule
 from .strides import Sizes as SizeTuple
-from .strides import Sizes as StridesSizes
 from .strides import apart, contiguous, distinct, is_integral, is_polynomial, numel, settled, united, windows_along
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "SHOWN",
     "explore",
     "summary",
+    "summary_html",
     "ALIASES",
     "OPERATORS",
     "SOURCES",
@@ -100,7 +101,10 @@ __all__ = [
     "changing",
     "forget",
     "modify",
+    "SIZE_ALIASES",
+    "public",
     "whole",
+    "with_size_aliases",
     "Bindings",
     "bindings",
     "conditions",
@@ -340,7 +344,7 @@ class Placement:
         """Return which axis of the tensor an axis of the mesh splits."""
         return next((i for i, dim in enumerate(self.dims) if axis in dim), None)
 
-    def local(self, sizes: StridesSizes) -> StridesSizes:
+    def local(self, sizes: SizeTuple) -> SizeTuple:
         """Return the sizes on one rank."""
         return tuple(size_of(dim, n) for dim, n in zip(self.dims, sizes, strict=True))
 
@@ -739,9 +743,15 @@ def summary(self: Graph) -> str:
     return text
 
 
-def _view(name: str) -> Callable[..., Any]:
+def summary_html(self: Graph) -> str:
+    """Return the table of scopes that a notebook shows."""
+    text: str = _view("summary_html", "summary")(self)
+    return text
+
+
+def _view(name: str, module: str = "") -> Callable[..., Any]:
     if name not in SHOWN:  # imported when it is first asked for
-        import_module(f"costgraph.report.{name}")
+        import_module(f"costgraph.report.{module or name}")
     return SHOWN[name]
 
 
@@ -1156,6 +1166,44 @@ def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
             return function(*args, **named)
 
     return called
+
+
+#: Other names of a batch and a sequence, in a graph that calls them B and S.
+SIZE_ALIASES = {"batch": "B", "batch_size": "B", "seq_len": "S", "sequence_length": "S"}
+
+
+def with_size_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a question accept `batch` and `seq_len` as sizes of a graph whose dimensions are called B and S.
+
+    Raises
+    ------
+    BindingError
+        When it is called with both names of a dimension.
+    """
+    code = function.__code__
+    if not code.co_flags & CO_VARKEYWORDS:
+        return function
+    aliases = SIZE_ALIASES.keys() - set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+    @wraps(function)
+    def called(*args: Any, **named: Any) -> Any:
+        for alias in sorted(aliases & named.keys()):
+            graph = next((a for a in args if isinstance(a, Graph)), None)
+            names = frozenset[str]().union(*map(known_names, stages(graph))) if graph is not None else frozenset()
+            name = SIZE_ALIASES[alias]
+            if alias in names or name not in names:
+                continue
+            if name in named:
+                raise BindingError(f"{function.__name__}: {alias} and {name} are two names of one size, expected one")
+            named[name] = named.pop(alias)
+        return function(*args, **named)
+
+    return called
+
+
+def public(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as users call it: it accepts size aliases, and a refused call leaves its graph as it was."""
+    return whole(with_size_aliases(function))
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -2555,6 +2603,14 @@ def added_since(graph: Graph, nodes: int) -> list[Op]:
 
 
 # what the library itself calls for each op is not checked
+#: Members that completion offers: networkx's own methods work, but a reader of a model needs few of them.
+PUBLIC_MEMBERS = (
+    "assume", "bodies", "buffer", "copy", "defaults", "dtype", "edges", "explore", "freeze", "frozen", "gradients",
+    "graph", "input", "inputs", "layers", "loss", "name", "nodes", "ops", "output", "outputs", "param", "params",
+    "predecessors", "root", "sharding", "stages", "successors", "tensors", "walk",
+)  # fmt: skip
+
+
 @guarded(
     "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "told",
     "whole", "note",
@@ -2704,6 +2760,12 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def __str__(self) -> str:
         return summary(self)
+
+    def _repr_html_(self) -> str:
+        return summary_html(self)
+
+    def __dir__(self) -> list[str]:
+        return sorted(PUBLIC_MEMBERS)
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -1,7 +1,10 @@
 """Optimizers: which ops update parameters, which temporaries they make, and what state they keep."""
 
+import inspect
 from collections.abc import Mapping
 
+from ..algebra.symbols import shown
+from ..errors import GraphError
 from .adafactor import Adafactor
 from .adaptive import AdaGrad, Adam, AdamW, RMSProp
 from .gradients import (
@@ -25,10 +28,38 @@ from .sgd import SGD, Lion
 __all__ = [
     "COUNTERS", "IMPLEMENTATIONS", "OPTIMIZERS", "SGD", "STATES", "AdaGrad", "Adafactor", "Adam", "AdamW",
     "BlockStates", "Lion", "Muon", "Optimizer", "RMSProp", "Slot", "clip_grad_norm", "over",
-    "source_like", "unscale", "zero_grad",
+    "optimizer_of", "source_like", "unscale", "zero_grad",
 ]  # fmt: skip
 
 #: Optimizers by the name that commands know them by.
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, Adafactor, Muon)
 }
+
+
+def optimizer_of(given: Optimizer | type | str | None, place: str) -> Optimizer:
+    """Return an optimizer: AdamW for None, one with its default options for a name, a class, or torch's class.
+
+    Raises
+    ------
+    GraphError
+        If the argument names no known optimizer, or is an instance of torch's.
+
+    Examples
+    --------
+    >>> optimizer_of("sgd", "training_step")
+    SGD(momentum=0.0, weight_decay=0.0, implementation='foreach')
+    """
+    if isinstance(given, Optimizer):
+        return given
+    if given is None:
+        return AdamW()
+    name = given if isinstance(given, str) else ""
+    if inspect.isclass(given) and (issubclass(given, Optimizer) or given.__module__.startswith("torch.optim")):
+        name = given.__name__
+    if name.lower() not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise GraphError(
+            f"{place}: optimizer {shown(given)}, expected an optimizer such as costgraph.AdamW(), or one of {known}"
+        )
+    return OPTIMIZERS[name.lower()]()

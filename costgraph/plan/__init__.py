@@ -2,7 +2,7 @@
 
 from sys import modules as _modules
 
-from ..ir.graph import whole as _whole
+from ..ir.graph import public as _public
 from ..notation.validation import guard as _guard
 from ..transforms.pipeline_schedules import (
     in_flight,
@@ -57,4 +57,4 @@ __all__ = [
 
 _here = _modules[__name__]
 for _name in __all__:
-    setattr(_here, _name, _guard(_here, getattr(_here, _name), around=_whole))
+    setattr(_here, _name, _guard(_here, getattr(_here, _name), around=_public))

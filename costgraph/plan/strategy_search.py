@@ -27,7 +27,7 @@ from ..ir.graph import Graph, need_choice, need_flag, need_graph
 from ..ir.graph import dimension_size as size_of
 from ..notation.progress import progressing
 from ..notation.validation import READ, guarded
-from ..optimizers import AdamW, Optimizer
+from ..optimizers import AdamW, Optimizer, optimizer_of
 from ..transforms.checkpoint import every_block, read_checkpoint
 from ..transforms.offload import OFFLOADED, need_offloaded
 from ..transforms.pipeline_schedules import SCHEDULES, asked
@@ -419,7 +419,8 @@ _MOST_VALUES = 10_000
 
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
-    loss: object = None, precision: Limit = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
+    loss: object = None, precision: Limit = None, optimizer: Optimizer | type | str | None = None,
+    memory: Bytes | None = None,
     overlap: str | None = None, system: System = "torch", reduce_each: bool | None = None, hold: bool | None = None,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
@@ -559,6 +560,7 @@ def search(
         need_flag(place, reduce_each=reduce_each)
     if optimizer is None and system == "megatron":
         optimizer = AdamW(implementation="fused")
+    optimizer = optimizer_of(optimizer, place)
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)

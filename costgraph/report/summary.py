@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import html
+from collections.abc import Iterable, Sequence
 
 from ..algebra.extremum import as_expr
 from ..algebra.polynomial import Poly, total
@@ -13,7 +14,7 @@ from ..ir.graph import SHOWN, Graph, bindings, scopes_of
 from ..ir.strides import numel
 from .formula import formula_text
 
-__all__ = ["summary"]
+__all__ = ["summary", "summary_html"]
 
 #: Most rows of a table.
 _MOST_ROWS = 40
@@ -51,12 +52,30 @@ def summary(graph: Graph) -> str:
     total                     2*D*F       4*B*D*F + B*F
     """
     try:
-        return "\n".join(_lines(graph))
+        title, rows = _table(graph)
     except CostGraphError:  # a graph that no question can be asked of, such as one that is being declared
         return repr(graph)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join([title, *lines])
 
 
-def _lines(graph: Graph) -> Iterator[str]:
+def summary_html(graph: Graph) -> str:
+    """Return the table of `summary` as HTML, which a notebook shows for a graph."""
+    try:
+        title, (head, *rows) = _table(graph)
+    except CostGraphError:
+        return f"<pre>{html.escape(repr(graph))}</pre>"
+    body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
+    return f"<table><caption>{html.escape(title)}</caption><tr>{_cells('th', head)}</tr>{body}</table>"
+
+
+def _cells(tag: str, row: Sequence[str]) -> str:
+    return "".join(f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in row)
+
+
+def _table(graph: Graph) -> tuple[str, list[tuple[str, ...]]]:
+    """Return the title of a graph, and its rows with the head first."""
     values = bindings(graph, {})
     bodies = [(g, times) for g, times in repeated_bodies(graph) if not g.fused]
     ops = [op for g, _ in bodies for op in g.ops if op.loop is None]
@@ -74,7 +93,7 @@ def _lines(graph: Graph) -> Iterator[str]:
     table = costs(graph)
     for scope, part in table.group("scope").items():
         flops.setdefault(_cut(scope, level), []).append(part.total().flops)
-    rows = [("scope", "output shape", "parameters", "FLOPs")]
+    rows: list[tuple[str, ...]] = [("scope", "output shape", "parameters", "FLOPs")]
     for scope in dict.fromkeys((*shapes, *params)):
         own = answer(total(params.get(scope, ())).bind(values))
         done = sum(map(as_expr, flops.get(scope, ())), start=as_expr(0))
@@ -85,10 +104,7 @@ def _lines(graph: Graph) -> Iterator[str]:
     if hidden > 0:
         rows[_MOST_ROWS + 1 : -1] = [(f"... {hidden} more", "", "", "")]
     sizes = [f", {name}={values[name].expr}" for name in sorted(values)]
-    yield f"{graph.name}: {len(ops)} ops{''.join(sizes)}"
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for cells in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+    return f"{graph.name}: {len(ops)} ops{''.join(sizes)}", rows
 
 
 def _text(value: Formula) -> str:
@@ -115,3 +131,4 @@ def _scope_of(name: str, scopes: Iterable[str]) -> str:
 
 
 SHOWN["summary"] = summary
+SHOWN["summary_html"] = summary_html

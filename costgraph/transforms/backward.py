@@ -8,7 +8,7 @@ from ..errors import GraphError
 from ..ir.graph import Graph, Op, Tensor, current_graph, opened
 from ..ops.collectives import need_of_all
 from ..ops.fill import fill
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, policy_of
 from .reverse_mode import Hooks, Leaf, Walk, active_in, again, apart, hoist, peel, pull_kernel, pull_loop, with_branches
 
 __all__ = [
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 
-def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
+def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) -> Graph:
     """Add the backward pass: the gradients of all parameters, and inputs, that want one.
 
     Parameters
     ----------
     graph : Graph
         With one scalar output, the loss; it stays as it is.
-    checkpoint : Checkpoint, optional
-        What is computed again instead of being kept, such as `costgraph.every_block()`.
+    checkpoint : Checkpoint or bool, optional
+        Activation checkpointing policy, such as `costgraph.selective("attention")`. True means `every_block()`.
 
     Returns
     -------
@@ -55,9 +55,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     2*B*D*F + 4*B*F*K
     """
     need_of_all("backward", graph)
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-        raise GraphError(f"backward: checkpoint {checkpoint!r}, expected a policy such as costgraph.every_block()")
-    policy = Checkpoint() if checkpoint is None else checkpoint
+    policy = policy_of(checkpoint, "backward")
     new = prepared(graph, policy)
     loss = loss_of(new)
     sources = [t for t in new.tensors if t.producer is None and t.requires_grad]

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated
 
 from ..algebra.polynomial import ONE, Poly
-from ..algebra.symbols import is_level, read_size, shorten
+from ..algebra.symbols import is_level, read_size, shorten, shown
 from ..errors import FormatError, GraphError
 from ..ir.graph import (
     Graph,
@@ -28,7 +28,7 @@ from .rewrite import Rewriter
 from .selection import Layers
 from .shard.parallelize import SUMMED
 
-__all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "read_checkpoint", "selective"]
+__all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "policy_of", "read_checkpoint", "selective"]
 
 
 @guarded()
@@ -372,6 +372,21 @@ class _Nester(Rewriter):
         outer.outputs += made.results
         around = replace(loop.kind, body=outer, count=groups)
         self.add(op, around, [self.tensors[t] for t in op.operands], new)
+
+
+def policy_of(given: Checkpoint | bool | None, place: str) -> Checkpoint:
+    """Return a checkpointing policy: True recomputes every block, None and False recompute nothing.
+
+    Raises
+    ------
+    GraphError
+        If the argument is neither a policy nor a bool.
+    """
+    if isinstance(given, Checkpoint):
+        return given
+    if given is None or isinstance(given, bool):
+        return every_block() if given else Checkpoint()
+    raise GraphError(f"{place}: checkpoint {shown(given)}, expected True or a policy such as costgraph.every_block()")
 
 
 def read_checkpoint(given: str) -> Checkpoint | None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ..algebra.polynomial import ONE, Poly
-from ..algebra.symbols import shown
 from ..errors import GraphError
 from ..ir.graph import (
     Graph,
@@ -28,13 +27,13 @@ from ..ops.loops import (
     slice_of,
     written_slices,
 )
-from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, over, source_like, unscale, zero_grad
+from ..optimizers import Optimizer, Slot, clip_grad_norm, optimizer_of, over, source_like, unscale, zero_grad
 from .backward import (
     differentiate,
     loss_of,
     prepared,
 )
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, policy_of
 from .loss import (
     Loss,
     with_loss,
@@ -66,9 +65,9 @@ def training_step(
     graph: Graph,
     /,
     loss: str | Loss | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | type | str | None = None,
     precision: object = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | bool | None = None,
     accumulate: object = 1,
     *,
     clip: float | None = None,
@@ -87,13 +86,14 @@ def training_step(
         The model; it stays as it is.
     loss : str or callable, optional
         As `with_loss`: by default what the graph names.
-    optimizer : Optimizer, optional
-        `costgraph.AdamW()` with its foreach implementation by default.
+    optimizer : Optimizer, type or str, optional
+        By default `costgraph.AdamW()` with its foreach implementation. A name (`"adamw"`), a class, or a class of
+        `torch.optim` means that optimizer with its default options.
     precision : str, mapping or Policy, optional
         `fp32`, `bf16`, `bf16-master`, `bf16-mixed`, `fp16-mixed`, `megatron-bf16`, `fp8`, or a policy of one's own; by
         default the formats that are declared.
-    checkpoint : Checkpoint, optional
-        What is computed again in the backward pass instead of being kept.
+    checkpoint : Checkpoint or bool, optional
+        Activation checkpointing policy, such as `costgraph.selective("attention")`. True means `every_block()`.
     accumulate : sympy.Expr or int
         Micro-batches whose gradients are added up before the update. Inputs get a first axis of that size, sizes such
         as `B` are those of one micro-batch.
@@ -134,11 +134,8 @@ def training_step(
     >>> cg.param_count(step), round(cg.peak_memory(step, B=8, S=1024) / 1e9, 1)
     (124439808, 6.9)
     """
-    optimizer = AdamW() if optimizer is None else optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise GraphError(f"training_step: optimizer {shown(optimizer)}, expected one such as costgraph.AdamW()")
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-        raise GraphError(f"training_step: checkpoint {shown(checkpoint)}, expected a policy such as every_block()")
+    optimizer = optimizer_of(optimizer, "training_step")
+    policy = policy_of(checkpoint, "training_step")
     times = positive("training_step: accumulate", accumulate)
     need_flag("training_step", optimizer_in_backward=optimizer_in_backward, defer_accumulation=defer_accumulation)
     need_of_all("training_step", graph)
@@ -147,7 +144,6 @@ def training_step(
             f"training_step: graph {graph.name!r} has a backward pass already, expected a forward pass alone"
         )
     formats = find_policy(precision, autocast_device=autocast_device)
-    policy = Checkpoint() if checkpoint is None else checkpoint
     if optimizer_in_backward:
         _need_one_at_a_time(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
     forward = prepared(apply_precision(with_loss(with_frozen(graph, freeze, trainable), loss), formats), policy)

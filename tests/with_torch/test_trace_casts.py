@@ -1,11 +1,14 @@
 """Operands of several formats, which a CPU casts before it computes with them, and what masks write over."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from traced import differences, real_peak
 
 import costgraph as cg
+from costgraph.dtypes import ALIASES
 from costgraph.torch import lower, trace
 
 
@@ -112,3 +115,17 @@ def test_what_a_mask_names_is_written_over_by_a_number():
     loss(x).backward()
     for t, grad in zip(made.gradients, found, strict=True):
         torch.testing.assert_close(grad, loss.get_parameter(t.name.replace("/", ".")).grad)
+
+
+def test_formats_of_torch_are_known_by_torchs_objects():
+    sub_byte = re.compile(r"(?:u?int|bits)[1-7](?!\d)|float4")
+    formats = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
+    known = [d for d in formats if str(d).removeprefix("torch.") in {*cg.DTYPES, *ALIASES}]
+    assert len(known) >= 20
+    for given in known:
+        name = str(given).removeprefix("torch.")
+        assert cg.dtype(given) == cg.dtype(name)
+        assert sub_byte.match(name) or cg.dtype(given).bits == 8 * given.itemsize, name
+    with pytest.raises(cg.FormatError, match="'qint8' is unknown"):
+        cg.dtype(torch.qint8)
+    assert cg.models.load("gpt2", dtype=torch.bfloat16).dtype == cg.dtype("bf16")

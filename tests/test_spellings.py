@@ -1,0 +1,77 @@
+"""Spellings that users bring from other libraries, and the members and tables that a graph shows."""
+
+import pytest
+from each import each
+from shared import load, parallelize, training_step
+
+import costgraph as cg
+from costgraph.ir.graph import SIZE_ALIASES
+from costgraph.optimizers import OPTIMIZERS
+
+
+@each("alias", sorted(SIZE_ALIASES))
+def test_an_alias_of_a_size_is_that_size(alias):
+    graph, name = load("gpt2"), SIZE_ALIASES[alias]
+    other = {"S": 128} if name == "B" else {"B": 2}
+    for question in (cg.flops, cg.peak_memory, cg.bytes_moved):
+        assert question(graph, **other, **{alias: 16}) == question(graph, **other, **{name: 16})
+
+
+def test_an_alias_reaches_the_stages_of_a_pipeline():
+    step = training_step(load("gpt2"), accumulate=2)
+    stages = parallelize(step, pp=2, micro_batches=2)
+    assert cg.peak_memory(stages, batch=4, seq_len=64) == cg.peak_memory(stages, B=4, S=64)
+
+
+def test_two_names_of_one_size_are_refused():
+    with pytest.raises(cg.BindingError, match="flops: batch and B are two names of one size"):
+        cg.flops(load("gpt2"), batch=2, B=2)
+
+
+def test_a_dimension_of_the_graph_is_no_alias():
+    batch, B = cg.dims("batch B")
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (batch, B))))
+    assert cg.flops(g, batch=2, B=3) == 6
+    with pytest.raises(cg.BindingError, match="'seq_len' is no dimension"):
+        cg.flops(g, seq_len=2)
+
+
+@each("name", sorted(OPTIMIZERS))
+def test_an_optimizer_is_known_by_its_name_and_its_class(name):
+    kind = OPTIMIZERS[name]
+    expected = cg.state_bytes(cg.training_step(load("gpt2"), optimizer=kind()))
+    for given in (name, name.upper(), kind):
+        assert cg.state_bytes(cg.training_step(load("gpt2"), optimizer=given)) == expected
+
+
+@each("given", ["adamx", "", int, cg.Graph, 3])
+def test_other_optimizers_are_refused(given):
+    with pytest.raises(cg.GraphError, match="training_step: optimizer"):
+        cg.training_step(load("gpt2"), optimizer=given)
+
+
+@each(("given", "policy"), [(True, cg.every_block()), (False, None)])
+def test_checkpointing_is_switched_on_and_off(given, policy):
+    sizes = {"B": 2, "S": 64}
+    expected = cg.peak_memory(cg.training_step(load("gpt2"), checkpoint=policy), **sizes)
+    assert cg.peak_memory(cg.training_step(load("gpt2"), checkpoint=given), **sizes) == expected
+
+
+def test_completion_offers_the_members_of_a_model():
+    graph = load("gpt2")
+    names = dir(graph)
+    assert {"inputs", "outputs", "params", "ops", "tensors", "defaults", "nodes", "edges"} <= set(names)
+    assert [n for n in names if not hasattr(graph, n) or n.startswith("_")] == []
+    assert graph.in_degree(graph.outputs[0]) == 1  # the rest of networkx is there
+
+
+def test_a_notebook_shows_the_table_that_print_shows():
+    graph = load("gpt2")
+    title, head, *rows = str(graph).splitlines()
+    page = graph._repr_html_()
+    assert page.startswith(f"<table><caption>{title}</caption><tr>")
+    assert page.count("<tr>") == 1 + len(rows)
+    assert all(f">{cell.strip()}<" in page for cell in head.split("  ") if cell.strip())
+    with cg.Graph("<a & b>") as odd:
+        assert odd._repr_html_().startswith(("<pre>Graph(&#x27;&lt;a &amp; b&gt;", "<table><caption>&lt;a &amp; b&gt;"))
