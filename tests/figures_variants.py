@@ -29,6 +29,9 @@ MODELS = (
     "dit-s-2",  # diffusion transformer
 )
 
+#: Models whose times on hardware, timelines and lifetimes are recorded.
+TIMED = ("gpt2", "llama-3.2-1b", "mixtral-8x7b", "mamba-130m", "gru-ptb-small", "bert-base", "t5-small", "resnet18")
+
 Variants = Mapping[str, Callable[[cg.Graph], cg.Graph]]
 
 
@@ -242,7 +245,7 @@ Questions = Callable[[cg.Graph, Mapping[str, int]], Iterator[tuple[str, str]]]
 def variants(name: str) -> dict[str, tuple[Variants, Questions]]:
     """Return groups of variants, each with the function that yields its figures.
 
-    GPT-2 gets every training option and Llama every sharding, which would take an hour for all models.
+    GPT-2 gets every training option and Llama every sharding; for all models that would take too long.
     """
     steps = {key: CHECKPOINTS[key] for key in ("every block", "every 2 blocks")}
     steps |= {key: PRECISIONS[key] for key in ("precision bf16-mixed", "precision fp8")}
@@ -251,9 +254,9 @@ def variants(name: str) -> dict[str, tuple[Variants, Questions]]:
         steps, host = {**CHECKPOINTS, **PRECISIONS, **OPTIMIZERS, **OPTIONS}, OFFLOADED
     elif name == "llama-3.2-1b":
         steps, ranks, host = {**CHECKPOINTS, **OPTIONS}, {**SHARDED, **DEGREES_AND_SYSTEMS}, OFFLOADED
-    elif name in ("mixtral-8x7b", "deepseek-v2-lite"):
+    elif name == "mixtral-8x7b":
         steps, ranks = {**steps, "optimizer muon": OPTIMIZERS["optimizer muon"]}, {**SHARDED, **EXPERTS}
-    elif name == "swin-t":  # the slowest model
+    elif name in ("resnet18", "swin-t"):  # slow, and some variants are refused
         steps = {"every block": CHECKPOINTS["every block"]}
         passes = {"fused": INFERENCE["fused"], "w8a8": FORMATS["w8a8"]}
     groups = {"train": (steps, trained), "infer": (passes, cached), "shard": (ranks, sharded)}
@@ -267,6 +270,6 @@ def figures(name: str, seconds: float) -> dict[str, str]:
     for group, (graphs, questions) in variants(name).items():
         for key, derive in graphs.items():
             found |= asked(f"{group} {key}:", seconds, lambda d=derive, q=questions: q(d(model), defaults))
-    if name != "swin-t":
+    if name in TIMED:
         found |= asked("hardware", seconds, lambda: on_hardware(model, defaults))
     return found
