@@ -1,6 +1,6 @@
 """Devices: what they compute and move in a second, and what they hold, each number with unit and source.
 
-A device is a TOML file, one of ``hardware_specs`` or the user's own; docs/hardware.md has the layout. The
+A device is a TOML file, one of ``hardware_specs`` or the user's own; docs/reference/hardware_files.md has the layout. The
 loader refuses what it does not know, so that a misspelt key is no missing rate. Rates are dense: one that
 counts 2:4 structured sparsity has to be halved before it is written down.
 """
