@@ -1,4 +1,4 @@
-"""List the tests of each op kind: `python -m pytest -q -n 2 -p kinds_covered` writes docs/accuracy/kinds.md.
+"""List the tests of each op kind: `PYTHONPATH=tests python -m pytest -q -n 2 -p kinds_covered` writes the page.
 
 A pytest plugin. It notes the kinds of the graphs that reach five places: the laws of costs, the laws of training and
 comparisons with finite differences, the comparison of ranks with one device, the lowering to torch, and the tracer.
@@ -32,7 +32,7 @@ these tests first.
 - **Trace**: a traced program contains it.
 
 An empty cell has its reason in `tests/test_every_kind.py`, or only a transform creates the kind. To regenerate the
-page, run `python -m pytest -q -n 2 -p kinds_covered`.
+page, run `PYTHONPATH=tests python -m pytest -q -n 2 -p kinds_covered`.
 
 """
 

@@ -1,6 +1,6 @@
 """Write the page `docs/accuracy/published_devices.md`: measured runs on many devices next to the graph of one rank.
 
-    python tests/published/devices.py
+    PYTHONPATH=tests python tests/published/devices.py
 
 writes the page.
 """
@@ -41,8 +41,8 @@ HEAD = """\
 
 Benchmarks of Megatron-LM, torchtitan, torchao and others report memory and throughput for one device among many. This
 page compares them with the graph of one rank: `costgraph.parallelize` of a training step, with degrees and sizes from
-the source. You can reproduce each row with `python tests/published/devices.py`; a test compares its output with this
-page.
+the source. You can reproduce each row with `PYTHONPATH=tests python tests/published/devices.py`; a test compares its
+output with this page.
 
 - Memory that an allocator reserves or a compiler creates is not in the graph. For a pipeline, the row is the largest
   stage or the last one.

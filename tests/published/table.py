@@ -1,6 +1,6 @@
 """Write the page `docs/accuracy/published.md`: every published number next to the derived one.
 
-    python tests/published/table.py
+    PYTHONPATH=tests python tests/published/table.py
 
 writes the page.
 """
@@ -26,10 +26,10 @@ Papers, books and tools print numbers: parameters, FLOPs, KV cache sizes, memory
 of them. You see the published value, and the value that costgraph derives from a declared graph at the printed digits.
 
 - {derived} are derived. {disagrees} of these differ from the source, because it rounds on the way, errs or measured.
-- {later} are not derived: {counts}.
+- {nothing} ask a question that costgraph does not answer.{others}
 
 The declarations are in `tests/published/`, the numbers with their sources in `tests/published/forward.json`. A test
-compares the page with `python tests/published/table.py`. GB is 10^9 bytes, GiB is 2^30.
+compares the page with `PYTHONPATH=tests python tests/published/table.py`. GB is 10^9 bytes, GiB is 2^30.
 """
 
 NOTHING = "not a question of this library"
@@ -85,13 +85,14 @@ def page():
     groups = {}
     for who, _ in LATER.values():
         groups[who] = groups.get(who, 0) + 1
-    counts = [f"{n} {who}" for who, n in groups.items() if who != NOTHING]
+    nothing = groups.pop(NOTHING, 0)
+    others = "".join(f"\n- {n} {who}." for who, n in groups.items())
     head = HEAD.format(
         all=len(ROWS) + len(LATER),
         derived=len(ROWS),
         disagrees=sum("disagrees" in r for r in ROWS.values()),
-        later=len(LATER),
-        counts=", ".join([*counts, f"{groups[NOTHING]} are questions that costgraph does not answer"]),
+        nothing=nothing,
+        others=others,
     )
     return head + "\n".join(lines()) + "\n"
 

@@ -1,6 +1,6 @@
 """Write the page `docs/accuracy/zoo.md`: parameters and matmul FLOPs of every model and of its public torch module.
 
-    python tests/with_torch/zoo_page.py [NAME ...]
+    PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
 
 traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json`,
 their parameters in `costgraph/models/parameters.json`, and writes the page anew. The modules are of their published
@@ -32,9 +32,10 @@ as PyTorch counts (B batch, S sequence length). The modules were built at their 
 traced with `costgraph.torch.trace`, using torch {torch} and transformers {transformers}. If a module is not in
 transformers, `tests/with_torch/` has a line-by-line transcription.
 
-`python tests/with_torch/zoo_page.py` traces all modules and writes this page. A test compares the declarations with it
-on each run, and a slow test traces some modules again. Small configurations, with each field varied, are compared with
-PyTorch's counts in `tests/with_torch/recorded/counts.json`; `python tests/with_torch/recorded_counts.py` records them.
+`PYTHONPATH=tests python tests/with_torch/zoo_page.py` traces all modules and writes this page. A test compares the
+declarations with it on each run, and a slow test traces some modules again. Small configurations, with each field
+varied, are compared with PyTorch's counts in `tests/with_torch/recorded/counts.json`;
+`python tests/with_torch/recorded_counts.py` records them.
 
 | model | module | parameters | module's | matmul FLOPs | module's | at |
 |---|---|---|---|---|---|---|
