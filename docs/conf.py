@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from furo.navigation import get_navigation_tree
 from sphinx.application import Sphinx
 
 import costgraph
@@ -21,7 +20,7 @@ project = "costgraph"
 version = release = costgraph.__version__
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
-    *("numpydoc", "myst_nb", "sphinx_copybutton", "derived", "pictures"),
+    *("numpydoc", "myst_nb", "sphinx_copybutton", "derived", "pictures", "commands"),
 ]
 exclude_patterns = ["_build", "_templates"]
 # Inventories are local files, so the build needs no network.
@@ -34,6 +33,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
 # Each build runs the notebooks; a failing cell fails the build.
 nb_execution_mode, nb_execution_raise_on_error = "force", True
 nb_execution_timeout = 300
@@ -79,11 +79,10 @@ html_show_copyright = False
 
 def short_sidebar(app: Sphinx, page: str, template: str, context: dict[str, Any], document: nodes.document) -> None:
     """Show the sections in the sidebar, and the pages of the current section only."""
-    if "toctree" in context:
-        tree = context["toctree"](collapse=True, titles_only=True, maxdepth=2, includehidden=True)
-        context["furo_navigation_tree"] = get_navigation_tree(tree)
+    if (whole := context.get("toctree")) is not None:
+        context["toctree"] = lambda **options: whole(**options | {"collapse": True, "maxdepth": 2})
 
 
 def setup(app: Sphinx) -> None:
-    """Replace the sidebar of furo, which computes its own at the default priority of 500."""
-    app.connect("html-page-context", short_sidebar, priority=900)
+    """Shorten the table of contents before furo reads it, at the default priority of 500."""
+    app.connect("html-page-context", short_sidebar, priority=400)
