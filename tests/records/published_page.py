@@ -60,7 +60,7 @@ The programs:
   transfers only.
 - Single PyTorch calls and their backward passes are traced, which needs torch.
 
-**Peaks** are what PyTorch's allocator counted while the benchmark repeated a call: with the gradients of the previous
+**Peaks** were counted by PyTorch's allocator while the benchmark repeated a call: with the gradients of the previous
 run, the seeds of the backward pass and the parameters of other variants, as the benchmark's code of that date creates
 them, plus library workspaces, in allocator blocks. Other totals, such as reserved memory or memory of the process, are
 listed without a limit.
