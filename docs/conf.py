@@ -33,6 +33,8 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 myst_heading_anchors = 3
+# typographic quotes and ellipses, but no dashes: options begin with two hyphens
+smartquotes_action = "qe"
 myst_enable_extensions = ["deflist"]
 # Each build runs the notebooks; a failing cell fails the build.
 nb_execution_mode, nb_execution_raise_on_error = "force", True

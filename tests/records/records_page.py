@@ -38,6 +38,8 @@ Tests check every row:
 - **Times** are never below `lower_bound` if the last-level cache holds at most a quarter of the bytes. Between a
   quarter and the whole, the cached bytes are subtracted from the bound. Rows that fit into the cache are marked.
 
+In the sizes, v is the vocabulary, d the width, h heads, f the MLP width, b the batch and s the sequence length.
+
 These GPU kernels may take more than their tensors:
 
 {workspaces}
