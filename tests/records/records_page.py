@@ -94,19 +94,19 @@ def line(cells):
 
 
 def summary(record):
-    """Say in a sentence each what the rows come to."""
+    """Summarize the rows, a sentence for each figure."""
     rows = [r for r in record.rows if r.error is None]
     equal = sum(predictions.counted(r, record.device) == r.flops for r in rows)
-    yield f"FLOPs: {equal} of {len(rows)} rows equal."
+    yield f"FLOPs: {equal} rows equal, {len(rows) - equal} differ."
     for name, what in (("train_step", "steps"), ("forward", "forward passes")):
         shares = [100 * predictions.off(r, record.device)[0] for r in rows if r.memory and r.name == name]
         if shares:
-            yield f"Peaks of {len(shares)} {what}: median off by {median(shares):.2f} %, at most {max(shares):.2f} %."
+            yield f"Peaks, {len(shares)} {what}: median error {median(shares):.2f} %, largest {max(shares):.2f} %."
     if predictions.hardware_of(record):
         found = [(r, predictions.least(r, record)) for r in rows]
         fast = sum(r.times["min_s"] < least.seconds for r, least in found)
         within = sum(r.times["min_s"] < least.seconds and least.within for r, least in found)
-        yield f"Time: {fast} rows below the roofline's bound, {within} of them within the cache."
+        yield f"Time: {fast} rows faster than the lower bound, {within} within the cache."
 
 
 def section(record):

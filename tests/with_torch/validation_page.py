@@ -40,7 +40,7 @@ Each case exists twice: as a graph with symbolic sizes and as a plain PyTorch pr
 Modules are also traced, so there are two predictions, *declared* and *traced*. If PyTorch has no program for a policy
 (scaled fp8, fp32 master weights, Lion, Muon), the graph is lowered and runs op by op.
 
-- **FLOPs** are those of contractions with `count="full"`, against `FlopCounterMode`. On a CPU, the counter ignores
+- **FLOPs** count contractions with `count="full"`, as `FlopCounterMode` does. On a CPU, the counter ignores
   `scaled_dot_product_attention`; (*) marks these cases, and the other FLOPs are compared.
 - **Peaks** cover parameters, buffers, inputs, optimizer state and everything that the call allocates: the profiler's
   allocations on a CPU, `max_memory_allocated` on CUDA, in blocks of 512 B. Differences up to 4 KiB are in bytes,
