@@ -53,6 +53,9 @@ Modules are also traced, so there are two predictions, *declared* and *traced*. 
   cache. (!) marks an op that follows a resource other than the roofline predicts. The vector rate of a datasheet
   counts fused multiply-adds, so ops full of transcendentals may be compute-bound where the roofline says memory.
 
+In case names, B is the batch, S the sequence length, D the width, H heads, G KV heads, K the head size, F the MLP
+width, L layers, V the vocabulary, C and O channels, and X the image side.
+
 ## Causes of differences
 
 If a peak is off by more than 4 KiB, one of these causes applies. The last column names it.
