@@ -5,6 +5,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
 
 import costgraph
 
@@ -16,27 +20,36 @@ project = "costgraph"
 version = release = costgraph.__version__
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
-    *("numpydoc", "myst_nb", "sphinx_copybutton", "derived", "pictures"),
+    *("numpydoc", "myst_nb", "sphinx_copybutton", "derived", "pictures", "commands"),
 ]
-exclude_patterns = ["_build"]
-# inventories are files: nothing is asked over the network
+exclude_patterns = ["_build", "_templates"]
+# Inventories are local files, so the build needs no network.
 _folder = Path(tempfile.mkdtemp(prefix="inventories-"))
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 intersphinx_mapping = mapping(_folder)
 
-# of an example, what is typed is copied
+# The copy button copies input only.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 myst_heading_anchors = 3
-# notebooks are run whenever they are read, and one that fails fails the build
+# typographic quotes and ellipses, but no dashes: options begin with two hyphens
+smartquotes_action = "qe"
+myst_enable_extensions = ["deflist"]
+# Each build runs the notebooks; a failing cell fails the build.
 nb_execution_mode, nb_execution_raise_on_error = "force", True
 nb_execution_timeout = 300
 nb_merge_streams = True
 highlight_language = "python"
 
-# every name has its place on a page of the reference: no pages are generated
-autosummary_generate = False
+# Sphinx writes a page for each entry of a table with `:toctree:`, into docs/reference/generated, which git ignores.
+autosummary_generate = True
+# Two names that differ only by case would share a file on some systems.
+autosummary_filename_map = {
+    "costgraph.dtype": "costgraph.dtype-function",
+    "costgraph.torch.dispatched": "costgraph.torch.dispatched-function",
+}
+templates_path = ["_templates"]
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
@@ -44,14 +57,14 @@ python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
-# Every rule, for instance that the parameters of a docstring are those of the signature, but for
+# Check every rule, for instance that a docstring lists the parameters of the signature, except these.
 numpydoc_validation_checks = {
     "all",
-    *("ES01", "EX01", "SA01"),  # sections that not every name needs
-    *("PR01", "RT01", "YD01"),  # one line is enough where parameters and results explain themselves
-    *("GL02", "GL03", "GL08", "PR08"),  # fields of records, which a phrase documents
+    *("ES01", "EX01", "SA01"),  # sections that not every object needs
+    *("PR01", "RT01", "YD01"),  # one line may explain parameters and results
+    *("GL02", "GL03", "GL08", "PR08"),  # a phrase documents a field of a record
     *("SS02", "SS03", "SS05", "SS06"),
-    "GL01",  # where a docstring begins: ruff's part
+    "GL01",  # ruff checks the first line
 }
 
 html_theme = "furo"
@@ -59,8 +72,19 @@ html_title = "costgraph"
 html_static_path = ["_static"]
 html_css_files = ["site.css", "first.css"]
 html_math_renderer = "mathml"
-# the mark of a light page and of a dark one
+# syntax highlighting for the light and the dark theme
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
+
+
+def short_sidebar(app: Sphinx, page: str, template: str, context: dict[str, Any], document: nodes.document) -> None:
+    """Show the sections in the sidebar, and the pages of the current section only."""
+    if (whole := context.get("toctree")) is not None:
+        context["toctree"] = lambda **options: whole(**options | {"collapse": True, "maxdepth": 2})
+
+
+def setup(app: Sphinx) -> None:
+    """Shorten the table of contents before furo reads it, at the default priority of 500."""
+    app.connect("html-page-context", short_sidebar, priority=400)

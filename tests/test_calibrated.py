@@ -219,7 +219,7 @@ def test_facts_that_a_specification_lacks_are_left_out():
 
 
 def test_the_page_has_the_figures_that_are_shipped():
-    page = Path(__file__).parents[1] / "docs" / "calibration.md"
+    page = Path(__file__).parents[1] / "docs" / "accuracy" / "calibration.md"
     if not page.exists():
         pytest.skip("the package is tested without its pages")
     figures = shipped().figures

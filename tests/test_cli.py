@@ -381,7 +381,7 @@ def test_colors_only_where_a_terminal_reads(monkeypatch, capsys):
 
 def test_the_documented_output_is_the_output(capsys):
     root = pathlib.Path(__file__).parent.parent
-    text = (root / "README.md").read_text() + (root / "docs" / "cli.md").read_text()
+    text = (root / "README.md").read_text() + (root / "docs" / "reference" / "cli.md").read_text()
     blocks = re.findall(r"```console\n\$ costgraph (.*)\n([^`]*)```", text)
     assert len(blocks) == 7
     for words, expected in blocks:

@@ -135,11 +135,23 @@ def test_a_long_sum_keeps_all_its_terms():
     assert on_one_line == sympy.latex(total).replace(" ", "")
 
 
+#: A directive that documents an object on the page.
+ENTRY = re.compile(r"^\.\. auto\w+:: ([\w.]+)$", re.MULTILINE)
+#: A table of objects of a module, for each of which Sphinx writes a page.
+TABLE = re.compile(
+    r"^\.\. currentmodule:: ([\w.]+)\n\n\.\. autosummary::\n   :toctree: generated\n   :nosignatures:\n\n"
+    r"((?:   ~?[\w.]+\n)+)",
+    re.MULTILINE,
+)
+
+
 def listed():
     """Names that the pages of the reference document."""
     pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md")]
-    entry = re.compile(r"^\.\. auto\w+:: (?:costgraph\.)?([\w.]+)$", re.MULTILINE)
-    return {name for page in pages for name in entry.findall(page)}
+    names = [name for page in pages for name in ENTRY.findall(page)]
+    for module, rows in (found for page in pages for found in TABLE.findall(page)):
+        names += [f"{module}.{row.strip().removeprefix('~')}" for row in rows.splitlines()]
+    return {name.removeprefix("costgraph.") for name in names}
 
 
 #: Layers that are listed by their short names.

@@ -45,7 +45,7 @@ def test_everything_is_said_of_every_kind_or_it_is_said_why_not():
 
 def test_the_page_of_what_holds_each_kind_is_that_of_these_tests():
     """Each kind has a row, and each cell names a test that is there: `kinds_covered` writes the page anew."""
-    page = (Path(__file__).parents[1] / "docs" / "kinds.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "accuracy" / "kinds.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     own = {name for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
     assert {row[0].strip("`") for row in rows} == own

@@ -294,7 +294,7 @@ def test_an_own_file_works_like_a_device_of_the_library(write):
 
 
 def test_the_example_of_the_page_works_when_pasted(write):
-    page = Path(__file__).parent.parent / "docs" / "hardware.md"
+    page = Path(__file__).parent.parent / "docs" / "reference" / "hardware_files.md"
     example = re.search(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     device = load_hardware(write(example.group(1)))
     assert device.rate("bf16").value == 120 * 10**12

@@ -288,7 +288,7 @@ def test_in_terms_of():
 # -- published models --------------------------------------------------------------------------------------------------
 
 TOKENS = {"B": (1, 64), "S": (512, 16384)}
-#: Boxes around published sizes, as docs/peaks.md states them.
+#: Boxes around published sizes.
 BOXES = {
     "gpt2": {"B": (1, 64), "S": (128, 1024), "P": (1024, 1024), "D": (384, 1600), "F": (1536, 6400), "H": (6, 25)}
     | {"L": (6, 48), "V": (25000, 100000)},

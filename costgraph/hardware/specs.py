@@ -1,8 +1,8 @@
 """Devices: what they compute and move in a second, and what they hold, each number with unit and source.
 
-A device is a TOML file, one of ``hardware_specs`` or the user's own; docs/hardware.md has the layout. The
-loader refuses what it does not know, so that a misspelt key is no missing rate. Rates are dense: one that
-counts 2:4 structured sparsity has to be halved before it is written down.
+A device is a TOML file, from ``hardware_specs`` or the user; docs/reference/hardware_files.md describes the format. The
+loader rejects unknown keys, so that a misspelt rate is not a missing one. Rates are dense: halve a figure with 2:4
+structured sparsity before you write it down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Formulas of a page, derived when the page is built: none of them is typed in.
+"""Formulas, derived when a page is built.
 
-The directive `derived` evaluates its argument where it stands, with the names that the page's own examples have made
-by then, and shows the LaTeX of the result. The examples run as doctests: one that fails is a warning of the build.
-Mathematics is written as MathML, so that pages need neither JavaScript nor a network.
+The directive `derived` evaluates its argument in the names of the page's examples above it, and shows the LaTeX of the
+result. The examples run as doctests; a failing one is a warning of the build. Formulas are MathML, so pages need
+neither JavaScript nor a network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sphinx.util.docutils import SphinxDirective
 import costgraph as cg
 
 LOGGER = logging.getLogger(__name__)
-# Terms of a sum that fit beside each other on a page.
+# Terms of a sum per line.
 TERMS_A_LINE = 5
 
 
@@ -35,7 +35,7 @@ class Session:
         self.names: dict[str, Any] = {"__name__": "__main__"}
 
     def run(self, line: int) -> None:
-        """Run the examples before a line that have not run yet."""
+        """Run the pending examples above a line."""
         due = [e for e in self.left if e.lineno < line]
         self.left = self.left[len(due) :]
         test = doctest.DocTest(due, {}, self.path.name, str(self.path), 0, None)
@@ -46,7 +46,7 @@ class Session:
 
 
 def latex(value: object) -> str:
-    """Return the LaTeX of a number or formula, with a long sum or a maximum over several lines."""
+    """Return the LaTeX of a number or formula, and break long sums and maxima into lines."""
     expr = sympy.sympify(value, strict=True)
     if isinstance(expr, cg.Max | cg.Min):
         lines = [sympy.latex(a) for a in expr.args]
@@ -56,7 +56,7 @@ def latex(value: object) -> str:
     if not isinstance(expr, sympy.Add) or len(terms) <= TERMS_A_LINE:
         return sympy.latex(expr)
     parts = [terms[i : i + TERMS_A_LINE] for i in range(0, len(terms), TERMS_A_LINE)]
-    # a sum prints its terms in its own order: the parts of it keep that
+    # split in the order in which the whole sum prints its terms
     lines = [sympy.latex(sympy.Add(*part)) for part in parts]
     return _aligned([f"& {t}" if i == 0 or t.startswith("-") else f"& + {t}" for i, t in enumerate(lines)])
 
@@ -66,11 +66,11 @@ def _aligned(lines: list[str], end: str = "") -> str:
 
 
 def session_of(directive: SphinxDirective) -> Session:
-    """Return the examples of the page on which a directive stands, run as far as there."""
-    # a page is read again when the library has changed
+    """Return the examples of the current page, run up to a directive."""
+    # rebuild the page if the library changes
     for source in Path(cg.__file__).parent.rglob("*.py"):
         directive.env.note_dependency(str(source))
-    data = directive.env.temp_data  # of the page that is read
+    data = directive.env.temp_data
     if "derived" not in data:
         data["derived"] = Session(Path(directive.env.doc2path(directive.env.docname)))
     session: Session = data["derived"]
@@ -81,7 +81,7 @@ def session_of(directive: SphinxDirective) -> Session:
 class Derived(SphinxDirective):
     """Show the LaTeX of a Python expression, evaluated with the names of the page's examples.
 
-    The option `of` is a text that stands before an equals sign.
+    The option `of` is the text before the equals sign.
     """
 
     required_arguments = 1
@@ -101,19 +101,19 @@ class Derived(SphinxDirective):
 
 
 def inline_mathml(writer: Any, node: nodes.Element) -> None:
-    """Write mathematics within a line."""
+    """Write inline mathematics."""
     writer.body.append(tex2mathml(node.astext(), as_block=False))
     raise nodes.SkipNode
 
 
 def block_mathml(writer: Any, node: nodes.Element) -> None:
-    """Write mathematics on lines of its own."""
+    """Write displayed mathematics."""
     writer.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
     raise nodes.SkipNode
 
 
 def strip_examples(app: Sphinx, document: nodes.document) -> None:
-    """Drop the empty line that ends an example: doctest needs it in the source, a reader does not."""
+    """Drop the empty line at the end of an example: doctest needs it, a reader does not."""
     for block in document.findall(nodes.literal_block):
         text = block.astext().rstrip("\n")
         block.rawsource, block.children = text, []
@@ -121,7 +121,7 @@ def strip_examples(app: Sphinx, document: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Tell Sphinx what is new."""
+    """Register the directive and the renderer."""
     app.add_directive("derived", Derived)
     app.add_html_math_renderer("mathml", (inline_mathml, None), (block_mathml, None))
     app.connect("doctree-read", strip_examples)

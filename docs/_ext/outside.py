@@ -1,6 +1,6 @@
-"""Links from signatures to the documentation of others, built without a network.
+"""Links from signatures to other documentation, without a network.
 
-`sphinx.ext.intersphinx` reads the inventories that are written here, of the names that signatures have.
+`sphinx.ext.intersphinx` reads the inventories that this module writes, for the names that occur in signatures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 _FUNCTIONS = "library/functions.html#$"
 _ABC = "library/collections.abc.html#collections.abc.$"
 _TYPING = "library/typing.html#typing.$"
-#: By site: names, and the page of each, where `$` is the name.
+#: Names of each site and their pages, with `$` for the name.
 _SITES = {
     "https://docs.python.org/3/": {
         **dict.fromkeys(("int", "float", "bool", "complex"), _FUNCTIONS),
@@ -41,7 +41,7 @@ _SITES = {
 
 
 def mapping(folder: Path) -> dict[str, tuple[str, str]]:
-    """Write the inventories to a folder, and return where intersphinx finds them and what they lead to."""
+    """Write the inventories to a folder, and return the mapping that intersphinx expects."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for site, pages in _SITES.items():

@@ -1,7 +1,7 @@
-"""Pictures of a page, drawn when the page is built: none of them is kept.
+"""Plots, drawn when a page is built.
 
-The directive `picture` evaluates its argument where it stands, as `derived` does, and shows the figure that it is. The
-option `alt` says what is seen, for those who do not see it.
+The directive `picture` evaluates its argument, as `derived` does, and embeds the figure. The option `alt` describes it
+for screen readers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sphinx.util.docutils import SphinxDirective
 
 
 class Picture(SphinxDirective):
-    """Show the figure that a Python expression is, evaluated with the names of the page's examples."""
+    """Show a figure: the value of a Python expression in the names of the page's examples."""
 
     required_arguments = 1
     final_argument_whitespace = True
     option_spec: ClassVar[dict[str, Any]] = {"alt": directives.unchanged_required}
 
     def run(self) -> list[nodes.Node]:
-        """Return the picture as a part of the page, without a file beside it."""
+        """Return the picture as part of the page, without a file."""
         if "alt" not in self.options:
             raise self.error("picture: expected the option alt, which says what is seen")
         session = session_of(self)
@@ -35,10 +35,11 @@ class Picture(SphinxDirective):
             raise self.error(f"picture {self.arguments[0]!r}: {type(error).__name__}: {error}") from error
         source = base64.b64encode(drawn).decode()
         text = f'<img class="picture" alt="{html.escape(self.options["alt"])}" src="data:image/png;base64,{source}">'
+        text = f'<div class="picture">{text}</div>'
         return [nodes.raw("", text, format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Tell Sphinx what is new."""
+    """Register the directive."""
     app.add_directive("picture", Picture)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

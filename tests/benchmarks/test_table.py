@@ -1,4 +1,4 @@
-"""The script behind `docs/benchmarks.md`."""
+"""The script behind `docs/accuracy/benchmarks.md`."""
 
 import re
 import runpy
@@ -42,6 +42,6 @@ def test_the_page_has_every_benchmark_that_there_is():
     text = "".join(path.read_text() for path in HERE.glob("bench_*.py"))
     there_are = set(re.findall(r"def (test_\w+)\(benchmark", text))
     assert {name.partition("[")[0] for name in SCRIPT["ABOUT"]} == there_are
-    page = (HERE.parents[1] / "docs" / "benchmarks.md").read_text()
+    page = (HERE.parents[1] / "docs" / "accuracy" / "benchmarks.md").read_text()
     titles = re.findall(r"^## (.*)$", page, re.M)
     assert titles == [name.removeprefix("test_").replace("_", " ") for name in SCRIPT["ABOUT"]]

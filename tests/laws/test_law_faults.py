@@ -14,7 +14,7 @@ from costgraph.errors import CostGraphError
 
 def table():
     """Rows of the page: family, fault, and the law that notices it."""
-    page = Path(__file__).parents[2] / "docs" / "laws.md"
+    page = Path(__file__).parents[2] / "docs" / "accuracy" / "laws.md"
     rows = [line.strip("|").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
     return [(row[0].strip(), row[1], row[2].strip()) for row in rows if len(row) == 3][1:]
 

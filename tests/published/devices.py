@@ -1,8 +1,8 @@
-"""The page `docs/published_devices.md`: what was measured on many devices, beside the graph of one rank.
+"""Write the page `docs/accuracy/published_devices.md`: measured runs on many devices next to the graph of one rank.
 
-    python tests/published/devices.py
+    PYTHONPATH=tests python tests/published/devices.py
 
-writes it anew.
+writes the page.
 """
 
 import json
@@ -17,7 +17,7 @@ from costgraph.hardware.units import Quantity
 from costgraph.ir.graph import known_names
 
 ROWS = json.loads(Path(__file__).with_name("devices.json").read_text())
-PAGE = Path(__file__).parents[2] / "docs" / "published_devices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "accuracy" / "published_devices.md"
 UNITS = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
 #: What a layer of Llama keeps where every other product of it is kept: torchtitan counts them in the order of the
 #: program (q, k, v, back, gate, up, down), keeps the odd ones, and attention.
@@ -37,24 +37,26 @@ NCCL = (0.6731 * 900e9, 8.0325e-6)
 NCCL_SOURCE = "MooreThreads/SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5"
 
 HEAD = """\
-# Memory and times that were measured on many devices
+# Published training runs on many devices
 
-What benchmarks of training report of one device among many, and the peak of the graph of one rank of the same program:
-`costgraph.parallelize` of a step, with degrees and sizes as the source states them. What is reserved by an allocator,
-made by a compiler or computed in float8 is not in the graph. Of a pipeline it is the largest stage, or the last one.
-Rows of Megatron-LM have its policies (`system="megatron"` of `load` and `parallelize`): gradients reduced once and in
-place, which products add to themselves; what TransformerEngine hands to autograd instead is in the peak; a gated
-activation is one kernel that keeps gate and up alone, with the weights of experts in it, whose results then need not be
-kept; values of latent attention are copied (megatron/core at 23e00ed, core_r0.14.0). Their loss, and what a layer does
-between products, are fused there, and here where there are no stages; context parallelism is by all-to-alls. One layer
-of each DeepSeek is dense (simu_tools/megatron_scripts/scripts/run_pretrain_deepseekv2.sh of the source). Two facts are
-left out, which nearly cancel on the row of 131,072 tokens: TransformerEngine 2.11 writes the gradient of the logits
-over them (-3.9 GiB), and keeps what attention makes on both sides of its all-to-all (+3.0 GiB).
+Benchmarks of Megatron-LM, torchtitan, torchao and others report memory and throughput for one device among many. This
+page compares them with the graph of one rank: `costgraph.parallelize` of a training step, with degrees and sizes from
+the source. You can reproduce each row with `PYTHONPATH=tests python tests/published/devices.py`; a test compares its
+output with this page.
 
-The rows with their sources are in `tests/published/devices.json`; `python tests/published/devices.py` makes this page
-of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
+- Memory that an allocator reserves or a compiler creates is not in the graph. For a pipeline, the row is the largest
+  stage or the last one.
+- Rows of Megatron-LM use `system="megatron"` for `load` and `parallelize` (megatron/core at 23e00ed, core_r0.14.0):
+  gradients are reduced once and in place, a gated activation is one kernel that saves gate and up, expert weights are
+  applied inside it, and values of latent attention are copied. The loss and elementwise chains are fused if there
+  are no stages. Context parallelism uses all-to-alls.
+- One layer of each DeepSeek is dense (simu_tools/megatron_scripts/scripts/run_pretrain_deepseekv2.sh of the source).
+- Two facts are left out and nearly cancel on the row with 131,072 tokens: TransformerEngine 2.11 writes the gradient
+  of the logits over them (-3.9 GiB), and saves attention outputs on both sides of the all-to-all (+3.0 GiB).
 
-| id | what ran | measured | derived | deviation | why |
+The rows with their sources are in `tests/published/devices.json`. GB is 10^9 bytes, GiB is 2^30.
+
+| id | program | measured | derived | deviation | cause |
 |---|---|---|---|---|---|
 """
 
@@ -62,15 +64,15 @@ of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
 TIMES = """
 ## Time of a step
 
-The calibrated time of the same graphs: ops as devices were seen to run them ([calibration](calibration.md)), one set of
-terms for each device, with no row from below among what was fitted but for llm-foundry's passes of one device; of the
-B200 these are products and attention that SimuMax timed one by one, and none of its steps. Collectives follow all else,
-but with FSDP, whose parameters are gathered and gradients reduced on streams of their own (`overlap="streams"`): at the
-rates of data sheets, over the NVLink of the B200 at what its runs of NCCL reached, 67 % of 900 GB/s and 8 us for a step
-of a ring (SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5). Tokens a second of one
+The derived time is the [calibrated time](calibration.md) of the same graph. No row below was used for fitting, except
+the single-device passes of llm-foundry; for the B200, only matmuls and attention that SimuMax timed one by one.
+
+Collectives follow all other work, except with FSDP, whose all-gathers and reduce-scatters run on their own streams
+(`overlap="streams"`). They run at datasheet rates; on the NVLink of the B200 at the rate that its NCCL runs reached,
+67 % of 900 GB/s and 8 us per ring step (SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5). Tokens per second and
 device are the tokens of a rank over this time.
 
-| id | what ran | measured | derived | deviation | why |
+| id | program | measured | derived | deviation | cause |
 |---|---|---|---|---|---|
 """
 

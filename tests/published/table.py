@@ -1,8 +1,8 @@
-"""The page `docs/published.md`: every published number beside what is derived, or who will derive it.
+"""Write the page `docs/accuracy/published.md`: every published number next to the derived one.
 
-    python tests/published/table.py
+    PYTHONPATH=tests python tests/published/table.py
 
-writes it anew.
+writes the page.
 """
 
 from pathlib import Path
@@ -17,18 +17,19 @@ import derive_transformers  # noqa: F401
 import derive_vision  # noqa: F401
 from published_rows import DERIVED, LATER, ROWS, rounded
 
-PAGE = Path(__file__).parents[2] / "docs" / "published.md"
+PAGE = Path(__file__).parents[2] / "docs" / "accuracy" / "published.md"
 
 HEAD = """\
 # Published numbers
 
-{all} numbers that papers, books and tools print. {derived} of them are derived here from declared graphs and compared
-at the digits that are printed, {disagrees} of these with another result than the source: it rounds on the way, errs or
-measured.
-The other {later} say why they are not: {counts}.
+Papers, books and tools print numbers: parameters, FLOPs, KV cache sizes, memory of ZeRO stages. This page lists {all}
+of them. You see the published value, and the value that costgraph derives from a declared graph at the printed digits.
 
-The declarations are in `tests/published/`, the numbers with their sources in `tests/published/forward.json`;
-`python tests/published/table.py` makes this page of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
+- {derived} are derived. {disagrees} of these differ from the source, because it rounds on the way, errs or measured.
+- {nothing} ask a question that costgraph does not answer.{others}
+
+The declarations are in `tests/published/`, the numbers with their sources in `tests/published/forward.json`. A test
+compares the page with `PYTHONPATH=tests python tests/published/table.py`. GB is 10^9 bytes, GiB is 2^30.
 """
 
 NOTHING = "not a question of this library"
@@ -72,7 +73,7 @@ def lines():
     for who, row in LATER.values():
         found.setdefault(row["source"], []).append((row, f"{who}: {row['why']}"))
     for source, rows in sorted(found.items(), key=lambda item: item[0].casefold()):
-        yield f"\n## {cell(source)}\n\n| id | what | published | derived, or what will answer it |\n|---|---|---|---|"
+        yield f"\n## {cell(source)}\n\n| id | quantity | published | derived |\n|---|---|---|---|"
         for row, text in rows:
             note = f" ({cell(row['note'])})" if "note" in row else ""
             text = text if text.startswith("`") else cell(text)
@@ -84,13 +85,14 @@ def page():
     groups = {}
     for who, _ in LATER.values():
         groups[who] = groups.get(who, 0) + 1
-    counts = [f"{n} {who}" for who, n in groups.items() if who != NOTHING]
+    nothing = groups.pop(NOTHING, 0)
+    others = "".join(f"\n- {n} {who}." for who, n in groups.items())
     head = HEAD.format(
         all=len(ROWS) + len(LATER),
         derived=len(ROWS),
         disagrees=sum("disagrees" in r for r in ROWS.values()),
-        later=len(LATER),
-        counts=", ".join([*counts, f"{groups[NOTHING]} are no questions of this library"]),
+        nothing=nothing,
+        others=others,
     )
     return head + "\n".join(lines()) + "\n"
 

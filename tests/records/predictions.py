@@ -123,14 +123,14 @@ def left(row, device):
 
 #: Kernels whose peak may be above that of their tensors, and by what.
 WORKSPACES = {
-    "sum": "partial sums of the blocks of threads, and counters of them",
-    "conv2d": "the workspace of cuDNN, and copies in its layout",
-    "sdpa": "the state of the generator of dropout, two numbers",
-    "sdpa_decode": "results of parts of the keys, that a second kernel adds up",
-    "cross_entropy": "the sum of weights, a scalar",
+    "sum": "partial sums and counters per thread block",
+    "conv2d": "cuDNN's workspace, and copies in its layout",
+    "sdpa": "two numbers for dropout's generator",
+    "sdpa_decode": "partial results over keys, which a second kernel adds",
+    "cross_entropy": "a scalar, the sum over weights",
 }
 #: Why the result of any kernel may take more than its bytes.
-WHOLE = "at most 1 MiB of a large block, which the allocator does not split off"
+WHOLE = "up to 1 MiB, because the allocator does not split a large block for less"
 
 
 def off(row, device):

@@ -1,8 +1,8 @@
-"""The page `docs/published_gpus.md`: what others measured on GPUs, and predictions beside it.
+"""Write the page `docs/accuracy/published_gpus.md`: published GPU measurements and predictions.
 
     python tests/records/published_page.py
 
-writes it anew with its picture, which takes some minutes of the processor.
+writes the page and its figure, which takes some minutes of CPU time.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from costgraph.report.records.predictions import spread
 from costgraph.report.records.show import plot_times
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / "published" / "gpus.json"
-PICTURE = "_static/published_times.png"
+PAGE, FILE = ROOT / "docs" / "accuracy" / "published_gpus.md", ROOT / "tests" / "measured" / "published" / "gpus.json"
+PICTURE = "../_static/published_times.png"
 #: Measured over estimated times beyond which a record is listed, with its cause where one is known.
 FACTOR = 3
 #: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
@@ -27,47 +27,49 @@ DEVICES = {name: load_hardware(name) for name in list_hardware()}
 HEAD = """\
 # Published measurements of GPUs
 
-`tests/measured/published/gpus.json` has {count:,} measurements that others made on GPUs and published, each with the
-repository, path and commit, or the address, that it was read in. No number of theirs is changed. This page is what
+`tests/measured/published/gpus.json` collects {count:,} measurements that others made on GPUs, each with the
+repository, path and commit it was read from. No number was changed. This page compares them with predictions. You can
+do the same with your own file:
 
 ```console
 $ costgraph validate --records gpus.json --out predictions.json
 ```
 
-says of them. Every record is predicted, or listed below with the reason why not; the exit code is 0 where all limits
-hold. Any file of that form can be asked: a list of records with `id`, `source`, `device` (a name of
-`costgraph hardware`), `family`, `what`, `inputs`, `quantity`, `unit`, `value`, and a `note` if there is one.
+The exit code is 0 if all limits hold. A record has `id`, `source`, `device` (a name of `costgraph hardware`),
+`family`, `what`, `inputs`, `quantity`, `unit`, `value` and an optional `note`. In Python,
+`costgraph.report.records.hold(path)` returns `.records`, `.rows`, `.limits` and `.save(path)`. One function per family
+in `costgraph.report.records` turns a record into a graph.
 
-A family's record becomes a graph by one function, in `costgraph.report.records`; a new family is one more of them. In
-Python, `costgraph.report.records.hold(path)` answers with `.records`, `.rows`, `.limits` and `.save(path)`.
+## How to read the tables
 
-**The estimate** is the roofline's: the sum over ops, as declared, of the larger of compute and memory time at the peaks
-of the data sheet. It knows of no launch, no tile that is cut off, no clock that falls. **The lower bound** is the
-busiest unit at its peak, or the bytes that no fusion avoids; what a kernel that is run again finds in the L2 needs no
-memory. A time counts as below the bound where its last printed digit leaves no doubt. Rates of products count two for
-each index point, those of streams the bytes read and written, those of attention the pairs that are seen.
+- The **estimate** is the roofline's: the sum over ops of the larger of compute and memory time at datasheet peaks. It
+  ignores launches, partial tiles and falling clocks.
+- The **lower bound** is the busiest unit at its peak, or the fused bytes. Operands that a repeated kernel finds in L2
+  need no memory traffic. A time counts as below the bound if its last printed digit leaves no doubt.
+- Ratios are measured over estimated times. p10 and p90 are percentiles.
 
-Passes of training by llm-foundry are forward and backward pass of one device among many: the optimizer's update is
-spread over all, and a network is not predicted. Vision models run under autocast, in eager mode or fused as
-`torch.compile` does. A step of generation is that in the middle of what was generated, the first one where no prompt
-is stated; on several devices it is that of one rank (`costgraph.parallelize`), with what it sends. Requests that are
-served together are their prompts, and then step by step their answers, all begun at once; where their number is not
-stated, as many as memory holds with half of an answer each. Whole steps of other libraries are those of one rank too,
-with all it sends, nothing of it at the same time as other work; an optimizer on the host takes the time of its
-transfers alone. Single calls of plain torch, with their backward passes, are traced, which needs torch.
+The programs:
 
-**Peaks of memory** are those that torch's allocator counted while a benchmark ran such a call again: with the gradients
-of the run before, those that the backward pass starts from, and the parameters of other forms of the program, where the
-benchmark of that date made them; with what libraries keep for the compute capability of the device, in blocks as they
-are handed out. What ran on a date is that of the benchmark's repository. Other totals of memory, of what is reserved or
-of a whole process, are listed with what is derived for them; nothing is asked of these.
+- Training passes of llm-foundry are one device among many, without the optimizer and the network.
+- Vision models run under autocast, eagerly or fused as by `torch.compile`.
+- A decode step is the one in the middle of the generation, or the first if no prompt is given. On several devices it
+  is the step of one rank with its collectives.
+- Batched requests are prefill, then decode step by step, all starting together. If their number is not given, it is as
+  many as fit with half of each answer.
+- Training steps of other libraries are one rank, communication not overlapped. A host optimizer takes the time of its
+  transfers only.
+- Single PyTorch calls and their backward passes are traced, which needs torch.
 
-**What looks odd** in the file, and is left as it is: `llamacpp-llama-3-8b-F16-pp4096-a100-80-sxm` has 866 tokens/s
-where the same source prints 5,122 for four-bit weights on the same device; streams of A100 boards come from files that
-do not say SXM or PCIe; a vision model named after CLIP is its image tower alone, while the zoo's has both; times of
-vector lengths below a thousand are those of a launch. Liger's peaks of embeddings (12 to 14 GB of other allocations),
-of softmax and squared ReLU by `N` (kilobytes where a matrix has megabytes), and of losses of preferences of 2024
-(2.2 GB that are in no program, whatever the size) are of something else than their inputs say.
+**Peaks** were counted by PyTorch's allocator while the benchmark repeated a call: with the gradients of the previous
+run, the seeds of the backward pass and the parameters of other variants, as the benchmark's code of that date creates
+them, plus library workspaces, in allocator blocks. Other totals, such as reserved memory or memory of the process, are
+listed without a limit.
+
+**Oddities** that are left as they are: `llamacpp-llama-3-8b-F16-pp4096-a100-80-sxm` has 866 tokens/s where the same
+source prints 5,122 for four-bit weights. Some A100 streams do not say SXM or PCIe. A vision model named after CLIP is
+its image tower. Vectors shorter than a thousand elements measure a launch. Liger's peaks of embeddings (12 to 14 GB of
+other allocations), of softmax and squared ReLU by `N` (kilobytes for megabytes of data), and of preference losses of
+2024 (2.2 GB at any size) do not match their inputs.
 """
 
 
@@ -179,7 +181,7 @@ def totals(found):
 def page(found):
     """Return the text of the page."""
     below = [row for row in found.records if row.violated]
-    parts = [HEAD.format(count=len(found.records)), "\n## What is asked\n"]
+    parts = [HEAD.format(count=len(found.records)), "\n## Limits\n"]
     parts += [f"- {'holds' if limit.holds else '**fails**'}: {limit}." for limit in found.limits]
     parts += ["\n## By subject\n", *subjects(found)]
     parts += [f"\n![measured against estimated times, a colour a family, dashed a factor of two]({PICTURE})"]

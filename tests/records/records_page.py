@@ -1,8 +1,8 @@
-"""The page `docs/records.md`: predictions beside every raw record.
+"""Write the page `docs/accuracy/records.md`: predictions for every raw record.
 
     python tests/records/records_page.py
 
-writes it anew.
+writes the page.
 """
 
 from pathlib import Path
@@ -13,31 +13,34 @@ from raw_records import raw_records
 
 from costgraph.hardware.units import format_bytes, format_quantity
 
-PAGE = Path(__file__).parents[2] / "docs" / "records.md"
+PAGE = Path(__file__).parents[2] / "docs" / "accuracy" / "records.md"
 
 HEAD = """\
 # Raw records
 
-A raw record is what torch took on one device, read by a script that knows nothing of this library: time, FLOPs as
-`FlopCounterMode` counts them and, on a GPU, bytes at the peak above those before a case. `tests/measured/` has the
-records with their commands; `tests/records/` declares what the script runs with the public names and predicts each row,
-and `python tests/records/records_page.py` makes this page.
+A raw record holds what PyTorch did on one device, row by row: the fastest time, the FLOPs that `FlopCounterMode`
+counts and, on a GPU, the peak memory above the baseline. A script that does not import costgraph wrote each record.
+This page compares every row with the prediction for it.
 
-Tests hold today's predictions against every record there:
+You find the records and the commands that wrote them in `tests/measured/`. To regenerate the page, run
 
-- FLOPs with `count="full"` equal the counter's to the last digit. Of
-  [scaled_dot_product_attention on a CPU](deviations.md) the counter knows nothing: those of the kernel, and no others,
-  are taken off there.
-- Peaks, with `allocator="cuda"` and, on a GPU, `device="cuda"`, less the bytes that were allocated before: within 2 %
-  at the median of the steps and of the forward passes, no row beyond 5 % but for kernels whose workspace is listed
-  below. On a CPU the script reads no peaks; there the same declarations are held to torch's storages, byte by byte, in
-  `tests/records/test_records_oracle.py`.
-- Time: with a last-level cache that holds at most a quarter of what has to move, no run is below the roofline's
-  `lower_bound`. Between that and the cache's size, runs on the same operands find part of them there: the bound is then
-  taken with so many bytes less. What fits the cache is listed alone. The device is a file beside the record, or the
-  datasheet's.
+```console
+$ python tests/records/records_page.py
+```
 
-Kernels that may take more than their tensors on a GPU:
+Tests check every row:
+
+- **FLOPs** with `count="full"` equal the counter's exactly. On a CPU the counter ignores
+  [scaled_dot_product_attention](../concepts/limits.md); only these FLOPs are subtracted.
+- **Peaks** with `allocator="cuda"` and `device="cuda"` are within 2 % in the median of steps and of forward passes. No
+  row exceeds 5 %, except for kernels with a workspace (below). CPU records have no peaks; there,
+  `tests/records/test_records_oracle.py` compares the same declarations with PyTorch's storages, to the byte.
+- **Times** are never below `lower_bound` if the last-level cache holds at most a quarter of the bytes. Between a
+  quarter and the whole, the cached bytes are subtracted from the bound. Rows that fit into the cache are marked.
+
+In the sizes, v is the vocabulary, d the width, h heads, f the MLP width, b the batch and s the sequence length.
+
+These GPU kernels may take more than their tensors:
 
 {workspaces}
 """
@@ -91,19 +94,19 @@ def line(cells):
 
 
 def summary(record):
-    """Say in a sentence each what the rows come to."""
+    """Summarize the rows, a sentence for each figure."""
     rows = [r for r in record.rows if r.error is None]
     equal = sum(predictions.counted(r, record.device) == r.flops for r in rows)
-    yield f"FLOPs: {equal} of {len(rows)} rows equal."
+    yield f"FLOPs: {equal} rows equal, {len(rows) - equal} differ."
     for name, what in (("train_step", "steps"), ("forward", "forward passes")):
         shares = [100 * predictions.off(r, record.device)[0] for r in rows if r.memory and r.name == name]
         if shares:
-            yield f"Peaks of {len(shares)} {what}: median off by {median(shares):.2f} %, at most {max(shares):.2f} %."
+            yield f"Peaks, {len(shares)} {what}: median error {median(shares):.2f} %, largest {max(shares):.2f} %."
     if predictions.hardware_of(record):
         found = [(r, predictions.least(r, record)) for r in rows]
         fast = sum(r.times["min_s"] < least.seconds for r, least in found)
         within = sum(r.times["min_s"] < least.seconds and least.within for r, least in found)
-        yield f"Time: {fast} rows below the roofline's bound, {within} of them within the cache."
+        yield f"Time: {fast} rows faster than the lower bound, {within} within the cache."
 
 
 def section(record):

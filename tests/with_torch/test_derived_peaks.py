@@ -173,7 +173,7 @@ def test_every_formula_has_a_program():
     assert FORMULAS.keys() >= {*elementwise._GRADIENTS, *elementwise._SLOPES}
 
 
-#: Deviations that docs/deviations.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.
+#: Deviations that docs/concepts/limits.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.
 STATED = {"ceil", "trunc", "floor_divide", "copysign", "nan_to_num", "prelu_kernel"}
 #: Functions of which torch computes several gradients together, or that take complex numbers.
 JOINT = {"atan2, operand 1 constant", "clamp, operand 0 constant", "complex times 2j"}

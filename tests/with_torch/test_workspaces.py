@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 from workspaces import case, elementwise, lookups, matmuls, norms, rand, reductions, workspaces
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "workspaces.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy" / "workspaces.md"
 
 #: Kernels of fp32 that take a few numbers, one in a register of Python's, or a buffer of the width of a row.
 SMALL = {"mul": 12, "mean": 12, "native_layer_norm_backward": 2 * 4096 * 4}

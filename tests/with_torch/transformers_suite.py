@@ -1,6 +1,6 @@
 """Classes of transformers, each with a tiny configuration, traced and held to real runs.
 
-    python tests/with_torch/transformers_suite.py [--only NAME ...] [--forward] [--write docs/transformers.md]
+    python tests/with_torch/transformers_suite.py [--only NAME ...] [--forward] [--write docs/accuracy/transformers.md]
 
 A class runs in a process of its own, forward and, where it returns a loss, as a step of AdamW: parameters, matmul FLOPs
 by torch's counter, and the peak by the profiler's allocation events. The trace is made with sizes as symbols and bound
@@ -68,7 +68,7 @@ TINY: dict[str, Any] = {
     "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32,
 }  # fmt: skip
 
-#: Kernels that take memory which no tensor shows: docs/workspaces.md.
+#: Kernels that take memory which no tensor shows: docs/accuracy/workspaces.md.
 WORKSPACE = {"convolution", "_scaled_dot_product_flash_attention_for_cpu", "native_group_norm", "logsumexp"}
 
 
@@ -294,26 +294,28 @@ def results(names: Sequence[str], parts: Sequence[str] = PARTS) -> Iterator[Row]
 
 # -- the page --------------------------------------------------------------------------------------------------------
 
-HEAD = """# Classes of transformers
+HEAD = """# Transformers classes
 
-Each class below is built with a tiny configuration, traced with sizes as symbols, and run at other sizes: forward
-without gradients and, where it returns a loss, a step of AdamW. Where the cell of the step is empty, the class returns
-no scalar loss or was run with `--forward`. Written with torch {torch} and transformers {transformers} on a CPU by
+Can costgraph trace your Hugging Face model? Each class below was built with a tiny configuration, traced with symbolic
+sizes, and run at other sizes: a forward pass without gradients and, if the class returns a loss, a step of AdamW. If
+the step's cell is empty, the class returns no scalar loss or ran with `--forward`.
+
+{traced} classes are traced, {equal} of them with equal FLOPs and peaks within 4 KiB; {refused} are refused. For {half}
+of the traced classes the step is refused; derive it from the trace of the forward pass
+([tracing](../concepts/tracing.md)).
 
 ```console
-$ python tests/with_torch/transformers_suite.py --write docs/transformers.md
+$ python tests/with_torch/transformers_suite.py --write docs/accuracy/transformers.md
 ```
 
-Parameters are equal in all. FLOPs are held against `FlopCounterMode`, to which the kernels are added that it
-[does not know](flop_counter.md). Peaks are those of the profiler's allocation events less the predicted ones, in bytes.
-One that is more than 4 KiB above has the kernel beside it that takes [workspace](workspaces.md); one that is below was
-predicted with a mask that transformers makes in a trace, and in a run only where it is needed. A class that is refused
-at 13 positions is traced at 200, which are several chunks where it goes over such.
+wrote this page with torch {torch} and transformers {transformers} on a CPU. Parameters are equal for all classes.
+FLOPs are compared with `FlopCounterMode`, plus the kernels that it ignores. Peaks are the profiler's allocations minus
+the prediction, in bytes. If a peak is more than 4 KiB higher, the last column names the kernel that takes a
+[workspace](workspaces.md). A lower one was predicted with a mask that transformers creates when traced, but at run
+time only if needed. If a class cannot be traced with 13 positions, it is traced with 200, several chunks of a chunked
+loop.
 
-{traced} classes are traced, {equal} of them with equal FLOPs and peaks within 4 KiB; {refused} are refused. Of {half}
-of them the step is, which can be derived from the trace of the forward pass ([loops](tracing.md#loops-over-a-size)).
-
-| class | FLOPs | peak, forward | peak, step | named |
+| class | FLOPs | peak, forward | peak, step | kernels |
 |---|---|---:|---:|---|
 """
 
@@ -333,7 +335,7 @@ def page(rows: list[Row]) -> str:
         half=sum(bool(r.refused) for r in traced),
     )
     refused = "".join(f"| {r.name} | {_short(r.refused)} |\n" for r in rows if r.refused)
-    return head + "".join(map(_line, traced)) + "\n## Refused\n\n| class | why |\n|---|---|\n" + refused
+    return head + "".join(map(_line, traced)) + "\n## Refused\n\n| class | reason |\n|---|---|\n" + refused
 
 
 def _line(row: Row) -> str:

@@ -7,20 +7,28 @@ from costgraph.torch.validation_programs import Case
 __all__ = ["CAUSES", "causes"]
 
 CAUSES = {
-    "workspace": "torch's kernel allocates while it runs what no tensor shows: a convolution, attention in one kernel, "
-    "a product in bf16 and a copy that transposes on a CPU, cuDNN's workspace on a GPU",
-    "variables": "a variable of Python holds a tensor until the function returns, or the next turn of its loop over "
-    "parameters; the graph until its last reader",
-    "mask": "causal attention op by op reads a mask of (S, S), which is no tensor of the declared graph",
-    "statistics": "mean and deviation of a row, or the log-sum-exp of a query: written where no backward pass reads "
-    "them, and in bf16 on a CPU where fp32 is declared",
-    "RMS norm": "declared as one kernel; where torch has none, it runs op by op, and saves what these save",
-    "heads": "shared keys and values are copied for each head that reads them",
-    "rotary": "declared as one kernel; torch runs it op by op, and keeps what these save",
-    "lowering": "a lowered graph runs op by op: operands in another format than is computed in are converted before, "
-    "and those that no product reads as they lie are copied",
+    "workspace": (
+        "the kernel allocates memory that belongs to no tensor: convolutions, fused attention, bf16 matmuls "
+        "and transposing copies on a CPU, cuDNN on a GPU"
+    ),
+    "variables": (
+        "a Python variable keeps a tensor until its function returns, or until the next iteration over "
+        "parameters; the graph frees it after the last reader"
+    ),
+    "mask": "eager causal attention reads an (S, S) mask, which the declared graph does not have",
+    "statistics": (
+        "mean and deviation of a row, or the log-sum-exp of a query: written even if no backward pass reads "
+        "them, and in bf16 on a CPU where fp32 is declared"
+    ),
+    "RMS norm": "declared as one kernel; without such a kernel, PyTorch runs and saves its ops",
+    "heads": "shared keys and values are copied for each head",
+    "rotary": "declared as one kernel; PyTorch runs and saves its ops",
+    "lowering": (
+        "a lowered graph runs op by op: it converts operands to the format of the computation, and copies "
+        "those with strides that a matmul cannot read"
+    ),
 }
-"""What each of them is."""
+"""Explanation of each cause."""
 
 _CPU_KERNELS = ("transpose", "attention flash", "attention flash causal")
 

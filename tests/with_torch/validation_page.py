@@ -1,8 +1,8 @@
-"""The page `docs/validation.md`: what the suite is, and every record of it.
+"""Write the page `docs/accuracy/validation.md`: the suite and its records.
 
     python tests/with_torch/validation_page.py
 
-writes it anew.
+writes the page.
 """
 
 from pathlib import Path
@@ -17,70 +17,56 @@ from costgraph.torch.validation import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, FOLDER = ROOT / "docs" / "validation.md", ROOT / "tests" / "measured"
+PAGE, FOLDER = ROOT / "docs" / "accuracy" / "validation.md", ROOT / "tests" / "measured"
 
 HEAD = """\
-# Validation
+# Validation on your machine
 
-`costgraph validate` runs a suite of ops, models and training steps with torch, and holds predictions to what they
-took: matmul FLOPs, bytes at the peak, and time. It needs torch, and the extras `cli` and `plot`.
-
-```console
-$ costgraph validate --device cuda --out my-gpu.json --plots pictures      # on a GPU, some minutes
-$ costgraph validate --device cpu --threads 1 --out my-cpu.json            # --quick: one cheap case of each kind
-```
-
-What others have measured on GPUs and published is predicted without running anything:
-[published measurements of GPUs](published_gpus.md) has the table by family and device, from
+Run the validation suite on your own CPU or GPU. It executes ops, models and training steps with PyTorch, and compares
+predicted matmul FLOPs, peak memory and time with what it measures:
 
 ```console
-$ costgraph validate --records tests/measured/published/gpus.json --out predictions.json --plot pictures
+$ costgraph validate --device cuda --out my-gpu.json --plots plots
+$ costgraph validate --device cpu --threads 1 --out my-cpu.json
 ```
 
-![times that others measured against estimates, a colour a family, dashed a factor of two](_static/published_times.png)
+The suite takes a few minutes; `--quick` runs one cheap case of each kind. You need torch and the extras `cli` and
+`plot`. In Python, call `costgraph.torch.validate("cuda")`; the result has `.rows`, `.table()`, `.plot(directory)` and
+`.save(path)`.
 
-A model of time that is fitted to these, and how well it predicts what it was not fitted to, is in
-[calibrated times](calibration.md).
+This page shows the recorded runs. To predict the [measurements of others](published_gpus.md) without running anything,
+pass `--records` and a file.
 
-In Python: `costgraph.torch.validate("cuda")`, whose answer has `.rows`, `.table()`, `.plot(directory)`,
-`.save(path)`. The suite of a GPU is the same as that of a processor with larger sizes; tests build all of its
-declarations and programs on `meta` tensors, where nothing is allocated.
+## How to read the tables
 
-Each case is declared as a graph with symbolic sizes, and written a second time as a program of plain torch, which
-knows nothing of the library. Models are those of the zoo (GPT-2, Llama, a perceptron) and a stack of convolutions.
-Where torch has no program for a policy (fp8 with scales, fp32 master copies, Lion, Muon, recomputation from the
-start) the graph is lowered to torch, and run op by op. Modules are traced as well: their graph is the second
-prediction, from what autograd and Python really keep.
+Each case exists twice: as a graph with symbolic sizes and as a plain PyTorch program that does not use costgraph.
+Modules are also traced, so there are two predictions, *declared* and *traced*. If PyTorch has no program for a policy
+(scaled fp8, fp32 master weights, Lion, Muon), the graph is lowered and runs op by op.
 
-**FLOPs** are those of contractions, with `count="full"`, beside FlopCounterMode's. On a CPU the counter has none for
-`scaled_dot_product_attention`: (*) marks cases with it, whose other FLOPs are compared.
+- **FLOPs** count contractions with `count="full"`, as `FlopCounterMode` does. On a CPU, the counter ignores
+  `scaled_dot_product_attention`; (*) marks these cases, and the other FLOPs are compared.
+- **Peaks** cover parameters, buffers, inputs, optimizer state and everything that the call allocates: the profiler's
+  allocations on a CPU, `max_memory_allocated` on CUDA, in blocks of 512 B. Differences up to 4 KiB are in bytes,
+  larger ones in percent.
+- **Times** are the fastest run. The lower bound uses datasheet peaks or, without a datasheet, the rates that
+  `costgraph calibrate` finds. A ratio in parentheses means that the last-level cache holds more than a quarter of the
+  bytes, so the bound need not hold.
+- **Follows** says which resource explains the time within a factor of {follows:g}: `memory`, `compute` or `both`.
+  `overhead` means slower than either (launches, threads, page faults), and `faster` means that operands came from a
+  cache. (!) marks an op that follows a resource other than the roofline predicts. The vector rate of a datasheet
+  counts fused multiply-adds, so ops full of transcendentals may be compute-bound where the roofline says memory.
 
-**Peaks** are bytes of all that is there: parameters, buffers, inputs, optimizer state, and what the call adds at its
-peak, by the profiler's allocations on a CPU and by `max_memory_allocated` on CUDA, where predictions count whole
-blocks of 512 B. Differences up to 4 KiB are shown in bytes, larger ones as a part of the peak.
+In case names, B is the batch, S the sequence length, D the width, H heads, G KV heads, K the head size, F the MLP
+width, L layers, V the vocabulary, C and O channels, and X the image side.
 
-**Times** are those of the fastest run. The lower bound is the roofline's with the device's own peaks: a data sheet's
-where there is one, else the rates that `costgraph calibrate` finds. Ratios to it stand in parentheses where the
-last-level cache holds more than a quarter of the bytes: there the bound need not hold. An op with an `out=` is timed
-with it, as a CPU needs longer to get memory from the system than to fill it.
+## Causes of differences
 
-**What a time follows.** Bytes moved over the measured bandwidth is one time, FLOPs over the measured peaks another
-(for transcendentals, the fastest that calibration found). An op follows `memory` or `compute` if its time is within a
-factor of {follows:g} of that one, `both` if of both, as near the ridge point. `overhead` is a time above both by
-more: launches, threads that wait, memory that is fetched from the system, or a rate that this op does not reach.
-`faster` is a time below: operands came from a cache. The first three are held to what the roofline says bounds the
-op; of the other two nothing can be said.
-
-## Known differences
-
-A prediction may be off by more than 4 KiB for these causes alone; those of each case stand in its row's line below.
+If a peak is off by more than 4 KiB, one of these causes applies. The last column names it.
 
 {causes}
 
-What kernels take on a CPU, one by one, is listed in [workspaces](workspaces.md); other differences of the model from
-what runs are in [deviations](deviations.md). The vector rate of a data sheet is one of fused multiply-adds, so that
-ops full of transcendentals are bound by compute where the roofline says memory: (!) marks an op that follows another
-one than it says.
+[Workspaces](workspaces.md) lists the memory that single CPU kernels take. See [limits](../concepts/limits.md) for
+other differences.
 """
 
 
@@ -118,7 +104,8 @@ def section(name, found):
         yield line([row.case.name, which, f"{off:+,d} B", share, ", ".join(why)])
     wrong = [row for row in found.rows if row.counted() is False]
     if wrong:
-        yield "\nMatmul FLOPs that differ, by [groups of layers computed again](deviations.md):\n"
+        link = "[recomputed groups of layers](../concepts/training_rules.md#recomputation)"
+        yield f"\nMatmul FLOPs that differ, by {link}:\n"
         for row in wrong:
             yield f"- {row.case.name}: counted {row.measured.flops:,}, declared {row.declared.flops:,}"
     untraced = [row for row in found.rows if row.untraced and row.case.program == "module"]

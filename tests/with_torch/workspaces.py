@@ -1,6 +1,6 @@
 """Memory that kernels take on a CPU while they run, beside operands and results: what no tensor shows.
 
-    python tests/with_torch/workspaces.py > docs/workspaces.md
+    python tests/with_torch/workspaces.py > docs/accuracy/workspaces.md
 
 Each op of the list runs by itself, on one thread, under the profiler; its workspace is the most that lived at once less
 what is left after it, its results. Libraries that allocate without torch's allocator are not seen.
@@ -242,25 +242,72 @@ def rows() -> list[tuple[str, str, int]]:
     return [(op, condition, n) for (op, condition, _), n in zip(cases, amounts, strict=True)]
 
 
-_PAGE = """# Workspace of torch's kernels on a CPU
+_PAGE = """# Workspaces: memory of kernels
 
-Bytes that a kernel takes while it runs, beside its operands and results: no tensor shows them. A traced graph has
-[some](aten_ops.md) of them: copies of strided operands, what is cast before an elementwise op or a sum, and those of an
-LSTM. Measured,
-each op by itself, by `python tests/with_torch/workspaces.py` on {date}:
-torch {torch} on {machine} with {capability}, one thread (some kernels take as much for each thread). What libraries
-allocate without torch's allocator is not seen.
+A kernel may allocate memory that belongs to no tensor. This page lists such workspaces, so that you can explain the
+difference between a predicted peak and a measured one.
 
-An elementwise op of two number formats converts an operand into a temporary one on a CPU (`add` below), as a mean of
-bf16 does, which a trace does not have; a copy of a transposed matrix goes through a block of 60 x 60 elements
-(`clone`); on a GPU none of them is there. The result of `mse_loss` and `smooth_l1_loss` keeps the storage that it had
-for all elements until it is freed: in a trace it is one number behind the op.
+## On a GPU
+
+Ask for them with `device="cuda"` and the compute capability. `peak_memory`, `timeline` and `lifetimes` then count, for
+declared and traced graphs:
+
+| workspace | bytes |
+|---|---|
+| cuBLAS, per thread that multiplies (main, autograd), kept | 8,519,680; from sm_90 on 33,554,432 |
+| softmax gradient: `grad * output` | as its result |
+| sort of at least 128 rows with more than 4096 elements | elements x (16 + element size) |
+| group norm gradient, N samples, G groups, C channels | 4 (3 N C + 2 N G) |
+
+The sources, in torch 2.13, are `parseChosenWorkspaceSize` in `CublasHandlePool.cpp`, `softmax_backward_cuda_out` in
+`SoftMax.cu`, `should_use_small_sort` in `Sort.cpp` and `segmented_sort_pairs` in `Sort.cu`, and
+`GroupNormBackwardKernelImplInternal` in `group_norm_kernel.cu`.
+
+```python
+>>> import costgraph as cg
+>>> R, D, F = cg.dims("R D F")
+>>> with cg.Graph("scores") as g:
+...     x, w = g.input("x", (R, D), "bf16"), g.param("w", (D, F), "bf16")
+...     y = cg.nn.softmax(cg.einsum(x, w, "r d, d f -> r f"), axis=-1)
+...     g.output(cg.reduce(y, "r f -> ", "mean"))
+>>> timeline = cg.timeline(cg.backward(g), device="cuda", arch="sm_80")
+>>> for name, size in timeline.workspaces.items():
+...     print(name, size)
+cuBLAS 8519680
+cuBLAS (autograd) 8519680
+softmax/softmax_backward 2*F*R
+>>> report = cg.report(g, "a100-80-sxm", device="cuda", R=16, D=32, F=64)
+>>> report.peak.by_role["workspace"]
+8519680
+
+```
+
+(R rows, D and F widths.) On the command line, pass `--device cuda` to `report` and `train`.
+
+Up to torch 2.6, a matmul with bias took another 1 MiB through cuBLASLt (`costgraph.analysis.workspaces.LT_WORKSPACE`).
+Up to torch 2.7, Blackwell had the smaller cuBLAS workspace. Workspaces of cuDNN, cuSOLVER and CUTLASS are not
+included. `allocator="cuda"` simulates PyTorch's caching allocator from an empty cache: blocks are multiples of 512 B,
+and a large block is not split if at most 1 MiB would remain.
+
+## On a CPU
+
+A traced graph includes [some](../reference/torch_ops.md) of these: copies of strided operands, casts before an
+elementwise op or a sum, and the buffers of an LSTM. The table was measured op by op on {date} with torch {torch} on
+{machine} with {capability}, one thread; some kernels take as much per thread. Memory that libraries allocate without
+PyTorch's allocator is not visible.
+
+- An elementwise op with two number formats converts an operand into a temporary (`add`), as does a mean of bf16.
+- A copy of a transposed matrix uses a block of 60 x 60 elements (`clone`).
+- `mse_loss` and `smooth_l1_loss` keep the storage of all elements until the result is freed; a trace has a single
+  number.
 
 | op | operands | bytes |
 |---|---|---|
 {table}
 
-None for any of the operands that were tried: {none}.
+No workspace for any operands tried: {none}.
+
+Regenerate the page with `python tests/with_torch/workspaces.py > docs/accuracy/workspaces.md`.
 """
 
 

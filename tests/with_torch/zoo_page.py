@@ -1,6 +1,6 @@
-"""The page `docs/zoo.md`: parameters and matmul FLOPs of every model beside those of the public torch module.
+"""Write the page `docs/accuracy/zoo.md`: parameters and matmul FLOPs of every model and of its public torch module.
 
-    python tests/with_torch/zoo_page.py [NAME ...]
+    PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
 
 traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json`,
 their parameters in `costgraph/models/parameters.json`, and writes the page anew. The modules are of their published
@@ -20,24 +20,24 @@ from costgraph.models.registry import PARAMETERS
 
 HERE = Path(__file__).parent
 COUNTS = HERE / "zoo_counts.json"
-PAGE = HERE.parents[1] / "docs" / "zoo.md"
+PAGE = HERE.parents[1] / "docs" / "accuracy" / "zoo.md"
 
 HEAD = """\
-# The zoo beside torch
+# Model zoo
 
-Each model of the zoo, and the public module that it declares: parameters, and matmul FLOPs of one forward pass at the
-sizes that the last column names (`count="full"`, as torch counts them). The modules were built in their published
-sizes on fake tensors and traced (`costgraph.torch.trace`), with torch {torch} and transformers {transformers}; a module
-whose source is not in transformers is written in `tests/with_torch/` line by line after it.
+{equal} of {all} models agree with their public module in parameters and matmul FLOPs, to the last digit.{apart}
 
-{equal} of {all} models agree in both numbers to the last digit.{apart}
+You can look up a model below. FLOPs are those of one forward pass at the sizes in the last column, with `count="full"`
+as PyTorch counts (B batch, S sequence length). The modules were built at their published sizes on fake tensors and
+traced with `costgraph.torch.trace`, using torch {torch} and transformers {transformers}. If a module is not in
+transformers, `tests/with_torch/` has a line-by-line transcription.
 
-`python tests/with_torch/zoo_page.py` traces them all again and makes this page; a test compares the declarations with
-it at every run, and a long one traces some of the modules again. Small configurations of decoders, with each field set
-in other ways, are held to torch's own counts of their modules: `python tests/with_torch/recorded_counts.py` records
-them in `tests/with_torch/recorded/counts.json`, by the versions of torch and transformers.
+`PYTHONPATH=tests python tests/with_torch/zoo_page.py` traces all modules and writes this page. A test compares the
+declarations with it on each run, and a slow test traces some modules again. Small configurations, with each field
+varied, are compared with PyTorch's counts in `tests/with_torch/recorded/counts.json`;
+`python tests/with_torch/recorded_counts.py` records them.
 
-| model | module | parameters | of the module | matmul FLOPs | of the module | at |
+| model | module | parameters | module's | matmul FLOPs | module's | at |
 |---|---|---|---|---|---|---|
 """
 

@@ -1,7 +1,7 @@
 """Memory that torch's kernels take on a CPU beside operands and results: copies, dense ones or in another format.
 
 Each entry was held against the allocator, with operands that are dense, transposed, expanded and sliced. What libraries
-take for products and convolutions is measured in docs/workspaces.md, and not here.
+take for products and convolutions is measured in docs/accuracy/workspaces.md, and not here.
 """
 
 from __future__ import annotations
