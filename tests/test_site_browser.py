@@ -79,7 +79,12 @@ def test_the_first_screen_has_a_command_its_figures_with_units_and_a_formula(sit
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.goto((site / "index.html").as_uri())
     blocks = page.locator("article pre")
-    wanted = ("costgraph report llama-3-8b", "peak memory          18.23 GB", "time, estimate       164.5 ms", "4*B*G*K*L*S")
+    wanted = (
+        "costgraph report llama-3-8b",
+        "peak memory          18.23 GB",
+        "time, estimate       164.5 ms",
+        "4*B*G*K*L*S",
+    )
     for text in wanted:
         box = blocks.filter(has_text=text).first.bounding_box()
         assert 0 <= box["y"] < box["y"] + box["height"] <= 800, text
