@@ -165,3 +165,13 @@ def entries(page):
 def test_every_page_is_in_the_site():
     pages = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md") if "_build" not in p.parts]
     assert sorted([*entries(DOCS / "index.md"), "index"]) == sorted(pages)
+
+
+def test_the_figures_of_the_front_page_are_those_of_the_report():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    model = costgraph.models.load("llama-3-8b")
+    report = str(costgraph.report(model, "h100-sxm", B=1, S=8192)).replace(",", " ").splitlines()
+    for line in block.replace(",", " ").splitlines():
+        words = line.split()
+        assert words in [found.split()[: len(words)] for found in report], line
