@@ -21,5 +21,5 @@ step "costgraph models" env/bin/costgraph models
 step "costgraph explore llama-3-8b" env/bin/costgraph explore llama-3-8b --out page.html
 step "costgraph explore deepseek-v3" env/bin/costgraph explore deepseek-v3 --out page.html
 # a notebook's cells: the examples up to the one that needs torch
-sed '/^## Trace, run, measure/,$d' "$root/README.md" >cells.md
+sed '/^## Trace a torch module/,$d' "$root/README.md" >cells.md
 step "the examples of the README up to tracing" env/bin/python -m doctest cells.md

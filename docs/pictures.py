@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md again: `python docs/pictures.py` (needs costgraph[plot], playwright and Chromium)."""
+"""Draw the picture of README.md again: `python docs/pictures.py` (needs costgraph[plot], playwright and Chromium)."""
 
 import shutil
 import tempfile
@@ -9,7 +9,6 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 import costgraph as cg
-from costgraph.report import plot_timeline
 
 STATIC = Path(__file__).resolve().parent / "_static"
 COLOURS, WIDTH = 256, 900
@@ -37,13 +36,8 @@ def page(model: cg.Graph) -> bytes:
 
 
 def main() -> None:
-    """Draw all three."""
-    model = cg.models.load("llama-3-8b")
-    step = cg.training_step(model, precision="bf16", optimizer=cg.AdamW(implementation="fused"))
-    memory = plot_timeline(cg.timeline(step, B=1, S=4096), capacity=cg.load_hardware("h100-sxm").memory.value)
-    keep("roofline", cg.roofline(model, "h100-sxm", B=1, S=8192).plot()._repr_png_())
-    keep("memory", memory._repr_png_())
-    keep("page", page(model))
+    """Draw the page of Llama 3 8B."""
+    keep("page", page(cg.models.load("llama-3-8b")))
 
 
 if __name__ == "__main__":

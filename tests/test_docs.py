@@ -162,7 +162,28 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(DOTTED - TWICE - listed()) == []
 
 
+def entries(page):
+    """Pages in the toctrees of a page and, recursively, in the toctrees of these."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"^```{toctree}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for entry in re.findall(r"^[\w./]+$", block, re.MULTILINE):
+            path = DOCS / entry.lstrip("/") if entry.startswith("/") else page.parent / entry
+            child = path.resolve().with_suffix(".md")
+            found += [str(child.relative_to(DOCS).with_suffix("")), *entries(child)]
+    return found
+
+
 def test_every_page_is_in_the_site():
-    entries = re.findall(r"^[\w/]+$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
     pages = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md") if "_build" not in p.parts]
-    assert sorted([*entries, "index"]) == sorted(pages)
+    assert sorted([*entries(DOCS / "index.md"), "index"]) == sorted(pages)
+
+
+def test_the_figures_of_the_front_page_are_those_of_the_report():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    model = costgraph.models.load("llama-3-8b")
+    report = str(costgraph.report(model, "h100-sxm", B=1, S=8192)).replace(",", " ").splitlines()
+    for line in block.replace(",", " ").splitlines():
+        words = line.split()
+        assert words in [found.split()[: len(words)] for found in report], line

@@ -75,14 +75,20 @@ def test_a_phone_shows_the_heading_and_nothing_scrolls_sideways(name, site, phon
     assert [e for e in phone.evaluate(SCROLLS) if not e.startswith(allowed)] == []
 
 
-def test_the_first_screen_answers_three_questions_beside_a_picture(site, browser):
+def test_the_first_screen_has_a_command_its_figures_with_units_and_a_formula(site, browser):
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.goto((site / "index.html").as_uri())
-    for question in ("What is it?", "Why believe it?", "How do I start?"):
-        box = page.get_by_text(question, exact=True).bounding_box()
-        assert box["y"] + box["height"] <= 800
-    picture = page.locator("img.picture").first.bounding_box()
-    assert picture["y"] + picture["height"] <= 800
+    blocks = page.locator("article pre")
+    wanted = (
+        "costgraph report llama-3-8b",
+        "peak memory          18.23 GB",
+        "time, estimate       164.5 ms",
+        "4*B*G*K*L*S",
+    )
+    for text in wanted:
+        box = blocks.filter(has_text=text).first.bounding_box()
+        assert 0 <= box["y"] < box["y"] + box["height"] <= 800, text
+        assert box["x"] + box["width"] <= 1280, text
     page.close()
 
 
@@ -91,7 +97,7 @@ def test_the_live_page_moves(width, site, browser):
     page = browser.new_page(viewport={"width": width, "height": 844})
     said = []
     page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto((site / "explore.html").as_uri())
+    page.goto((site / "howto" / "notebook.html").as_uri())
     live = page.frame_locator("article iframe")
     live.locator("body[data-estimate]").wait_for()
     card = live.locator('[data-key="peak"] small')
@@ -109,7 +115,7 @@ def test_the_live_page_moves(width, site, browser):
 
 def test_a_dark_room_has_a_dark_site_and_code_is_copied(site, browser):
     page = browser.new_page(color_scheme="dark")
-    page.goto((site / "tutorial.html").as_uri())
+    page.goto((site / "howto" / "new_architecture.html").as_uri())
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(int(part) for part in ground.strip("rgba()").split(",")[:3]) < 3 * 64
     assert page.locator("button.copybtn").count() > 0

@@ -174,7 +174,7 @@ def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None
     laws : iterable of str, optional
         Names of laws, all by default.
     **point : int
-        A size above 1 for every dimension: a size of 1 makes some copies free, as `docs/deviations.md` says.
+        A size above 1 for every dimension: a size of 1 makes some copies free, as `docs/concepts/limits.md` says.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Table of measured times over lower bounds, within the last-level cache and beyond it, as docs/measuring.md has it.
+"""Table of measured times over lower bounds, within the last-level cache and beyond it: docs/howto/measure.md.
 
 python tests/with_torch/bound_table.py > table.md
 

@@ -330,7 +330,7 @@ def test_progress_is_shown_when_asked(capsys, monkeypatch, rich):
 
 
 def test_the_examples_of_the_page():
-    page = Path(__file__).resolve().parents[2] / "docs" / "measuring.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "howto" / "measure.md"
     assert doctest.testfile(str(page), module_relative=False).failed == 0
 
 

@@ -162,6 +162,20 @@ def test_a_traced_graph_comes_back_from_a_file_and_runs_again(tmp_path):
     assert [op.call for op in again.walk()] == [op.call for op in g.walk()]
 
 
+class Packed(nn.Module):
+    """Attention on one tensor of queries, keys and values: its kernel reads views that start inside a storage."""
+
+    def forward(self, x):
+        q, k, v = x.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_a_kernel_of_views_inside_a_storage_comes_back_from_a_file(tmp_path):
+    g = trace(Packed(), torch.zeros(2, 5, 48), dims=[("B", "S", None)])
+    cg.save(g, tmp_path / "packed.json")
+    assert figures(cg.load(tmp_path / "packed.json")) == figures(g)
+
+
 def test_a_scope_of_recorded_calls_is_one_kernel():
     """It reads its input and the five weights and biases, and writes one result: calls outside are as they were."""
     g = traced()

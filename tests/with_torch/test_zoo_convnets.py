@@ -162,7 +162,7 @@ def test_matmul_flops_of_a_step(case):
 
 
 def test_matmul_flops_of_a_step_with_groups():
-    """The counter leaves groups out of account backwards (docs/flop_counter.md): the trace of the step does not."""
+    """The counter ignores groups in the backward pass (docs/howto/flop_counter.md): the trace of the step does not."""
     name, options, sizes, build = VISION["grouped"]
     step = training_step(load(name, **options), optimizer=cg.SGD())
     ours = cg.matmul_flops(step, count="full", B=2, R=71, **sizes)

@@ -40,7 +40,7 @@ def _convolved_back(gradient, _x, weight, *_, out_shape, **__):
     """FLOPs of the gradients of a convolution, each a sum over the index points of the convolution itself.
 
     Those are the elements of its result times those of a filter; torch's own formula leaves groups out of account
-    (docs/flop_counter.md).
+    (docs/howto/flop_counter.md).
     """
     return 2 * prod(gradient) * prod(weight[1:]) * sum(made is not None for made in out_shape[:2])
 

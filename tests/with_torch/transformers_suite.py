@@ -191,7 +191,7 @@ def convolution_backward(grad: Any, x: Any, weight: Any, bias: Any, *rest: Any, 
     return sum(mask[:2]) * 2 * slid[0] * prod(slid[2:]) * prod(weight)
 
 
-#: Kernels that torch's counter does not know, or of which it forgets the groups: docs/flop_counter.md.
+#: Kernels that torch's counter does not know, or of which it forgets the groups: docs/howto/flop_counter.md.
 UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,

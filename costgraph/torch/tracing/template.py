@@ -105,7 +105,22 @@ def _added(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op
     op = graph.add_op(kind, operands, name)
     if op.body is not None:
         op.body.owner = op
+        _relocate(op)
     return op
+
+
+def _relocate(op: Op) -> None:
+    """Let the inputs of a kernel's body, and their views, start where its operands do: a template does not know it."""
+    if not isinstance(op.kind, Kernel):
+        return
+    body = op.kind.body
+    for inner, outer in zip(body.formals, op.operands, strict=True):
+        moved = outer.offset - inner.offset
+        for view in body.tensors if moved else ():
+            if view.storage is inner.storage:
+                view.offset = view.offset + moved
+    for nested in body.ops:
+        _relocate(nested)
 
 
 def template_of(
