@@ -106,7 +106,7 @@ def stated(**facts):
         (lambda: cg.Max(B, D, owners=[]), "Max: owners is [], expected an owner for each argument"),
         (lambda: stated(defaults=None), "graph 'g': defaults is None, expected a mapping from text to a whole number"),
         (lambda: stated(loss=5), "graph 'g': loss is 5, expected text"),
-        (lambda: cg.analysis.table.Cost(matmul=NAN), "Cost: matmul is nan, expected a number or a formula"),
+        (lambda: cg.analysis.costs.Cost(matmul=NAN), "Cost: matmul is nan, expected a number or a formula"),
         (lambda: cg.DType("x", -8, "float"), "x: bits is -8, expected a whole number from 1 to 1024"),
         (lambda: cg.DType("x", 8, "float", 10**9), "x: exponent is 1000000000, expected a whole number from 0 to 19"),
         (lambda: cg.DType("x", 8, "flaot"), "x: kind is 'flaot', expected one of bool, int, float"),

@@ -278,7 +278,7 @@ def test_a_folded_model_is_trained_as_the_loop_that_it_was():
 
 def alone(graph, point):
     """A loop whose count is a symbol that nothing else has, and the symbol."""
-    free = testing.laws.Trial(graph, point).counts
+    free = testing.properties.Trial(graph, point).counts
     counts = Counter(str(op.kind.count) for op in graph.walk() if op.loop is not None)
     found = (op for op in graph.ops if op.loop is not None)
     loop = next((op for op in found if (name := str(op.kind.count)) in free and counts[name] == 1), None)

@@ -224,9 +224,17 @@ def _asked(hint: Any) -> Rule:
 
 
 def hints_of(annotated: object) -> dict[str, Any]:
-    """Return annotations as what they name; names that a module imports for them alone are found in the package."""
-    home = sys.modules.get(getattr(annotated, "__module__", None) or _PACKAGE)
-    return typing.get_type_hints(annotated, localns=_Names(home, sys.modules[_PACKAGE]), include_extras=True)
+    """Return annotations as what they name; names that a module imports for them alone are found in the package.
+
+    Fields that a class inherits are read in the module of the class that declares them.
+    """
+    hints: dict[str, Any] = {}
+    for part in reversed(annotated.__mro__) if isinstance(annotated, type) else (annotated,):
+        home = sys.modules.get(getattr(part, "__module__", None) or _PACKAGE)
+        own = typing.get_type_hints(part, localns=_Names(home, sys.modules[_PACKAGE]), include_extras=True)
+        stated = getattr(part, "__annotations__", {}) if part is annotated else vars(part).get("__annotations__", {})
+        hints |= {name: own[name] for name in stated if name in own} if isinstance(part, type) else own
+    return hints
 
 
 class _Names(dict[str, Any]):

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Concat",
     "Expand",
-    "Places",
+    "DomainAxes",
     "Rearrange",
     "Slice",
     "need_places",
@@ -84,7 +84,7 @@ def _is_places(value: object) -> bool:
 
 
 #: A domain over two axes by their places, or none.
-Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
+DomainAxes = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
 
 
 def _grouped(
@@ -292,7 +292,7 @@ class Expand(OpKind):
         tuple[int | None, ...], Rule("a tuple of integers and None", all_of(lambda v: v is None or is_count(v)))
     ]
     """Which axis of the operand each is, None for a new one."""
-    domain: Places = None
+    domain: DomainAxes = None
     """Of what a gradient is wanted, None where the restriction of the operand goes on."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 

@@ -54,7 +54,7 @@ from .access_footprint import alike, larger
 from .elementwise import Pointwise, pointwise
 from .fill import Fresh
 from .functions import FUNCTIONS
-from .layout import Places, contiguous_copy, need_places
+from .layout import DomainAxes, contiguous_copy, need_places
 from .registry import register
 from .uses import elements_read
 
@@ -98,7 +98,7 @@ class Absent(Fresh):
     name = "absent"
     pieces: Index = 0
     """Leading axes whose positions are storages of their own."""
-    domain: Places = None
+    domain: DomainAxes = None
     writes = rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

@@ -198,7 +198,7 @@ FUNCTIONS = {
     "kernel": lambda e: a("k"),
     "scope": lambda e: a("k"),
     "scan_kernel": lambda e: a("k", "ops"),
-    "vjp": lambda e: a(type("AKindOfTests", (cg.graph.op.OpKind,), {"name": "a_kind_of_tests"})),
+    "vjp": lambda e: a(type("AKindOfTests", (cg.ir.graph.OpKind,), {"name": "a_kind_of_tests"})),
     **dict.fromkeys(
         (
             "flops",

@@ -197,7 +197,7 @@ def test_functions_that_are_missing_or_return_something_else_are_refused():
 def test_gradients_are_those_of_autograd(name, attention, checkpoint):
     """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
     graph = load(name, dtype="fp64", attention=attention)
-    loss = cg.transforms.losses.with_loss(graph)
+    loss = cg.transforms.loss.with_loss(graph)
     step = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), checkpoint=checkpoint)
     dims = sizes_of(step)
     forward, update, inputs = lower(loss, **dims), lower(step, **dims), random_inputs(loss, **dims)
@@ -212,7 +212,7 @@ def test_gradients_are_those_of_autograd(name, attention, checkpoint):
 
 def test_adamw_does_what_torch_does():
     graph = load("mlp", dtype="fp32")
-    loss = cg.transforms.losses.with_loss(graph)
+    loss = cg.transforms.loss.with_loss(graph)
     dims = sizes_of(loss)
     forward, inputs = lower(loss, **dims).requires_grad_(), random_inputs(loss, **dims)
     optimizer = torch.optim.AdamW(forward.parameters(), lr=0.1)
@@ -344,7 +344,7 @@ def test_collectives_are_played_by_one_of_equal_ranks():
     with cg.Graph("g") as g:
         x = g.input("x", (4, 2))
         names = ("all_reduce", "all_gather", "reduce_scatter", "send")
-        g.output(*(cg.ops.collective(x, n, 2) for n in names), cg.ops.stated.transfer(x))
+        g.output(*(cg.ops.collective(x, n, 2) for n in names), cg.ops.opaque.transfer(x))
     made = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
     assert [(y.shape, y.flat[0]) for y in made] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
     assert all(np.ptp(y) == 0 for y in made)

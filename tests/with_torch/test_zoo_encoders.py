@@ -285,7 +285,7 @@ def test_gradients_are_those_of_autograd(name, attention):
     options = {"text_activation": "gelu", "vision_activation": "silu"} if name.startswith("clip") else {}
     graph = load(name, dtype="fp64", attention=attention, **options)
     chosen = None if graph.loss else summed
-    loss = cg.transforms.losses.with_loss(graph, chosen)
+    loss = cg.transforms.loss.with_loss(graph, chosen)
     step = cg.training_step(graph, loss=chosen, optimizer=cg.SGD(lr=1.0))
     forward, update = lower(loss, **SMALL[name]), lower(step, **SMALL[name])
     inputs = random_inputs(loss, **SMALL[name])

@@ -183,7 +183,7 @@ HERE = str(Path(__file__).parent)
 _PYTHON = str(Path(linecache.__file__).parent)
 _NOT_THEIRS = (TORCH, HERE, str(Path(sympy.__file__).parent))
 _DOOR = str(Path(TORCH, "__init__.py"))  # of bool(size) and the like
-_ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__, str(Path(HERE, "nodes.py")))
+_ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__)
 
 
 REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
