@@ -36,19 +36,19 @@ def in_terms_of(formula: Formula, /, **quantities: Formula) -> Formula:
     formula : sympy.Expr or number
         A sum, or a Max or Min, which is rewritten case by case.
     **quantities : sympy.Expr or number
-        Definition of each name. They are factored out in order, including multiples of a quantity by sizes.
+        Definition of each name. They are factored out in order, including their multiples by sizes.
 
     Returns
     -------
     sympy.Expr or number
-        Formula that equals the input if each name has the value of its quantity. For a quantity that is a sum, the
-        largest multiple is taken out that leaves no term negative. If there is none, but more than half of its terms
-        occur in one proportion, that multiple is taken out. For a number, it is the largest whole multiple.
+        Formula that equals the input if each name has the value of its quantity. From a sum, the largest multiple is
+        taken out that leaves no term negative; failing that, the multiple shared by more than half the terms. A number
+        is taken out as often as it fits.
 
     Raises
     ------
     BindingError
-        If a name is also the name of a size, or a quantity is 0.
+        If a name is also a size, or a quantity is 0.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def _taken_out(p: Poly, name: Poly, quantity: Poly) -> Poly:
 
 
 def _many(p: Poly, factor: Monomial, quantity: Poly) -> Rational:
-    """Return the multiple of `factor * quantity` to take out of a sum."""
+    """Return how often `factor * quantity` can be taken out."""
     ratios = [Fraction(p.terms.get(times(m, factor), 0)) / c for m, c in quantity.terms.items()]
     if quantity.constant is not None:
         return floor(ratios[0]) if ratios[0] > 0 else 0
