@@ -63,7 +63,7 @@ _INDEXED = frozenset({"gather", "scatter", "sort", "top_k", "dispatch"})
 
 @dataclass(frozen=True)
 class Product:
-    """A contraction as a matmul, `batch` of m×k by k×n; convolutions as implicit matmuls with unfolded windows."""
+    """A contraction as a batched matmul, m×k by k×n; convolutions as implicit matmuls with unfolded windows."""
 
     flops: float
     """FLOPs per execution"""
@@ -85,7 +85,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Load:
-    """Resource demand of an op per execution."""
+    """Resource demand per execution."""
 
     role: str
     """one of `CLASSES`"""
@@ -111,7 +111,7 @@ def _number(value: Poly, sizes: Mapping[str, Poly]) -> float:
 
 
 def load_of(work: Work, sizes: Mapping[str, Poly]) -> Load:
-    """Return the resource demand of an op."""
+    """Return an op's resource demand."""
     op, times = work.op, _number(work.times, sizes)
     inside = [(op, ONE)] if op.body is None else [(o, t) for o, t, _ in executions(op.body, moves=False)]
     products = sorted(_products(inside, sizes), key=lambda p: -p.flops)
@@ -159,7 +159,7 @@ def _products(inside: list[tuple[Op, Poly]], sizes: Mapping[str, Poly]) -> Itera
 
 
 def _einsum(op: Op, kind: Einsum, flops: float, sizes: Mapping[str, Poly]) -> Product:
-    """Return the matmul dimensions of a two-operand contraction."""
+    """Return a two-operand contraction as a matmul."""
     extents = {name: _number(as_poly(n), sizes) for name, n in kind.extents.items()}
     first, second = (frozenset(kind.pattern.operand_names(i)) for i in range(2))
     made = frozenset(kind.pattern.result_names)
@@ -299,14 +299,14 @@ MEMORY = (
 #: Launch features: per launch, and for ops that run repeatedly.
 LAUNCH = ("all", "repeated", "often repeated", "product")
 _OFTEN = 100
-#: Weight of device facts in the distance: measurements only transfer between nearly equal devices.
+#: Weight given to device facts in the distance: measurements only transfer between nearly equal devices.
 _APART = 4.0
-#: Number of coordinates per op.
+#: Coordinates per op.
 PLACE = 31
 
 
 def rows_of(loads: Sequence[Load], rates: Rates, typical: Mapping[str, float]) -> Rows:
-    """Return the features of ops on a device, with device facts relative to a typical device."""
+    """Return op features on a device, with device facts relative to a typical device."""
     own = facts_of(rates.hardware)
     device = {name: own.get(name, typical[name]) - typical[name] for name in DEVICE}
     cores = exp(own.get("cores", typical["cores"]))
@@ -360,7 +360,7 @@ def _traffic(load: Load, beyond: float, device: Mapping[str, float]) -> list[flo
 
 
 def _place(load: Load, on_matrix: bool, size: float, device: Mapping[str, float]) -> list[float]:
-    """Return the coordinates of an op for the kernel regression."""
+    """Return an op's coordinates for the kernel regression."""
     p = load.product
     kind = [float(load.role == name) for name in CLASSES]
     near = [_APART * device[name] for name in ("intensity", "cores", "power", "units")]
@@ -383,7 +383,7 @@ SCHEMA = "costgraph/calibration/1"
 """Schema name of the JSON format; the number changes with the features."""
 
 SHIPPED = Path(__file__).with_name("published_gpus.json")
-"""Path of the model that ships with the library."""
+"""Path to the model that ships with the library."""
 
 #: Exponent of the smooth maximum over compute and memory time: they overlap almost completely.
 _OVERLAP = 3.0
@@ -397,12 +397,12 @@ _MOST_BYTES = 2**24
 
 
 class Attained(NamedTuple):
-    """Times of ops, with their derivatives by component for the fit."""
+    """Op times, with their derivatives by component for the fit."""
 
     seconds: Array
     """per execution"""
     work: Array
-    """share of the time that is not launch overhead"""
+    """share of the time beyond the launch overhead"""
     matrix: Array
     """derivative of log(`work`) by log(matrix time); vector, special and memory alike"""
     vector: Array
@@ -448,7 +448,7 @@ class Figures:
     """Model accuracy: shares of measurements predicted within 25 %."""
 
     rows: int
-    """number of measurements"""
+    """measurements in total"""
     fitted: _Number
     """share among the fitted measurements"""
     folds: _Number
@@ -458,7 +458,7 @@ class Figures:
     devices: _Number
     """share in leave-one-device-out cross-validation"""
     families: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """number of measurements and the same four shares, by family"""
+    """measurement count and the same four shares, by family"""
 
 
 @dataclass(frozen=True)
@@ -472,7 +472,7 @@ class Calibration:
     """
 
     records: Text
-    """file name of the measurements"""
+    """measurement file"""
     versions: Mapping[str, str]
     """versions of the library and its dependencies at the fit"""
     date: Text
@@ -491,14 +491,14 @@ class Calibration:
     width: _Width
     """bandwidth of the kernel regression"""
     places: Annotated[Sequence[Sequence[float]], Rule(f"rows of {PLACE} numbers", _is_grid)] = field(repr=False)
-    """support points of the kernel regression"""
+    """support points for the kernel regression"""
     weights: Sequence[_Number] = field(repr=False)
-    """weights of the support points"""
+    """weights for the support points"""
     figures: Figures | None = None
     """accuracy, if it was evaluated"""
 
     def of(self, rows: Rows, device: str) -> Attained:
-        """Return the times of ops on a device."""
+        """Return op times on a device."""
         own = self.devices.get(device, {})
         compute, traffic, launch = (
             terms @ np.array([given.get(name, 0.0) for name in names])

@@ -277,7 +277,7 @@ class Group:
 
     hardware: Hardware
     levels: tuple[tuple[str, Poly], ...]
-    """Links, nearest first, with the number of ranks, or domains of the previous link, that each joins."""
+    """Links, nearest first, with the participants that each joins: ranks, or domains on the previous link."""
 
     @property
     def ranks(self) -> Poly:
@@ -384,14 +384,14 @@ def _levels(n: Poly) -> Poly:
 
 
 def whole(op: Op) -> Poly:
-    """Return the bytes of the full gathered tensor, or for other collectives of the tensor on one rank."""
+    """Return the bytes in the full gathered tensor, or for other collectives in the tensor on one rank."""
     kind, (x,), (made,) = op.kind, op.operands, op.results
     gathered = isinstance(kind, Collective) and kind.collective == "all_gather"
     return (made if gathered else x).numel * x.element_bytes()
 
 
 def message(op: Op, values: Mapping[str, Poly]) -> tuple[Poly, str, Poly]:
-    """Return the number of messages in a collective or send, their kind for `taken`, and the bytes of each."""
+    """Return the message count of a collective or send, its kind for `taken`, and the bytes per message."""
     (x,) = op.operands
     size = whole(op).bind(values)
     if isinstance(op.kind, Collective) and op.kind.ring:

@@ -798,14 +798,14 @@ def bytes_moved(graph: Graph, /, fused: bool = False, *, cache: object = None, *
     graph : Graph
         Graph to analyze.
     fused : bool
-            False: as declared, with one kernel per op that reads each operand and writes each result once. True:
-            compulsory traffic, which no fusion avoids: the accessed part of graph inputs, parameters and buffers, and
-            the outputs.
-        cache : int, str or sympy.Expr, optional
-            Capacity in bytes of a fast memory, such as `"50 MB"`, which keeps nothing between ops. Each op then counts
-            the least traffic under any schedule: the bytes it accesses or, for a two-operand contraction or kernel, the
-            bound from `tiling` if that is larger. Without a cache, every operand is read once; with one, operands that
-            do not fit are read again. The schedules from `tiling` come close to this bound.
+        False: as declared, with one kernel per op that reads each operand and writes each result once. True:
+        compulsory traffic, which no fusion avoids: the accessed part of graph inputs, parameters and buffers, and
+        the outputs.
+    cache : int, str or sympy.Expr, optional
+        Capacity in bytes of a fast memory, such as `"50 MB"`, which keeps nothing between ops. Each op then counts
+        the least traffic under any schedule: the bytes it accesses or, for a two-operand contraction or kernel, the
+        bound from `tiling` if that is larger. Without a cache, every operand is read once; with one, operands that
+        do not fit are read again. The schedules from `tiling` come close to this bound.
     **dims : int
         Sizes to bind.
 

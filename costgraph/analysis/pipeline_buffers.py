@@ -71,7 +71,7 @@ class Handed:
 
 
 def _way(body: Graph, kind: type, back: bool, groups: Poly) -> _Way:
-    """Return the bytes that ops of `kind` transfer in one direction of a pass, between groups and at the ends."""
+    """Return the bytes that `kind` ops transfer in one direction of a pass, between groups and at the ends."""
     ends = _bytes(body.ops, kind, back)
     between = [(n, loop.count) for loop in _loops(body) if (n := _bytes(loop.body.ops, kind, back))]
     each = total(n for n, _ in between) or ends
@@ -79,7 +79,7 @@ def _way(body: Graph, kind: type, back: bool, groups: Poly) -> _Way:
 
 
 def _loops(body: Graph) -> list[Loop]:
-    """Return the loops in the body of a pass."""
+    """Return the loops in a pass."""
     return [op.loop for op in body.ops if op.loop is not None]
 
 
