@@ -477,8 +477,8 @@ def _common(parts: Sequence[Poly]) -> Poly:
 def spent(work: Work, asked: Asked) -> list[Spent]:
     """Return an op's time on each resource; the op takes the largest.
 
-    Names are compute, link, memory or a cache, and interconnect or network for collectives. With memory levels, traffic out
-    of a level is the least traffic through all nearer levels, given as several formulas: the largest holds.
+    Names are compute, link, memory or a cache, and interconnect or network for collectives. With memory levels,
+    traffic out of a level is the least traffic through all nearer levels, given as several formulas: the largest holds.
     """
     out = in_place(work, asked)
     if work.collective is not None:
