@@ -58,7 +58,7 @@ Monomial = tuple[tuple[str, int], ...]  # sorted by generator key
 
 # Tensor sizes never have larger exponents, and evaluating them would not terminate.
 HIGHEST_EXPONENT = 1024
-# Powers of numbers are exact up to this many bits, about the cost of 10**6 operations.
+# Powers of numbers are exact up to this many bits, about as expensive as 10**6 operations.
 _MOST_BITS = 1 << 18
 
 #: First letter of nonnegative slack generators, which occur only in comparisons.
@@ -216,7 +216,7 @@ def reciprocal(m: Monomial) -> Monomial:
 
 
 def content(terms: Terms) -> tuple[Monomial, Rational]:
-    """Return the common factor of all terms, so that multiples of a sum share one reciprocal atom."""
+    """Return the factor common to all terms, so that multiples of a sum share one reciprocal atom."""
     scale = Fraction(gcd(*(c.numerator for c in terms.values())), lcm(*(c.denominator for c in terms.values())))
     common = tuple((k, low) for k in _keys(terms) if (low := _range(terms, k)[0]))
     # sign of the leading term after division, which does not depend on the factor

@@ -100,8 +100,7 @@ def _joined(parts: Sequence[Poly], join: Callable[[list[Any]], Any]) -> At:
 
 
 def _row(p: Poly, monomials: list[Monomial]) -> tuple[Callable[[list[Any]], Any], tuple[Any, ...]]:
-    """Return a getter for the monomials of a sum, and their coefficients, padded because itemgetter(i) returns no
-    tuple."""
+    """Return a getter for the monomials of a sum, and their coefficients, padded so that the getter returns a tuple."""
     place = {m: i for i, m in enumerate(monomials)}
     terms = [(place[m], c) for m, c in p.terms.items()] + [(0, 0)] * 2
     if not monomials:

@@ -62,7 +62,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Axes of every operand and of the result."""
+    """Axes of every operand and the result."""
 
     operands: tuple[tuple[Axes | Affine, ...], ...]
     """One tuple of dimensions per operand."""
@@ -158,7 +158,7 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
 def parse_pattern(text: str, ranks: tuple[int, ...] | None = None, *, scattered: bool = False) -> Pattern:
     """Parse a pattern such as `"b s d, d f -> b s f"`.
 
-    `ranks`, the number of axes of each operand, determines the axes that `...` represents. `scattered` allows affine
+    `ranks`, the axis count of each operand, determines the axes that `...` represents. `scattered` allows affine
     indices and diagonals in the result, as in gradients of contractions. Raises PatternError if the text is invalid,
     the number of operands differs from `ranks`, or an operand has too few axes.
 

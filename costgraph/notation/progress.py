@@ -76,7 +76,7 @@ def _on_terminal() -> bool:
 
 @contextmanager
 def progressing(label: str, parts: int, show: bool | None = None) -> Iterator[Step]:
-    """Show the number of completed parts; call the yielded function with the name of each part before it starts.
+    """Show how many parts are done; call the yielded function with each part's name before it starts.
 
     Parameters
     ----------
