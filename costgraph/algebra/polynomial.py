@@ -347,7 +347,7 @@ def _opened(terms: Terms, m: Monomial, inside: Callable[[str], Terms]) -> Terms 
 
 # -- polynomials -------------------------------------------------------------------------------------------------------
 
-# Higher powers of sums are no tensor sizes, and expanding them would not terminate.
+# Tensor sizes never contain higher powers of sums, and expanding them would not terminate.
 _HIGHEST_POWER = 64
 _MOST_TERMS = 100_000
 

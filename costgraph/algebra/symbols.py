@@ -115,8 +115,8 @@ def is_number_like(expr: sympy.Expr) -> bool:
     return not refused and not expr.atoms(sympy.I, sympy.nan, sympy.oo, -sympy.oo, sympy.zoo)
 
 
-#: Functions allowed in formulas beside sums and products; they can be evaluated exactly for bound sizes. `extremum`
-#: adds its own.
+#: Functions allowed in formulas in addition to sums and products; they can be evaluated exactly for bound sizes.
+#: `extremum` adds its own.
 FUNCTIONS: set[type[sympy.Basic]] = {sympy.Pow, sympy.floor, sympy.ceiling, sympy.log, sympy.Max, sympy.Min}
 
 

@@ -220,7 +220,7 @@ _TILING = ("full tiles", "busy cores", "busy cores, sums split", "whole waves", 
 
 
 def facts_of(hardware: Hardware) -> dict[str, float]:
-    """Return device facts, beside rates, that affect calibrated times, as logarithms.
+    """Return the device facts other than rates that affect calibrated times, as logarithms.
 
     Ridge point of the fastest format with at least 16 bits in FLOP/byte, cores, bandwidth per core, L2 cache bytes,
     FLOP/s per watt, ratio of matrix to vector rate, and bandwidth. Facts that the specification lacks are left out.

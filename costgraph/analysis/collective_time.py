@@ -198,8 +198,8 @@ class Bucketed:
 def bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]:
     """Return the messages of bucketed reductions, with all parameter sizes bound.
 
-    Each format has one open bucket. Gradients join it in program order. Once it reaches its size limit it is sent, and
-    the remainder is sent at the end of the backward pass, as in `compute_bucket_assignment_by_size`
+    Each mesh axis and format has one open bucket. Gradients join it in program order. Once it reaches its size limit it
+    is sent, and the remainder is sent at the end of the backward pass, as in `compute_bucket_assignment_by_size`
     (torch/csrc/distributed/c10d/reducer.cpp). Raises BindingError if a gradient size or the number of layers is open.
     """
     wanted = dict(values)

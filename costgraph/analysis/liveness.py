@@ -488,7 +488,7 @@ def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
 
 # -- live bytes --------------------------------------------------------------------------------------------------------
 
-#: Projects a program onto one memory, such as that of the host.
+#: Projects a program onto one memory, such as host memory.
 View = Callable[[Graph, Program], Program] | None
 
 

@@ -306,7 +306,7 @@ class Timeline(Table):
     graph: str = ""
     """name of the graph"""
     workspaces: Mapping[str, Formula] = field(default_factory=dict)
-    """bytes beside tensors by name: persistent for libraries, temporary for ops"""
+    """workspace bytes by name: persistent for libraries, temporary for ops"""
 
     @property
     def rows(self) -> tuple[Moment, ...]:

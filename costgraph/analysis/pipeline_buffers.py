@@ -24,7 +24,7 @@ class _Way(NamedTuple):
     """bytes missing for the rank's group at the end of the model: `each`, or zero"""
 
     def of(self, groups: Poly, without: Poly) -> Poly:
-        """Return the bytes for `groups` groups, `without` of which are at an end of the model."""
+        """Return the bytes for `groups` layer groups, including `without` groups at an end of the model."""
         return self.each * groups - self.lacking * without
 
 
@@ -56,8 +56,7 @@ class Handed:
         """Return the bytes kept in addition to the saved tensors, minus the saved tensors that lie in receive buffers.
 
         `held` counts the in-flight micro-batches during a pass. `later` is true for the last such peak, when all
-        forward
-        passes are done, and all backward passes except those in flight.
+        forward passes are done, and all backward passes except those in flight.
         """
         groups, schedule = self.waiting.groups, self.waiting.schedule
         waits, weights = held[0] + groups, held[1]

@@ -109,9 +109,9 @@ def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, in
     tensors that are gathered early.
 
     Loops are extrapolated. If three consecutive boundaries move by equal amounts, later iterations are skipped,
-    provided that the last one then moves by the same amount too. Each time is a maximum of sums, hence a convex
-    function of the iteration index once iterations are in steady state; a convex function with three collinear points
-    is linear between them.
+    provided that the last one then moves by the same amount too. If iterations start at times that are linear in their
+    index, each time is a maximum of sums, hence convex in the index; a convex function with three collinear points is
+    linear between them.
     """
     runs = Counter[Op]()
     _count(graph, {0: 1}, iterations, runs)
@@ -656,7 +656,7 @@ def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Call
     ahead, back = (_Way(there, m, largest_of) for there in (forward, backward))
     for s in range(max(0, p - m), p):
         left, both = m - p + s, forward[s] + backward[s]
-        # among ways within a number of turns, take the longest
+        # the longest way within each number of turns
         into, out = ([n - both * k for k, n in way.to(s, other)] for way, other in ((ahead, back), (back, ahead)))
         most_out = list(accumulate(out, lambda one, other: largest_of([one, other])))
         for k, one in enumerate(into):

@@ -50,7 +50,7 @@ class Rates:
         self._found: dict[tuple[str, str, bool], Poly] = {}
 
     def of(self, kind: str, dtype: str, *, highest: bool = False) -> Poly:
-        """Return the FLOP/s of one kind in a format; `highest` replaces a missing rate by its upper bound."""
+        """Return the FLOP/s of one kind in a format; `highest` bounds a missing rate from above."""
         key = ("matmul" if kind == "matmul" else "vector", dtype, highest)
         if key not in self._found:
             rate, instead = self.hardware.nearest_rate(dtype, key[0], self.fallback, highest=highest)

@@ -39,7 +39,7 @@ _FP32 = 4
 
 
 def on_device(place: str, device: str | None, arch: str | None, side: str = "device") -> View:
-    """Return a view of a program that adds device memory beside its tensors, or None if there is nothing to add.
+    """Return a view of a program that adds device memory other than tensors, or None if there is nothing to add.
 
     `side="host"` selects the host memory instead. `arch` is the compute capability in torch's notation, sm_90 by
     default. Raises GraphError for an unknown device or architecture, an architecture without a device, or a device with

@@ -161,7 +161,7 @@ def _holding(origin: type, args: tuple[Any, ...]) -> Rule:
         inner = rule(args[0])
         if inner is _ANYTHING:
             return _ANYTHING
-        # strings and sets are no ordered sequences; iterators are not consumed
+        # strings and sets do not count as ordered sequences; iterators are not consumed
         kinds: Any = (list, tuple) if origin in (tuple, abc.Sequence) else origin
         return Rule(
             f"{'a list' if kinds == (list, tuple) else _words(origin)}, each {inner.expected}",
