@@ -486,7 +486,7 @@ def _made(t: Tensor) -> tuple[object, ...] | None:
 
 
 def _outputs(graph: Graph) -> Iterator[Poly]:
-    """Yield the bytes written per output storage; overlapping parts count once."""
+    """Yield the bytes written per output storage; of parts that may overlap, only the largest counts."""
     by_storage: dict[object, dict[tuple[object, ...], Tensor]] = {}
     for t in graph.outputs:
         if t.storage.role == "activation" and not t.storage.host and (made := _made(t)):

@@ -29,7 +29,7 @@ class _Way(NamedTuple):
 
 
 class Handed:
-    """Bytes of communication buffers in torch's pipeline stages, derived from the send and receive ops of one pass.
+    """Communication buffer bytes in torch's pipeline stages, derived from the send and receive ops in one pass.
 
     Each stage allocates receive buffers for every micro-batch, in both directions, before the first step
     (`torch.distributed.pipelining.stage`), so received tensors saved for the backward pass take no extra memory. In a
@@ -49,7 +49,7 @@ class Handed:
 
     @property
     def buffers(self) -> Poly:
-        """Bytes of the receive buffers."""
+        """Receive buffer bytes."""
         return self.count * total(way.of(self.waiting.groups, ONE) for way in self.received)
 
     def beside(self, held: Held, *, later: bool) -> Poly:
@@ -83,6 +83,6 @@ def _loops(body: Graph) -> list[Loop]:
 
 
 def _bytes(ops: Iterable[Op], kind: type, back: bool) -> Poly:
-    """Return the bytes transferred by ops of `kind` in one direction."""
+    """Return the bytes that `kind` ops transfer in one direction."""
     there = (op for op in ops if isinstance(op.kind, kind) and (op.phase != "forward") == back)
     return total((op.operands or op.results)[0].storage.bytes for op in there)

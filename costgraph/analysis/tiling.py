@@ -671,7 +671,7 @@ def of_chain(chain: _Chain, cache: Poly) -> Iterator[Poly]:
     so a phase handles at most the larger of C*(M + T)**S and (M + T)/w entries. For V entries, T*V divided by this
     number, minus T, is a bound for each T. Bounds are yielded for T = M/(S - 1), the best where rows dominate, and for
     the T at which both terms are equal, the best for smaller caches (derived; for attention 4*N**2*d**2/M elements from
-    M = 8*d**2 on, the traffic of FlashAttention's tile, in the order proved by Saha and Ye 2024).
+    M = 8*d**2 on, the traffic of FlashAttention's tile, of the order proved by Saha and Ye 2024).
     """
     names = sorted(chain.extents)
     indices = sorted(chain.rows, key=sorted)
@@ -1067,7 +1067,7 @@ def _handed_on(nest: Nest, cache: Poly) -> Iterator[Poly]:
     Otherwise the element is present at the start or end of the phase, loaded or stored: at most 3*M bytes are, and the
     inequality over all indices bounds the points. From V <= phases * (complete + partial), all phases together move at
     least M*V/(complete + partial) - M bytes (derived; for attention N**2*d**2/M times 1/(1 + sqrt(3)*d/sqrt(M))
-    elements, in the order proved by Saha and Ye 2024).
+    elements, of the order proved by Saha and Ye 2024).
     """
     *read, made = nest.arrays
     kept = made.names
