@@ -1,13 +1,13 @@
-"""Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline as formulas.
+"""Symbolic cost model of deep learning: FLOPs, bytes moved, peak memory and roofline as formulas.
 
-A model is declared as a graph of einsum-style ops. What it costs is derived from the graph, with every size a symbol
-if one likes, and becomes a number once sizes are bound.
+Declare a model as a graph of einsum-style ops, or trace it from torch. Every size may be a symbol; results become
+numbers once sizes are bound.
 """
 
 from sys import modules as _modules
 from typing import TYPE_CHECKING
 
-from . import interruption  # noqa: F401  # before what takes its time
+from . import interruption  # noqa: F401  # before slow imports
 
 # isort: split
 from .algebra.extremum import Max, Min
@@ -62,7 +62,7 @@ from .ops.reduce import reduce
 from .report import report
 
 # isort: split
-# models are written with the public names above, and those of nn, ops and plan
+# models use the public names above, and those in nn, ops and plan
 from . import models, nn, ops
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ __all__ = [
     "timeline",
 ]
 
-#: Modules that are imported when one of their names is first asked for, as they stand above for those who read types.
+#: Lazily imported names by module, as listed above for type checkers.
 _LATER = {
     "plan": "plan",
     "analysis.communication": "communication",
@@ -286,7 +286,7 @@ _LATER = {
     "report.explore": "explore",
 }
 
-#: What the door itself stands on.
+#: Used by validation itself, hence not checked.
 _INSIDE = ("dims",)
 
 

@@ -1,4 +1,4 @@
-"""Number formats: bits, exponent, mantissa, range and shared scales."""
+"""Number formats: bits, exponent, mantissa, range and block scales."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ __all__ = [
 
 # -- record ------------------------------------------------------------------------------------------------------------
 
-#: From the narrowest to the one that wins over all others.
+#: In order of promotion, the strongest last.
 KINDS = ("bool", "int", "float", "complex")
 _SPECIALS = ("ieee", "nan", "none")
-# the range of a format is written out: IEEE 754-2019 gives the exponent of binary256 19 bits
+# IEEE 754-2019 gives the exponent of binary256 19 bits; ranges are computed exactly
 _MOST_BITS, _MOST_EXPONENT = 1024, 19
 
 
 @dataclass(frozen=True)
 class BlockScale:
-    """A scale that elements of a block format share, or a minimum, or a scale of scales."""
+    """A scale shared by elements in a block format; also a shared minimum, or a scale of scales."""
 
     bits: int
-    """bits of one scale"""
+    """bits per scale"""
     per: int | None
-    """elements along the innermost axis that share it; 0: all of the axis; None: one for the whole tensor"""
+    """elements along the innermost axis that share it; 0: the whole axis; None: the whole tensor"""
     format: str
-    """name of the scale's own format"""
+    """name of the scale's format"""
     rows: int = 1
-    """rows that share it, a row being the innermost axis; the last ones of a tensor may be fewer"""
+    """rows that share it, where a row is the innermost axis; the last block may have fewer"""
     flat: bool = False
-    """whether its elements follow each other in memory, wherever rows end"""
+    """whether blocks are contiguous in memory and may cross rows"""
 
 
 @guarded()
@@ -58,8 +58,7 @@ class BlockScale:
 class DType:
     """A number format.
 
-    The range of a block format is that of its elements, before any scale is applied; the range of a complex format is
-    that of either part.
+    The range of a block format applies to its elements before scaling, that of a complex format to each part.
 
     Examples
     --------
@@ -73,25 +72,24 @@ class DType:
 
     name: str
     bits: int
-    """bits that one element takes in memory, without scales"""
+    """bits per element in memory, without scales"""
     kind: str
     """"float", "complex", "int" or "bool\""""
     exponent: int = 0
     """exponent bits of a float, or of each part of a complex number"""
     mantissa: int = 0
-    """mantissa bits of the same, without the implied one"""
+    """mantissa bits, without the implicit one"""
     signed: bool = True
     specials: str = "ieee"
-    """codes of a float that are no numbers: "ieee" the top exponent, "nan" the last of it, "none" no code"""
+    """codes of a float for non-finite values: "ieee" the top exponent, "nan" only its last code, "none" no code"""
     scale: tuple[BlockScale, ...] = ()
     """scales of a block format"""
     element: str = ""
-    """name of the format that elements have alone, where scales were added to one, as in int4_g128_fp16; of a complex
-    format, that of either part"""
+    """name of the element format if scales were added, as in int4_g128_fp16, or of each part of a complex format"""
     padded: tuple[int, int] = (1, 1)
-    """what the innermost axis, and the number of rows, are rounded up to a multiple of where they are stored"""
+    """multiples that the innermost axis and the number of rows are padded to in storage"""
     codes: tuple[Fraction, ...] = ()
-    """values of a format whose elements are looked up in a table, in ascending order"""
+    """values of a lookup-table format, in ascending order"""
 
     def __post_init__(self) -> None:
         ranges = {"bits": (1, _MOST_BITS), "exponent": (0, _MOST_EXPONENT), "mantissa": (0, _MOST_BITS)}
@@ -109,7 +107,7 @@ class DType:
 
     @property
     def bytes(self) -> Fraction:
-        """Bytes of one element in memory, without scales."""
+        """Bytes per element in memory, without scales."""
         return Fraction(self.bits, 8)
 
     @property
@@ -124,12 +122,12 @@ class DType:
         top = 2**self.exponent - 1 - self._bias - (self.specials == "ieee")
         if self.specials != "nan":
             return (2 - self.epsilon) * _power_of_two(top)
-        # without a mantissa the NaN takes the top exponent, else the last code of it
+        # without a mantissa NaN takes the top exponent, else its last code
         return (2 - 2 * self.epsilon) * _power_of_two(top) if self.mantissa else _power_of_two(top - 1)
 
     @property
     def min(self) -> Fraction:
-        """Least finite value."""
+        """Smallest finite value."""
         if self.codes:
             return self.codes[0]
         if self.kind == "int":
@@ -140,13 +138,13 @@ class DType:
 
     @property
     def smallest_normal(self) -> Fraction:
-        """Smallest positive value of full precision."""
+        """Smallest positive normal value."""
         self._only_float("smallest normal value")
         return _power_of_two(self._lowest)
 
     @property
     def smallest_subnormal(self) -> Fraction:
-        """Smallest positive value; E8M0 has no subnormals, so that it is its smallest normal one."""
+        """Smallest positive value; E8M0 has no subnormals, so it equals the smallest normal value."""
         self._only_float("smallest subnormal value")
         return _power_of_two(self._lowest - self.mantissa)
 
@@ -158,22 +156,22 @@ class DType:
 
     @property
     def block(self) -> int | None:
-        """Elements that share the first of the scales, 0 for all of the innermost axis; None where none do."""
+        """Elements that share the first scale, 0 for the whole innermost axis; None without block scales."""
         return next((s.per for s in self.scale if s.per is not None), None)
 
     @property
     def rows(self) -> int:
-        """Rows, each the innermost axis, that share the scales of their blocks; 1 where each has its own."""
+        """Rows (innermost axes) that share block scales; 1 if each row has its own."""
         return next((s.rows for s in self.scale if s.per is not None), 1)
 
     @property
     def scale_bits(self) -> int:
-        """Bits that are stored for one block: scales of several blocks not among them."""
+        """Scale bits stored per block, without scales shared by several blocks."""
         return sum(s.bits for s in self.scale if s.per is not None and s.per == self.block)
 
     @property
     def shares(self) -> list[tuple[int, int, int, bool]]:
-        """Bits that elements share, by which of them do: `per`, `rows` and `flat` of a `BlockScale`."""
+        """Shared bits, by the `per`, `rows` and `flat` of their `BlockScale`."""
         found: dict[tuple[int, int, bool], int] = {}
         for s in self.scale:
             if s.per is not None:
@@ -183,21 +181,20 @@ class DType:
 
     @property
     def tensor_bits(self) -> int:
-        """Bits of scale that are stored once for a tensor."""
+        """Scale bits stored once per tensor."""
         return sum(s.bits for s in self.scale if s.per is None)
 
     def round(self, x: Annotated[float, REAL]) -> float:
-        """Return the value of the format that is nearest to ``x``; of two equally near ones, the even one.
+        """Round to the nearest value of the format, ties to even.
 
-        What is too large becomes infinity in the formats of 16 bits and more, as IEEE 754 has it, and the
-        largest value of its sign in integers and in floats of 8 bits and fewer, as in the saturating mode of
-        OFP8 and MX. In bool, everything but 0 is 1. NaN stays NaN where there is one.
+        Overflow gives infinity in formats with at least 16 bits, as in IEEE 754. Integers and floats with up to 8 bits
+        saturate, as in OFP8 and MX. bool maps every nonzero value to 1. NaN is preserved if the format has one.
 
         Raises
         ------
         FormatError
-            For a block format, which rounds a whole block at once; for NaN or infinity in a format that has
-            nothing for it; for a value that is not positive in E8M0.
+            For a block format, which rounds whole blocks; for NaN or infinity in a format without them; for a
+            nonpositive value in E8M0.
 
         Examples
         --------
@@ -205,7 +202,7 @@ class DType:
         >>> cg.dtype("fp8_e4m3").round(1000.0), cg.dtype("bf16").round(1.005), cg.dtype("int8").round(2.5)
         (448.0, 1.0078125, 2.0)
         """
-        x = float(x)  # NumPy's and sympy's numbers too
+        x = float(x)  # also numbers from NumPy and sympy
         if self.scale:
             raise FormatError(
                 f"{self.name}: cannot round {x!r} alone, blocks share scales; expected a format without them"
@@ -244,7 +241,7 @@ class DType:
 
     @property
     def _lowest(self) -> int:
-        """Exponent of the smallest normal value; E8M0 uses the code that others keep for subnormals."""
+        """Exponent of the smallest normal value; E8M0 uses the code that other formats reserve for subnormals."""
         return 1 - self._bias if self.mantissa else -self._bias
 
     @property
@@ -262,15 +259,12 @@ def _power_of_two(exponent: int) -> Fraction:
     return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
 
 
-# -- known -------------------------------------------------------------------------------------------------------------
-# The formats that there are, by their names and by the other names that they have.
-#
-# Sources: IEEE 754-2019 (fp64, fp32, fp16); Wang and Kanwar 2019 for bf16; NVIDIA A100 whitepaper for tf32;
-# OCP 8-bit Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
-# fp6, fp4, E8M0 and the formats with a scale for 32 elements; NVIDIA's description of NVFP4 (E2M1, an E4M3
-# scale for 16 elements and one fp32 scale for the tensor); Dettmers et al. 2023, arXiv 2305.14314, section 3 and
-# appendix E for NF4 and its double quantization; llama.cpp's ggml/src/ggml-common.h (structs block_q4_0 to block_q6_K)
-# for the formats of GGUF files.
+# -- formats -----------------------------------------------------------------------------------------------------------
+# Sources: IEEE 754-2019 (fp64, fp32, fp16); Wang and Kanwar 2019 for bf16; NVIDIA A100 whitepaper for tf32; OCP 8-bit
+# Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for fp6, fp4, E8M0 and
+# formats with a scale per 32 elements; NVIDIA's description of NVFP4 (E2M1, an E4M3 scale per 16 elements and one fp32
+# scale per tensor); Dettmers et al. 2023, arXiv 2305.14314, section 3 and appendix E for NF4 and its double
+# quantization; llama.cpp's ggml/src/ggml-common.h (structs block_q4_0 to block_q6_K) for GGUF formats.
 
 
 def _mx(name: str, bits: int, exponent: int, mantissa: int, specials: str) -> DType:
@@ -281,7 +275,7 @@ def _gguf(name: str, bits: int, *shared: tuple[int, int, str], signed: bool = Tr
     return DType(name, bits, "int", signed=signed, scale=tuple(BlockScale(*facts) for facts in shared))
 
 
-# quantiles of the normal distribution, scaled to reach from -1 to 1
+# quantiles of the normal distribution, scaled to [-1, 1]
 _NF4 = tuple(
     Fraction(code)
     for code in (
@@ -291,7 +285,7 @@ _NF4 = tuple(
         "0.7229568362236023", "1",
     )
 )  # fmt: skip
-# a scale in 8 bits for 64 elements, one in fp32 for 256 of those scales, and the mean that was taken from them
+# an 8-bit scale per 64 elements, an fp32 scale per 256 of those scales, and their subtracted mean
 _DOUBLE = (
     BlockScale(8, 64, "fp8_e4m3", flat=True), BlockScale(32, 64 * 256, "fp32", flat=True), BlockScale(32, None, "fp32"),
 )  # fmt: skip
@@ -299,7 +293,7 @@ _DOUBLE = (
 _FORMATS = (
     DType("fp64", 64, "float", 11, 52),
     DType("fp32", 32, "float", 8, 23),
-    DType("tf32", 32, "float", 8, 10),  # 19 bits take part in a product, the memory holds 32
+    DType("tf32", 32, "float", 8, 10),  # 19 bits in a matmul, 32 in memory
     DType("fp16", 16, "float", 5, 10),
     DType("bf16", 16, "float", 8, 7),
     DType("fp8_e4m3", 8, "float", 4, 3, specials="nan"),
@@ -331,13 +325,13 @@ _FORMATS = (
     DType("nvfp4", 4, "float", 2, 1, True, "none", (BlockScale(8, 16, "fp8_e4m3"), BlockScale(32, None, "fp32"))),
     DType("nf4", 4, "float", specials="none", codes=_NF4),
     DType("nf4_double", 4, "float", specials="none", scale=_DOUBLE, codes=_NF4),
-    # one block: a scale, and a minimum where elements are unsigned
+    # one block: a scale, and a minimum for unsigned elements
     _gguf("q4_0", 4, (16, 32, "fp16")),
     _gguf("q4_1", 4, (16, 32, "fp16"), (16, 32, "fp16"), signed=False),
     _gguf("q5_0", 5, (16, 32, "fp16")),
     _gguf("q5_1", 5, (16, 32, "fp16"), (16, 32, "fp16"), signed=False),
     _gguf("q8_0", 8, (16, 32, "fp16")),
-    # blocks of a super-block of 256, whose own scales, and minima, are multiples of one in fp16
+    # blocks in a super-block of 256, whose scales and minima are multiples of an fp16 value
     _gguf("q2_k", 2, (4, 16, "uint4"), (4, 16, "uint4"), (16, 256, "fp16"), (16, 256, "fp16"), signed=False),
     _gguf("q3_k", 3, (6, 16, "int6"), (16, 256, "fp16")),
     _gguf("q4_k", 4, (6, 32, "uint6"), (6, 32, "uint6"), (16, 256, "fp16"), (16, 256, "fp16"), signed=False),
@@ -346,7 +340,7 @@ _FORMATS = (
 )
 
 DTYPES: Mapping[str, DType] = MappingProxyType({f.name: f for f in _FORMATS})
-"""Every format by its name."""
+"""All formats by name."""
 
 _OTHER_NAMES = {
     "fp64": ("float64", "double"), "fp32": ("float32", "float"), "tf32": ("tfloat32",),
@@ -364,13 +358,10 @@ _OTHER_NAMES = {
 ALIASES: Mapping[str, str] = MappingProxyType(
     {other: name for name, others in _OTHER_NAMES.items() for other in others}
 )
-"""Other names of the formats, torch's among them."""
+"""Other format names, including torch's."""
 
 
-# -- naming ------------------------------------------------------------------------------------------------------------
-# Formats by their names, those with scales added to them too; the common format of two operands; bits an element.
-#
-# The result of two formats is torch's, from ``torch.promote_types``, where torch has one.
+# -- lookup and promotion ----------------------------------------------------------------------------------------------
 
 _SHARED = r"(?:g([1-9]\d{0,6})|row|b([1-9]\d{0,6})x([1-9]\d{0,6}))"
 _MORE = r"(_zero(?:_(?:fp32|fp16|bf16))?)?(_flat)?(?:_pad([1-9]\d{0,4})x([1-9]\d{0,4}))?"
@@ -379,7 +370,7 @@ _SCALED = re.compile(rf"(\w+?)_{_SHARED}_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0){_MOR
 
 @lru_cache(maxsize=1 << 10)
 def _scaled(name: str) -> DType | None:
-    """Return the format that such a name stands for: integers or floats of 8 bits and fewer with scales added."""
+    """Return the format for a name such as int4_g128_fp16: ints or floats with up to 8 bits and added scales."""
     found = _SCALED.fullmatch(name)
     own = found and DTYPES.get(ALIASES.get(found[1], found[1]))
     if found is None or own is None or own.bits > 8 or own.scale or own.kind == "bool" or own.name == "fp8_e8m0":
@@ -395,20 +386,20 @@ def _scaled(name: str) -> DType | None:
 
 
 def dtype(name_or_dtype: object) -> DType:
-    """Return the format of that name; a format is returned as it is.
+    """Return the format with the given name; a DType is returned unchanged.
 
-    Torch's names and formats are known as well, as far as there is a format of theirs: `dtype(torch.bfloat16)`.
+    Torch's names and dtype objects are accepted where a format corresponds: `dtype(torch.bfloat16)`.
 
-    A format of 8 bits or fewer with scales is named after both: `int4_g128_fp16` has a scale in fp16 for each 128
-    elements along the innermost axis, `int8_row_fp32` one in fp32 for all of it, `fp8_e4m3_b128x128_fp32` one for 128
-    of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale, `_zero_bf16`
-    one in bf16, `_flat` lets a block go on where a row ends, and `_pad1024x8` stores whole 1024s of the innermost axis,
-    and whole 8s of the rows.
+    Formats with up to 8 bits can have scales added by name: `int4_g128_fp16` has an fp16 scale per 128 elements along
+    the innermost axis, `int8_row_fp32` an fp32 scale per row, and `fp8_e4m3_b128x128_fp32` one per block of 128 rows by
+    128 elements. The suffix `_zero` adds a zero point per scale in the element format, `_zero_bf16` in bf16. `_flat`
+    lets blocks cross rows, and `_pad1024x8` pads the innermost axis to multiples of 1024 and the rows to multiples of
+    8.
 
     Raises
     ------
     FormatError
-        If there is no format of that name; the text lists those known and the nearest one.
+        If the name is unknown; the text lists the known formats and the nearest one.
 
     Examples
     --------
@@ -436,16 +427,16 @@ def dtype(name_or_dtype: object) -> DType:
 
 
 def promote(a: str | DType, b: str | DType) -> DType:
-    """Return the format of the result of two tensors, as ``torch.promote_types`` has it.
+    """Return the promoted format of two tensors, as in ``torch.promote_types``.
 
-    A complex format wins over a float, a float over an int, an int over a bool; of two floats the wider wins; bf16
-    with fp16 is fp32, int8 with uint8 is int16. Where torch has no result, as for its own fp8 formats, the same rules
-    hold: a float of 8 bits or fewer, or a block format, beside a float of 16 bits and more gives the latter.
+    complex wins over float, float over int, int over bool. The wider of two floats wins; bf16 with fp16 gives fp32, and
+    int8 with uint8 gives int16. The same rules apply where torch has no result, as for fp8 formats: a float with at
+    least 16 bits wins over a smaller one or a block format.
 
     Raises
     ------
     FormatError
-        If both are floats of 8 bits or fewer and differ: neither holds the other, so one has to be cast.
+        If both are different floats with up to 8 bits: neither holds the other's values, so one has to be cast.
 
     Examples
     --------
@@ -455,7 +446,7 @@ def promote(a: str | DType, b: str | DType) -> DType:
     first, second = dtype(a), dtype(b)
     if first == second:
         return first
-    if "complex" in (first.kind, second.kind):  # two parts of the wider one
+    if "complex" in (first.kind, second.kind):  # two parts in the wider format
         return DTYPES["complex128" if 52 in (first.mantissa, second.mantissa) else "complex64"]
     if first.kind != second.kind:
         return max(first, second, key=lambda d: KINDS.index(d.kind))
@@ -480,15 +471,15 @@ def _promote_ints(first: DType, second: DType) -> DType:
 
 
 def bits_per_element(name_or_dtype: str | DType) -> Fraction:
-    """Return the bits that an element of a large tensor takes, with its share of the block scales.
+    """Return the bits per element in a large tensor, including its share of block scales.
 
-    Scales that are stored once for a tensor vanish in the limit; a tensor whose innermost axis is no multiple
-    of the block takes more.
+    Scales stored once per tensor vanish in the limit. A tensor whose innermost axis is not a multiple of the block
+    takes more.
 
     Raises
     ------
     FormatError
-        If there is no such format.
+        If the format is unknown.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Every refusal of the library: one root, one class for each kind of mistake.
+"""Exceptions, one class per kind of mistake.
 
-The text of an error names the place, the value that was met there and what was expected.
+Messages name the place, the value, and the expected value.
 """
 
 __all__ = [
@@ -20,40 +20,40 @@ _LONGEST = 2000
 
 
 class CostGraphError(Exception):
-    """Root of all errors that the library raises on purpose."""
+    """Base class for all errors that the library raises on purpose."""
 
     def __init__(self, text: str = "") -> None:
-        # a message quotes what it met, and that may be a book
+        # messages quote input, which may be very long
         super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 500]} ... {text[-490:]}")
 
 
 class PatternError(CostGraphError):
-    """A pattern, formula, assumption or binding text cannot be read."""
+    """A pattern, formula, assumption or binding cannot be parsed."""
 
 
 class ShapeError(CostGraphError):
-    """Sizes, axes or number formats of operands do not fit together."""
+    """Sizes, axes or number formats of operands do not match."""
 
 
 class GraphError(CostGraphError):
-    """A graph is put together or used in a way that has no meaning."""
+    """A graph is built or used in an invalid way."""
 
 
 class BindingError(CostGraphError):
-    """A size is unknown, missing, not a positive integer, or against an assumption."""
+    """A size is unknown, missing, not a positive integer, or violates an assumption."""
 
 
 class SpecError(CostGraphError):
-    """A hardware specification is malformed, or lacks what is asked of it."""
+    """A hardware specification is malformed or incomplete."""
 
 
 class StandInWarning(UserWarning):
-    """An answer rests on a rate in the place of one that the device has none of."""
+    """A missing rate of a device was replaced by another one."""
 
 
 class FormatError(CostGraphError):
-    """A file, a number format or a command line cannot be read."""
+    """A file, number format or command line cannot be read."""
 
 
 class UnsupportedError(CostGraphError):
-    """There is no rule for what is asked: nothing is silently counted as zero."""
+    """The request has no rule; nothing is silently counted as zero."""

@@ -1,6 +1,6 @@
-"""The only place where a file is read or written: what is read has an end, and what is written is there whole or not.
+"""Safe file access: bounded reads of regular files, and atomic writes.
 
-A path from outside may be anything: a pipe that nobody writes to, a device without an end, a folder, a huge file.
+A path from outside may be anything, such as a pipe without a writer, an endless device, a folder or a huge file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["as_csv", "as_json", "place_of", "read_start", "read_text", "target_o
 
 
 def place_of(path: object) -> str:
-    """Return a path as error texts name it."""
+    """Return a path as named in error messages."""
     return shown(os.fspath(path) if isinstance(path, os.PathLike) else path, 200).strip("'")
 
 
@@ -34,10 +34,10 @@ def read_text(
     expected: str = "a text file",
     error: type[CostGraphError] = FormatError,
 ) -> str:
-    """Return what a regular file of UTF-8, of `most` bytes at the most, or a link to one holds.
+    """Return the contents of a regular UTF-8 file with at most `most` bytes.
 
-    An error of the kind given if it cannot be read, is no such file, larger, or no UTF-8: its text says `place`, and
-    what was `expected` in its place.
+    Raises `error`, naming `place` and `expected`, if the file cannot be read, is not regular, is too large, or is not
+    UTF-8.
     """
     raw, size = read_start(path, place, most + 1, expected, error)
     if size > most:
@@ -51,25 +51,25 @@ def read_text(
 def read_start(
     path: str | os.PathLike[str], place: str, most: int, expected: str, error: type[CostGraphError] = FormatError
 ) -> tuple[bytes, int]:
-    """Return the first bytes of a regular file, `most` of them, and how many it has; an error if it is none."""
+    """Return the first `most` bytes of a regular file and its size; raise `error` for other files."""
     try:
-        if not isinstance(path, str | os.PathLike):  # a number would be a descriptor that is open
+        if not isinstance(path, str | os.PathLike):  # a number would be an open descriptor
             raise TypeError(f"a path of type {type(path).__name__}")
-        # a pipe is opened at once, whether or not somebody writes to it; what it is, is asked of what was opened
+        # nonblocking, so that a pipe without a writer opens at once; the type is checked on the open file
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise ValueError("no regular file")
             raw = stream.read(most)
-            return raw, max(found.st_size, len(raw))  # some files of the system say that they have none
+            return raw, max(found.st_size, len(raw))  # some system files report size 0
     except (OSError, ValueError, TypeError) as wrong:
         raise error(f"{place}: {_reason(wrong)}, expected {expected}") from None
 
 
 def target_of(path: str | os.PathLike[str], ending: str) -> Path:
-    """Return the path of a file that is to be written.
+    """Return the path of a file to write.
 
-    FormatError if it has another ending, or its folder does not exist.
+    Raises FormatError if it has another suffix, or its folder does not exist.
     """
     target = Path(path)
     if target.suffix != ending:
@@ -80,11 +80,11 @@ def target_of(path: str | os.PathLike[str], ending: str) -> Path:
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, place: str | None = None) -> None:
-    """Write a file so that whoever looks sees the one before or this one, whole, whenever the program ends.
+    """Write a file atomically: readers see either the old or the new contents, even if the program is interrupted.
 
-    It is written beside its place and put there at once. An existing one keeps its permissions, and a link is followed.
-    A pipe, a device, and the file that the standard output goes to, are written to as they are. FormatError, which
-    calls it by `place`, if it cannot be written: the one before is still there then.
+    A temporary file in the same folder replaces the target. An existing file keeps its permissions, and links are
+    followed. Pipes, devices and the target of standard output are written directly. Raises FormatError, naming `place`,
+    if writing fails; the old file then remains.
     """
     try:
         if not isinstance(path, str | os.PathLike):
@@ -107,7 +107,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_stream(found: os.stat_result) -> bool:
-    """Whether there is nothing to replace: no regular file, or one that this program's own output goes to."""
+    """Whether to write directly: not a regular file, or the target of this program's output."""
     if not stat.S_ISREG(found.st_mode):
         return True
     for descriptor in (1, 2):
@@ -118,7 +118,7 @@ def _is_stream(found: os.stat_result) -> bool:
 
 
 def _pour(path: str | os.PathLike[str], raw: bytes) -> None:
-    # a pipe that nobody reads is refused at once, instead of waited for
+    # nonblocking, so that a pipe without a reader fails at once
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "wb") as stream:
         os.set_blocking(descriptor, True)
@@ -127,27 +127,27 @@ def _pour(path: str | os.PathLike[str], raw: bytes) -> None:
 
 def _replace(target: Path, raw: bytes, before: os.stat_result | None) -> None:
     if before is not None and not os.access(target, os.W_OK):
-        raise PermissionError("read-only")  # on purpose, though it could be replaced
-    beside = target.with_name(f".{os.urandom(8).hex()}.costgraph")  # short: the target's may be as long as names can be
-    access = 0o666 if before is None else 0o600  # nobody else's until it has the permissions of the one before
+        raise PermissionError("read-only")  # refuse although it could be replaced
+    beside = target.with_name(f".{os.urandom(8).hex()}.costgraph")  # short, since names are limited
+    access = 0o666 if before is None else 0o600  # private until it has the old permissions
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, access), "wb") as stream:
             stream.write(raw)
             stream.flush()
             os.fsync(stream.fileno())
         if before is not None:
-            with suppress(PermissionError):  # only root may give a file to somebody
+            with suppress(PermissionError):  # only root may change the owner
                 os.chown(beside, before.st_uid, before.st_gid)
             os.chmod(beside, stat.S_IMODE(before.st_mode))
         os.replace(beside, target)
-    except BaseException:  # Ctrl-C too
+    except BaseException:  # including Ctrl-C
         with suppress(OSError):
             beside.unlink()
         raise
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as its `object_pairs_hook`; ValueError where a key stands twice."""
+    """`object_pairs_hook` for JSON that raises ValueError for duplicate keys."""
     data = dict(pairs)
     if len(data) < len(pairs):
         twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
@@ -156,12 +156,12 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_json(schema: str, data: Mapping[str, object]) -> str:
-    """Return an object as JSON for people and programs, its schema first; infinity and NaN are none."""
+    """Format an object as JSON with its schema first; raises for infinity and NaN."""
     return json.dumps({"schema": schema, **data}, indent=2, allow_nan=False) + "\n"
 
 
 def as_csv(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """Return rows as CSV below the names of their columns."""
+    """Format rows as CSV below their column names."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([columns, *rows])
     return file.getvalue()

@@ -1,1 +1,1 @@
-"""Formulas: polynomials in sizes, their maxima and minima, and the conditions under which they hold."""
+"""Symbolic algebra: exact polynomials in sizes, Max and Min, and validity conditions."""

@@ -1,4 +1,4 @@
-"""What a formula holds for: what its graph asks of sizes, and what was bound when it was derived."""
+"""Validity conditions of formulas: assumptions on sizes, and sizes bound when a formula was derived."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 
 # -- conditions --------------------------------------------------------------------------------------------------------
 
-# Counts of loops that are looked at before a formula goes to another process, where its graph is not.
+# Maximum number of trip counts to test before a formula is pickled, since its graph is not.
 _MOST_LOOKED_AT = 16
 
 
 class Asked(NamedTuple):
-    """What a number has to be: at least `least`, more than that, exactly that, or whole as well."""
+    """Requirement on an amount: at least `least`, optionally strict, equal or whole."""
 
     amount: Poly
     least: int = 0
@@ -50,20 +50,20 @@ class Asked(NamedTuple):
     strict: bool = False
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is so at a point."""
+        """Whether it holds at a point."""
         try:
             number = self.amount.bind({name: as_poly(size) for name, size in sizes.items()}).number
-        except ShapeError:  # a division by zero, the root of a negative number
+        except ShapeError:  # division by zero, or the root of a negative number
             return False
         if isinstance(number, int | Fraction):
             return bool(self.passed(number.numerator, number.denominator))
         return not self.whole and not self.equal and number is not None and bool(number >= self.least)
 
     def passed(self, above: Any, below: Any) -> Any:
-        """Whether a fraction, of which the lower part is positive, is such a number; of arrays element by element.
+        """Whether the fraction above/below, with positive `below`, meets the requirement; elementwise for arrays.
 
-        In float64 that is exact where both parts are below 2**53: what is not whole is then a larger part of the
-        quotient away from it than the quotient is rounded by.
+        This is exact in float64 if both parts are below 2**53: the distance of a non-integer quotient from the nearest
+        integer then exceeds the rounding error.
         """
         least = self.least * below
         if self.equal:
@@ -78,29 +78,29 @@ class Asked(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """What a formula of a graph has to be wherever its sizes are bound: a size, a place on an axis, a stated amount."""
+    """Requirement on a formula wherever sizes are bound: a size, an index on an axis, or a declared amount."""
 
     formula: Poly
-    """The formula."""
+    """Formula that has to meet it."""
     place: str
-    """What has it, in words."""
+    """Description for error messages."""
     least: int
-    """Its least value."""
+    """Minimum value."""
     whole: bool
-    """Whether it has to be a whole number."""
+    """Whether it has to be an integer."""
     names: frozenset[str]
     """Symbols in it."""
 
     def check(self, values: Mapping[str, Poly]) -> None:
-        """Raise BindingError if values for all of its symbols make it anything else."""
+        """Raise BindingError if values for all its symbols violate it."""
         if not self.names <= values.keys():
             return
         try:
             number = self.formula.bind(values).number
             if number is None:
-                return  # an assumed equality ties an open symbol to others
+                return  # an equality assumption ties an open symbol to others
             met, holds = _value(poly(number)), self._holds(number)
-        except ShapeError as error:  # a division by zero, the root of a negative number
+        except ShapeError as error:  # division by zero, or the root of a negative number
             met, holds = f"undefined ({error})", False
         if holds:
             return
@@ -116,25 +116,25 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Conditions:
-    """What a graph asks of sizes."""
+    """Requirements of a graph on sizes."""
 
     relations: tuple[Relation, ...]
-    """what is assumed"""
+    """assumptions"""
     declared: tuple[Condition, ...]
-    """what it is declared with, as far as sizes may break it"""
+    """requirements of declarations that sizes may violate"""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of the symbols that something is asked of."""
+        """Names of constrained symbols."""
         return frozenset().union(*(r.difference.names() for r in self.relations), *(c.names for c in self.declared))
 
     @cached_property
     def known(self) -> Relations:
-        """What may be taken for granted of sizes wherever the conditions hold."""
+        """Facts about sizes wherever the conditions hold."""
         return _known(self.relations, self.declared)
 
     def settle(self, values: dict[str, Poly]) -> None:
-        """Add what follows from bound sizes by equalities, or raise BindingError if the sizes break a condition."""
+        """Add sizes implied by equalities, or raise BindingError if bound sizes violate a condition."""
         self._apply_equalities(values)
         for relation in self.relations:
             relation.check(values)
@@ -159,15 +159,15 @@ class Conditions:
 
 
 def _known(relations: Iterable[Relation], declared: Iterable[Condition]) -> Relations:
-    """Return assumptions, and that what is declared is large enough, as what a comparison puts in."""
+    """Return assumptions and lower bounds from declarations as known relations."""
     stated = tuple(relations)
-    # bounds of one size or atom; several symbols, as in D/H, would take the place of what is assumed of them
+    # only bounds on a single size or atom: D/H >= 1 would replace assumptions about its symbols
     single = [c for c in declared if len(c.formula.generators()) == 1]
     asked = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in single)
     for found in ((*stated, *asked), stated):
         try:
             return Relations(found)
-        except (PatternError, ShapeError):  # no size satisfies what is declared: nothing is compared there
+        except (PatternError, ShapeError):  # unsatisfiable declarations: nothing to compare
             continue
     return NOTHING_KNOWN
 
@@ -177,16 +177,16 @@ def _value(p: Poly) -> str:
 
 
 class Counts:
-    """For which counts of loops a closed form holds; smaller ones are looked at when they are met.
+    """Trip counts for which a closed form holds; smaller ones are tested on demand.
 
     Parameters
     ----------
     sure : mapping of str to int
-        Counts, by symbol, from which on it holds for certain.
+        Counts by symbol from which the form certainly holds.
     holds : callable, optional
-        Whether it holds where some counts are below these; without it, only where that is known.
+        Tests whether it holds for smaller counts; without it, only `known` counts are accepted.
     known : mapping, optional
-        For which of them it does.
+        Results of earlier tests.
     """
 
     def __init__(
@@ -199,19 +199,19 @@ class Counts:
         self._known = {**known, frozenset(): True}
 
     def hold(self, counts: Mapping[str, int]) -> bool:
-        """Whether the form holds for these counts, the others being large."""
+        """Whether the form holds for these counts, with all others large."""
         small = frozenset((name, count) for name, count in counts.items() if count < self.sure[name])
         if small not in self._known:
             self._known[small] = self._holds is not None and self._holds(dict(small))
         return self._known[small]
 
     def check(self, values: Mapping[str, Poly]) -> None:
-        """Raise BindingError where it does not hold for the counts among bound sizes."""
+        """Raise BindingError if it does not hold for the counts among bound sizes."""
         bound = {name: values[name].constant for name in self.sure if name in values}
         counts = {name: int(count) for name, count in bound.items() if count is not None}
         if self.hold(counts):
             return
-        # the one of which a larger count would do, and from which on
+        # a symbol for which a larger count suffices, with the smallest such count
         name, least = next(
             ((n, k) for n in counts for k in range(counts[n], self.sure[n] + 1) if self.hold({**counts, n: k})),
             next(iter(self.sure.items())),
@@ -233,25 +233,25 @@ class Counts:
 
 @dataclass(frozen=True)
 class Validity:
-    """What a formula holds for, of one graph: its conditions, and what was bound when the formula was derived."""
+    """Conditions under which a formula of one graph holds, with the sizes bound when it was derived."""
 
     conditions: Conditions
-    """what the graph asks"""
+    """requirements of the graph"""
     values: tuple[tuple[str, Poly | None], ...] = ()
-    """what its symbols stand for, by name: numbers, formulas in other symbols, None for what is no size"""
+    """values of its symbols: numbers, formulas in other symbols, None for invalid sizes"""
     counts: Counts | None = None
-    """where the formula is a closed form over loops"""
+    """trip counts, for closed forms over loops"""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of the open symbols that something is asked of."""
+        """Names of constrained open symbols."""
         mine = dict(self.values)
         asked = self.conditions.names | (self.counts.sure.keys() if self.counts else frozenset())
         inside = [v.names() for v in mine.values() if v is not None]
         return (asked - mine.keys()).union(*inside)
 
     def bound(self, change: Callable[[Poly], Poly | None], names: Iterable[str]) -> Validity:
-        """Return what is left after symbols of these names are changed; BindingError if that breaks a condition."""
+        """Return the validity after changing the named symbols; BindingError if that violates a condition."""
         values: dict[str, Poly | None] = {k: v if v is None else change(v) for k, v in self.values}
         values |= {n: change(poly(symbol(n))) for n in self.names & set(names) if n not in values}
         out = replace(self, values=tuple(sorted(values.items(), key=itemgetter(0))))
@@ -259,11 +259,11 @@ class Validity:
         return out
 
     def at(self, values: Mapping[str, Poly]) -> Validity:
-        """Return what is left once symbols are replaced; BindingError if that breaks a condition."""
+        """Return the validity after replacing symbols; BindingError if that violates a condition."""
         return self.bound(lambda p: p.bind(values), values)
 
     def settled(self) -> dict[str, Poly]:
-        """Return the numbers that are known, those that follow from equalities included; BindingError as `at`."""
+        """Return the known sizes, including those implied by equalities; BindingError as in `at`."""
         known: dict[str, Poly] = {}
         for name, p in self.values:
             if p is None or p.names():
@@ -278,7 +278,7 @@ class Validity:
 
     @cached_property
     def known(self) -> Relations:
-        """What may be taken for granted of the open symbols."""
+        """Facts about the open symbols."""
         if not self.values:
             return self.conditions.known
         put, unknown = {k: v for k, v in self.values if v is not None}, {k for k, v in self.values if v is None}
@@ -291,18 +291,18 @@ class Validity:
         )
 
     def counted(self) -> dict[str, Poly]:
-        """Return the counts of loops that the formula is a closed form over, in the symbols that are open."""
+        """Return the trip counts of the closed form, in terms of open symbols."""
         put = {k: v for k, v in self.values if v is not None}
         sure = self.counts.sure if self.counts else {}
         return {name: put.get(name, poly(symbol(name))) for name in sure if dict(self.values).get(name, 1) is not None}
 
     def tests(self) -> list[Asked]:
-        """Return what is asked of the open symbols, counts of loops aside."""
+        """Return the requirements on open symbols, except trip counts."""
         known, unknown = self.settled(), {k for k, v in self.values if v is None}
         put = {k: v for k, v in self.values if v is not None and k not in known}
         made = [Asked(c.formula, c.least, whole=c.whole) for c in self.conditions.declared]
         made += [Asked(r.difference, equal=r.equal, strict=r.strict) for r in self.conditions.relations]
-        # what symbols stand for, and what follows from equalities, are sizes as well
+        # values of symbols, and sizes implied by equalities, are sizes as well
         made += [Asked(poly(symbol(k)), 1, whole=True) for k in (*known, *put)]
         inside = [a._replace(amount=a.amount.bind(known)) for a in made]
         seen = [a._replace(amount=a.amount.bind(put)) for a in inside if unknown.isdisjoint(a.amount.names())]
@@ -320,27 +320,25 @@ def _always(asked: Asked) -> bool:
     return least is not None and (least > asked.least or (least == asked.least and not asked.strict))
 
 
-# -- carried -----------------------------------------------------------------------------------------------------------
-# Expressions that carry what they hold for.
-#
-# A question answers with a sympy expression while a size is open. Where its graph asks something of sizes, the
-# expression is of a subclass of its own class that has one thing more, `held`; in all else, comparison and printing
-# included, it is the plain expression. Its operators and methods hand on what it holds for. sympy's own functions are
-# given the plain one (`sympify` returns it), so that nothing of it is kept in their caches.
+# -- conditioned expressions -------------------------------------------------------------------------------------------
+# Results with open sizes are sympy expressions. If a graph has conditions on sizes, the result is an instance of a
+# subclass of its own sympy class with one extra attribute, `held`. It compares and prints like the plain expression,
+# and its operators and methods propagate the conditions. sympy's own functions receive the plain expression (`sympify`
+# returns it), so sympy's caches never hold conditions.
 
 
 def plain(value: Any) -> Any:
-    """Return an expression without what it holds for, anything else as it is."""
+    """Return an expression without its conditions, other values unchanged."""
     return value._plain if isinstance(value, _Conditioned) else value
 
 
 def held_by(*values: object) -> tuple[Validity, ...]:
-    """Return what some values hold for together; empty for plain expressions and for what is none."""
+    """Return the conditions of several values together; empty for plain expressions and other values."""
     return tuple(dict.fromkeys(v for value in values if isinstance(value, _Conditioned) for v in value.held))
 
 
 def conditioned(value: Any, held: Iterable[Validity]) -> Any:
-    """Return a formula that holds for this; itself where that says nothing, or where it is no formula in symbols."""
+    """Return a formula with conditions attached; unchanged if there are none, or if it has no symbols."""
     held = tuple(v for v in held if v.names or v.values)
     if not held or not isinstance(value, sympy.Expr) or not value.free_symbols:
         return plain(value)
@@ -352,12 +350,12 @@ def conditioned(value: Any, held: Iterable[Validity]) -> Any:
 
 @cache
 def _class_of(base: Any) -> Any:
-    """Return the subclass of a class of expressions that carries what they hold for.
+    """Return the subclass of an expression class that carries conditions.
 
-    All but what `_Conditioned` defines is asked of the plain expression: sympy puts numbers into expressions to find
-    out about them, which is nobody's binding.
+    Every attribute that `_Conditioned` does not define is delegated to the plain expression, since sympy evaluates
+    expressions at numbers internally, which is not a binding.
     """
-    # printers and the order of terms go by the name
+    # printers and term order depend on the class name
     space: dict[str, Any] = {"__slots__": ("_plain", "held"), "__module__": base.__module__, "__doc__": base.__doc__}
     for name in dir(base):
         own = name.startswith("__") or hasattr(_Conditioned, name)
@@ -367,13 +365,13 @@ def _class_of(base: Any) -> Any:
 
 
 class _Conditioned:
-    """Common part of the classes of expressions that carry what they hold for."""
+    """Base class for expressions that carry conditions."""
 
     __slots__ = ()
     _plain: sympy.Expr
     held: tuple[Validity, ...]
-    _op_priority = 10.01  # numbers and plain expressions leave an operation to this class
-    __sympy__ = None  # sympify() asks _sympy_
+    _op_priority = 10.01  # takes precedence over numbers and plain expressions
+    __sympy__ = None  # so that sympify() calls _sympy_
 
     def _sympy_(self) -> sympy.Expr:
         return self._plain
@@ -389,7 +387,7 @@ class _Conditioned:
 
     @property
     def func(self) -> Any:
-        """What rebuilds the plain expression."""
+        """Constructor of the plain expression."""
         return self._plain.func
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
@@ -398,7 +396,7 @@ class _Conditioned:
 
 def _carrying(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("subs"):  # sizes at which evalf is asked
+        if kwargs.get("subs"):  # sizes for evalf
             self.subs(kwargs["subs"])
         out = getattr(self._plain, name)(*map(plain, args), **kwargs)
         return conditioned(out, held_by(self, *args))
@@ -408,17 +406,17 @@ def _carrying(name: str) -> Callable[..., Any]:
 
 def _replacing(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args = _each(lambda value: value, args)  # what can be gone through once, such as zip(), is a list then
+        args = _each(lambda value: value, args)  # iterators such as zip() become lists
         bare = _each(plain, args)
 
         def changed(p: Poly) -> Poly | None:
             try:
                 return p if p.constant is not None else poly(getattr(p.expr, name)(*bare, **kwargs))
-            except ShapeError:  # floats and symbols of other origin: nothing is known of these
+            except ShapeError:  # floats and foreign symbols: nothing is known
                 return None
 
         put: list[Any] = []
-        _each(put.append, args)  # formulas, which hold for something themselves
+        _each(put.append, args)  # substituted formulas have conditions too
         held = [v.bound(changed, v.names) for v in self.held]
         return conditioned(getattr(self._plain, name)(*bare, **kwargs), [*held, *held_by(*put)])
 
@@ -426,7 +424,7 @@ def _replacing(name: str) -> Callable[..., Any]:
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to what stands in lists, tuples, sets and mappings."""
+    """Apply a function to the elements of nested lists, tuples, sets and mappings."""
     if isinstance(value, Mapping):
         return {k: _each(change, v) for k, v in value.items()}
     if isinstance(value, Iterator):

@@ -1,8 +1,8 @@
-"""Which of two polynomials is the larger for every admissible size, decided without a numeric guess.
+"""Compare polynomials for all admissible sizes, and prune dominated arguments of a maximum or minimum.
 
-A polynomial is nonnegative if, after each generator is written as its lower bound plus something that is not negative,
-no coefficient is negative. What is known about sizes (`Relations`) is substituted first, so that F >= D becomes
-F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot decide stays a regime of its own.
+A polynomial is nonnegative if no coefficient is negative after each generator is written as its lower bound plus a
+nonnegative slack. Known relations between sizes (`Relations`) are substituted first, so F >= D becomes F = D + f with f
+>= 0. The test is sufficient, not necessary: undecided cases remain as separate regimes.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 
-# -- points ------------------------------------------------------------------------------------------------------------
-# Signs that a polynomial is seen to have at a few sizes: what has both is not worth a proof of either.
+# -- sample signs ------------------------------------------------------------------------------------------------------
+# A polynomial with both signs at sample sizes needs no proof attempt.
 
 _POINTS = 16
-#: Sizes up to 2**14, as many small ones as large ones: latencies count at some, bandwidths at others.
+#: Sizes up to 2**14, log-uniform: latencies dominate at small sizes, bandwidths at large ones.
 _LARGEST_POWER = 14
 
 
 @cached(1 << 14)
 def signs_met(p: Poly) -> frozenset[int]:
-    """Return which of 1 and -1 are signs of a polynomial at some positive whole sizes, as far as it was tried.
+    """Return the signs, 1 and -1, that a polynomial takes at sample sizes.
 
-    Values are exact, so that each sign is one that it has, and the sizes are the same each time. A power that is an
-    atom is left alone: its number may be as long as it likes.
+    Values are exact and the samples fixed, so each reported sign occurs. Polynomials with power atoms are skipped,
+    since their values may have any number of digits.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def signs_met(p: Poly) -> frozenset[int]:
         sizes = {name: as_poly(draw.randint(1, 2 ** draw.randint(0, _LARGEST_POWER))) for name in names}
         try:
             value = p.bind(sizes).constant
-        except ShapeError:  # a division by zero: no admissible sizes
+        except ShapeError:  # division by zero: not admissible
             continue
         if value:
             found.add(1 if value > 0 else -1)
@@ -77,29 +77,27 @@ def signs_met(p: Poly) -> frozenset[int]:
     return frozenset(found)
 
 
-# -- convex ------------------------------------------------------------------------------------------------------------
-# Which rows of a table of integers no mean of other rows reaches: a linear program, its answer checked exactly.
-#
-# A row that lies at or below a mean of other rows in every column never stands out alone, whatever weights that are not
-# negative the columns are given. Floating point looks for the shares of such a mean; whether it is one is decided by
-# integers, so that a wrong answer of the search leaves a row too many, never one too few.
+# -- convex hull -------------------------------------------------------------------------------------------------------
+# Find the rows of an integer table that no convex combination of other rows dominates, by linear programming. Dominated
+# rows are never the unique maximum for nonnegative column weights. The weights of the combination are found in floating
+# point and verified in integers, so a numerical error can only keep a redundant row.
 
-#: Integers, a row for each candidate: int64, or Python's own where they might not fit.
+#: Integer matrix, one row per candidate: int64, or Python integers if they might overflow.
 Table: TypeAlias = "np.ndarray[Any, Any]"
 _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
-# What the search takes for equal, relative to the largest number of a column.
+# Tolerance of the floating-point search, relative to the largest number in a column.
 _CLOSE = 1e-9
 _MOST_PIVOTS = 2_000
-# Shares are first taken in steps of this part of 1.
+# Weights are first rounded to multiples of 1/_FINE.
 _FINE = 1 << 30
-# Larger systems of shares are not solved exactly: what they would leave out is kept.
+# Larger systems are not solved exactly; their rows are kept.
 _MOST_SHARES = 40
 
 
 def skyline(table: Table, order: Sequence[int]) -> list[int]:
-    """Return the rows that no other row reaches in every column, of equal ones the first in the given order."""
-    # a row that reaches another one has the larger sum
+    """Return the rows that no other row dominates, keeping the first of equal rows in the given order."""
+    # a dominating row has the larger sum
     sums = [int(n) for n in table.sum(axis=1)]
     kept: list[int] = []
     found = np.empty_like(table)
@@ -111,7 +109,7 @@ def skyline(table: Table, order: Sequence[int]) -> list[int]:
 
 
 def corners(table: Table) -> list[int]:
-    """Return the rows that no mean of other rows reaches in every column; the rows have to be a skyline.
+    """Return the rows that no convex combination of others dominates; the input has to be a skyline.
 
     Examples
     --------
@@ -121,7 +119,7 @@ def corners(table: Table) -> list[int]:
     kept = list(range(len(table)))
     most, least = table.max(axis=0), table.min(axis=0)
     first = table == most
-    alone = first[:, first.sum(axis=0) == 1].any(axis=1)  # the largest of a column: no mean reaches that
+    alone = first[:, first.sum(axis=0) == 1].any(axis=1)  # a unique column maximum cannot be dominated
     for i in np.flatnonzero(~alone):
         others = [j for j in kept if j != i]
         above = table[:, table[i] > least]
@@ -131,12 +129,12 @@ def corners(table: Table) -> list[int]:
 
 
 def reached(gains: Table) -> bool:
-    """Whether some mean of rows, integers all, is negative in no column."""
+    """Whether some convex combination of integer rows is nonnegative in every column."""
     while len(gains):
         top = gains.max(axis=0, initial=-1)
         if (top < 0).any():
             return False
-        # where the best is 0, a row below it has no share in any such mean
+        # if the best is 0, rows below it have weight 0
         possible = (gains[:, top == 0] == 0).all(axis=1)
         if possible.all():
             break
@@ -148,7 +146,7 @@ def reached(gains: Table) -> bool:
 
 
 def _mean(gains: Table) -> bool:
-    """Whether a mean is found whose exact value is negative in no column."""
+    """Whether the search finds a convex combination that is exactly nonnegative in every column."""
     scales = np.abs(gains).max(axis=0)
     found = _game((gains / scales).astype(float) + 2.0)
     if found is None:
@@ -159,7 +157,7 @@ def _mean(gains: Table) -> bool:
         return True
     if len(rows) > _MOST_SHARES:
         return False
-    # of the game in which every column has the same value, written without a fraction
+    # equalize the columns of the game, in integers
     system = [[int(gains[j, k]) + 2 * int(scales[k]) for j in rows] + [int(scales[k])] for k in columns]
     shares = _solved(system)
     if shares is None or min(shares) < 0:
@@ -170,10 +168,10 @@ def _mean(gains: Table) -> bool:
 
 
 def _game(payoff: _Floats) -> tuple[list[int], list[int], _Floats] | None:
-    """Solve max sum(y), payoff @ y <= 1, y >= 0 by the simplex method, all payoffs from 1 to 3.
+    """Solve max sum(y), payoff @ y <= 1, y >= 0 by the simplex method, with payoffs from 1 to 3.
 
-    Answers with the rows that the shares of the best mean are solved from, as many columns, in which it is the least,
-    and the shares of all rows; None where the sum passes 1/2: each mean of rows is then below 2 in some column.
+    Returns the basic rows and columns of the optimal combination and the weights of all rows, or None if the sum
+    exceeds 1/2: then every convex combination of rows is below 2 in some column.
     """
     n, m = payoff.shape
     table = np.hstack([payoff, np.eye(n), np.ones((n, 1))])
@@ -187,7 +185,7 @@ def _game(payoff: _Floats) -> tuple[list[int], list[int], _Floats] | None:
             slack = {k - m for k in basis if k >= m}
             shares = np.maximum(-worth[m:-1], 0.0)
             return [j for j in range(n) if j not in slack], [k for k in basis if k < m], shares / shares.sum()
-        # the steepest column; the first one, which cannot go round in circles, if that takes long
+        # steepest column first; later Bland's rule, which cannot cycle
         enter = better[0] if turn > _MOST_PIVOTS // 2 else better[worth[better].argmax()]
         column = table[:, enter]
         rows = np.flatnonzero(column > _CLOSE)
@@ -204,7 +202,7 @@ def _game(payoff: _Floats) -> tuple[list[int], list[int], _Floats] | None:
 
 
 def _solved(system: list[list[int]]) -> list[Fraction] | None:
-    """Solve as many equations as unknowns, exactly: coefficients and the right side; None where they are dependent."""
+    """Solve a square linear system given as augmented rows exactly; None if it is singular."""
     rows = [[Fraction(n) for n in row] for row in system]
     for i in range(len(rows)):
         at = next((j for j in range(i, len(rows)) if rows[j][i]), None)
@@ -218,17 +216,17 @@ def _solved(system: list[list[int]]) -> list[Fraction] | None:
     return [row[-1] for row in rows]
 
 
-# -- dominance ---------------------------------------------------------------------------------------------------------
+# -- relations ---------------------------------------------------------------------------------------------------------
 
-# Terms that bounds from above may make of what is compared.
+# Maximum number of terms after upper bounds are substituted.
 _MOST_TERMS = 1 << 17
 
-#: Lower bound of an atom by the type of its expression; filled by the modules that define such types.
+#: Lower bound of an atom by expression type; modules that define such types register themselves.
 BOUNDS: dict[type, Callable[[sympy.Expr, Relations], Rational | None]] = {}
 
 
 def _pow_bound(expr: sympy.Expr, known: Relations) -> Rational | None:
-    # (1 - k/E)**T where k <= E is known, and 1/(S + T)
+    # such as (1 - k/E)**T with k <= E, and 1/(S + T)
     return 0 if known.nonnegative(poly(expr.base)) else None
 
 
@@ -243,7 +241,7 @@ BOUNDS |= {sympy.Pow: _pow_bound, sympy.floor: _rounded_bound, sympy.ceiling: _r
 
 
 def lower(p: Poly, known: Relations | None = None) -> Rational | None:
-    """Return a number that the polynomial is never below, or None where none is found.
+    """Return a lower bound of a polynomial, or None if none is found.
 
     Examples
     --------
@@ -264,7 +262,7 @@ def _lower(p: Poly, known: Relations) -> Rational | None:
 
 @cached(1 << 12)
 def _lower_without_assumptions(p: Poly) -> Rational | None:
-    # an op and its backward pass often state the same amount, with whole parts that take long
+    # cached: an op and its backward pass often have equal amounts, and roundings are slow
     return _lower(p, NOTHING_KNOWN)
 
 
@@ -276,7 +274,7 @@ def _at_least(p: Poly, known: Relations) -> Rational | None:
     if positive and all(c >= 0 for m, c in p.terms.items() if m):
         if all(e > 0 for m in p.terms for _, e in m):
             return sum((c * prod((least[k] or 0) ** e for k, e in m) for m, c in p.terms.items()), start=0)
-        return p.terms.get((), 0)  # a reciprocal comes as near to 0 as it likes
+        return p.terms.get((), 0)  # a reciprocal may be arbitrarily close to 0
     if any(e < 0 for m in p.terms for _, e in m):
         return 0 if known.nonnegative(p) else None
     shifted = known.shifted([p])
@@ -286,7 +284,7 @@ def _at_least(p: Poly, known: Relations) -> Rational | None:
 
 
 def integral(p: Poly) -> Poly | None:
-    """Return a positive multiple that is an integer for all sizes, or None where an atom need not be one."""
+    """Return a positive multiple that is an integer for all sizes, or None if an atom may not be an integer."""
     found = NOTHING_KNOWN.cleared([p])
     if found is None or any(k[0] == "~" and not generator(k).is_integer for k in found[0].generators()):
         return None
@@ -294,10 +292,10 @@ def integral(p: Poly) -> Poly | None:
 
 
 class Relation:
-    """One assumption on sizes, with its text as it was stated.
+    """An assumption on sizes, with its original text.
 
-    `difference` is at least 0, exactly 0 if `equal`, more than 0 if `strict`; symbols of `subject`, on the left, are
-    preferred when it is solved.
+    `difference` is at least 0, exactly 0 if `equal`, above 0 if `strict`. When solving, symbols of `subject`, the
+    left-hand side, are preferred.
     """
 
     def __init__(
@@ -305,20 +303,20 @@ class Relation:
     ) -> None:
         whole = integral(difference) if strict else None
         self.text = text
-        # an integer above 0 is at least 1
+        # a positive integer is at least 1
         self.difference = difference if whole is None else whole - 1
         self.equal = equal
         self.strict = strict and whole is None
         self.subject = subject
 
     def at(self, values: Mapping[str, Poly]) -> Relation:
-        """Return what is left of it once symbols are replaced."""
+        """Return the relation after replacing symbols."""
         difference = self.difference.bind(values)
         return Relation(self.text, difference, equal=self.equal, strict=self.strict, subject=self.subject)
 
     @property
     def bound(self) -> Rational | None:
-        """The least that a symbol is, where it says nothing else: of several such ones, the largest says most."""
+        """Lower bound of a symbol if the relation states nothing else, for sorting."""
         names = self.difference.generators()
         own = alone(self.difference, *names) if len(names) == 1 else None
         if own is None or own[0] <= 0 or own[1].constant is None:
@@ -326,11 +324,11 @@ class Relation:
         return Fraction(-own[1].constant) / own[0]
 
     def check(self, values: Mapping[str, Poly]) -> None:
-        """Raise BindingError if bound sizes break the assumption."""
+        """Raise BindingError if bound sizes violate the assumption."""
         try:
             left = self.difference.bind(values).number
             broken = left is not None and bool(left < 0 or (self.equal and left != 0) or (self.strict and left == 0))
-        except ShapeError:  # a division by zero, the root of a negative number
+        except ShapeError:  # division by zero, or the root of a negative number
             broken = True
         if broken:
             used = {k: v.constant for k, v in sorted(values.items()) if k in self.difference.names()}
@@ -339,20 +337,20 @@ class Relation:
 
 
 class Relations:
-    """What is assumed of sizes, as substitutions that a comparison applies first.
+    """Assumptions on sizes, as substitutions applied before a comparison.
 
-    PatternError if assumptions contradict each other, or a positive integer.
+    Raises PatternError if assumptions contradict each other, or exclude all positive integers.
     """
 
     def __init__(self, relations: Iterable[Relation] = ()) -> None:
         self.relations: tuple[Relation, ...] = tuple(relations)
-        self._whole: list[tuple[str, Poly]] = []  # atoms, and what they are
+        self._whole: list[tuple[str, Poly]] = []  # atoms with their exact values
         self._equal: list[tuple[str, Poly]] = []
         self._steps: list[tuple[str, Poly]] = []
         self._most: dict[str, Rational] = {}
         self._stated: dict[str, Rational] = {}  # lower bounds of atoms
-        self._least: WeakKeyDictionary[str, Rational | None] = WeakKeyDictionary()  # of atoms, which may go
-        # what eliminates symbols comes first, so that bounds are about those that are left
+        self._least: WeakKeyDictionary[str, Rational | None] = WeakKeyDictionary()  # for atoms, which may be collected
+        # eliminate symbols first, so that bounds refer to the remaining ones
         for relation in sorted(self.relations, key=lambda r: (not r.equal, -(r.bound or 0))):
             self._admit(relation)
         for step in (self._limit, self._refute):
@@ -362,11 +360,11 @@ class Relations:
     def __reduce__(self) -> tuple[object, ...]:
         return Relations, (self.relations,)
 
-    # -- reading assumptions -------------------------------------------------------------------------------------
+    # -- reading assumptions -----------------------------------------------------------------------------------
 
     def _admit(self, relation: Relation) -> None:
-        """Keep D == H*K and F >= D as substitutions."""
-        self._least.clear()  # bounds of atoms may be better now
+        """Record D == H*K and F >= D as substitutions."""
+        self._least.clear()  # bounds of atoms may improve
         found = self._expressed([relation.difference])
         if found is None:
             return
@@ -388,13 +386,13 @@ class Relations:
             bound = own[1] / -own[0]
             if bound.constant is not None:
                 bound = as_poly(ceil(bound.constant))
-            # a bound below 1 says nothing new
+            # sizes are at least 1 anyway
             if bound.constant is None or bound.constant > 1:
                 self._steps.append((key, bound + Poly({((SLACK + key + relation.text, 1),): 1})))
                 return
 
     def _state(self, difference: Poly) -> None:
-        """Keep ceiling(S/4 - 2) >= 1 as the lower bound of an atom."""
+        """Record ceiling(S/4 - 2) >= 1 as a lower bound of an atom."""
         for key in difference.generators() if len(difference.generators()) == 1 else ():
             slope, rest = difference.terms.get(((key, 1),), 0), difference.terms.get((), 0)
             if key[0] == "~" and slope > 0 and difference == Poly({((key, 1),): slope}) + rest:
@@ -403,7 +401,7 @@ class Relations:
                 self._least.clear()
 
     def _limit(self, relation: Relation) -> None:
-        """Keep S <= 1024 as bounds from above, of slacks too."""
+        """Record S <= 1024 as an upper bound, for slacks too."""
         found = None if relation.equal else self._expressed([relation.difference])
         if found is None:
             return
@@ -424,7 +422,7 @@ class Relations:
             raise self._contradiction(relation)
 
     def _contradiction(self, relation: Relation) -> PatternError:
-        """Name one other assumption where one is enough."""
+        """Return an error that names one conflicting assumption if one suffices."""
         others = [r for r in self.relations if r is not relation]
         fewer = [c for c in ([], *([r] for r in others)) if len(c) < len(others)]
         against = next((c for c in fewer if _contradicts([relation, *c])), others)
@@ -433,13 +431,13 @@ class Relations:
 
     @property
     def settled(self) -> tuple[tuple[str, Poly], ...]:
-        """Symbols that follow from others by equalities; a formula may hold symbols that come later, never earlier."""
+        """Symbols determined by equalities; a formula may contain symbols that come later, never earlier ones."""
         return tuple(self._equal)
 
-    # -- forms that are easy to compare --------------------------------------------------------------------------
+    # -- normal forms ------------------------------------------------------------------------------------------
 
     def least(self, key: str) -> Rational | None:
-        """Lower bound of a generator, None where nothing is known."""
+        """Return a lower bound of a generator, None if unknown."""
         if key[0] != "~":
             return 0 if key[0] == SLACK else 1
         if key not in self._least:
@@ -450,32 +448,32 @@ class Relations:
         return self._least[key]
 
     def _divides(self, key: str) -> bool:
-        """Whether a generator is known not to be negative, so that multiplying by it keeps a sign."""
+        """Whether a generator is known to be nonnegative, so that multiplying by it keeps signs."""
         least = self.least(key)
         return least is not None and least >= 0
 
     def cleared(self, ps: Sequence[Poly]) -> list[Poly] | None:
-        """Multiply all by what makes no exponent negative: signs stay, or None where that of a factor is not known."""
+        """Multiply by common denominators of known sign; None if the sign of a factor is unknown."""
         negative = {factor for p in ps for m in p.terms for factor in m if factor[1] < 0}
         if not negative:
             return list(ps)
-        lowest = dict(sorted(negative, reverse=True))  # of several exponents of a generator the least comes last
+        lowest = dict(sorted(negative, reverse=True))  # the lowest exponent of each generator comes last
         if not all(map(self._divides, lowest)):
             return None
         factor = Poly({tuple(sorted((k, -e) for k, e in lowest.items())): 1})
         return [p * factor for p in ps]
 
     def shifted(self, ps: Sequence[Poly]) -> list[Poly] | None:
-        """Write each generator as its lower bound, where one is known, plus a generator that is at least 0."""
+        """Write each generator as its lower bound, if known, plus a nonnegative slack."""
         least = {key: self.least(key) for key in set[str]().union(*(p.generators() for p in ps))}
         new = {key: as_poly(low) + Poly({((SLACK + key, 1),): 1}) for key, low in least.items() if low}
         try:
             return [p.substitute(new) for p in ps]
-        except ShapeError:  # too long to be written out: nothing is known of it
+        except ShapeError:  # too long to expand
             return None
 
     def reduce(self, p: Poly) -> Poly:
-        """Eliminate what an equality gives, so that equal sizes become the same polynomial."""
+        """Eliminate symbols by equalities, so that equal sizes become equal polynomials."""
         for atom, value in self._whole:
             p = put(p, atom, value)
         for key, value in self._equal:
@@ -483,7 +481,7 @@ class Relations:
         return p
 
     def _expressed(self, ps: Sequence[Poly]) -> list[Poly] | None:
-        """Return something of the same signs with everything known substituted into it, without reciprocals."""
+        """Substitute all known relations and clear denominators, keeping signs."""
         out = self.cleared([self.reduce(p) for p in ps])
         for key, value in self._steps:
             if out is not None and any(key in p.generators() for p in out):
@@ -500,24 +498,24 @@ class Relations:
         roots = {k: enclosed(k)[1] for p in out for k in p.generators() if is_root(k)}
         for key, most in {**self._most, **roots}.items():
             degree = max((e for p in out for m in p.terms for k, e in m if k == key), default=0)
-            # without the bounds that are left, less is known
+            # skip bounds that would exceed the limit
             if degree and sum(len(p.terms) for p in out) * (degree + 1) <= _MOST_TERMS:
-                # L <= S <= U is S = (U + L*t)/(1 + t) with t >= 0; the denominator is multiplied away
+                # L <= S <= U becomes S = (U + L*t)/(1 + t) with t >= 0, with the denominator cleared
                 t = Poly({((SLACK + key + "<", 1),): 1})
                 low = t * (self.least(key) or 0) + most
                 try:
                     powers = [low**power * (t + 1) ** (degree - power) for power in range(degree + 1)]
                     out = [_collected(p, key, powers) for p in out]
-                except ShapeError:  # too long to be written out
+                except ShapeError:  # too long to expand
                     return None
         return self.shifted(out)
 
     def spread(self, monomials: Sequence[Monomial], *, known: bool = True) -> dict[Monomial, Poly] | None:
-        """Write monomials, all of them times one positive factor, in generators that are at least 0.
+        """Write monomials, times a common positive factor, in nonnegative generators.
 
-        A sum of the monomials is then at least 0 if no coefficient of what it becomes is negative, nor any other than 0
-        where a monomial `has_sign` says no; None where it would be too long. One with a divisor whose sign is not known
-        stays as it is. `known` says whether what is assumed of sizes is put in.
+        A sum of the monomials is nonnegative if its image has no negative coefficient, and only zero coefficients at
+        monomials without known sign (`has_sign`). Returns None if the result would be too long. A monomial with a
+        divisor of unknown sign is unchanged. `known` selects whether assumptions are substituted.
         """
         plain = [m for m in monomials if all(e > 0 or self._divides(k) for k, e in m)]
         ps = [Poly({m: 1}) for m in plain]
@@ -527,20 +525,20 @@ class Relations:
         return {m: Poly({m: 1}) for m in monomials} | dict(zip(plain, found, strict=True))
 
     def has_sign(self, m: Monomial) -> bool:
-        """Whether a monomial is known to be at least 0."""
+        """Whether a monomial is known to be nonnegative."""
         return all(self._divides(k) for k, _ in m)
 
-    # -- answers -------------------------------------------------------------------------------------------------
+    # -- comparisons -------------------------------------------------------------------------------------------
 
     def nonnegative(self, p: Poly) -> bool:
-        """Whether the polynomial is known to be at least 0 for all admissible sizes."""
+        """Whether a polynomial is known to be nonnegative for all admissible sizes."""
         if self._no_negative([p]):
             return True
         if -1 in self._met(p):
             return False
         if any(map(self._no_negative, self._forms(p))):
             return True
-        whole = integral(p)  # not below 0 where it is above -1
+        whole = integral(p)  # an integer above -1 is nonnegative
         for plain in self.cleared([p]) or () if whole is None else [whole]:
             for q in opened(plain, self.has_sign):
                 room = 0 if whole is None else 1 - Fraction(1, denominator(q.terms))
@@ -549,29 +547,29 @@ class Relations:
         return False
 
     def sign(self, p: Poly) -> int:
-        """Return 1 for a polynomial known to be at least 0, -1 for one known to be at most 0, else 0."""
+        """Return 1 if a polynomial is known to be nonnegative, -1 if nonpositive, else 0."""
         if len(self._met(p)) == 2:
             return 0
         found = next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
         return found or next((sign for sign in (1, -1) if self.nonnegative(p * sign)), 0)
 
     def _met(self, p: Poly) -> frozenset[int]:
-        """Return signs that it is seen to have at admissible sizes: of a proof, most of the time goes in vain."""
+        """Return signs at sample sizes, which avoid most failing proofs."""
         return frozenset() if self.relations else signs_met(p)
 
     def _forms(self, p: Poly) -> Iterator[Sequence[Poly] | None]:
-        """Write a polynomial in ways that keep its sign, what is fast first."""
+        """Yield sign-preserving forms of a polynomial, cheapest first."""
         yield [p]
         yield self._bare([p])
         if self.relations or any(map(is_root, p.generators())):
             yield self._expanded([p])
 
     def positive(self, p: Poly) -> bool:
-        """Whether the polynomial is known to be above 0 for all admissible sizes."""
+        """Whether a polynomial is known to be positive for all admissible sizes."""
         whole = integral(p)
         if whole is not None:
             return self.nonnegative(whole - 1)
-        # bounds from above are left out: (U + t)/(1 + t) reaches its lower end only in the limit
+        # without upper bounds: (U + t)/(1 + t) reaches its lower end only in the limit
         out = self._expressed([p])
         found = None if out is None else self.shifted(out)
         return found is not None and found[0].terms.get((), 0) > 0 and self._no_negative(found)
@@ -581,7 +579,7 @@ class Relations:
 
 
 def _collected(p: Poly, key: str, powers: Sequence[Poly]) -> Poly:
-    """Put a polynomial for each power of a generator."""
+    """Substitute a polynomial for each power of a generator."""
     rest = {m: (dict(m).get(key, 0), tuple(f for f in m if f[0] != key)) for m in p.terms}
     return total(Poly({rest[m][1]: c}) * powers[rest[m][0]] for m, c in p.terms.items())
 
@@ -598,34 +596,33 @@ NOTHING_KNOWN = Relations()
 
 
 # -- pruning -----------------------------------------------------------------------------------------------------------
-# Leaving out of a maximum or minimum what its other arguments reach for every admissible size.
 
 Label = TypeVar("Label")
 
-# Sums of products of integers below this are far from where int64 ends.
+# Sums of products below this limit do not overflow int64.
 _MOST = 1 << 62
 
 
 def prune(
     candidates: Iterable[tuple[Poly, Label]], relations: Relations = NOTHING_KNOWN, *, largest: bool = True
 ) -> list[tuple[Poly, Label]]:
-    """Drop every candidate that another one, or a mean of several others, reaches for all sizes.
+    """Drop candidates that another one, or a convex combination of others, dominates for all sizes.
 
-    `largest` keeps what a maximum needs, otherwise what a minimum does; of equal polynomials the first label is kept.
+    `largest` selects a maximum or a minimum. Among equal polynomials, the first label is kept.
 
-    Generators are written as their lower bounds plus something that is not negative: a candidate goes if the
-    coefficients of a convex combination of others are nowhere below its own then. That is sufficient, not necessary.
+    Generators are written as lower bounds plus nonnegative slacks. A candidate is dropped if a convex combination of
+    others has coefficients at least as large. This is sufficient, not necessary.
     """
     first: dict[Poly, Label] = {}
     for p, label in candidates:
         first.setdefault(p, label)
     kept = list(first)
-    if len(kept) == 2:  # most often, and fast without a table
+    if len(kept) == 2:  # the most common case
         a, b = sorted(kept, key=Poly.sort_key)
         sign = relations.sign(a - b if largest else b - a)
         kept = {1: [a], -1: [b], 0: kept}[sign]
     elif len(kept) > 1:
-        # of generators that are at least 0 whatever is known of them, which is fast where candidates are many
+        # first without assumptions, which is fast for many candidates
         kept = _best(kept, relations, None, largest=largest)
         more = relations.relations or any(is_root(k) for p in kept for k in p.generators())
         for known in (False, True) if more else (False,):
@@ -637,14 +634,14 @@ def prune(
 
 
 def reached_by(ps: Iterable[Poly], others: Iterable[Poly], relations: Relations = NOTHING_KNOWN) -> bool:
-    """Whether each of some polynomials is one of others, or nowhere above the largest of them."""
+    """Whether each polynomial equals one of `others`, or never exceeds their maximum."""
     return all(is_other for _, is_other in prune([*((q, True) for q in others), *((p, False) for p in ps)], relations))
 
 
 def _best(
     ps: Sequence[Poly], relations: Relations, images: Mapping[Monomial, Poly] | None, *, largest: bool
 ) -> list[Poly]:
-    """Keep what others do not reach by coefficients: of the sums as they are, or of what their monomials become."""
+    """Drop polynomials dominated by coefficients, or by the images of their monomials."""
     table = _coefficients(ps)
     monomials = list({m: None for p in ps for m in p.terms})
     columns = {m: Poly({m: 1}) for m in monomials} if images is None else {m: images[m] for m in monomials}
@@ -663,9 +660,9 @@ def _best(
 
 
 def _coefficients(ps: Sequence[Poly]) -> Table:
-    """Return the coefficients of sums, a row each and a column for each monomial in the order of their first use.
+    """Return the coefficient matrix, one row per polynomial and one column per monomial, in order of first use.
 
-    All are multiplied by one number that makes them whole.
+    All coefficients are scaled by one number to integers.
     """
     monomials = {m: i for i, m in enumerate({m: None for p in ps for m in p.terms})}
     whole = lcm(*{c.denominator for p in ps for c in p.terms.values()})
@@ -679,6 +676,6 @@ def _coefficients(ps: Sequence[Poly]) -> Table:
 
 
 def _product(a: Table, b: Table) -> Table:
-    """Return a product of tables, exact."""
+    """Return the exact product of two matrices."""
     most = int(np.abs(a).max(initial=0)) * int(np.abs(b).max(initial=0)) * max(a.shape[1], 2)
     return a @ b if most < _MOST else a.astype(object) @ b.astype(object)

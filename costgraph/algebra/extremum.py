@@ -1,7 +1,7 @@
-"""Max and Min of formulas that stay fast: compared by dominance, never by relational inference.
+"""Max and Min of formulas, pruned by dominance.
 
-`sympy.Max` of twenty polynomials takes seconds to build and minutes to nest. These print, substitute, differentiate,
-lambdify and rewrite like it, in milliseconds.
+They print, substitute, differentiate, lambdify and rewrite like sympy's classes. `sympy.Max` of twenty polynomials
+takes seconds to build and minutes to nest, these take milliseconds.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
-# What stands for an extremum in sympy's hands: its derivative, its cases with their conditions, its limit.
+# -- sympy support -----------------------------------------------------------------------------------------------------
+# Derivatives, Piecewise forms and limits of an extremum.
 
 
 class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
-    """What replaces many symbols by numbers in one pass, where sympy takes one pass for each."""
+    """Substitutes many numbers in a single pass, where sympy takes one pass per symbol."""
 
     __slots__ = ()
 
     def subs(self, *args: Any, **kwargs: Any) -> sympy.Expr:
-        """Replace as sympy does; the order of numbers has no say."""
+        """Replace symbols as sympy does; the order of numbers is irrelevant."""
         rule = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
         if rule and all(k in self.free_symbols and isinstance(v, int | sympy.Integer) for k, v in rule.items()):
             return self.xreplace({k: sympy.Integer(v) for k, v in rule.items()})
@@ -57,17 +57,17 @@ class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 
 
 class Chosen(AtOnce):
-    """The value that belongs to the extreme one of some keys, the first of equals: the derivative of an extremum.
+    """Value at the extreme key, the first among equals: the derivative of an extremum.
 
-    `sign` is 1 where the largest key decides, -1 where the smallest does; there is one value for each key.
+    `sign` is 1 for the largest key, -1 for the smallest; there is one value per key.
     """
 
     is_commutative = True
     is_real = True
-    is_Function = True  # noqa: N815  # as above
+    is_Function = True  # noqa: N815  # as below
 
     def __new__(cls, sign: int, keys: sympy.Tuple, values: sympy.Tuple) -> sympy.Expr:
-        """Return the value itself once it is decided."""
+        """Return the value itself if it is determined."""
         if len(set(values)) == 1:
             return values[0]
         if all(k.is_number for k in keys):
@@ -78,7 +78,7 @@ class Chosen(AtOnce):
         try:
             values = {old.name: poly(new)} if old in self.free_symbols else {}
             keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
-        except ShapeError:  # what the algebra does not know
+        except ShapeError:  # not representable in the algebra
             return None
         return Chosen(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
 
@@ -87,7 +87,7 @@ class Chosen(AtOnce):
         slopes = sympy.Tuple(*(slope(v, symbol) for v in values))
         if any(slopes) or symbol not in keys.free_symbols:
             return Chosen(sign, keys, slopes)
-        # it equals 0, but for the step where the case changes: `solve` takes a plain 0 for no symbol at all
+        # zero except for the step where the case changes; `solve` would treat a plain 0 as constant
         return sympy.Expr.__new__(Chosen, sign, keys, slopes)
 
     def __eq__(self, other: object) -> bool:
@@ -103,7 +103,7 @@ class Chosen(AtOnce):
         return piecewise(keys, values, largest=sign == 1)
 
     def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
-        if not all(map(is_dimension, self.free_symbols)):  # an inequality, which would not know of its steps
+        if not all(map(is_dimension, self.free_symbols)):  # inequality solvers would miss the steps
             raise _RefusedError(f"inequality of {shown(self)}, a slope of a maximum, expected the maximum itself")
         return self
 
@@ -128,7 +128,7 @@ class Chosen(AtOnce):
 
 
 def slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
-    """Return the derivative of a sum of monomials term by term, of anything else by sympy."""
+    """Differentiate a sum of monomials term by term, other expressions with sympy."""
     try:
         p = poly(expr)
     except ShapeError:
@@ -140,18 +140,18 @@ def slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
 
 
 class Remade:
-    """What makes an extremum of other arguments, its owners kept: sympy's printers ask it for the name of the class."""
+    """Constructor that keeps an extremum's owners; sympy's printers read its `__name__`."""
 
     def __init__(self, kind: Callable[..., sympy.Expr], owners_of: Callable[..., Sequence[object] | None]) -> None:
         self.kind, self.owners_of, self.__name__ = kind, owners_of, kind.__name__
 
     def __call__(self, *args: object) -> sympy.Expr:
-        """Return it, without owners where there are other arguments."""
+        """Return the extremum, without owners if the argument count differs."""
         return self.kind(*args, owners=self.owners_of(args))
 
 
 def piecewise(cases: Sequence[sympy.Expr], values: Sequence[sympy.Expr], *, largest: bool) -> sympy.Expr:
-    """Return the value of the extreme case, the first of equals, with conditions of which nothing is compared."""
+    """Return the value in the extreme case, the first among equals, as an unevaluated Piecewise."""
     at_least = sympy.Ge if largest else sympy.Le
     pieces = [
         (value, sympy.And(*(at_least(case, other, evaluate=False) for other in cases[i:]), evaluate=False))
@@ -161,26 +161,26 @@ def piecewise(cases: Sequence[sympy.Expr], values: Sequence[sympy.Expr], *, larg
 
 
 def as_known(expr: sympy.Expr) -> sympy.Expr:
-    """Return an expression itself, or as cases with conditions where sympy has put a symbol of its own into it.
+    """Return an expression itself, or rewritten as Piecewise if sympy has inserted its own symbol.
 
-    It does so where it looks for a period, and without end in a function of several arguments that it does not know.
+    sympy does so when it searches for a period, and does not terminate for unknown functions with several arguments.
     """
     return expr if all(map(is_dimension, expr.free_symbols)) else expr.rewrite(sympy.Piecewise)
 
 
 class _RefusedError(UnsupportedError, NotImplementedError):
-    """What users of this library expect of a refusal, and sympy's solvers too."""
+    """Refusal expected by users of this library and by sympy's solvers."""
 
 
 def no_inverse(expr: sympy.Expr) -> UnsupportedError:
-    """Return the refusal of `solve`, which asks for the inverse: an equation may hold for a range of sizes."""
+    """Return the error for `solve`, which requests an inverse: an equation may hold for many sizes."""
     return _RefusedError(
         f"solve of an equation with {shown(expr)}: it has no inverse, expected its cases: .rewrite(sympy.Piecewise)"
     )
 
 
 def eventually(cases: Sequence[sympy.Expr], growing: sympy.Symbol, *, largest: bool) -> sympy.Expr:
-    """Return the case that holds once a symbol is large enough."""
+    """Return the case that holds as a symbol becomes large."""
     best = cases[0]
     for case in cases[1:]:
         gap = sympy.limit(case - best, growing, sympy.oo)
@@ -190,14 +190,14 @@ def eventually(cases: Sequence[sympy.Expr], growing: sympy.Symbol, *, largest: b
     return best
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-# A maximum or minimum as people read it: what all cases share once, then one case a line, with what owns it.
+# -- printing ----------------------------------------------------------------------------------------------------------
+# A maximum is printed as the part common to all cases, then one case per line with its owner.
 
 _SPECIAL = re.compile(r"([#$%&_{}])")
 
 
 def shared(cases: Sequence[Poly]) -> tuple[Poly, list[Poly]]:
-    """Split several sums into what all share, of each monomial the smallest coefficient, and the rest of each.
+    """Split sums into a common part, with the smallest coefficient of each monomial, and the remainders.
 
     Examples
     --------
@@ -213,7 +213,7 @@ def shared(cases: Sequence[Poly]) -> tuple[Poly, list[Poly]]:
 
 
 def as_text(cases: Iterable[tuple[Poly, str]], *, largest: bool = True) -> str:
-    """Write the cases of a maximum, or of a minimum, as lines of text."""
+    """Format the cases in a maximum or minimum as lines of text."""
     formulas, owners = zip(*cases, strict=True)
     common, rests = shared(formulas) if len(formulas) > 1 else (Poly({}), formulas)
     texts = [str(rest.expr) for rest in rests]
@@ -226,7 +226,7 @@ def as_text(cases: Iterable[tuple[Poly, str]], *, largest: bool = True) -> str:
 
 
 def as_latex(cases: Iterable[tuple[Poly, str]], *, largest: bool = True) -> str:
-    r"""Write the cases of a maximum, or of a minimum, as LaTeX for math mode, one case a line."""
+    r"""Format the cases in a maximum or minimum as LaTeX for math mode, one case per line."""
     formulas, owners = zip(*cases, strict=True)
     common, rests = shared(formulas) if len(formulas) > 1 else (Poly({}), formulas)
     words = [_SPECIAL.sub(r"\\\1", owner) for owner in owners]
@@ -241,35 +241,35 @@ def as_latex(cases: Iterable[tuple[Poly, str]], *, largest: bool = True) -> str:
 
 
 class Owner(NamedTuple):
-    """What holds an extremum in one of its regimes."""
+    """Owner of a case."""
 
     op: str | None = None
-    """Name of the op, None where the formula is not of a graph."""
+    """Name of the op, None for formulas outside a graph."""
     phase: str | None = None
     """Phase of the op: forward, recompute, backward or optimizer."""
     label: str = ""
-    """The op as a reader knows it."""
+    """Description for readers."""
     roles: tuple[tuple[str, Poly], ...] = ()
-    """What the argument consists of, where it is a sum of amounts with names."""
+    """Named summands of the argument."""
 
     def bound(self, values: Mapping[str, Poly]) -> Owner:
-        """Return the owner of the argument with symbols replaced."""
+        """Return the owner with symbols replaced."""
         return self._replace(roles=tuple((role, p.bind(values)) for role, p in self.roles)) if self.roles else self
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells owners apart, in a form that has an order."""
+        """Sortable identity."""
         return self.op or "", self.phase or "", self.label, tuple((role, p.sort_key()) for role, p in self.roles)
 
 
 class _Extremum(AtOnce):
-    """Common part of Max and Min: arguments are pruned when the object is made."""
+    """Base class for Max and Min; arguments are pruned on construction."""
 
     __slots__ = ("owners",)
     is_commutative = True
     is_extended_real = True
     is_real = True
-    is_Function = True  # noqa: N815  # sympy's naming: `solve` would take it for an unknown of its own
+    is_Function = True  # noqa: N815  # sympy's naming: otherwise `solve` treats it as an unknown
     _largest: ClassVar[bool]
     _numpy: ClassVar[str]
     _python: ClassVar[str]
@@ -288,27 +288,27 @@ class _Extremum(AtOnce):
         except ShapeError:
             if not all(is_number_like(e) for e, _ in given):
                 raise
-        # floats, and symbols that sympy puts in for a while: left as they are
+        # floats, and symbols that sympy inserts temporarily: unchanged
         if all(e.is_number for e, _ in given):
             return cls._sympy(*(e for e, _ in given))
         return conditioned(_node(cls, sorted(given, key=lambda item: sympy.default_sort_key(item[0]))), held_by(*args))
 
     @property
     def func(self) -> Any:
-        """Rebuild with the owners kept: what sympy's traversals call."""
+        """Constructor that keeps the owners, for sympy's traversals."""
         if not any(o.op or o.phase for o in self.owners):
             return type(self)
         return Remade(type(self), self._owners_of)
 
     def _owners_of(self, args: Sequence[sympy.Expr]) -> list[Owner] | None:
-        """Return the owners of arguments in place of its own: what one consists of is known of that alone."""
+        """Return the owners for replaced arguments; changed arguments lose their summands."""
         if len(args) != len(self.owners):
             return None
         pairs = zip(args, self.args, self.owners, strict=True)
         return [owner if new == old else owner._replace(roles=()) for new, old, owner in pairs]
 
     def _hashable_content(self) -> tuple[object, ...]:
-        return (*self.args, tuple(o.key for o in self.owners))  # sympy compares these by <
+        return (*self.args, tuple(o.key for o in self.owners))  # sympy compares these with <
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.args, self.owners)
@@ -317,12 +317,12 @@ class _Extremum(AtOnce):
         return self.__reduce__()  # sympy defines it for its own slots
 
     def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
-        if new in (sympy.oo, -sympy.oo):  # no size, but what sympy's inequalities try: an answer for a while
+        if new in (sympy.oo, -sympy.oo):  # probed by sympy's inequality solvers
             return self._sympy(*(a.subs(old, new) for a in self.args))
         return self._bound({old: new})
 
     def _xreplace(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> tuple[sympy.Basic, bool]:
-        if not isinstance(rule, Mapping):  # a function of every node that sympy's own tools pass
+        if not isinstance(rule, Mapping):  # sympy's tools may pass a function of nodes
             return super()._xreplace(rule)
         if self in rule:
             return rule[self], True
@@ -332,21 +332,21 @@ class _Extremum(AtOnce):
         return super()._xreplace(rule) if bound is None else (bound, True)
 
     def _bound(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Expr | None:
-        """Replace symbols without building a sympy sum on the way; None where the rule is of another kind."""
+        """Replace symbols without intermediate sympy sums; None for other rules."""
         if not all(k.is_Symbol for k in rule):
             return None
         try:
             return self.bound({k.name: poly(v) for k, v in rule.items() if k in self.free_symbols})
-        except ShapeError:  # what the algebra does not know
+        except ShapeError:  # not representable in the algebra
             return None
 
     def bound(self, values: Mapping[str, Poly]) -> sympy.Expr:
-        """Replace symbols in every argument; ShapeError where a number would be too large to be written out."""
+        """Replace symbols in every argument; ShapeError if a number would be too large."""
         candidates = [(poly(a).bind(values), o.bound(values)) for a, o in zip(self.args, self.owners, strict=True)]
         return _build(type(self), prune(_flat(type(self), candidates), largest=self._largest))
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
-        # where one argument is the extremum, the derivative is that argument's
+        # the derivative of the extreme argument
         slopes = sympy.Tuple(*(slope(a, symbol) for a in self.args))
         return Chosen(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
 
@@ -361,7 +361,7 @@ class _Extremum(AtOnce):
         return self._sympy(*(a._evalf(prec) for a in self.args)) if not self.free_symbols else None
 
     def _eval_rewrite(self, rule: Any, args: Sequence[sympy.Expr], **hints: object) -> sympy.Expr | None:
-        # sympy's own class compares when it is made: that is what is too slow
+        # sympy's own class compares its arguments when evaluated, which is slow
         return self._sympy(*args, evaluate=False) if rule is self._sympy else None
 
     def _eval_rewrite_as_Piecewise(self, *args: sympy.Expr, **hints: object) -> sympy.Expr:  # noqa: N802  # sympy's naming
@@ -370,13 +370,13 @@ class _Extremum(AtOnce):
     _smtlib = Chosen._smtlib
 
     def inverse(self, argindex: int = 1) -> None:
-        """Raise UnsupportedError: `sympy.solve` asks for it."""
+        """Raise UnsupportedError; `sympy.solve` calls it."""
         raise no_inverse(self)
 
     def _eval_rewrite_as_tractable(
         self, *args: sympy.Expr, limitvar: sympy.Symbol = None, **hints: object
     ) -> sympy.Expr:
-        # what sympy asks for before it takes a limit at infinity
+        # called by sympy before limits at infinity
         return self if limitvar not in self.free_symbols else eventually(args, limitvar, largest=self._largest)
 
     def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
@@ -396,7 +396,7 @@ class _Extremum(AtOnce):
         return text if exp is None else rf"{text}^{{{exp}}}"
 
     def _repr_latex_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the LaTeX form for notebooks."""
         cases = [(poly(a), o.label or o.op or "") for a, o in zip(self.args, self.owners, strict=True)]
         return rf"$\displaystyle {as_latex(cases, largest=self._largest)}$"
 
@@ -409,7 +409,7 @@ class _Extremum(AtOnce):
     _lambdacode = _mpmathcode = _pythoncode
 
     def _numpycode(self, printer: StrPrinter) -> str:
-        # maximum.reduce would need arguments of one shape; in pairs of pairs, as Python limits nested brackets
+        # maximum.reduce needs equal shapes; a balanced tree avoids Python's limit on nested brackets
         join = printer._module_format(f"numpy.{self._numpy}")
         texts = [printer._print(a) for a in self.args]
         while len(texts) > 1:
@@ -421,14 +421,14 @@ class _Extremum(AtOnce):
 
 
 class Max(_Extremum):
-    """The largest of some formulas, dominated ones left out.
+    """Maximum of formulas, without dominated arguments.
 
     Parameters
     ----------
     *args : sympy.Expr or int
         Formulas in symbols of `costgraph.dims`.
     owners : sequence of Owner, optional
-        What each argument belongs to, as `regimes` reports it.
+        Owner of each argument, as reported by `regimes`.
 
     Examples
     --------
@@ -443,7 +443,7 @@ class Max(_Extremum):
 
 
 class Min(_Extremum):
-    """The smallest of some formulas, dominating ones left out.
+    """Minimum of formulas, without dominated arguments.
 
     Parameters
     ----------
@@ -467,11 +467,11 @@ def _restore(cls: type[_Extremum], args: tuple[sympy.Expr, ...], owners: tuple[O
 
 
 def as_expr(value: object) -> sympy.Expr:
-    """Return a number or formula as sympy has it, or raise ShapeError: text and truth values are neither."""
+    """Return a number or formula as a sympy expression; ShapeError for other values such as text and bools."""
     if held_by(value):
         return value
     try:
-        # an array of NumPy's may hold anything, even where sympy takes it for a number
+        # NumPy arrays may hold anything, even if sympy accepts them as numbers
         known = isinstance(value, Number | sympy.Basic) and not isinstance(value, bool)
         expr = sympy.sympify(value, strict=True) if known else None
     except (sympy.SympifyError, TypeError, ValueError):
@@ -482,7 +482,7 @@ def as_expr(value: object) -> sympy.Expr:
 
 
 def _flat(cls: type[_Extremum], candidates: Sequence[tuple[Poly, Owner]]) -> list[tuple[Poly, Owner]]:
-    """Take the arguments of a Max inside a Max as its own."""
+    """Flatten a Max inside a Max, or a Min inside a Min."""
     out: list[tuple[Poly, Owner]] = []
     for p, owner in candidates:
         inner = p.expr if len(p.terms) == 1 and p.generators() and len(p.generators()) == 1 else None
@@ -507,12 +507,12 @@ def _node(cls: type[_Extremum], given: Sequence[tuple[sympy.Expr, Owner]]) -> sy
 
 
 def extremum(candidates: Sequence[tuple[Poly, Owner]], *, largest: bool = True) -> sympy.Expr:
-    """Return the Max (or Min) of candidates that were pruned already, with their owners."""
+    """Return the Max or Min of pruned candidates, with their owners."""
     return _build(Max if largest else Min, list(candidates))
 
 
 def least_of(expr: sympy.Expr, known: Relations) -> Rational | None:
-    """Lower bound of a Max or Min from those of its arguments."""
+    """Return a lower bound for a Max or Min from bounds on its arguments."""
     bounds = [lower(poly(a), known) for a in expr.args]
     if isinstance(expr, Max):
         return max((b for b in bounds if b is not None), default=None)
@@ -524,7 +524,7 @@ FUNCTIONS.update((Max, Min))
 
 
 def at_least_zero(p: Poly) -> Poly:
-    """Return max(0, p) as a polynomial: p itself where it is known not to be negative."""
+    """Return max(0, p) as a polynomial, simplified to p if p is known to be nonnegative."""
     return poly(Max(0, p.expr))
 
 

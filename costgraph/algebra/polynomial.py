@@ -1,9 +1,8 @@
-"""The algebra of costs: exact sums of monomials in positive symbols.
+"""Exact polynomial algebra for costs: rational sums of monomials in positive symbols.
 
-A size or a cost is a sum of products of generators with integer exponents, negative ones included, times rationals.
-A generator is a symbol, or an atom: anything that is no polynomial (a floor, a maximum, a power with a symbol in its
-exponent), kept as the sympy expression that it is. sympy is met only at the two ends, `poly` and `Poly.expr`:
-its own sums are three orders of magnitude slower to build.
+Exponents are integers, including negative ones. A generator is a symbol or an atom. Atoms are non-polynomial sympy
+expressions, such as a floor, a maximum, or a power with a symbolic exponent. sympy is used only in the conversions
+`poly` and `Poly.expr`, since its sums are a thousand times slower to build.
 """
 
 from __future__ import annotations
@@ -53,45 +52,44 @@ __all__ = [
 
 
 # -- generators --------------------------------------------------------------------------------------------------------
-# What monomials are made of: symbols, and atoms that stand for anything that is no polynomial.
 
 Rational = int | Fraction
 Monomial = tuple[tuple[str, int], ...]  # sorted by generator key
 
-# Beyond this no size of a tensor has an exponent, and evaluating one would take for ever.
+# Tensor sizes never have larger exponents, and evaluating them would not terminate.
 HIGHEST_EXPONENT = 1024
-# A number raised to a power when symbols are bound stays exact up to this many bits, about what 10**6 operations do.
+# Powers of numbers are exact up to this many bits, about as expensive as 10**6 operations.
 _MOST_BITS = 1 << 18
 
-#: First letter of a generator that is at least 0, which only comparisons have.
+#: First letter of nonnegative slack generators, which occur only in comparisons.
 SLACK = "+"
 
 T = TypeVar("T")
 
 
 class _Key(str):
-    """The key of an atom: text that sorts and hashes as any other, and the expression that it stands for."""
+    """Key of an atom: text that sorts and hashes as any other key, with its expression."""
 
     __slots__ = ("__weakref__", "expr", "names", "root")
     expr: sympy.Expr
     names: frozenset[str]
     root: tuple[str, int] | None
-    """Of B**(1/2) the symbol and 2: its square is the symbol."""
+    """For B**(1/2), the symbol and 2, since its square is the symbol."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return atom_key, (self.expr,)  # another process has keys of its own
+        return atom_key, (self.expr,)  # other processes have their own keys
 
 
-# An atom lives as long as a formula that holds its key.
+# An atom lives as long as a formula holds its key.
 _by_expr: WeakValueDictionary[sympy.Expr, _Key] = WeakValueDictionary()
 _by_text: WeakValueDictionary[str, _Key] = WeakValueDictionary()
 _lock = Lock()
 _caches: list[Callable[[], None]] = []
-_limit = _FEWEST = 1 << 12  # atoms, before the caches have to let go of those that nothing else holds
+_limit = _FEWEST = 1 << 12  # number of atoms from which the caches are emptied
 
 
 def cached(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Keep the results of a function of monomials or formulas, as lru_cache does, until atoms have to go."""
+    """Cache results as lru_cache does, for functions of monomials or formulas, until atoms are collected."""
 
     def keep(function: Callable[..., T]) -> Callable[..., T]:
         kept = lru_cache(maxsize=size)(function)
@@ -102,7 +100,7 @@ def cached(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def generator(key: str) -> sympy.Expr:
-    """Return the sympy expression that a generator's key stands for."""
+    """Return the sympy expression of a generator key."""
     return key.expr if isinstance(key, _Key) else symbol(key) if key[0] != SLACK else sympy.Symbol(key)
 
 
@@ -112,7 +110,7 @@ def names_in(key: str) -> frozenset[str]:
 
 
 def atom_key(expr: sympy.Expr) -> str:
-    """Return the key of an atom, the same for equal expressions, or raise ShapeError: no exact size, or a huge one."""
+    """Return the key of an atom, unique per expression; ShapeError if the expression is inexact or huge."""
     key = _by_expr.get(expr)
     if key is not None:
         return key
@@ -122,7 +120,7 @@ def atom_key(expr: sympy.Expr) -> str:
         key = _by_expr.get(expr)
         if key is None:
             text = _text(expr)
-            while text in _by_text:  # equal text, another expression: the owners of a maximum may differ
+            while text in _by_text:  # equal text for different expressions: owners may differ
                 text += "'"
             key = _Key(text)
             key.expr, key.root, key.names = expr, _root(expr), frozenset(s.name for s in expr.free_symbols)
@@ -133,7 +131,7 @@ def atom_key(expr: sympy.Expr) -> str:
 def _text(expr: sympy.Expr) -> str:
     try:
         return f"~{expr}"
-    except ValueError:  # Python refuses to write out integers of more than 4,300 digits
+    except ValueError:  # Python limits int to str to 4,300 digits
         bits = max(int(n.p).bit_length() for n in expr.atoms(sympy.Rational))
         raise ShapeError(
             f"{type(expr).__name__} of a number of {bits} bits: no size of a tensor, expected at most 4,300 digits"
@@ -146,18 +144,18 @@ def _root(expr: sympy.Expr) -> tuple[str, int] | None:
 
 
 def _let_go() -> None:
-    """Empty the caches once there are twice as many atoms as were left the last time."""
+    """Empty the caches once the number of atoms has doubled since the last time."""
     global _limit
     if len(_by_expr) >= _limit:
         for clear in _caches:
             clear()
-        gc.collect()  # graphs are cycles
+        gc.collect()  # graphs are cyclic
         _limit = max(_FEWEST, 2 * len(_by_expr))
 
 
 @cached(1 << 16)
 def times(a: Monomial, b: Monomial) -> Monomial:
-    """Return a product of monomials, or raise ShapeError if an exponent is too large."""
+    """Return a product of monomials; ShapeError if an exponent is too large."""
     powers = dict(a)
     for key, power in b:
         powers[key] = powers.get(key, 0) + power
@@ -178,7 +176,7 @@ def product(monomial: Monomial) -> sympy.Expr:
 
 
 def tidy(value: Rational) -> Rational:
-    """Return a whole number as an int."""
+    """Convert an integral Fraction to int."""
     return value.numerator if type(value) is not int and value.denominator == 1 else value
 
 
@@ -189,7 +187,7 @@ def is_reciprocal(key: str) -> bool:
 
 
 def number_power(number: Rational, exponent: int) -> Rational:
-    """Return a power of numbers, or raise ShapeError if it is too large to be written out."""
+    """Return a power of a number; ShapeError if it is too large."""
     if not number and exponent < 0:
         raise ShapeError(f"0**{exponent}: expected a base that is not zero")
     bits = max(number.numerator.bit_length(), number.denominator.bit_length()) * abs(exponent)
@@ -199,14 +197,13 @@ def number_power(number: Rational, exponent: int) -> Rational:
     if isinstance(number, int) and exponent > 0:
         raise too_large
     try:
-        # what is no integer is handed out as a float anyway
+        # non-integers are returned as floats anyway
         return tidy(Fraction(float(number) ** exponent))
     except OverflowError:
         raise too_large from None
 
 
 # -- division ----------------------------------------------------------------------------------------------------------
-# Exact division of sums by sums, on their terms alone.
 
 Terms = Mapping[Monomial, Rational]
 
@@ -219,16 +216,16 @@ def reciprocal(m: Monomial) -> Monomial:
 
 
 def content(terms: Terms) -> tuple[Monomial, Rational]:
-    """Return the common factor of all terms, so that multiples of a sum have one reciprocal as an atom."""
+    """Return the factor common to all terms, so that multiples of a sum share one reciprocal atom."""
     scale = Fraction(gcd(*(c.numerator for c in terms.values())), lcm(*(c.denominator for c in terms.values())))
     common = tuple((k, low) for k in _keys(terms) if (low := _range(terms, k)[0]))
-    # of what is left once it is divided out: the sign is then that of the sum, whatever it is multiplied by
+    # sign of the leading term after division, which does not depend on the factor
     rest = {times(m, reciprocal(common)): c for m, c in terms.items()}
     return common, scale if rest[max(rest)] > 0 else -scale
 
 
 def quotient(terms: Terms, divisor: Terms) -> Terms | None:
-    """Return the exact quotient, or None: least and greatest exponents of a product are sums."""
+    """Return the exact quotient of two sums, or None; exponent ranges of a product add up."""
     keys = _keys([*terms, *divisor])
     ranges = [(_range(terms, k), _range(divisor, k)) for k in keys]
     allowed = [(low - its_low, high - its_high) for (low, high), (its_low, its_high) in ranges]
@@ -238,7 +235,7 @@ def quotient(terms: Terms, divisor: Terms) -> Terms | None:
         return sum(powers.values()), *(powers.get(k, 0) for k in keys)
 
     lead = max(divisor, key=rank)
-    if any(p > 0 and is_reciprocal(k) for k, p in lead):  # whose reciprocal is a sum
+    if any(p > 0 and is_reciprocal(k) for k, p in lead):  # its reciprocal is a sum
         return None
     inverse, scale = reciprocal(lead), Fraction(1) / divisor[lead]
     rest, parts = dict(terms), dict[Monomial, Rational]()
@@ -269,30 +266,31 @@ def _range(terms: Terms, key: str) -> tuple[int, int]:
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
-# Floors and ceilings of one value in one form, on terms alone.
+# Normal forms of floors and ceilings.
 
 
 def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Terms, Terms, bool]:
-    """Write the floor or ceiling of a sum as a whole number and the floor or ceiling of what is left.
+    """Split the floor or ceiling of a sum into an integer part and a rounded remainder.
 
     Parameters
     ----------
     terms : Terms
         The sum.
     up : bool
-        Whether it is rounded up.
+        Whether to round up.
     inside : callable
-        What a generator that is a floor or ceiling rounds.
+        Returns the argument of a generator that is a floor or ceiling.
 
     Returns
     -------
     tuple of Terms, Terms and bool
-        The whole part; the rest, whose coefficients are from 0 on and below 1; whether it is rounded up, which is so
-        where it then needs no number. Where something else than whole numbers is divided, all of it is the rest.
+        Integer part; remainder with coefficients in [0, 1); whether to round it up, which is chosen if it removes the
+        constant. If the sum is not a quotient of integers, everything is remainder.
 
     Notes
     -----
-    `ceiling(n/q)` is `floor((n + q - 1)/q)`, and `floor((floor(x) + m)/q)` is `floor((x + m)/q)`, for whole m, n and q.
+    For integers m, n and q, `ceiling(n/q)` is `floor((n + q - 1)/q)`, and `floor((floor(x) + m)/q)` is `floor((x +
+    m)/q)`.
     """
     found = _floored(terms, up=up)
     while found is not None:
@@ -311,17 +309,17 @@ def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Te
 
 
 def denominator(terms: Terms) -> int:
-    """Return the least number that makes all coefficients whole."""
+    """Return the least common denominator of all coefficients."""
     return lcm(*(c.denominator for c in terms.values()))
 
 
 def is_whole(m: Monomial) -> bool:
-    """Whether a monomial is a whole number for all sizes."""
+    """Whether a monomial is an integer for all sizes."""
     return all(e > 0 and (k[0] != "~" or generator(k).is_integer) for k, e in m)
 
 
 def _floored(terms: Terms, *, up: bool) -> Terms | None:
-    """Return what has the floor that a sum, rounded up or down, is; None where it is no quotient of whole numbers."""
+    """Return a sum whose floor equals the given rounding; None if it is not a quotient of integers."""
     if not all(map(is_whole, terms)):
         return None
     divisor = denominator(terms)
@@ -334,7 +332,7 @@ def _plus(a: Terms, b: Terms) -> Terms:
 
 
 def _opened(terms: Terms, m: Monomial, inside: Callable[[str], Terms]) -> Terms | None:
-    """Put what an inner floor or ceiling rounds in its place; None where that may change the value."""
+    """Replace an inner floor or ceiling by its argument; None if that may change the value."""
     if len(m) != 1 or m[0][1] != 1 or m[0][0][0] != "~" or terms[m].numerator != 1:
         return None
     expr = generator(m[0][0])
@@ -347,18 +345,15 @@ def _opened(terms: Terms, m: Monomial, inside: Callable[[str], Terms]) -> Terms 
     return _plus(rest, {n: tidy(Fraction(c) / divisor) for n, c in inner.items()})
 
 
-# -- polynomial --------------------------------------------------------------------------------------------------------
+# -- polynomials -------------------------------------------------------------------------------------------------------
 
-# A few lines above 400: sums are bound through sympy's atoms, and atoms are read into sums, so that none can go first.
-
-
-# Sums raised to more than this are no sizes of tensors; expanding them would take for ever.
+# Tensor sizes never contain higher powers of sums, and expanding them would not terminate.
 _HIGHEST_POWER = 64
 _MOST_TERMS = 100_000
 
 
 class Poly:
-    """An immutable sum of monomials with rational coefficients, of which zeros must have been left out."""
+    """Immutable sum of monomials with nonzero rational coefficients."""
 
     __slots__ = ("_expr", "_hash", "terms")
 
@@ -441,11 +436,11 @@ class Poly:
         return self.terms == as_poly(other).terms if isinstance(other, int | Fraction) else NotImplemented
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (dict(self.terms),)  # hashes of text, and keys of atoms, are a process's own
+        return _restored, (dict(self.terms),)  # text hashes and atom keys differ between processes
 
     def __hash__(self) -> int:
         if self._hash is None:
-            constant = self.constant  # equal to the number, so hashed as it
+            constant = self.constant  # equal to the number, so it has the same hash
             self._hash = hash(frozenset(self.terms.items()) if constant is None else constant)
         return self._hash
 
@@ -455,49 +450,49 @@ class Poly:
     def __repr__(self) -> str:
         try:
             return _polynomial_text(self)
-        except ValueError:  # Python refuses to write out integers of more than 4,300 digits
+        except ValueError:  # Python limits int to str to 4,300 digits
             return f"a formula with {shown(max((abs(c.numerator) for c in self.terms.values()), default=0))}"
 
     def brief(self) -> str:
-        """Return the text of the first few terms: what an error message can carry."""
+        """Return the text of the first terms, for error messages."""
         return str(self) if len(self.terms) <= 8 else f"{Poly(dict(list(self.terms.items())[:8]))} + ..."
 
     def sort_key(self) -> tuple[tuple[Monomial, Rational], ...]:
-        """Order polynomials by their content, never by the order in which they were made."""
+        """Return a key that orders polynomials by content."""
         return tuple(sorted(self.terms.items()))
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
     @property
     def constant(self) -> Rational | None:
-        """The value, where there is no generator left, else None."""
+        """The value if there are no generators, else None."""
         if not self.terms:
             return 0
         return self.terms.get(()) if len(self.terms) == 1 else None
 
     @property
     def number(self) -> Rational | sympy.Expr | None:
-        """The value, where no symbol is left, else None: a sympy number where it is no fraction."""
+        """The value if there are no symbols, else None; irrational values are sympy numbers."""
         if self.constant is not None or self.names():
             return self.constant
-        found = _from_expr(self.expr)  # sympy multiplies roots of numbers out
+        found = _from_expr(self.expr)  # sympy multiplies out roots of numbers
         return found.expr if found.constant is None else found.constant
 
     @property
     def is_size(self) -> bool:
-        """Whether it is a positive whole number, with no symbol left."""
+        """Whether it is a positive integer without symbols."""
         return isinstance(self.number, int) and self.number > 0
 
     def generators(self) -> set[str]:
-        """Keys of the generators that occur."""
+        """Return the generator keys that occur."""
         return {k for m in self.terms for k, _ in m}
 
     def names(self) -> set[str]:
-        """Names of the symbols that occur, inside atoms too."""
+        """Return the symbol names that occur, including those inside atoms."""
         return set[str]().union(*map(names_in, self.generators()))
 
     def bind(self, values: Mapping[str, Poly]) -> Poly:
-        """Replace symbols by polynomials, inside atoms too."""
+        """Replace symbols by polynomials, including those inside atoms."""
         keys = self.generators()
         inside = {k for k in keys if k[0] == "~" and not names_in(k).isdisjoint(values)}
         if not inside and keys.isdisjoint(values):
@@ -507,7 +502,7 @@ class Poly:
         return self.substitute(new)
 
     def substitute(self, new: Mapping[str, Poly]) -> Poly:
-        """Replace generators by polynomials, without looking inside atoms."""
+        """Replace generators by polynomials, but not inside atoms."""
         numbers = {k: c for k, v in new.items() if (c := v.constant)}
         out: dict[Monomial, Rational] = {}
         for m, c in self.terms.items():
@@ -524,7 +519,7 @@ class Poly:
         return Poly({m: tidy(c) for m, c in out.items() if c})
 
     def evaluate(self, value: Callable[[str], Any]) -> Any:
-        """Return the sum with every generator replaced by a number: exact if those are ints or Fractions."""
+        """Evaluate with a number for each generator; exact for ints and Fractions."""
         out: Any = 0
         seen: dict[str, Any] = {}
         for m, c in self.terms.items():
@@ -542,7 +537,7 @@ class Poly:
 
     @property
     def expr(self) -> sympy.Expr:
-        """The same sum as a sympy expression."""
+        """The sum as a sympy expression."""
         if self._expr is None:
             number = sympy.Rational
             self._expr = sympy.Add(*(number(c.numerator, c.denominator) * product(m) for m, c in self.terms.items()))
@@ -553,29 +548,29 @@ def _restored(terms: Terms) -> Poly:
     return Poly({times((), m): c for m, c in terms.items()})
 
 
-# kept, as sympy takes long
+# cached, since sympy's printing is slow
 _polynomial_text: Callable[[Poly], str] = cached(1 << 14)(lambda p: str(p.expr))
 ZERO = Poly({})
 ONE = Poly({(): 1})
 
 
 def as_poly(value: Poly | Rational) -> Poly:
-    """Return a number as a polynomial, a polynomial as it is."""
+    """Convert a number to a polynomial."""
     if isinstance(value, Poly):
         return value
     if type(value) is not int and not isinstance(value, Fraction):
-        return poly(value)  # NumPy's integers, and the refusal of everything inexact
+        return poly(value)  # NumPy integers; inexact numbers raise an error
     return Poly({(): value}) if value else ZERO
 
 
 @cached(1 << 16)
 def _product_of_terms(m: Monomial, c: Rational, n: Monomial, d: Rational) -> Poly:
-    # sizes are monomials nearly always, and of a large graph the same few: kept once, they are nothing to collect
+    # nearly all sizes are monomials, few of them distinct: sharing them keeps the garbage collector idle
     return Poly({times(m, n): tidy(c * d)})
 
 
 def total(parts: Iterable[Poly]) -> Poly:
-    """Return the sum of polynomials in one pass."""
+    """Sum polynomials in one pass."""
     out: dict[Monomial, Rational] = {}
     for monomial, c in chain.from_iterable(p.terms.items() for p in parts):
         out[monomial] = out.get(monomial, 0) + c
@@ -583,7 +578,7 @@ def total(parts: Iterable[Poly]) -> Poly:
 
 
 def atom(expr: sympy.Expr) -> Poly:
-    """Return an expression as one generator, or its value where it is a number."""
+    """Return an expression as a generator, or its value if it is rational."""
     if expr.is_Rational:
         return as_poly(tidy(Fraction(expr.p, expr.q)))
     return Poly({((atom_key(expr), 1),): 1})
@@ -608,7 +603,7 @@ def _from_expr(expr: sympy.Expr) -> Poly:
 
 
 def _rounded(expr: sympy.Expr) -> Poly:
-    """Return a floor or ceiling in one form, however its sum was written."""
+    """Return the normal form of a floor or ceiling."""
     terms, up = _from_expr(expr.args[0]).terms, isinstance(expr, sympy.ceiling)
     whole, rest, up = split(terms, up=up, inside=lambda key: _from_expr(generator(key).args[0]).terms)
     made = (sympy.ceiling if up else sympy.floor)(Poly(rest).expr)
@@ -616,9 +611,9 @@ def _rounded(expr: sympy.Expr) -> Poly:
 
 
 def power(base: Poly, exponent: Poly) -> Poly:
-    """Return a power in one form, whatever it was made of: sympy joins `2 * 2**T` to `2**(T + 1)`.
+    """Return the normal form of a power, however it was written: sympy merges `2 * 2**T` into `2**(T + 1)`.
 
-    An exponent with symbols is split at its sums and whole multiples; what is then left is an atom.
+    Symbolic exponents are split at sums and integer multiples; the remaining powers are atoms.
     """
     fixed, number = exponent.constant, base.constant
     if isinstance(fixed, int) and number is not None:
@@ -627,7 +622,7 @@ def power(base: Poly, exponent: Poly) -> Poly:
         return base**fixed
     if number is None and len(base.terms) == 1:
         ((m, c),) = base.terms.items()
-        if c > 0 and (c, m) != (1, ((m[0][0], 1),)):  # (2*B)**T is 2**T * B**T, as all of them are positive
+        if c > 0 and (c, m) != (1, ((m[0][0], 1),)):  # (2*B)**T is 2**T * B**T for positive factors
             factors = [power(Poly({((k, 1),): 1}), exponent * e) for k, e in m]
             return prod(factors, start=power(as_poly(c), exponent))
     if number is not None and number < 0 and not all(isinstance(c, int) for c in exponent.terms.values()):
@@ -643,7 +638,7 @@ def power(base: Poly, exponent: Poly) -> Poly:
 
 
 def _root_power(base: Poly, exponent: Fraction) -> Poly:
-    """Return B**(-1/2) as B**(1/2)/B: one root of each degree, with the powers that it has no need of left out."""
+    """Return B**(-1/2) as B**(1/2)/B, with a single root for each degree."""
     whole, rest = divmod(exponent, 1)
     root = sympy.Pow(base.expr, sympy.Rational(1, rest.denominator))
     if root.is_real is False:
@@ -656,7 +651,7 @@ def _split_power(expr: sympy.Pow) -> Poly:
     base, exponent = expr.base, _from_expr(expr.exp)
     negative = [c < 0 for c in exponent.terms.values()]
     if any(negative) and not (base.is_Symbol or base.is_Rational):
-        # 0**(T - 1) is 0, where 0**T / 0 is nothing
+        # 0**(T - 1) is 0, but 0**T / 0 is undefined
         return ONE / power(_from_expr(base), -exponent) if all(negative) else atom(expr)
     out = ONE
     for m, c in exponent.terms.items():
@@ -671,14 +666,14 @@ def _split_power(expr: sympy.Pow) -> Poly:
 def _bound_atom(key: str, values: Mapping[str, Poly]) -> Poly:
     """Return an atom with symbols replaced."""
     expr = generator(key)
-    if hasattr(expr, "bound"):  # a maximum, whose arguments are bound as sums are, with what they belong to
+    if hasattr(expr, "bound"):  # a maximum binds its arguments and owners
         return _from_expr(expr.bound(values))
     return _put_in(key, tuple((name, values[name]) for name in sorted(names_in(key)) if name in values))
 
 
 @cached(1 << 12)
 def _put_in(key: str, given: tuple[tuple[str, Poly], ...]) -> Poly:
-    """Replace symbols of an atom, never through a power of numbers that sympy would write out."""
+    """Replace symbols in an atom, without letting sympy expand huge powers of numbers."""
     expr, values = generator(key), dict(given)
     if expr.is_Pow:
         return power(_from_expr(expr.base).bind(values), _from_expr(expr.exp).bind(values))
@@ -689,15 +684,15 @@ def _put_in(key: str, given: tuple[tuple[str, Poly], ...]) -> Poly:
 
 
 def poly(value: object) -> Poly:
-    """Return a size or formula as a polynomial.
+    """Convert a size or formula to a polynomial.
 
-    ShapeError if it is no int, Fraction or expression (bool, float and text are none), or holds a float or a symbol
-    that `dims` did not make.
+    Raises ShapeError if it is not an int, Fraction or expression (bool, float and str are not), or contains a float or
+    a symbol not created by `dims`.
     """
     if isinstance(value, Poly):
         return value
     if isinstance(value, sympy.Expr):
-        # one that carries what it holds for stands for the plain one
+        # use the plain expression of one that carries conditions
         return _from_expr(value if value.__sympy__ else value._sympy_())
     if isinstance(value, Fraction):
         return as_poly(tidy(value))

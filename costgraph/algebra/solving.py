@@ -1,4 +1,4 @@
-"""Equations that have one solution whatever the sizes are: of a symbol that stands alone, or is one factor."""
+"""Solve equations for a symbol where the solution is unique for all sizes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["alone", "solve", "symbols_in"]
 
 
 def symbols_in(p: Poly) -> set[str]:
-    """Return the names of symbols that are generators themselves."""
+    """Return the names of symbols that are generators, not inside atoms."""
     return {k for k in p.generators() if k[0] not in "~" + SLACK}
 
 
 def alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
-    """Return the coefficient of a generator and the rest, if it occurs on its own and nowhere else."""
+    """Return the coefficient of a generator and the rest, if the generator occurs once and linearly."""
     coefficient = p.terms.get(((key, 1),))
     rest = p - Poly({((key, 1),): coefficient or 0})
     return None if coefficient is None or key in rest.names() else (coefficient, rest)
 
 
 def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
-    """Solve `p == 0` for a symbol: one that stands alone with a number, or one factor of two monomials."""
+    """Solve `p == 0` for a symbol that occurs linearly with a number, or as a factor in one of two monomials."""
     names = [*prefer, *sorted(symbols_in(p) - set(prefer))]
     for key in names:
         if (found := alone(p, key)) is not None:

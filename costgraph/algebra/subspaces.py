@@ -1,4 +1,4 @@
-"""Subspaces of a rational space, exactly: rank, sum, intersection, and the closure of some under both."""
+"""Exact linear algebra over the rationals: rank, kernels, and lattices of subspaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Matrix = tuple[Vector, ...]
 
 
 def reduced(rows: Iterable[Sequence[Fraction | int]]) -> Matrix:
-    """Return the reduced row echelon form without rows of zeros: the same for every basis of a subspace."""
+    """Return the reduced row echelon form without zero rows, unique for each subspace."""
     left = [[Fraction(x) for x in row] for row in rows]
     done: list[list[Fraction]] = []
     for column in range(len(left[0]) if left else 0):
@@ -29,7 +29,7 @@ def reduced(rows: Iterable[Sequence[Fraction | int]]) -> Matrix:
 
 
 def kernel(rows: Matrix, size: int) -> Matrix:
-    """Return the vectors of a space of `size` dimensions that all rows take to zero."""
+    """Return a kernel basis for a matrix with `size` columns."""
     form = reduced(rows)
     pivots = [next(i for i, x in enumerate(row) if x) for row in form]
     out = []
@@ -42,12 +42,12 @@ def kernel(rows: Matrix, size: int) -> Matrix:
 
 
 def image_rank(rows: Matrix, subspace: Matrix) -> int:
-    """Return the dimension of what a linear map makes of a subspace."""
+    """Return the rank of a linear map restricted to a subspace."""
     return len(reduced([[sum(a * b for a, b in zip(row, v, strict=True)) for row in rows] for v in subspace]))
 
 
 def closure(subspaces: Iterable[Matrix], size: int, most: int) -> list[Matrix] | None:
-    """Return all that sums and intersections make of some subspaces; None where these are more than `most`."""
+    """Return the closure of subspaces under sum and intersection; None if it has more than `most` elements."""
     found: list[Matrix] = []
     due = list(dict.fromkeys(subspaces))
     while due:
@@ -62,7 +62,7 @@ def closure(subspaces: Iterable[Matrix], size: int, most: int) -> list[Matrix] |
 
 
 def solved(rows: Sequence[Sequence[Fraction | int]], right: Sequence[Fraction | int]) -> Vector | None:
-    """Return the one solution of as many linear equations as unknowns, None where there is none or more than one."""
+    """Return the unique solution of a square linear system, or None if it is singular."""
     size = len(rows)
     form = reduced([*row, value] for row, value in zip(rows, right, strict=True))
     if len(form) < size or any(not form[i][i] for i in range(size)):

@@ -1,4 +1,4 @@
-"""The only place where a symbol is made, so that one name is one symbol everywhere."""
+"""Dimension symbols: one positive integer symbol per name, and validation of names and sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
+# Names become keyword arguments, columns and axis labels.
 _LONGEST_NAME = 64
 _SIZE = re.compile(r"(\d{1,30})(?:\.(\d{1,30}))?(?:[eE]\+?(\d{1,2}))?(Ki|Mi|Gi|Ti|K|k|M|G|B|T)?\Z", re.ASCII)
 _SCALES = {
@@ -27,58 +27,58 @@ _SCALES = {
 
 
 def is_name(text: object) -> bool:
-    """Whether `text` can name a dimension, an axis, a tensor or a model parameter."""
+    """Whether `text` is a valid name for a dimension, axis, tensor or model parameter."""
     return isinstance(text, str) and len(text) <= _LONGEST_NAME and _NAME.match(text) is not None
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Cut a text from outside to what an error message can carry."""
+    """Shorten and quote text for an error message."""
     return repr(text if len(text) <= most else text[: most - 3] + "...")
 
 
 def printable(text: str) -> str:
-    """Return a text as a terminal may show it: control characters escaped, but for tabs and ends of lines."""
+    """Escape control characters for a terminal, except tabs and newlines."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def integer(value: object) -> int:
-    """Return an integer of any kind as Python's; TypeError for all else, truth values of Python and NumPy included."""
-    if type(value).__name__ in ("bool", "bool_"):  # those of NumPy 1 have an index
+    """Convert any integer type to int; TypeError for other values, including bools of Python and NumPy."""
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy 1 bools have an index
         raise TypeError
-    return index(value)  # type: ignore[arg-type]  # what has no such method is refused here
+    return index(value)  # type: ignore[arg-type]  # a value without __index__ raises here
 
 
 def is_level(text: str) -> bool:
-    """Whether `text` can be a level of a scope: a name, or a number, which is the place in a list of modules."""
+    """Whether `text` is a valid scope level: a name, or a number for an index in a list of modules."""
     return is_name(text) or (text.isascii() and text.isdigit())
 
 
-# Python refuses to write out integers of more than 4,300 digits, and an error text has no room for them.
+# Python limits int to str to 4,300 digits, and error messages have less room.
 _MOST_BITS = 400
 
 
 def kind_of(value: object) -> str:
-    """Return the type of anything as error texts name it: with its module where it is another's."""
+    """Return the type name of a value for error messages, with the module of foreign types."""
     kind = type(value)
     other = kind.__module__.partition(".")[0] not in ("builtins", "costgraph")
     return "None" if value is None else f"{kind.__module__}.{kind.__qualname__}" if other else kind.__name__
 
 
 def shown(value: object, most: int = 60) -> str:
-    """Return a short text of anything that was met, whatever it is."""
+    """Return a short text of any value for error messages."""
     if isinstance(value, str):
         return shorten(value, most)
     for part in value if isinstance(value, list | tuple) else (value,):
-        if hasattr(type(part), "requires_grad_"):  # torch's tensors and modules
+        if hasattr(type(part), "requires_grad_"):  # torch tensors and modules
             what = f"a {kind_of(part)}" if part is value else f"a {kind_of(value)} with a {kind_of(part)}"
             return f"{what} (costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = str(value) if isinstance(value, Decimal) else " ".join(repr(value).split("\n"))
-    except (ValueError, RecursionError):  # such an integer somewhere inside, or no end of brackets
+    except (ValueError, RecursionError):  # such an integer inside, or infinite nesting
         return f"a {type(value).__name__} too large to be shown"
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -95,12 +95,12 @@ def symbol(name: str) -> sympy.Symbol:
 
 
 def is_dimension(expr: sympy.Symbol) -> bool:
-    """Whether `symbol` made it."""
+    """Whether a symbol was created by `symbol`."""
     return is_name(expr.name) and bool(expr == symbol(expr.name))
 
 
 def check_symbol(expr: sympy.Symbol) -> None:
-    """Raise ShapeError for a symbol that `symbol` did not make: equal names would not be equal sizes."""
+    """Raise ShapeError for symbols not created by `symbol`, since equal names would not be equal sizes."""
     if not is_dimension(expr):
         given = ", ".join(k for k, v in sorted(expr.assumptions0.items()) if v) or "none"
         raise ShapeError(
@@ -115,13 +115,13 @@ def is_number_like(expr: sympy.Expr) -> bool:
     return not refused and not expr.atoms(sympy.I, sympy.nan, sympy.oo, -sympy.oo, sympy.zoo)
 
 
-#: What a formula may be made of beside sums and products: what can be worked out exactly wherever sizes are bound.
+#: Functions allowed in formulas in addition to sums and products; they can be evaluated exactly for bound sizes.
 #: `extremum` adds its own.
 FUNCTIONS: set[type[sympy.Basic]] = {sympy.Pow, sympy.floor, sympy.ceiling, sympy.log, sympy.Max, sympy.Min}
 
 
 def check_exact(expr: sympy.Expr) -> None:
-    """Raise ShapeError for a formula of anything but exact numbers, symbols of `dims`, and `FUNCTIONS` of them."""
+    """Raise ShapeError unless a formula has only exact numbers, symbols from `dims`, and `FUNCTIONS` of them."""
     kinds = tuple(FUNCTIONS)
     for e in sympy.preorder_traversal(expr):
         if e.is_Symbol:
@@ -140,7 +140,7 @@ def _inexact(expr: sympy.Expr) -> ShapeError:
 
 
 def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
-    """Declare dimensions: positive integer symbols, the same symbol for the same name everywhere.
+    """Declare dimensions as positive integer symbols, with one symbol per name.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
     Returns
     -------
     sympy.Symbol or tuple of sympy.Symbol
-        One symbol for one name, as `sympy.symbols` does, otherwise a tuple; a comma at the end makes one of one.
+        One symbol for a single name, as in `sympy.symbols`, otherwise a tuple; a trailing comma makes a tuple of one.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
 
 
 def read_size(text: str, place: str) -> int:
-    """Read a size as people write it: `8192`, `8Ki` (8192), `70B` (70e9), `1.5M`, `1e6`; BindingError if it is none.
+    """Parse a size such as `8192`, `8Ki` (8192), `70B` (70e9), `1.5M` or `1e6`; BindingError if it is invalid.
 
     Examples
     --------
@@ -186,7 +186,7 @@ def read_size(text: str, place: str) -> int:
         given = shorten(text if isinstance(text, str) else shown(text))
         raise BindingError(f"{place}: got {given}, expected a size such as 8192, 8Ki, 1.5M or 70B")
     whole, fraction, power, scale = match.groups()
-    # int(): an exponent that may be negative makes a power anything, for a type checker
+    # int(), since type checkers do not know that the exponent is nonnegative
     digits = int(whole + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)
     value, rest = divmod(digits, int(10 ** len(fraction or "")))
     if rest or value < 1:
@@ -195,7 +195,7 @@ def read_size(text: str, place: str) -> int:
 
 
 def size_or_name(text: str, place: str) -> sympy.Expr | int:
-    """Read a size as `read_size` does, or a name, which is a dimension that stays open.
+    """Parse a size as in `read_size`, or a name, which becomes an open dimension.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Whole parts of sizes: what they lie between, and those that are all of what they round."""
+"""Floors and ceilings in comparisons: bounds by their arguments, and exact divisions."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def _is_rounded(key: str) -> bool:
 
 
 def opened(p: Poly, has_sign: Callable[[Monomial], bool]) -> Iterator[Poly]:
-    """Write whole parts as what they round, in sums that `p` is never below.
+    """Replace floors and ceilings by their arguments, in lower bounds of `p`.
 
     Parameters
     ----------
     p : Poly
-        A sum; whole parts that it is divided by stay.
+        A sum; roundings in denominators are kept.
     has_sign : callable
-        Whether a monomial is known to be at least 0.
+        Whether a monomial is known to be nonnegative.
 
     Yields
     ------
     Poly
-        A sum in sizes, then for each whole part one in which it takes the place of a size: S is `8*ceiling(S/8) - r`
-        with r from 0 to 7, and between two such numbers all are met.
+        Lower bounds in sizes, and for each rounding one in which it replaces a size: S is `8*ceiling(S/8) - r` with r
+        from 0 to 7, and all values between are taken.
 
     Notes
     -----
-    `x <= ceiling(x) < x + 1` and `x - 1 < floor(x) <= x`, by 1/q less where x is a quotient of a whole number by q.
+    `x <= ceiling(x) < x + 1` and `x - 1 < floor(x) <= x`, tighter by 1/q if x is an integer divided by q.
     """
     values, most = dict[str, Poly](), dict[str, Rational]()
     if mine := _open(p, values, most):
@@ -60,7 +60,7 @@ def opened(p: Poly, has_sign: Callable[[Monomial], bool]) -> Iterator[Poly]:
 
 
 def _open(p: Poly, values: dict[str, Poly], most: dict[str, Rational]) -> dict[str, Poly]:
-    """Return what whole parts in a sum are, those inside others too: what they round, and something of at least 0."""
+    """Write the roundings in a sum, including nested ones, as their arguments plus nonnegative slacks."""
     keys = sorted(set(filter(_is_rounded, p.generators())) - _divisors(p))
     for key in keys:
         if key not in values:
@@ -77,7 +77,7 @@ def _divisors(p: Poly) -> set[str]:
 
 
 def _beneath(p: Poly, most: Mapping[str, Rational], has_sign: Callable[[Monomial], bool]) -> Poly:
-    """Put the largest values of what is at least 0 where less of it would be more."""
+    """Replace slacks by their upper bounds where their coefficient is not known to be positive."""
 
     def bounded(m: Monomial, c: Rational) -> Poly:
         rest = tuple(f for f in m if f[0] not in most)
@@ -89,7 +89,7 @@ def _beneath(p: Poly, most: Mapping[str, Rational], has_sign: Callable[[Monomial
 
 
 def exact(p: Poly) -> tuple[str, Poly] | None:
-    """Return a whole part that `p == 0` says is no less than the whole: floor(S/4) where S == 4*floor(S/4)."""
+    """Return a rounding that `p == 0` makes exact: floor(S/4) where S == 4*floor(S/4)."""
     for key in sorted(p.generators()):
         if _is_rounded(key):
             factor = Poly({tuple(f for f in m if f[0] != key): c for m, c in p.terms.items() if (key, 1) in m})
@@ -100,9 +100,9 @@ def exact(p: Poly) -> tuple[str, Poly] | None:
 
 
 def solve_rounded(p: Poly) -> tuple[str, Poly] | None:
-    """Solve `p == 0` for a whole part that stands alone: ceiling(S/2) where ceiling(S/2) == 2*ceiling(S/4)."""
+    """Solve `p == 0` for a linear rounding: ceiling(S/2) where ceiling(S/2) == 2*ceiling(S/4)."""
     found = {key: own for key in filter(_is_rounded, p.generators()) if (own := alone(p, key)) is not None}
-    for key in sorted(found, key=lambda k: (abs(found[k][0]), k)):  # the smallest factor most often divides the others
+    for key in sorted(found, key=lambda k: (abs(found[k][0]), k)):  # the smallest factor usually divides the others
         factor, rest = found[key]
         if not any(k[0] == "~" and generator(k).has(generator(key)) for k in rest.generators()):
             return key, rest / -factor
@@ -110,7 +110,7 @@ def solve_rounded(p: Poly) -> tuple[str, Poly] | None:
 
 
 def put(p: Poly, atom: str, value: Poly) -> Poly:
-    """Replace an atom, inside other atoms too."""
+    """Replace an atom, including inside other atoms."""
     old = generator(atom)
     inside = {k: generator(k) for k in p.generators() if k[0] == "~" and k != atom}
     new = {k: poly(expr.xreplace({old: value.expr})) for k, expr in inside.items() if expr.has(old)}

@@ -1,1 +1,1 @@
-"""Questions about a graph, each a free function that returns a formula or, once all is bound, a number."""
+"""Analyses of a graph: free functions that return formulas, or numbers once all sizes are bound."""

@@ -1,7 +1,7 @@
-"""torch's caching allocator on CUDA, played: which blocks it hands out, and how many bytes of them at most.
+"""Simulate torch's CUDA caching allocator: blocks, segments, and peak allocated bytes.
 
 Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (round_size, get_pool, get_allocation_size, should_split,
-get_free_block, try_merge_blocks) with its default settings.
+get_free_block, try_merge_blocks) with default settings.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = [
 ]
 
 _BLOCK = 512
-#: Up to the first, requests are small and share segments of the second.
+#: Requests up to the first size are small and share segments of the second size.
 _SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
-#: Requests below the first share segments of the second; those of the others are multiples of the third.
+#: Requests below the first size share segments of the second; larger ones are rounded up to multiples of the third.
 _LARGE, _LARGE_SEGMENT, _ROUNDED = 10 << 20, 20 << 20, 2 << 20
 
 
 class _Block(NamedTuple):
-    """In the order in which a block that fits is looked for: the smallest, of those the first."""
+    """A block; blocks sort in best-fit order, the smallest first, then by address."""
 
     size: int
     segment: int
@@ -33,7 +33,7 @@ class _Block(NamedTuple):
 
 
 class _Pool:
-    """Free blocks of small requests, or of large ones."""
+    """Free blocks for small or for large requests."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
@@ -42,7 +42,7 @@ class _Pool:
         self.ends: dict[tuple[int, int], _Block] = {}
 
     def add(self, block: _Block) -> None:
-        """Add a free block, joined with free neighbours."""
+        """Add a free block, merging it with free neighbours."""
         for neighbour in (self.ends.get((block.segment, block.at)), self.starts.get((block.segment, block.end))):
             if neighbour is not None:
                 self.remove(neighbour)
@@ -55,30 +55,30 @@ class _Pool:
         del self.ends[block.segment, block.end]
 
     def segment(self, size: int) -> int:
-        """Return the bytes of a segment for a request that no free block fits."""
+        """Return the segment size for a request that no free block fits."""
         if self.small:
             return _SMALL_SEGMENT
         return _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUNDED) * _ROUNDED
 
     def splits(self, rest: int) -> bool:
-        """Whether what a block has beside a request is cut off."""
+        """Whether the unused part of a block is split off."""
         return rest >= _BLOCK if self.small else rest > _SMALL
 
 
 class CachingAllocator:
-    """Hands out blocks and takes them back; of each counts whole what is not cut off."""
+    """Allocate and free blocks; unused bytes of a block that is not split count as allocated."""
 
     def __init__(self) -> None:
         self.pools = _Pool(small=False), _Pool(small=True)
         self.segments: list[_Pool] = []
-        """the pool of each, in the order in which they were asked for"""
+        """pool of each segment, in allocation order"""
         self.taken = 0
-        """bytes handed out"""
+        """allocated bytes"""
         self.most = 0
-        """the most of them at once"""
+        """peak allocated bytes"""
 
     def take(self, size: int) -> _Block:
-        """Hand out a block for some bytes."""
+        """Allocate a block of at least `size` bytes."""
         size = max(-(-size // _BLOCK) * _BLOCK, _BLOCK)
         pool = self.pools[size <= _SMALL]
         place = bisect_left(pool.free, _Block(size, -1, -1))
@@ -96,6 +96,6 @@ class CachingAllocator:
         return block
 
     def give(self, block: _Block) -> None:
-        """Take back a block."""
+        """Free a block."""
         self.taken -= block.size
         self.segments[block.segment].add(block)

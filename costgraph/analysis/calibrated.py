@@ -1,4 +1,4 @@
-"""A calibrated model of time: what devices were seen to attain of their peaks, as a function of ops and of devices."""
+"""Calibrated time model: efficiency relative to roofline peaks, fitted to measurements on many devices."""
 
 from __future__ import annotations
 
@@ -51,23 +51,22 @@ __all__ = [
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------
-# What an op asks of a device, as numbers: how often it runs, its FLOPs and bytes, and the shape of its products.
 
-#: What an op is to a device. The first that fits: two products in one kernel are attention, a product without axes of
-#: its own (of experts, say) is grouped; a kernel that sums and does more is a norm.
+#: Op classes; the first that fits applies. Two matmuls in one kernel are attention, a matmul that is no einsum, such as
+#: one of experts, is grouped, and a kernel with a reduction and more is a norm.
 CLASSES = (
     "attention", "grouped", "convolution", "product", "indexed", "norm", "reduction", "pointwise", "copy", "other",
 )  # fmt: skip
-#: Kinds whose places in memory depend on data.
+#: Kinds with data-dependent memory access.
 _INDEXED = frozenset({"gather", "scatter", "sort", "top_k", "dispatch"})
 
 
 @dataclass(frozen=True)
 class Product:
-    """A contraction as a product of matrices, `batch` of m by k with k by n: a convolution with its window unfolded."""
+    """A contraction as a batched matmul, m×k by k×n; convolutions as implicit matmuls with unfolded windows."""
 
     flops: float
-    """FLOPs of one run"""
+    """FLOPs per execution"""
     batch: float = 1.0
     m: float = 1.0
     n: float = 1.0
@@ -75,23 +74,23 @@ class Product:
     format: str = "fp32"
     """number format of the operands"""
     windows: str = ""
-    """summed: a convolution; kept: its gradient by the weight; spread: by the input; empty where there are none"""
+    """convolution: summed; its weight gradient: kept; its input gradient: spread; otherwise empty"""
     window: float = 1.0
-    """places of a window, or positions of it where these are fewer"""
+    """window size, or output size where that is smaller"""
     strided: bool = False
-    """whether windows lie further apart than one place"""
+    """whether the stride exceeds 1"""
     fewest: float = 1.0
-    """FLOPs of the algorithm that needs the fewest, over those of all index points"""
+    """FLOPs of the cheapest algorithm relative to direct evaluation"""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one op asks of a device in one run of it."""
+    """Resource demand per execution."""
 
     role: str
     """one of `CLASSES`"""
     times: float
-    """how often it runs"""
+    """number of executions"""
     flops: tuple[tuple[str, str, float], ...]
     """kind, number format and FLOPs"""
     bytes: float
@@ -99,11 +98,11 @@ class Load:
     read: float
     """share of them that is read"""
     bits: int
-    """of an element, the widest of operands and results"""
+    """bits per element, for the widest operand or result"""
     product: Product | None = None
-    """that of most FLOPs"""
+    """largest matmul by FLOPs"""
     link: str | None = None
-    """the link that a transfer goes over"""
+    """link that a transfer uses"""
 
 
 def _number(value: Poly, sizes: Mapping[str, Poly]) -> float:
@@ -112,7 +111,7 @@ def _number(value: Poly, sizes: Mapping[str, Poly]) -> float:
 
 
 def load_of(work: Work, sizes: Mapping[str, Poly]) -> Load:
-    """Return what an op asks of a device."""
+    """Return an op's resource demand."""
     op, times = work.op, _number(work.times, sizes)
     inside = [(op, ONE)] if op.body is None else [(o, t) for o, t, _ in executions(op.body, moves=False)]
     products = sorted(_products(inside, sizes), key=lambda p: -p.flops)
@@ -154,13 +153,13 @@ def _products(inside: list[tuple[Op, Poly]], sizes: Mapping[str, Poly]) -> Itera
             amount = _number(flops * times, sizes)
             if isinstance(op.kind, Einsum) and len(op.operands) == 2:
                 yield _einsum(op, op.kind, amount, sizes)
-            else:  # of rows that are sorted among matrices, or of a chain: as square as its result
+            else:  # grouped or chained: assume a square result
                 side = max(_number(op.results[0].numel, sizes), 1.0) ** 0.5
                 yield Product(amount, 1.0, side, side, max(amount / (2 * side * side), 1.0), compute_dtype(op))
 
 
 def _einsum(op: Op, kind: Einsum, flops: float, sizes: Mapping[str, Poly]) -> Product:
-    """Return a contraction of two tensors as a product of matrices."""
+    """Return a two-operand contraction as a matmul."""
     extents = {name: _number(as_poly(n), sizes) for name, n in kind.extents.items()}
     first, second = (frozenset(kind.pattern.operand_names(i)) for i in range(2))
     made = frozenset(kind.pattern.result_names)
@@ -171,7 +170,7 @@ def _einsum(op: Op, kind: Einsum, flops: float, sizes: Mapping[str, Poly]) -> Pr
     m, n, k = points((first - second) & made), points((second - first) & made), points((first | second) - made)
     slid = [dim for dims in (*kind.pattern.operands, kind.pattern.result) for dim in dims if _slides(dim)]
     for dim, size in zip(kind.pattern.result, op.results[0].sizes, strict=True):
-        if _slides(dim):  # many points put on one place: they are summed there
+        if _slides(dim):  # overlapping windows are summed
             along, across = sorted(dim.names, key=lambda name: name not in first)
             places = _number(size, sizes)
             m, n, k = m * places / extents[along], n / extents[across], k * points(frozenset(dim.names)) / places
@@ -193,27 +192,26 @@ def _windows(slid: list[Affine], pattern: Pattern, extents: Mapping[str, float])
         return ""
     if any(_slides(dim) for dim in pattern.result):
         return "spread"
-    # positions are a stride apart, places of a window next to each other; of two steps of one the longer is positions
+    # windows have the smaller factor; between equal factors, the longer axis is the output position
     found = min((factor, extents[name], name) for dim in slid for name, factor in dim.terms)[2]
     return "kept" if found in pattern.result_names else "summed"
 
 
-# -- terms -------------------------------------------------------------------------------------------------------------
-# What a calibrated time depends on: terms of ops and of devices, as arrays with a row for each op.
+# -- features ----------------------------------------------------------------------------------------------------------
 
 Array = NDArray[np.float64]
 
-#: Facts of a device, natural logarithms; one that a specification lacks is taken as typical.
+#: Device facts, as natural logarithms; missing ones take the typical value.
 DEVICE = ("intensity", "cores", "share", "cache", "power", "units", "bandwidth")
-#: Side of the square tiles of products that libraries give to a core.
+#: Edge of the square output tiles that libraries assign to a core.
 _TILE = 128
-#: A device of fewer cores has others than those that a tile is given to.
+#: Devices with fewer cores count units that tiles are not assigned to.
 _FEWEST_CORES = 16
-#: Terms of a product that a core can sum before other cores take a part of the sum, and where sums are short or long.
+#: Length of a sum from which it is split across cores, and limits for short and long sums.
 _SPLIT, _SHORT, _LONG = 512, 500, 1100
-#: Rows or columns below which a tile is mostly empty.
+#: Rows or columns below which tiles are mostly empty.
 _NARROW = 64
-#: Sizes that are no multiple of this leave loads of memory, and steps of the matrix unit, in part empty.
+#: Sizes that are not multiples waste part of memory loads and matrix-unit steps.
 _ALIGNED = 8
 _PRODUCTS = ("attention", "grouped", "convolution", "product")
 _WIDE = ("fp32", "tf32", "bf16", "fp16")
@@ -222,11 +220,10 @@ _TILING = ("full tiles", "busy cores", "busy cores, sums split", "whole waves", 
 
 
 def facts_of(hardware: Hardware) -> dict[str, float]:
-    """Return those facts of a device that a calibrated time depends on beside its rates, as logarithms.
+    """Return the device facts other than rates that affect calibrated times, as logarithms.
 
-    FLOP per byte at the ridge of the fastest format of 16 bits or more, cores, bandwidth for each of them, bytes of the
-    L2 cache, FLOP/s for a watt, rate of the matrix over that of the vector unit, and bandwidth; what the specification
-    lacks is left out.
+    Ridge point of the fastest format with at least 16 bits in FLOP/byte, cores, bandwidth per core, L2 cache bytes,
+    FLOP/s per watt, ratio of matrix to vector rate, and bandwidth. Facts that the specification lacks are left out.
     """
     bandwidth = float(hardware.bandwidth.number)
     wide = max((float(q.number) for key, q in hardware.peak.items() if key in _WIDE), default=0.0)
@@ -243,30 +240,30 @@ def facts_of(hardware: Hardware) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Ops on a device: times of one run at the peaks, and the terms that say what of the peaks is attained."""
+    """Ops on a device: seconds at peak rates, and features that predict the attained fraction."""
 
     times: Array
-    """how often each runs"""
+    """executions per op"""
     matrix: Array
-    """seconds of products"""
+    """seconds of matmuls"""
     vector: Array
     """seconds of pointwise FLOPs"""
     special: Array
-    """seconds of transcendental FLOPs, were they pointwise ones"""
+    """seconds of transcendental FLOPs at the pointwise rate"""
     memory: Array
-    """seconds of bytes, or over a link"""
+    """seconds of memory or link traffic"""
     compute: Array
-    """terms of products: a row for each op, a column for each of `COMPUTE`"""
+    """matmul features: one row per op, one column per entry of `COMPUTE`"""
     traffic: Array
-    """terms of bytes: columns of `MEMORY`"""
+    """traffic features: columns of `MEMORY`"""
     launch: Array
-    """terms of what a run takes beside: columns of `LAUNCH`"""
+    """launch features: columns of `LAUNCH`"""
     shape: Array
-    """place of the op among others: what is alike is near"""
+    """coordinates for the kernel regression: similar ops are close"""
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
-        """Return the rows of several graphs one after the other."""
+        """Concatenate the rows of several graphs."""
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
 
     def __getitem__(self, which: NDArray[np.bool_]) -> Rows:
@@ -274,7 +271,7 @@ class Rows:
 
 
 def _tiling(p: Product, cores: float) -> tuple[float, ...]:
-    """Return how full tiles are, how many cores have one, and how full the last wave of them is, as logarithms."""
+    """Return tile occupancy, busy cores and last-wave occupancy as logarithms, then short, narrow and long sums."""
     down, across = ceil(p.m / _TILE), ceil(p.n / _TILE)
     tiles = p.batch * down * across
     waves = max(tiles / cores, 1.0)
@@ -285,7 +282,7 @@ def _tiling(p: Product, cores: float) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-#: Terms of products: which unit and format, windows, how the device is filled, and the device.
+#: Matmul features: unit and format, windows, device occupancy, and device facts.
 COMPUTE = (
     "matrix unit", "vector unit", "8 bits", "32 bits", "attention", "grouped",
     *(f"windows {name}{on}" for name in _WINDOWS for on in ("", ", matrix unit")),
@@ -294,22 +291,22 @@ COMPUTE = (
     "strided gradient by the weight", "16 bits unaligned", "8 bits unaligned",
     "intensity, matrix unit", "power, matrix unit", "power, vector unit", "cores",
 )  # fmt: skip
-#: Terms of bytes: what kind of op moves them, how many, and the device.
+#: Traffic features: op class, bytes, and device facts.
 MEMORY = (
     "all", *CLASSES, "fits in the cache", "beyond the cache", "share read", "32 bits", "64 bits", "cores", "share",
     "intensity",
 )  # fmt: skip
-#: Terms of what a run takes beside: launches, and those of an op that runs again and again.
+#: Launch features: per launch, and for ops that run repeatedly.
 LAUNCH = ("all", "repeated", "often repeated", "product")
 _OFTEN = 100
-#: Devices are far apart: what ops take on one of them is held against another only where the two are almost the same.
+#: Weight given to device facts in the distance: measurements only transfer between nearly equal devices.
 _APART = 4.0
-#: Numbers that say where an op is among others.
+#: Coordinates per op.
 PLACE = 31
 
 
 def rows_of(loads: Sequence[Load], rates: Rates, typical: Mapping[str, float]) -> Rows:
-    """Return the terms of ops on a device, whose facts are compared with those of a `typical` one in the middle."""
+    """Return op features on a device, with device facts relative to a typical device."""
     own = facts_of(rates.hardware)
     device = {name: own.get(name, typical[name]) - typical[name] for name in DEVICE}
     cores = exp(own.get("cores", typical["cores"]))
@@ -363,7 +360,7 @@ def _traffic(load: Load, beyond: float, device: Mapping[str, float]) -> list[flo
 
 
 def _place(load: Load, on_matrix: bool, size: float, device: Mapping[str, float]) -> list[float]:
-    """Return the place of an op among others: one apart is little alike."""
+    """Return an op's coordinates for the kernel regression."""
     p = load.product
     kind = [float(load.role == name) for name in CLASSES]
     near = [_APART * device[name] for name in ("intensity", "cores", "power", "units")]
@@ -383,46 +380,46 @@ def _place(load: Load, on_matrix: bool, size: float, device: Mapping[str, float]
 # -- model -------------------------------------------------------------------------------------------------------------
 
 SCHEMA = "costgraph/calibration/1"
-"""What the JSON of this version calls itself; another number means other terms."""
+"""Schema name of the JSON format; the number changes with the features."""
 
 SHIPPED = Path(__file__).with_name("published_gpus.json")
-"""The model that comes with the library."""
+"""Path to the model that ships with the library."""
 
-#: Time in compute and in memory overlap almost whole: the larger one, and little of the other.
+#: Exponent of the smooth maximum over compute and memory time: they overlap almost completely.
 _OVERLAP = 3.0
-#: Seconds of a launch where nothing was measured; a guess that measurements move.
+#: Launch overhead in seconds without measurements; a prior that the fit adjusts.
 _LAUNCH = 5e-6
-#: Most that terms may make of a time, as a logarithm: a device that nobody saw is no thousand times slower.
+#: Limit of each correction as a logarithm, against extrapolation to unmeasured devices.
 _MOST = 4.0
-#: No logarithm of what a device does is as large.
+#: Limit on absolute coefficients in a model file.
 _LARGEST = 100
 _MOST_BYTES = 2**24
 
 
 class Attained(NamedTuple):
-    """Times of ops, and by how much they grow with each of the sums that they are made of."""
+    """Op times, with their derivatives by component for the fit."""
 
     seconds: Array
-    """of one run each"""
+    """per execution"""
     work: Array
-    """of these the share that is no launch"""
+    """share of the time beyond the launch overhead"""
     matrix: Array
-    """share of products in a step of the logarithm of `work`; those of vector, special and memory alike"""
+    """derivative of log(`work`) by log(matrix time); vector, special and memory alike"""
     vector: Array
     special: Array
     memory: Array
 
 
 def attained(rows: Rows, compute: Array, traffic: Array, launch: Array, unit: Sequence[float], near: Array) -> Attained:
-    """Return the times of ops from the sums of their terms, which are logarithms.
+    """Return op times from the logarithmic corrections of their components.
 
-    `compute` and `traffic` are of what products and bytes take over the peaks, `launch` of launches over a usual one,
-    `unit` of pointwise and of transcendental FLOPs, `near` of what ops that are alike took over all this.
+    `compute` and `traffic` correct matmul and memory time at peak, `launch` the usual launch overhead, `unit` pointwise
+    and transcendental FLOPs, and `near` the result, by similar measured ops.
     """
     matrix = rows.matrix * np.exp(np.clip(compute, -_MOST, _MOST))
     vector, special = rows.vector * np.exp(unit[0]), rows.special * np.exp(unit[1])
     busy, memory = matrix + vector + special, rows.memory * np.exp(np.clip(traffic, -_MOST, _MOST))
-    tiny = 1e-18  # of a second: an op that does nothing takes a launch
+    tiny = 1e-18  # seconds, so that an op without work takes a launch
     both = (busy**_OVERLAP + memory**_OVERLAP + tiny**_OVERLAP) ** (1 / _OVERLAP)
     work = both * np.exp(np.clip(near, -_MOST, _MOST))
     seconds = work + _LAUNCH * np.exp(np.clip(launch, -_MOST, _MOST))
@@ -448,60 +445,60 @@ _Table = Mapping[str, _Number]
 
 @dataclass(frozen=True)
 class Figures:
-    """How good a model is: shares of measurements that it is within 25 % of."""
+    """Model accuracy: shares of measurements predicted within 25 %."""
 
     rows: int
-    """measurements"""
+    """measurements in total"""
     fitted: _Number
-    """share of those that it was fitted to"""
+    """share among the fitted measurements"""
     folds: _Number
-    """share where a tenth of the measurements was left out, and predicted"""
+    """share in tenfold cross-validation"""
     shapes: _Number
-    """share where all measurements of a tenth of the shapes and models were left out, and predicted"""
+    """share in tenfold cross-validation by shapes and models"""
     devices: _Number
-    """share where all measurements of a device were left out, and predicted"""
+    """share in leave-one-device-out cross-validation"""
     families: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """the same four for each family, after how many measurements it has"""
+    """measurement count and the same four shares, by family"""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What devices attain: logarithms of times over those at the peaks, as sums of terms.
+    """Fitted efficiency model: logarithms of time over time at peak, as sums of feature terms.
 
-    A run of an op takes a launch, and the larger of its time in compute and in memory with a little of the other. Each
-    of these is that at the peaks times the exponential of a sum of terms: of which unit and format, how tiles fill the
-    device, what kind of op moves the bytes, and facts of the device. A device that was measured has four terms of its
-    own. What ops that are alike took over all this is the last term: of ops that are like none it is 0.
+    An execution takes a launch plus a smooth maximum of compute and memory time. Each of these is its time at peak
+    times the exponential of a linear term: unit and format, tile occupancy, op class, and device facts. Measured
+    devices add four terms each. A kernel regression over similar measured ops adds the last term, zero without similar
+    ops.
     """
 
     records: Text
-    """file of the measurements"""
+    """measurement file"""
     versions: Mapping[str, str]
-    """of the library, and of what it was fitted with"""
+    """versions of the library and its dependencies at the fit"""
     date: Text
-    """when it was fitted"""
+    """date of the fit"""
     compute: _Table = field(repr=False)
     memory: _Table = field(repr=False)
     launch: _Table = field(repr=False)
     vector: _Number
-    """of pointwise FLOPs"""
+    """for pointwise FLOPs"""
     special: _Number
-    """of transcendental FLOPs, done by units that are fewer"""
+    """for transcendental FLOPs, which run on fewer units"""
     typical: _Table = field(repr=False)
-    """facts of a device in the middle"""
+    """device facts of the typical device"""
     devices: Mapping[str, _Table] = field(repr=False)
-    """by name: terms of the matrix and vector unit, of memory and of launches"""
+    """per measured device: terms for the matrix and vector units, memory and launches"""
     width: _Width
-    """how far apart places of ops are that are still alike"""
+    """bandwidth of the kernel regression"""
     places: Annotated[Sequence[Sequence[float]], Rule(f"rows of {PLACE} numbers", _is_grid)] = field(repr=False)
-    """of ops that others are compared with"""
+    """support points for the kernel regression"""
     weights: Sequence[_Number] = field(repr=False)
-    """what these take over the sum of terms"""
+    """weights for the support points"""
     figures: Figures | None = None
-    """how good it is, where that was asked for"""
+    """accuracy, if it was evaluated"""
 
     def of(self, rows: Rows, device: str) -> Attained:
-        """Return the times of ops on a device."""
+        """Return op times on a device."""
         own = self.devices.get(device, {})
         compute, traffic, launch = (
             terms @ np.array([given.get(name, 0.0) for name in names])
@@ -516,7 +513,7 @@ class Calibration:
                         (self.vector, self.special), np.asarray(near))  # fmt: skip
 
     def times(self, loads: Sequence[Load], rates: Rates) -> list[float]:
-        """Return the time of each op, all its runs together."""
+        """Return the seconds of each op over all its executions."""
         alike = list(dict.fromkeys(loads))
         if not alike:
             return []
@@ -526,35 +523,35 @@ class Calibration:
         return [known[load] for load in loads]
 
     def seconds(self, loads: Sequence[Load], rates: Rates) -> float:
-        """Return the time of ops on a device, one after the other."""
+        """Return the total seconds of ops on a device, without overlap."""
         return sum(self.times(loads, rates))
 
 
 def alike(places: Array, others: Array, width: float) -> Array:
-    """Return how much alike ops are to others: 1 where they are the same, 0 where they are far apart."""
+    """Return the Gaussian kernel matrix for two sets of coordinates: 1 for equal ops, 0 for distant ones."""
     apart = (places**2).sum(1)[:, None] + (others**2).sum(1)[None] - 2 * places @ others.T
     found: Array = np.exp(-0.5 * np.maximum(apart, 0.0) / width**2)
     return found
 
 
 def loads_of(asked: Asked, phases: Sequence[str] = ()) -> list[Load]:
-    """Return what each op of a graph asks of a device, all sizes put in; those of some phases where these are named."""
+    """Return the loads of a graph's ops with sizes bound, optionally only for some phases."""
     works = [work for work in asked.works if not phases or work.op.phase in phases]
     return [load_of(work, asked.values) for work in works if work.times]
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
-    """Return a calibrated model of time from a file.
+    """Load a calibrated time model from a file.
 
     Parameters
     ----------
     path : str or path-like
-        JSON, as `costgraph calibrate --records` writes it.
+        JSON file, as written by `costgraph calibrate --records`.
 
     Raises
     ------
     FormatError
-        If it cannot be read, or is no such model.
+        If the file cannot be read, or is not such a model.
     """
     place = place_of(path)
     expected = "a model that costgraph calibrate --records writes"
@@ -575,5 +572,5 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 @cache
 def shipped() -> Calibration:
-    """Return the model that comes with the library."""
+    """Return the model that ships with the library."""
     return load_calibration(SHIPPED)

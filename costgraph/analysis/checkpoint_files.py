@@ -1,9 +1,8 @@
-"""The tensors of a checkpoint beside the parameters that a graph declares.
+"""Compare the tensors in a checkpoint file with the parameters that a graph declares.
 
-Names and layouts of checkpoints differ from those of a declaration: one tensor a layer and expert, axes in another
-order, heads merged, queries, keys and values in one tensor or three. What agrees is the size: axes of a tensor are
-products of declared ones, and tensors that are put together or taken apart have the same elements. Names only decide
-between tensors of equal shape.
+Checkpoints use their own names and layouts: one tensor per layer and expert, permuted axes, merged heads, fused or
+separate queries, keys and values. Tensors are therefore matched by size: axes are products of declared axes, and merged
+or split tensors have equally many elements. Names only decide between equal shapes.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ __all__ = [
     "compare_weights",
 ]
 
-#: Tensors that one is put together of, or taken apart into, and how many are looked at for it.
+#: Maximum number of parts in a fused tensor, and of candidates considered for them.
 _MOST_PARTS, _MOST_NEAR = 6, 12
-#: Axes of a tensor that are put together in all ways; names of a checkpoint, numbers apart.
+#: Maximum number of axes considered for merging, and of distinct names after numbers are ignored.
 _MOST_AXES, _MOST_GROUPS = 8, 2**12
-#: Part of the words of two names that makes them those of one tensor, whatever their shapes.
+#: Share of common words from which two names denote one tensor, whatever their shapes.
 _LIKE = 0.35
 
 
 @guarded()
 @dataclass(frozen=True)
 class WeightDifference:
-    """Tensors in which a checkpoint and a graph differ."""
+    """A difference between a checkpoint and a graph, for one or more tensors."""
 
     kind: str
-    """missing in the checkpoint, unexpected in it, or of another shape or format"""
+    """missing from the checkpoint, unexpected in it, or different in shape or format"""
     declared: str
-    """path of the parameter, empty where none is like it"""
+    """path of the parameter, empty without a counterpart"""
     stored: str
-    """name in the checkpoint, numbers as #, empty where none is like it"""
+    """name in the checkpoint with numbers as #, empty without a counterpart"""
     tensors: int
-    """how many differ, those of the checkpoint where it has any"""
+    """number of tensors that differ, counted in the checkpoint if it has any"""
     expected: str
-    """shape and format as declared"""
+    """declared shape and format"""
     found: str
     """shape and format in the checkpoint"""
 
@@ -62,20 +61,20 @@ class WeightDifference:
 @guarded()
 @dataclass(frozen=True, repr=False)
 class WeightComparison(Table):
-    """A checkpoint beside a graph: parameters, bytes, and a row for each difference."""
+    """Comparison of a checkpoint with a graph: parameters, bytes, and one row per difference."""
 
     rows: tuple[WeightDifference, ...]
-    """differences, none where all agrees"""
+    """differences, empty if everything agrees"""
     parameters: tuple[int, int]
-    """elements of the declared parameters, and of all tensors of the checkpoint"""
+    """elements in the declared parameters, and in all checkpoint tensors"""
     bytes: tuple[int, int]
-    """bytes of both"""
+    """bytes of the same"""
     names: tuple[str, str] = ("", "")
-    """name of the graph, and place of the checkpoint"""
+    """graph name and checkpoint path"""
 
     @property
     def agree(self) -> bool:
-        """Whether every parameter is there in its shape and format, and nothing else."""
+        """Whether every parameter is present with its shape and format, and nothing else is."""
         return not self.rows
 
     def _about(self) -> str:
@@ -97,26 +96,26 @@ class WeightComparison(Table):
 
 @dataclass
 class _Group:
-    """Equal tensors: those of a parameter, one an iteration, or those of a checkpoint that differ in numbers alone."""
+    """Equal tensors: a parameter in all iterations, or checkpoint tensors whose names differ only in numbers."""
 
     name: str
     shape: tuple[int, ...]
     format: str
     left: int
-    """how many are not matched yet"""
+    """number not matched yet"""
     bytes: int
-    """of one"""
+    """bytes per tensor"""
     packed: bool = False
-    """whether scales, or several elements in one, make other tensors of it in a checkpoint"""
+    """whether scales or packed elements give the checkpoint other shapes"""
     optional: bool = False
-    """a buffer, which a checkpoint may have"""
+    """whether it is a buffer, which a checkpoint may omit"""
     words: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.words = frozenset(re.findall(r"[a-z]+", self.name.lower()))
 
     def amount(self, of_bytes: bool) -> int:
-        """Return elements, or bytes, of those that are not matched."""
+        """Return the unmatched elements or bytes."""
         return self.left * (self.bytes if of_bytes else prod(self.shape))
 
     def __str__(self) -> str:
@@ -124,32 +123,32 @@ class _Group:
 
 
 def compare_weights(graph: Graph, weights: Weights | str | os.PathLike[str], /, **dims: int) -> WeightComparison:
-    """Set the tensors of a checkpoint beside the parameters of a graph, and name the differences.
+    """Compare the tensors in a checkpoint with the parameters of a graph, and list the differences.
 
-    A tensor of the checkpoint is a declared one if its axes are products of declared axes, in any order: names of both
-    only decide between equal shapes. Several together are one, or one is several, if they have the same elements; of a
-    format with scales, or of packed elements, the same bytes.
+    A checkpoint tensor matches a parameter if its axes are products of declared axes, in any order. Names only decide
+    between equal shapes. Fused or split tensors match if they have the same number of elements, or the same bytes for
+    packed formats and formats with scales.
 
     Parameters
     ----------
     graph : Graph
-        What is declared.
+        Graph that declares the parameters.
     weights : Weights, str or path-like
-        What `read_weights` returned, or what it reads.
+        Result of `read_weights`, or its argument.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     WeightComparison
-        `.agree`, `.rows`, `.parameters`, `.bytes`; `print` it. Buffers, such as running statistics, may be there.
+        `.agree`, `.rows`, `.parameters`, `.bytes`; `print` it. Buffers, such as running statistics, are optional.
 
     Raises
     ------
     BindingError
-        If a size of a parameter is left open.
+        If the size of a parameter is unbound.
     FormatError
-        If the checkpoint cannot be read, or has more than 4096 tensors whose names differ in more than numbers.
+        If the checkpoint cannot be read, or has more than 4096 tensors after numbers in names are ignored.
 
     Examples
     --------
@@ -169,7 +168,7 @@ def compare_weights(graph: Graph, weights: Weights | str | os.PathLike[str], /, 
     elements, size = (sum(d.amount(of_bytes) for d in declared if not d.optional) for of_bytes in (False, True))
     needed, buffers = ([d for d in declared if d.optional is so] for so in (False, True))
     rows = [row for match in (_alike, _regrouped) for row in match(needed, stored)]
-    rows += _alike(buffers, stored)  # what parameters have left over
+    rows += _alike(buffers, stored)  # using tensors left over by parameters
     rows += _others(needed, [s for s in stored if s.left])
     return WeightComparison(tuple(rows), (elements, held.elements), (size, held.bytes), (graph.name, held.place))
 
@@ -182,7 +181,7 @@ def _number(found: Any) -> int:
 
 
 def _declared(graph: Graph, dims: dict[str, int]) -> list[_Group]:
-    """Return parameters and buffers; those with scales once, whatever body they are in, as their parts are."""
+    """Return parameters and buffers; packed ones are merged across bodies, as are their parts."""
     values, found = bindings(graph, dims), dict[tuple[object, ...], _Group]()
     for body, times in repeated_bodies(graph):
         for t in body.tensors:
@@ -200,7 +199,7 @@ def _declared(graph: Graph, dims: dict[str, int]) -> list[_Group]:
 
 
 def _stored(weights: Weights) -> list[_Group]:
-    """Return tensors by name without its numbers, shape and format."""
+    """Group the tensors in a checkpoint by name without numbers, shape and format."""
     found = Counter((re.sub(r"\d+", "#", w.name), w.shape, w.format, w.bytes) for w in weights.rows)
     if len(found) > _MOST_GROUPS:
         raise FormatError(
@@ -210,11 +209,11 @@ def _stored(weights: Weights) -> list[_Group]:
     return [_Group(name, shape, format_, n, size) for (name, shape, format_, size), n in found.items()]
 
 
-# -- which are the same ------------------------------------------------------------------------------------------
+# -- matching ----------------------------------------------------------------------------------------------------------
 
 
 def _made_of(axes: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether each axis is the product of some sizes, each size used once at most."""
+    """Whether each axis is a product of sizes, each size used at most once."""
     if not axes:
         return True
     return any(
@@ -227,21 +226,21 @@ def _made_of(axes: Sequence[int], sizes: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _reshaped(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether one shape is the other with axes merged, in another order; of the same elements."""
+    """Whether one shape is a permutation of the other with axes merged."""
     few, many = sorted(([n for n in shape if n != 1] for shape in (a, b)), key=len)
     return prod(a) == prod(b) and len(many) <= _MOST_AXES and _made_of(few, many)
 
 
 @lru_cache(maxsize=1 << 14)
 def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape can be a part of the other: of one, all axes but one are made of the other's."""
+    """Whether a tensor of one shape can be a slice of the other: all axes but one are products of its axes."""
     few, many = sorted(([n for n in shape if n != 1] for shape in (a, b)), key=len)
     within = len(many) <= _MOST_AXES
     return within and (not few or any(_made_of(few[:i] + few[i + 1 :], many) for i in range(len(few))))
 
 
 def _likeness(a: _Group, b: _Group) -> float:
-    """Return which part of the words of both names they have in common."""
+    """Return the Jaccard similarity of the words in both names."""
     return len(a.words & b.words) / max(1, len(a.words | b.words))
 
 
@@ -250,7 +249,7 @@ def _differs(d: _Group, s: _Group, kind: str, count: int) -> WeightDifference:
 
 
 def _alike(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightDifference]:
-    """Match tensors of equal shape, those of equal formats and like names first; yield where formats differ."""
+    """Match tensors of equal shape, equal formats and similar names first; yield different formats."""
     pairs = [(d, s) for d in declared for s in stored if not d.packed and _reshaped(d.shape, s.shape)]
     pairs.sort(key=lambda pair: (pair[0].format != pair[1].format, -_likeness(*pair)))
     for d, s in pairs:
@@ -261,7 +260,7 @@ def _alike(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightDiffe
 
 
 def _regrouped(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightDifference]:
-    """Match one to several that have as many elements together, or bytes; yield where formats differ."""
+    """Match fused tensors to their parts by elements or bytes; yield different formats."""
     for ones, others in ((declared, stored), (stored, declared)):
         for one in ones:
             parts = _parts(one, [g for g in others if g.left]) if one.left else ()
@@ -274,7 +273,7 @@ def _regrouped(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightD
 
 
 def _parts(one: _Group, others: list[_Group]) -> Sequence[_Group]:
-    """Return the fewest of the others, those first whose names are like, that are as large as this one together."""
+    """Return the fewest parts that add up to a tensor, trying similar names first."""
     near = [g for g in others if one.packed or g.packed or _shared(one.shape, g.shape)]
     near = sorted(near, key=lambda g: -_likeness(one, g))[:_MOST_NEAR]
     for count in range(1, min(_MOST_PARTS, len(near)) + 1):
@@ -286,7 +285,7 @@ def _parts(one: _Group, others: list[_Group]) -> Sequence[_Group]:
 
 
 def _others(declared: list[_Group], stored: list[_Group]) -> Iterator[WeightDifference]:
-    """Yield what is left: of other shapes where as many have like names, else missing or unexpected."""
+    """Yield the remaining tensors: different shapes where names and counts agree, else missing or unexpected."""
     pairs = [(d, s) for d in declared for s in stored if d.left and d.left == s.left and _likeness(d, s) >= _LIKE]
     for d, s in sorted(pairs, key=lambda pair: -_likeness(*pair)):
         if d.left and s.left:

@@ -1,4 +1,4 @@
-"""A pause of Python's collector of cyclic garbage while many objects are made of which none is garbage."""
+"""Pause Python's cyclic garbage collector while building many long-lived objects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["collection_paused"]
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keep the collector from looking through all objects again and again; afterwards it is as it was.
+    """Disable the cyclic garbage collector inside the context, and restore it afterwards.
 
-    On a graph of 10^5 ops that takes longer than what is done inside.
+    On a graph with 10^5 ops, collection otherwise takes longer than the work itself.
     """
     running = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How long ranks take for a collective: over the links of their devices, and the least that these are busy."""
+"""Collective times on rings, trees, switches and tori, and lower bounds on the time that links are busy."""
 
 from __future__ import annotations
 
@@ -40,42 +40,42 @@ __all__ = [
 
 
 # -- torus -------------------------------------------------------------------------------------------------------------
-# Collectives in a torus: rings of devices, one for each dimension, with a link to either side and no switches.
+# One ring per dimension, with a link to each neighbour and no switches.
 
 
 class _Dimension(NamedTuple):
-    """What a group of ranks has of a dimension: the whole ring, or devices of it in a line."""
+    """Extent of a group of ranks along one dimension: the whole ring, or consecutive devices in a line."""
 
     devices: int
     latency: Fraction
-    """s of a message over one link, beside its bytes"""
+    """seconds per message over one link, without its bytes"""
     bandwidth: Fraction
-    """B/s of one link in each direction"""
+    """B/s per link and direction"""
     links: int
-    """over which a device at the end receives: two of a ring, one of a line"""
+    """links over which a device at the end receives: two in a ring, one in a line"""
 
     @property
     def rate(self) -> Fraction:
-        """B/s that a device at the end receives."""
+        """B/s received by a device at the end."""
         return self.links * self.bandwidth
 
     @property
     def hops(self) -> int:
-        """Links between the two devices that are the furthest from each other."""
+        """Links between the two most distant devices."""
         return self.devices // 2 if self.links == 2 else self.devices - 1
 
     @property
     def crossed(self) -> Fraction:
-        """Seconds for each byte that a rank sends to all alike: half of them cross the middle."""
+        """Seconds per byte that a rank sends in an all-to-all: half the bytes cross the bisection."""
         return self.devices**2 // 4 / (self.devices * self.rate)
 
 
 def covered(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> tuple[tuple[str, Poly], ...]:
-    """Return the dimensions that ranks lie along, and how many of each: the first dimension is filled first.
+    """Return the torus dimensions that ranks extend along, with the number of ranks in each, first dimension first.
 
-    From one rank to the next are `apart` devices. UnsupportedError if a degree is open, since which rings there are
-    depends on it; SpecError if ranks fill whole dimensions and devices in a line of one more in no way: they start in
-    the middle of a dimension, where several groups would share its links, or end there in the middle of a row.
+    Consecutive ranks are `apart` devices apart. Raises UnsupportedError if a degree is open, since the rings depend on
+    it, and SpecError if the ranks are not whole dimensions plus a line of devices in one more: they would start in the
+    middle of a dimension, where several groups share links, or end in the middle of a row.
     """
     place, has = f"time of {name!r}", f"{ranks} ranks that are {apart} apart"
     if ranks.constant is None or apart.constant is None:
@@ -107,7 +107,7 @@ def _dimensions(levels: Sequence[tuple[str, Poly]], hardware: Hardware) -> dict[
     out = {}
     for name, many in levels:
         count, link = _number(many), wire(hardware, name)
-        links = 2 if 2 < count == rings[name] else 1  # two devices have one link between them
+        links = 2 if 2 < count == rings[name] else 1  # two devices share one link
         if count != 1:
             out[name] = _Dimension(int(count), _number(link.latency), _number(link.bandwidth), links)
     return out
@@ -119,10 +119,10 @@ def _number(p: Poly) -> Fraction:
 
 
 def _gathered(found: dict[str, _Dimension]) -> tuple[tuple[str, ...], int, Fraction]:
-    """Return the dimensions that an all-gather is bound by, how many devices are along these, and seconds for a byte.
+    """Return the dimensions that bound an all-gather, the devices along them, and seconds per byte.
 
-    Devices that differ in other dimensions alone have a whole together, of which all but one part of P comes from
-    outside, over their links along these dimensions.
+    Devices that differ only in the other dimensions hold the whole together. All of it except their own share of 1/P
+    enters over their links along the bounding dimensions.
     """
     n = prod(d.devices for d in found.values())
     best: tuple[tuple[str, ...], int, Fraction] = ((), 1, Fraction(0))
@@ -135,22 +135,22 @@ def _gathered(found: dict[str, _Dimension]) -> tuple[tuple[str, ...], int, Fract
 
 
 def around(collective: str, size: Poly, levels: Sequence[tuple[str, Poly]], hardware: Hardware) -> Poly:
-    """Return the seconds that a collective, or a send, takes once in a torus, over levels as `covered` returns them.
+    """Return the seconds of a collective or send in a torus, over `levels` from `covered`.
 
-    The bytes are of the whole that is gathered or reduced, and of what a rank sends otherwise.
+    `size` is in bytes: the full gathered or reduced tensor, otherwise the bytes that a rank sends.
 
-    Parts go around a ring both ways at once, dimension after dimension. With d dimensions, the orders of these run at
-    the same time with a share of the bytes each, chosen so that all links are busy to the end: (n - 1)/n of the bytes
-    over all links of a device. Shares that do so exist if and only if no set of dimensions needs longer (orders give
-    loads that are the base polytope of a submodular function), so that the time is the longest over all sets. An
-    all-reduce is a reduce-scatter and an all-gather. In an all-to-all, messages between the halves of a dimension cross
-    it at two places of a ring and at one of a line; the longest dimension takes as long as all.
+    Chunks travel in both directions of a ring, one dimension after another. With d dimensions, several orders run at
+    the same time, each on a share of the bytes, so that all links stay busy: (n - 1)/n of the bytes over all links of a
+    device. Such shares exist if and only if no subset of dimensions takes longer (the loads form the base polytope of a
+    submodular function), so the time is the maximum over subsets. An all-reduce is a reduce-scatter and an all-gather.
+    In an all-to-all, messages between the halves of a dimension cross a ring at two places and a line at one; the
+    longest dimension determines the time.
     """
     found = _dimensions(levels, hardware)
     if not found:
         return ZERO
     latency = sum(d.hops * d.latency for d in found.values())
-    if collective == "send":  # to a neighbour, along any of them
+    if collective == "send":  # to a neighbour in any dimension
         slowest = min(found.values(), key=lambda d: d.bandwidth)
         return slowest.latency + size / slowest.bandwidth
     if collective == "all_to_all":
@@ -162,10 +162,10 @@ def around(collective: str, size: Poly, levels: Sequence[tuple[str, Poly]], hard
 def least_around(
     collective: str, size: Poly, levels: Sequence[tuple[str, Poly]], hardware: Hardware
 ) -> dict[str, Poly]:
-    """Return the least seconds that a collective keeps links along dimensions busy; parameters as `around`.
+    """Return the least seconds that a collective keeps links busy, by dimensions; parameters as in `around`.
 
-    Of a sum that devices share each number has to come from outside once. Of an all-to-all in a line, the device at its
-    end counts, and not the middle, so that times of several collectives are those of the same links.
+    In an all-reduce, each element of the result has to arrive once. In an all-to-all on a line, the links at its end
+    count rather than the bisection, so that the times of several collectives refer to the same links.
     """
     found = _dimensions(levels, hardware)
     if not found:
@@ -175,34 +175,32 @@ def least_around(
         name, longest = max(found.items(), key=lambda item: item[1].crossed)
         at_end = (longest.devices - 1) / (longest.devices * longest.rate)
         return {name: size * (longest.crossed if longest.links == 2 else at_end)}
-    if collective == "send":  # half of it may go around the other way
+    if collective == "send":  # half may take the other direction
         return {"+".join(found): size / (2 * sum(d.rate for d in found.values()))}
     return {"+".join(names): size * spent * (Fraction(along, along - 1) if collective == "all_reduce" else 1)}
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-# Which messages what is reduced in buckets goes in: how many there are, and how large each is.
+# -- buckets -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Bucketed:
-    """What a reduction in buckets takes part in, in one backward pass."""
+    """Messages that a bucketed reduction contributes to, in one backward pass."""
 
     parts: dict[int, int] = field(default_factory=dict)
-    """Bytes of messages, and how many of them are its own, all of its runs together."""
+    """Bytes that it contributes over all runs, by message size."""
     runs: int = 0
-    """How often it runs."""
+    """Number of runs."""
     completes: int = 0
-    """How many messages it is the last one of."""
+    """Number of messages that it completes."""
 
 
 def bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]:
-    """Return what reductions in buckets take part in, for sizes of all parameters.
+    """Return the messages of bucketed reductions, with all parameter sizes bound.
 
-    Each format has a bucket that is open. What is reduced is added to it in the order of the program; once it has as
-    many bytes as its limit it is a message, and what is left at the end of a backward pass is the last one:
-    `compute_bucket_assignment_by_size` of torch/csrc/distributed/c10d/reducer.cpp. BindingError if the size of a
-    gradient or the number of layers is open.
+    Each mesh axis and format has one open bucket. Gradients join it in program order. Once it reaches its size limit it
+    is sent, and the remainder is sent at the end of the backward pass, as in `compute_bucket_assignment_by_size`
+    (torch/csrc/distributed/c10d/reducer.cpp). Raises BindingError if a gradient size or the number of layers is open.
     """
     wanted = dict(values)
     if graph.cache.get("bucketed", (None,))[0] != wanted:
@@ -218,7 +216,7 @@ class _Open:
     members: list[Op] = field(default_factory=list)
     size: int = 0
     before: int = 0
-    """How many of its kind are full."""
+    """Number of full buckets before it."""
 
 
 def _bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]:
@@ -250,7 +248,7 @@ def _bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]
 
 
 def _in_order(graph: Graph, values: Mapping[str, Poly]) -> Iterator[tuple[Op, Collective]]:
-    """Yield reductions in buckets as often as a backward pass runs them: of micro-batches one."""
+    """Yield bucketed reductions once per execution in one backward pass, that is, for a single micro-batch."""
     for op in graph.ops:
         if isinstance(op.kind, Collective) and op.kind.bucket:
             yield op, op.kind
@@ -275,25 +273,25 @@ def _messages_number(op: Op, what: str, size: Poly, values: Mapping[str, Poly]) 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective, spread evenly over as few domains of each link as hold them."""
+    """Ranks of a collective, spread evenly over as few domains per link as possible."""
 
     hardware: Hardware
     levels: tuple[tuple[str, Poly], ...]
-    """Links, the nearest first, and how many ranks each joins, or domains of the link before it."""
+    """Links, nearest first, with the participants that each joins: ranks, or domains on the previous link."""
 
     @property
     def ranks(self) -> Poly:
-        """How many ranks there are."""
+        """Number of ranks."""
         return prod((count for _, count in self.levels), start=ONE)
 
     @property
     def torus(self) -> bool:
-        """Whether they are in a torus, whose dimensions are the links."""
+        """Whether the links are the dimensions of a torus."""
         return self.hardware.cluster is not None and self.hardware.cluster.torus
 
     @property
     def link(self) -> str:
-        """What its messages go over at their slowest: link where that depends on a degree that is open."""
+        """Slowest link that messages use: "link" if that depends on an open degree."""
         reached = [level for level in self.levels if level[1] != ONE] or [*self.levels[:1]]
         if self.torus:
             return "+".join(name for name, _ in reached)
@@ -302,11 +300,11 @@ class Group:
 
     @cached_property
     def joined(self) -> tuple[tuple[Poly, Callable[[], Wire]], ...]:
-        """How many each link joins, and the link, which is looked up where it is needed."""
+        """Number of participants per link, and a function that looks up the link."""
         return tuple((count, partial(wire, self.hardware, name)) for name, count in self.levels)
 
     def below(self) -> Iterator[tuple[Poly, Poly]]:
-        """Yield for each link the ranks of a domain that it joins to others, and the ranks of those together."""
+        """Yield for each link the ranks in one domain below it, and in all domains that it joins."""
         inside = ONE
         for _, count in self.levels:
             yield inside, inside * count
@@ -314,18 +312,18 @@ class Group:
 
 
 def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> Group:
-    """Return where the ranks of a collective are: ranks along the last axis of the mesh are next to each other.
+    """Return the placement of a collective's ranks, with neighbours along the last mesh axis on adjacent devices.
 
-    So are those of a collective without an axis. Devices fill the mesh domain by domain. UnsupportedError if the graph
-    has no mesh, or none with the axis that the op names; SpecError if it is not said how many devices the interconnect
-    joins, or the ranks are more than a network joins.
+    Ranks without a mesh axis are adjacent too. Devices fill the mesh domain by domain. Raises UnsupportedError if the
+    graph has no mesh or lacks the op's axis, and SpecError if the size of the interconnect is unknown or the network
+    joins too few devices.
     """
     ranks, apart = (p.bind(values) for p in ranks_apart(op, graph))
     return placed(op.name, ranks, apart, hardware)
 
 
 def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
-    """Return where ranks are that have so many devices from one to the next; errors as `group_of`, of what is named."""
+    """Return the placement of ranks that are `apart` devices apart; errors as in `group_of`, naming `name`."""
     if hardware.cluster is not None and hardware.cluster.torus:
         return Group(hardware, covered(name, ranks, apart, hardware))
     left, levels = ranks, []
@@ -333,7 +331,7 @@ def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
         if size is None:
             levels.append((link, left))
             break
-        # what is left over in a domain has no whole place of the next axis
+        # devices left over in a domain do not hold a whole group of the next axis
         one = size == 1 or (apart.constant is not None and apart.constant >= size)
         room = ONE if one else poly(Max(1, _rounded(sympy.floor, poly(size) / apart).expr))
         domains = ranks if one else _rounded(sympy.ceiling, ranks / room)
@@ -347,7 +345,7 @@ def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
 
 
 def ranks_apart(op: Op, graph: Graph) -> tuple[Poly, Poly]:
-    """Return how many ranks there are, and how many devices from one to the next: stages have whole meshes each."""
+    """Return the number of ranks and their distance in devices; each pipeline stage has a whole mesh."""
     assert isinstance(op.kind, Collective | Send)
     of_mesh, stage = graph.root.sharding, graph.root.waiting
     if op.kind.axis == "pp" and of_mesh is not None and stage is not None:
@@ -360,7 +358,7 @@ def ranks_apart(op: Op, graph: Graph) -> tuple[Poly, Poly]:
 
 
 def _apart(op: Op, axis: str, graph: Graph) -> Poly:
-    """Return how many devices there are from one rank of an axis to the next."""
+    """Return the distance in devices between neighbouring ranks of an axis."""
     if not axis:
         return ONE
     sharding = graph.root.sharding
@@ -376,38 +374,38 @@ def _rounded(how: Callable[[sympy.Expr], sympy.Expr], p: Poly) -> Poly:
 
 
 def _several(n: Poly) -> Poly:
-    """Return 1 where there are several, 0 where there is one."""
+    """Return 1 if n > 1, and 0 if n is 1."""
     return ONE - _rounded(sympy.floor, ONE / n)
 
 
 def _levels(n: Poly) -> Poly:
-    """Return the steps from the leaves of a tree to its root."""
+    """Return the height of a binary tree."""
     return _rounded(sympy.ceiling, poly(sympy.log(n.expr) / sympy.log(2))) if n != ONE else ZERO
 
 
 def whole(op: Op) -> Poly:
-    """Return the bytes that all ranks of a group have together, of what is reduced or sent those of one rank."""
+    """Return the bytes in the full gathered tensor, or for other collectives in the tensor on one rank."""
     kind, (x,), (made,) = op.kind, op.operands, op.results
     gathered = isinstance(kind, Collective) and kind.collective == "all_gather"
     return (made if gathered else x).numel * x.element_bytes()
 
 
 def message(op: Op, values: Mapping[str, Poly]) -> tuple[Poly, str, Poly]:
-    """Return how many messages a collective or send is, what each is for `taken`, and the bytes of each."""
+    """Return the message count of a collective or send, its kind for `taken`, and the bytes per message."""
     (x,) = op.operands
     size = whole(op).bind(values)
     if isinstance(op.kind, Collective) and op.kind.ring:
         return op.kind.sends.bind(values), "send", size / op.kind.ranks.bind(values)
-    # tensors that have a storage for each iteration of a loop are sent one by one
+    # tensors stacked by a loop are sent one by one
     apart = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
     return apart, op.kind.collective if isinstance(op.kind, Collective) else "send", size / apart
 
 
 def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> tuple[Poly, str]:
-    """Return the seconds that a collective or send takes once, and its slowest link; errors as `group_of`."""
+    """Return the seconds of one collective or send, and its slowest link; errors as in `group_of`."""
     group = group_of(op, graph, values, hardware)
     if isinstance(op.kind, Collective) and op.kind.bucket:
-        found = bucketed(graph, values)[op]  # its part of the time of each message
+        found = bucketed(graph, values)[op]  # its share of the time of each message
         times = (taken(op.kind.collective, poly(size), group) * mine / size for size, mine in found.parts.items())
         return total(times) / found.runs, group.link
     many, what, size = message(op, values)
@@ -415,15 +413,15 @@ def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
 
 
 def taken(collective: str, size: Poly, group: Group) -> Poly:
-    """Return the seconds that a collective takes once: domains and the network between them one after the other.
+    """Return the seconds of one collective: within domains, then over the network between them.
 
-    `size` is in bytes, as `whole` returns them.
+    `size` is in bytes, as from `whole`.
 
-    A message takes latency + bytes/bandwidth. n = m*k ranks, m in each of k domains, pass n-th parts around: m - 1
-    steps within the domain and k - 1 between domains, there with a m-th of the bytes for each, as each has a network
-    card of its own. An all-reduce is a reduce-scatter and an all-gather in such rings, or goes up and down two trees at
-    once that halve the bytes between them, where each rank receives and hands on all bytes twice: the smaller of both
-    (Patarasuk and Yuan 2009; Sanders, Speck and Traeff 2009). In an all-to-all each rank sends one n-th to each other.
+    A message takes latency + bytes/bandwidth. n = m*k ranks, m in each of k domains, pass chunks around: m - 1 steps
+    within the domain and k - 1 between domains, with a fraction 1/m of the bytes there, since each rank has its own
+    network card. An all-reduce takes the smaller of two algorithms: a reduce-scatter and an all-gather in such rings,
+    or a double binary tree in which each rank receives and forwards all bytes twice (Patarasuk and Yuan 2009; Sanders,
+    Speck and Traeff 2009). In an all-to-all, each rank sends a fraction 1/n to each other rank.
     """
     if group.torus:
         return around(collective, size, group.levels, group.hardware)
@@ -438,12 +436,12 @@ def taken(collective: str, size: Poly, group: Group) -> Poly:
 
 @lru_cache(maxsize=1 << 10)
 def _smaller(a: Poly, b: Poly) -> Poly:
-    """Return the smaller one of two times: a search asks of the same messages for structure after structure."""
+    """Return the smaller of two times, cached because a search requests the same messages for many structures."""
     return smaller(a, b)
 
 
 def _steps(n: Poly, share: Poly, link: Callable[[], Wire]) -> Poly:
-    """Return the time in which n ranks of a domain send a share to each other one, over all links at once."""
+    """Return the time in which each of n ranks in a domain sends `share` bytes to each other one, over all links."""
     if n == ONE:
         return ZERO
     fast, others = link(), n - 1
@@ -492,10 +490,10 @@ def _send(size: Poly, group: Group) -> Poly:
 def least_busy(collective: str, size: Poly, group: Group) -> dict[str, Poly]:
     """Return the least seconds that a collective keeps each link busy, whatever its algorithm.
 
-    Latencies count nothing, and switches may reduce and copy. A rank receives what others have of a gathered whole, and
-    sends what others need of a scattered sum: (n - 1)/n of it, over the network what is not in its domain, shared by
-    the cards of the domain. Of what is all-reduced it has to receive each sum once, since its own values are not
-    enough: half of what a ring takes, for many ranks.
+    Latencies are ignored, and switches may reduce and multicast. A rank receives the missing part of a gathered tensor,
+    or sends the other ranks' part of a scattered sum: (n - 1)/n of the bytes. The network carries the part from outside
+    the domain, shared by the cards in the domain. In an all-reduce, each rank has to receive every sum once, since its
+    own values are not enough: for many ranks half the bytes of a ring.
     """
     if group.torus:
         return least_around(collective, size, group.levels, group.hardware)
@@ -507,7 +505,7 @@ def least_busy(collective: str, size: Poly, group: Group) -> dict[str, Poly]:
             part *= inside
         elif collective == "all_reduce":
             part = _several(count) * beyond / inside
-        elif collective == "send":  # a rank may have the next one beside it
+        elif collective == "send":  # the next rank may be in the same domain
             part = _several(count) * nearer
             nearer -= part
         if count != ONE and part:

@@ -1,4 +1,4 @@
-"""What the graph of one rank sends: a row for each collective, with its formulas."""
+"""Communication table: one row per collective in the graph of one rank."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ __all__ = ["Communication", "Message", "communication"]
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of the graph of one rank."""
+    """A collective in the graph of one rank."""
 
     op: str
     """name of the op"""
     collective: str
     """all_reduce, all_gather, reduce_scatter, all_to_all or send"""
     axis: str
-    """the axis of the mesh that its ranks are on, empty where none is named"""
+    """mesh axis of its ranks, empty if none is named"""
     ranks: Formula
-    """how many ranks take part"""
+    """number of ranks"""
     phase: str
     """forward, recompute, backward or optimizer"""
     scope: str
     """module scope, levels separated by /"""
     times: Formula
-    """how often it runs"""
+    """number of executions"""
     bytes: Formula
-    """of what all ranks of a group have together, or of what is reduced: of one time"""
+    """bytes of the full gathered or reduced tensor, per execution"""
     ring_bytes: Formula
-    """that a rank sends in a ring: of all times"""
+    """bytes that a rank sends in a ring algorithm, over all executions"""
     seconds: Formula | None = None
-    """that it takes on a device, of all times, where one is given"""
+    """time on the given device, over all executions"""
     link: str = ""
-    """interconnect, network or a level of it where ranks are in several domains, link while what decides is open"""
+    """interconnect, network or one of their levels; "link" while it depends on open degrees"""
     messages: Formula | None = None
-    """how many messages it takes, of all times: in buckets those that it is the last one of, None while one of their
-    sizes is open"""
+    """number of messages, over all executions; a bucket counts for the op that completes it, None while sizes are
+    open"""
 
 
 @dataclass(frozen=True, repr=False)
 class Communication(Table):
-    """The collectives of a graph."""
+    """The collectives in a graph."""
 
     rows: tuple[Message, ...]
-    """One for each op, in program order."""
+    """One row per op, in program order."""
     graph: str = field(default="", compare=False)
     """Name of the graph."""
 
@@ -79,12 +79,12 @@ class Communication(Table):
         return len(self.rows)
 
     def filter(self, **facts: str) -> Communication:
-        """Return the rows of which some facts are as given: `filter(collective="all_gather", phase="forward")`."""
+        """Return the rows with the given values: `filter(collective="all_gather", phase="forward")`."""
         kept = (m for m in self.rows if all(getattr(m, name) == value for name, value in facts.items()))
         return Communication(tuple(kept), self.graph)
 
     def total(self) -> Formula:
-        """Return the bytes that a rank sends in rings, all rows together."""
+        """Return the bytes that a rank sends in ring algorithms, over all rows."""
         return sum((m.ring_bytes for m in self.rows), start=0)
 
     def _about(self) -> str:
@@ -107,32 +107,32 @@ class Communication(Table):
 def communication(
     graph: Graph, /, *, hardware: str | Hardware | None = None, network: str | Network | None = None, **dims: int
 ) -> Communication:
-    """List the collectives of the graph of one rank, with what they send.
+    """List the collectives in the graph of one rank, with their bytes.
 
     Parameters
     ----------
     graph : Graph
-        Such as `shard` makes.
+        Sharded graph, for example from `shard`.
     hardware : str, path-like or Hardware, optional
-        Devices whose links the time is of, as in `roofline`.
+        Device whose links determine the times, as in `roofline`.
     network : str, path-like or Network, optional
-        Between the domains of their interconnect, as in `roofline`.
+        Network between interconnect domains, as in `roofline`.
     **dims : int
-        Sizes to bind, degrees of the mesh among them.
+        Sizes to bind, including mesh degrees.
 
     Returns
     -------
     Communication
-        A row for each collective. Bytes are formulas while a size is open, and so are times.
+        One row per collective. Bytes and times are formulas while a size is open.
 
     Raises
     ------
     BindingError
         If a size cannot be bound.
     SpecError
-        If the device is unknown, or lacks what is said of a link that a collective goes over.
+        If the device is unknown, or lacks data on a link that a collective uses.
     UnsupportedError
-        If a time is asked for over an axis that the graph has no mesh for: some transforms keep none.
+        If a time is requested over an axis that the graph has no mesh for; some transforms drop the mesh.
 
     Notes
     -----
@@ -179,7 +179,7 @@ def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings,
 
 
 def _in_messages(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings) -> Message:
-    """Say how many messages a collective takes, of what goes in buckets where all of their sizes are known."""
+    """Add the number of messages; bucketed reductions need all their sizes bound."""
     if not isinstance(op.kind, Collective) or not op.kind.bucket:
         return replace(m, messages=m.times)
     try:

@@ -1,4 +1,4 @@
-"""Two graphs of one model beside each other, class of op by class of op: a declared one and a traced one, say."""
+"""Compare two graphs by class of op, for example a declared and a traced version of one model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .costs import executions, traffic_of
 __all__ = ["Comparison", "Compared", "compare"]
 
 _AMOUNTS = ("matmul", "pointwise", "transcendental", "read", "written")
-#: Classes by the words of their ops: those of declared ones and the names that torch has.
+#: Op names of each class, from declared ops and from torch.
 _CLASSES: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul", "addmm", "mm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "grouped_mm",
                "scaled_mm", "int_mm", "linear", "scaled"),
@@ -57,29 +57,29 @@ class Compared:
     kind: str
     """matmul, pointwise or transcendental FLOPs, or bytes read or written"""
     first: Formula
-    """of the first graph"""
+    """amount in the first graph"""
     second: Formula
-    """of the second graph"""
+    """amount in the second graph"""
     difference: Formula
-    """of the second graph less of the first"""
+    """second minus first"""
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Comparison(Table):
-    """Two graphs beside each other."""
+    """Differences between two graphs."""
 
     rows: tuple[Compared, ...]
-    """one for each phase, class of ops and kind of cost of which either graph has any"""
+    """one row per phase, class of ops and kind of cost that either graph has"""
     graphs: tuple[str, str] = ("", "")
-    """names of the two"""
+    """names of both graphs"""
 
     def differing(self) -> tuple[Compared, ...]:
-        """Return the rows in which the graphs are not the same."""
+        """Return the rows with a nonzero difference."""
         return tuple(r for r in self.rows if r.difference != 0)
 
     def total(self, kind: str) -> Formula:
-        """Return the difference over all classes and phases in one kind of cost."""
+        """Return the total difference in one kind of cost."""
         return sum((r.difference for r in self.rows if r.kind == kind), start=0)
 
     def _about(self) -> str:
@@ -96,16 +96,16 @@ def _unit(row: Compared) -> str:
 
 
 def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: int) -> Comparison:
-    """Set two graphs beside each other, class of op by class of op, with the differences as formulas.
+    """Compare two graphs by class of op, with differences as formulas.
 
     Parameters
     ----------
     first, second : Graph
-        Such as one that is declared and one that `costgraph.torch.trace` recorded. One name is one size in both.
+        Graphs to compare, such as a declared one and one from `costgraph.torch.trace`. Equal names are equal sizes.
     count : str
-        executed, or full: every domain ignored, as FlopCounterMode charges.
+        "executed", or "full" to ignore iteration domains such as causal masks, as FlopCounterMode does.
     **dims : int
-        Sizes to bind, each in the graphs that have it; preset sizes are bound where nothing else is said.
+        Sizes to bind, each in the graphs that have it; otherwise preset sizes apply.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: 
     Raises
     ------
     GraphError, BindingError
-        If one is no graph, or a size is in neither of them or no size.
+        If an argument is not a graph, or a size is invalid or in neither graph.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[st
     found: dict[tuple[str, str, str], Poly] = {}
     around = ""
     for op, times, moves in executions(graph):
-        around = _class_of(op) if moves else around  # what a kernel fuses belongs to it
+        around = _class_of(op) if moves else around  # ops fused into a kernel belong to it
         own = op.kind.flops(op).by_kind(count)
         if moves:
             own |= traffic_of(op)

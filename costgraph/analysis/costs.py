@@ -1,4 +1,4 @@
-"""What each op costs: the table behind FLOPs, bytes moved and intensity."""
+"""Cost table per op: FLOPs, bytes moved and arithmetic intensity."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ __all__ = [
 
 
 # -- table -------------------------------------------------------------------------------------------------------------
-# The table of costs: rows that can be filtered, grouped, summed and bound.
 
 #: Kinds of FLOPs that hardware treats differently.
 FLOP_KINDS = ("matmul", "pointwise", "transcendental")
@@ -84,14 +83,14 @@ _VALUES = {
 @guarded()
 @dataclass(frozen=True)
 class Cost:
-    """A sum of costs: small, additive."""
+    """An additive cost record."""
 
     matmul: Formula = 0
-    """FLOPs of contractions: a multiply and an add for each index point"""
+    """FLOPs in contractions: one multiply and one add per index point"""
     pointwise: Formula = 0
-    """FLOPs of single arithmetic operations"""
+    """FLOPs in elementwise arithmetic"""
     transcendental: Formula = 0
-    """FLOPs of exp, log, sqrt and the like"""
+    """FLOPs in exp, log, sqrt and the like"""
     read: Formula = 0
     """bytes read"""
     written: Formula = 0
@@ -113,7 +112,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """One entry of the table: FLOPs of one kind, or bytes in one direction, of one op."""
+    """One table entry: FLOPs of one kind, or bytes in one direction, for one op."""
 
     op: str
     """name of the op"""
@@ -122,19 +121,19 @@ class CostRow:
     phase: str
     """forward, recompute, backward or optimizer"""
     kind: str
-    """matmul, pointwise or transcendental; of bytes the first of these that the op has FLOPs of, else data"""
+    """matmul, pointwise or transcendental; for bytes the first of these kinds that the op has, else data"""
     dtype: str
-    """number format: of FLOPs the one that they are done in, of bytes the stored one"""
+    """number format: for FLOPs the compute format, for bytes the stored format"""
     direction: str
     """compute, read or write"""
     amount: Poly
-    """FLOPs where the direction is compute, else bytes; all iterations of a Repeat together"""
+    """FLOPs if the direction is compute, else bytes; summed over all iterations"""
     validity: Validity | None = field(default=None, repr=False, compare=False)
-    """what the amount holds for"""
+    """conditions under which the amount holds"""
 
     @property
     def value(self) -> Formula:
-        """The amount as a formula, or a number."""
+        """The amount as a formula or number."""
         return answer(self.amount, _held(self.validity))
 
 
@@ -145,16 +144,16 @@ def _held(validity: Validity | None) -> tuple[Validity, ...]:
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Costs(Table):
-    """A table of costs that can be filtered, grouped, summed and bound."""
+    """Cost table that can be filtered, grouped, summed and bound."""
 
     rows: tuple[CostRow, ...]
-    """The entries, in program order."""
+    """Entries in program order."""
     names: frozenset[str] = frozenset()
-    """Dimensions of the graph that they come from: what `bind` takes."""
+    """Dimensions of the graph, as accepted by `bind`."""
     validity: Validity | None = field(default=None, repr=False, compare=False)
-    """What the rows hold for."""
+    """Conditions under which the rows hold."""
     graph: str = field(default="", compare=False)
-    """Name of the graph that they come from."""
+    """Name of the graph."""
 
     def __iter__(self) -> Iterator[CostRow]:
         return iter(self.rows)
@@ -176,23 +175,23 @@ class Costs(Table):
         )  # fmt: skip
 
     def filter(self, **wanted: str | Callable[[str], bool]) -> Costs:
-        """Keep the rows whose columns have these values.
+        """Return the rows with the given column values.
 
         Parameters
         ----------
         **wanted : str or callable
-            By column: op, scope, phase, kind, dtype, direction. A scope or an op stands for all that is inside it
-            (`scope="layers/attn"`); a callable decides by the column's text.
+            Value by column: op, scope, phase, kind, dtype, direction. A scope or op includes everything inside it
+            (`scope="layers/attn"`); a callable receives the column's text.
 
         Returns
         -------
         Costs
-            Fewer rows.
+            The selected rows.
 
         Raises
         ------
         GraphError
-            If there is no such column.
+            If a column does not exist.
         """
         for column, value in wanted.items():
             _need_column(column)
@@ -207,13 +206,12 @@ class Costs(Table):
         ----------
         column : str
             op, scope, phase, kind, dtype or direction.
-        depth : int, optional
-            Levels of a scope to keep.
+        op, scope, phase, kind, dtype or direction.
 
         Returns
         -------
         Grouped
-            A mapping from value to table; `.total()` sums each.
+            Mapping from value to table; `.total()` sums each.
         """
         _need_column(column)
         if depth is not None and depth < 1:
@@ -225,7 +223,7 @@ class Costs(Table):
         return Grouped({k: replace(self, rows=tuple(v)) for k, v in out.items()})
 
     def total(self) -> Cost:
-        """Add up all rows."""
+        """Sum all rows."""
         sums = {}
         for kind in FLOP_KINDS:
             sums[kind] = total(r.amount for r in self.rows if r.direction == "compute" and r.kind == kind)
@@ -235,12 +233,12 @@ class Costs(Table):
         return Cost(**{k: answer(p, _held(self.validity)) for k, p in parts.items()})
 
     def bind(self, **dims: int) -> Costs:
-        """Put sizes into every row.
+        """Bind sizes in every row.
 
         Raises
         ------
         BindingError
-            If a name is no dimension of the graph or is bound to another size, or the graph refuses a size.
+            If a name is not a dimension of the graph, is already bound to another size, or the size is invalid.
         """
         for name in dims:
             if name not in self.names:
@@ -264,11 +262,11 @@ _COLUMNS = (
 
 
 class Grouped(Table, dict[str, Costs]):
-    """Tables by the value of a column."""
+    """Cost tables by column value."""
 
     @property
     def rows(self) -> tuple[tuple[str, Cost], ...]:
-        """Each value with what its table adds up to."""
+        """Each value with its total cost."""
         return tuple(self.total().items())
 
     def _about(self) -> str:
@@ -282,11 +280,11 @@ class Grouped(Table, dict[str, Costs]):
         )
 
     def total(self) -> dict[str, Cost]:
-        """Add up each table."""
+        """Sum each table."""
         return {k: v.total() for k, v in self.items()}
 
     def bind(self, **dims: int) -> Grouped:
-        """Put sizes into every table."""
+        """Bind sizes in every table."""
         return Grouped({k: v.bind(**dims) for k, v in self.items()})
 
 
@@ -299,7 +297,7 @@ def _need_column(column: str) -> None:
 
 
 def _need_value(column: str, wanted: object) -> None:
-    """Refuse what no row can have: a misspelt kind would add up to nothing."""
+    """Raise for values that no row can have, since a misspelt kind would sum to zero."""
     if not isinstance(wanted, str):
         need_call(f"costs: {column}", wanted)
     elif column in _VALUES:
@@ -313,10 +311,9 @@ def _matches(value: str, wanted: str | Callable[[str], bool], column: str) -> bo
 
 
 # -- aliases -----------------------------------------------------------------------------------------------------------
-# Iterations of a Repeat that differ in which of its tensors are one: an op that reads both reads it once.
-#
-# What a loop starts from may be a tensor that its body captures as well, so that the two are one in the first iteration
-# alone; a body may hand a captured tensor on, or one result in two places.
+# An op that reads one tensor under two names reads it once. In a loop, this can differ per iteration: the initial value
+# of a carry may be a tensor that the body also captures, and a body may forward a captured tensor or return one result
+# twice.
 
 Aliases = Mapping[Storage, tuple[Storage, Poly]]
 Place = tuple[Storage, Poly]
@@ -324,7 +321,7 @@ Place = tuple[Storage, Poly]
 
 @contextmanager
 def aliased(aliases: Aliases) -> Iterator[None]:
-    """Let regions of tensors be told in the storages that these stand for."""
+    """Identify regions of tensors by the storages in `aliases`."""
     token = ALIASES.set({**ALIASES.get(), **aliases})
     try:
         yield
@@ -333,10 +330,10 @@ def aliased(aliases: Aliases) -> Iterator[None]:
 
 
 def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
-    """Return which inputs of a Repeat's body are one tensor, and in how many iterations they are.
+    """Return the alias sets among a loop body's inputs, with the number of iterations for each.
 
-    For each situation it says what the storages of the body's inputs stand for; there is one in the ordinary case that
-    nothing is read under two names.
+    Each alias set maps the storages of body inputs to the storages that they alias. There is a single set if no tensor
+    is read under two names.
     """
     count = loop.count
     seen, first = _followed(loop)
@@ -346,7 +343,7 @@ def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
     for k, aliases in enumerate(seen):
         if k < first:
             times = smaller(ONE, at_least_zero(count - k)) if k else ONE
-        else:  # every so many iterations from here on
+        else:  # periodic from here on
             times = at_least_zero(poly(sympy.ceiling(((count - k) / (len(seen) - first)).expr)))
         if times:
             out.append((aliases, times))
@@ -354,7 +351,7 @@ def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
 
 
 def _followed(loop: Loop) -> tuple[list[Aliases], int]:
-    """Follow the carries until a situation comes back; returns the situations and which one it is."""
+    """Follow the carries until their alias sets repeat; return the sets and the start of the period."""
     iteration = _iteration(loop.body)
     before = {name: poly(symbol(name)) - 1 for name in iteration.names()}
     fixed = dict(_entries(loop, iteration))
@@ -369,7 +366,7 @@ def _followed(loop: Loop) -> tuple[list[Aliases], int]:
             if t.storage in places:
                 base, delta = state[places[t.storage]]
                 after.append((_older(made, base), delta.bind(before) + t.offset))
-            elif t.storage in fixed:  # a slice is that of the iteration before, for the next one
+            elif t.storage in fixed:  # a slice carried from the previous iteration
                 base, delta = fixed[t.storage]
                 after.append((base, delta.bind(before) + t.offset))
             else:
@@ -384,7 +381,7 @@ def _followed(loop: Loop) -> tuple[list[Aliases], int]:
 
 
 def _shortened(told: list[Aliases], first: int) -> tuple[list[Aliases], int]:
-    """Leave out what comes back sooner than the carries themselves do."""
+    """Shorten the sequence if alias sets repeat sooner than the carries."""
     if all(t == told[first] for t in told[first:]):
         told = told[: first + 1]
     while first and len(told) == first + 1 and told[first - 1] == told[first]:
@@ -394,14 +391,14 @@ def _shortened(told: list[Aliases], first: int) -> tuple[list[Aliases], int]:
 
 
 def _copy(storage: Storage) -> Storage:
-    """Stand for what an earlier iteration made: this one makes its own."""
+    """Return a placeholder for a storage from an earlier iteration."""
     out = Storage.__new__(Storage)
     out.name, out.elements, out.bytes, out.role = storage.name, storage.elements, storage.bytes, storage.role
     return out
 
 
 def _older(made: dict[tuple[Storage, int], Storage], base: Storage) -> Storage:
-    """Return what stands for a tensor an iteration later: one that a body made is then older than its newest one."""
+    """Return the storage as seen one iteration later: one produced in the body is then older than the newest."""
     key = next((k for k, s in made.items() if s is base), None)
     return base if key is None else made.setdefault((key[0], key[1] + 1), _copy(base))
 
@@ -415,7 +412,7 @@ def _resolved(storage: Storage, offset: Poly) -> Place:
 
 
 def _iteration(body: Graph) -> Poly:
-    """Return the number of an iteration, of which a loop around has another one."""
+    """Return the symbol for the iteration index, distinct for each nesting level."""
     depth = 0
     while body.parent is not None:
         body, depth = body.parent, depth + 1
@@ -423,15 +420,15 @@ def _iteration(body: Graph) -> Poly:
 
 
 def _entries(loop: Loop, iteration: Poly) -> Iterator[tuple[Storage, Place]]:
-    """Yield what the inputs of a body stand for that are the same in all iterations, slices apart."""
+    """Yield the storages behind the captured inputs and slices of a body."""
     for f, t in zip(loop.slices, loop.xs, strict=True):
         yield f.storage, _resolved(t.storage, t.offset + t.strides[0] * iteration)
     for f, t in zip(loop.captured, loop.shared, strict=True):
-        yield f.storage, _resolved(t.storage, ZERO)  # its own offset is that of the outer one
+        yield f.storage, _resolved(t.storage, ZERO)  # its own offset is the outer one's
 
 
 def _told(body: Graph, places: Mapping[Storage, Place]) -> Aliases:
-    """Keep what matters: storages under several names of which an op reads two."""
+    """Return the alias sets if an op reads one storage under two names, else nothing."""
     bases = [base for base, _ in places.values()]
     shared = {name: place for name, place in places.items() if bases.count(place[0]) > 1}
     if not shared:
@@ -448,12 +445,11 @@ def _base(shared: Aliases, storage: Storage) -> Storage:
     return shared[storage][0] if storage in shared else storage
 
 
-# -- traffic -----------------------------------------------------------------------------------------------------------
-# Traffic that no fusion avoids: graph inputs, parameters and buffers read, outputs written.
+# -- compulsory traffic ------------------------------------------------------------------------------------------------
 
 
 def repeated_bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Poly]]:
-    """Yield a graph and every repeated body inside it, with the number of times that it runs."""
+    """Yield a graph and every repeated body inside it, with the number of executions."""
     yield graph, times
     for op in graph.ops:
         if op.body is not None:
@@ -462,7 +458,7 @@ def repeated_bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Po
 
 
 def _known(graph: Graph) -> Relations:
-    """Return what is known of sizes, and that no token chooses more experts than there are."""
+    """Return the known relations, including that no token chooses more experts than exist."""
     products = ((op, op.kind) for op in graph.walk() if isinstance(op.kind, GroupedMatmul))
     pairs = {(op.operands[1].sizes[0], kind.chosen) for op, kind in products if kind.routing == "expected"}
     texts = sorted(f"{experts} >= {chosen}" for experts, chosen in pairs if (experts - chosen).constant is None)
@@ -470,14 +466,14 @@ def _known(graph: Graph) -> Relations:
 
 
 def _at_most(touched: Poly, whole: Poly, known: Relations) -> Poly:
-    """Return what is touched of a tensor, never more than the whole."""
+    """Return the accessed elements, bounded by the size of the tensor."""
     if at_least(whole, touched) or known.nonnegative(whole - touched):
         return touched
     return whole if at_least(touched, whole) else poly(Min(touched.expr, whole.expr))
 
 
 def _made(t: Tensor) -> tuple[object, ...] | None:
-    """Identify the elements that an output needs written: None where a loop may only have handed them on."""
+    """Identify the elements that an output has to write, or None if a loop may only forward them."""
     source = t
     while source.is_view and source.producer is not None:
         source = next(o for o in source.producer.operands if o.storage is t.storage)
@@ -490,7 +486,7 @@ def _made(t: Tensor) -> tuple[object, ...] | None:
 
 
 def _outputs(graph: Graph) -> Iterator[Poly]:
-    """Yield the bytes of each storage that outputs need written; of parts that may overlap the largest."""
+    """Yield the bytes written per output storage; of parts that may overlap, only the largest counts."""
     by_storage: dict[object, dict[tuple[object, ...], Tensor]] = {}
     for t in graph.outputs:
         if t.storage.role == "activation" and not t.storage.host and (made := _made(t)):
@@ -504,11 +500,11 @@ def _outputs(graph: Graph) -> Iterator[Poly]:
 
 
 def _kept(graph: Graph, t: Tensor) -> Poly:
-    """Return the elements of a cache that a step writes: the next one reads them."""
+    """Return the elements that a step writes to a cache, which the next step reads."""
     if t.role != "cache":
         return ZERO
     changing = [op for op in graph.successors(t) if op.kind.overwrites()]
-    # a kernel writes into caches beside what it hands out
+    # a kernel may update caches in addition to its results
     return total(
         written
         for op in changing
@@ -520,8 +516,8 @@ def _kept(graph: Graph, t: Tensor) -> Poly:
 def compulsory(graph: Graph) -> Poly:
     """Return the bytes that no fusion avoids.
 
-    Those are of each input, parameter and buffer the part that its widest reader touches, never more than the whole,
-    and of each output every element; of a cache also what is written to it. What nobody reads is not moved.
+    Each input, parameter and buffer counts the part that its widest reader accesses, at most the whole tensor. Outputs
+    count in full, and caches also the elements written to them. Unused tensors are not moved.
     """
     if "compulsory" not in graph.cache:
         parts, known = [], _known(graph)
@@ -542,16 +538,16 @@ _COUNTS = ("executed", "full")
 
 
 def executions(graph: Graph, times: Poly = ONE, *, moves: bool = True) -> Iterator[tuple[Op, Poly, bool]]:
-    """Yield every op that does something, how often it runs, and whether its operands are in memory.
+    """Yield every op that does work, how often it runs, and whether its operands are in memory.
 
-    An op is yielded again for iterations of a Repeat in which it reads another number of different tensors; what it
-    reads has to be asked for before the next one.
+    An op is yielded again for iterations in which more or fewer of its operands alias. Query its reads before
+    advancing.
     """
     yield from _executions(graph, times, moves, {})
 
 
 def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
-    """As above; `absent` has the sums that are not there yet, and in how many of the executions they are not."""
+    """Yield executions; `absent` maps accumulators without a first term to how often they lack it."""
     for op in graph.ops:
         if op.loop is not None:
             yield from _iterations(op.loop, times, moves, absent)
@@ -560,7 +556,7 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
             absent[op.results[0]] = times
             continue
         runs = times
-        if isinstance(op.kind, Accumulate):  # the first term of a sum becomes it
+        if isinstance(op.kind, Accumulate):  # the first term initializes the sum
             without = absent.get(op.operands[0], ZERO)
             if op.kind.lent and without:
                 yield taken(op), without, moves
@@ -574,7 +570,7 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
 
 def _iterations(loop: Loop, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
     for nth, (aliases, runs) in enumerate(_situations(loop)):
-        # of a sum that is handed on, the first iteration makes something
+        # the first iteration initializes a carried accumulator
         begun = zip(loop.carries, loop.starts, strict=True) if nth == 0 else ()
         inner = {f: absent[t] for f, t in begun if t in absent}
         given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
@@ -584,7 +580,7 @@ def _iterations(loop: Loop, times: Poly, moves: bool, absent: dict[Tensor, Poly]
 
 
 def _situations(loop: Loop) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]], Poly]]:
-    """Return the situations of a loop; one up to the iteration of the loop around runs 0 + 1 + ... times."""
+    """Return the alias sets of a loop; one bounded by an outer loop's index runs 0 + 1 + ... times."""
     found = situations(loop)
     if not loop.until:
         return found
@@ -592,32 +588,29 @@ def _situations(loop: Loop) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]]
         raise UnsupportedError(
             f"{loop.op.name!r} reads one tensor under two names, expected a loop that reads each once"
         )
-    # as often in the mean
+    # the mean trip count
     return [(found[0][0], (loop.count - 1) / 2)]
 
 
 def compute_dtype(op: Op) -> str:
-    """Return the format that an op calculates in: the common one of its floating operands, else of its result.
+    """Return the format that an op computes in: the promoted format of its floating operands, else of its result.
 
-    A product of whole numbers adds up in a wider format than that of its operands, which decides the unit that it
-    runs on.
+    An integer matmul accumulates in a wider format than its operands, which determine the unit it runs on.
     """
     multiplies = isinstance(op.kind, Einsum | GroupedMatmul)
-    operands = (
-        op.operands[:2] if isinstance(op.kind, GroupedMatmul) else op.operands
-    )  # the others say where rows belong
+    operands = op.operands[:2] if isinstance(op.kind, GroupedMatmul) else op.operands  # the others are routing indices
     found = [t.dtype for t in operands if t.dtype.kind == "float"]
     if not found:
         found = [t.dtype for t in (operands if multiplies else op.results[:1])]
     if multiplies and found[0].kind == "float" and all(f.bits <= 8 for f in found):
-        made = max(found, key=lambda f: (f.bits, f.mantissa))  # E4M3 times E5M2 runs on the units of either
+        made = max(found, key=lambda f: (f.bits, f.mantissa))  # E4M3 times E5M2 runs on either unit
     else:
         made = fold(promote, found)
     return made.element or made.name
 
 
 def _main_kind(op: Op, flops_of: Callable[[Op], Flops]) -> str:
-    """Name the kind of an op's bytes: the first kind of FLOPs that it, or what is fused into it, has any of."""
+    """Return the kind that an op's bytes are listed under: its first kind of FLOPs, including fused ops."""
     inside = [op] if op.body is None else [inner for inner, _, _ in executions(op.body)]
     found = [flops_of(i).by_kind() for i in inside]
     return next((k for k in FLOP_KINDS if any(flops[k] for flops in found)), "data")
@@ -641,7 +634,7 @@ def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
     if ("costs", count) in graph.cache:
         return graph.cache["costs", count]  # type: ignore[no-any-return]  # of any answer
     rows = []
-    flops_of = lru_cache(maxsize=None)(lambda op: op.kind.flops(op))  # of what is fused, asked twice
+    flops_of = lru_cache(maxsize=None)(lambda op: op.kind.flops(op))  # cached: fused ops are queried twice
     for op, times, moves in executions(graph):
         for kind, amount in flops_of(op).by_kind(count).items():
             if amount:
@@ -667,7 +660,7 @@ def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[t
     need_choice("count", count, _COUNTS)
     values = bindings(graph, dims)
     rows = _rows(graph, count)
-    # a report asks several times for the same sizes
+    # cached, since a report requests the same sizes several times
     kept: tuple[object, tuple[CostRow, ...]] = graph.cache.get(("bound costs", count), (None, ()))
     if kept[0] != values:
         validity = values.validity
@@ -677,14 +670,14 @@ def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[t
 
 
 def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
-    """Return the table of costs.
+    """Return the cost table.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     count : str
-        executed, or full: every domain ignored, as FlopCounterMode, PaLM and nanoGPT charge.
+        "executed", or "full" to ignore iteration domains, as FlopCounterMode, PaLM and nanoGPT do.
     **dims : int
         Sizes to bind.
 
@@ -696,7 +689,7 @@ def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or the count is unknown.
+        If a size cannot be bound, or `count` is unknown.
 
     Examples
     --------
@@ -755,7 +748,7 @@ def flops(graph: Graph, /, **dims: int) -> Formula:
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     **dims : int
         Sizes to bind.
 
@@ -767,20 +760,20 @@ def flops(graph: Graph, /, **dims: int) -> Formula:
     Raises
     ------
     BindingError
-        If a name is no dimension of the graph, or a size is not a positive integer.
+        If a name is not a dimension of the graph, or a size is not a positive integer.
     """
     return _sum_of(graph, dims, "executed", _is_compute)
 
 
 def matmul_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
-    """Return the FLOPs of contractions: what 6ND, MFU and FlopCounterMode speak of.
+    """Return the FLOPs in contractions, as in 6ND, MFU and FlopCounterMode.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     count : str
-        executed, or full: the whole square of every attention, as torch's counter, PaLM and nanoGPT charge.
+        "executed", or "full" to count the whole square of causal attention, as torch's counter, PaLM and nanoGPT do.
     **dims : int
         Sizes to bind.
 
@@ -792,7 +785,7 @@ def matmul_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formu
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or the count is unknown.
+        If a size cannot be bound, or `count` is unknown.
     """
     return _sum_of(graph, dims, count, _is_matmul)
 
@@ -803,28 +796,28 @@ def bytes_moved(graph: Graph, /, fused: bool = False, *, cache: object = None, *
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     fused : bool
-        False: as declared, each op one kernel that reads each operand and writes each result once. True: what no
-        fusion can avoid, the touched part of graph inputs, parameters and buffers, and the outputs.
+        False: as declared, with one kernel per op that reads each operand and writes each result once. True:
+        compulsory traffic, which no fusion avoids: the accessed part of graph inputs, parameters and buffers, and
+        the outputs.
     cache : int, str or sympy.Expr, optional
-        Bytes of a fast memory, such as `"50 MB"`, that each op goes through and that holds nothing from one op to the
-        next: of every op the least that any schedule of it moves. That is what it touches, or where that is more the
-        bound of `tiling` of a contraction of two operands or of a kernel. Nothing as declared reads an operand twice;
-        this does where operands do not fit. Schedules that come near it are those of `tiling`.
+        Capacity in bytes of a fast memory, such as `"50 MB"`, which keeps nothing between ops. Each op then counts
+        the least traffic under any schedule: the bytes it accesses or, for a two-operand contraction or kernel, the
+        bound from `tiling` if that is larger. Without a cache, every operand is read once; with one, operands that
+        do not fit are read again. The schedules from `tiling` come close to this bound.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Bytes; a bound that holds a root is a float once it is bound.
+        Bytes; a bound with a root is a float once it is bound.
 
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, the cache is no positive number of bytes, or it is given beside `fused`, which knows
-        of one kernel alone.
+        If a size cannot be bound, the cache is not a positive number of bytes, or it is combined with `fused`.
 
     Examples
     --------
@@ -856,14 +849,14 @@ def _through(graph: Graph, fused: bool, cache: object, dims: Mapping[str, object
 
 
 def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
-    """Return the arithmetic intensity: FLOPs of all kinds for each byte moved.
+    """Return the arithmetic intensity: FLOPs of all kinds per byte moved.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     fused : bool
-        Which bytes: as `bytes_moved`.
+        Selects the bytes, as in `bytes_moved`.
     **dims : int
         Sizes to bind.
 
@@ -875,7 +868,7 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or nothing is moved.
+        If a size cannot be bound, or no bytes are moved.
     """
     work, moved = flops(graph, **dims), bytes_moved(graph, fused, **dims)
     if moved == 0:
@@ -885,15 +878,15 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     return answer(conditioned(_cancelled(plain(ratio)), held_by(ratio)) if short else ratio)
 
 
-_cancelled = lru_cache(maxsize=1 << 7)(sympy.Expr.cancel)  # which takes long, and a report asks open and bound
+_cancelled = lru_cache(maxsize=1 << 7)(sympy.Expr.cancel)  # slow, and a report requests both open and bound formulas
 
 
 def _small(ratio: sympy.Expr) -> bool:
-    # cancelling a common factor of many terms takes longer than the whole derivation
+    # cancelling common factors of many terms takes longer than deriving them
     return bool(sum(len(sympy.Add.make_args(p)) for p in ratio.as_numer_denom()) <= 30)
 
 
 def unused_names(graph: Graph, formulas: list[Formula]) -> list[str]:
-    """Return the dimensions of the graph that show up in none of the formulas."""
+    """Return the dimensions of a graph that occur in none of the formulas."""
     shown = {s.name for f in formulas if isinstance(f, sympy.Expr) for s in f.free_symbols}
     return sorted(known_names(graph) - shown - graph.root.defaults.keys())

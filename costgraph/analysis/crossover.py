@@ -1,4 +1,4 @@
-"""At which size an op or a graph changes from memory-bound to compute-bound."""
+"""Crossover sizes between memory-bound and compute-bound."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ from .work import Fallback, Rates, exact, need_other_names, works
 
 __all__ = ["crossover"]
 
-# Sizes up to which a crossover is looked for, as powers of two.
+# Maximum size for the search, as a power of two.
 _DOUBLINGS = 61
 
 
 def crossover(
     of: Graph | Op, hardware: str | Hardware, symbol: str, /, *, fallback: Fallback = None, **dims: int
 ) -> Formula:
-    """Return the size at which an op or a graph changes from memory-bound to compute-bound.
+    """Return the size at which an op or graph changes from memory-bound to compute-bound.
 
     Parameters
     ----------
     of : Graph or Op
-        What is asked; a graph as declared, all its ops together.
+        Op or graph to analyze; a graph counts as declared, all ops together.
     hardware : str, path-like or Hardware
         The device.
     symbol : str
-        Dimension that is solved for, such as `"B"`, or a rate of hardware that is an unknown, such as `"bandwidth"`.
+        Dimension to solve for, such as `"B"`, or a symbol of symbolic hardware, such as `"bandwidth"`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
-        Sizes of other dimensions.
+        Sizes for other dimensions.
 
     Returns
     -------
     sympy.Expr or float
-        Where compute time equals memory time: a formula while others are open, else a number; where that is no ratio
-        of two sums, the first whole size after the change. `math.inf` where it is memory-bound at every size, 0 where
-        it is compute-bound at every size: once all other sizes are bound, at every one that assumptions allow. A
-        formula knows nothing of these: where it is below 1 or infinite all sizes are bound alike, and what ties the
-        symbol to sizes that are open is left to whoever puts them in.
+        Size at which compute time equals memory time: a formula while other sizes are open, else a number. If it is not
+        a ratio of two sums, the first integer size after the change. `math.inf` if memory-bound and 0 if compute-bound
+        at every size; with all other sizes bound, at every size that the assumptions allow. A formula ignores
+        assumptions: if its value is below 1 or infinite, all sizes have the same bound, and relations between the
+        symbol and open sizes are not considered.
 
     Raises
     ------
     BindingError, SpecError, UnsupportedError
-        If a name is no dimension, the device has no rate at all, or there is no closed form: bind the other sizes then.
+        If a name is not a dimension, the device has no rate, or no closed form exists: then bind the other sizes.
 
     Warns
     -----
     StandInWarning
-        If a rate is missing: the text says which one stands in.
+        If a rate is missing; the text names its stand-in.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def crossover(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes that a dimension may have: from the least to the most, without end where that is None."""
+    """Interval of allowed sizes, unbounded above if `most` is None."""
 
     least: int = 1
     most: int | None = None
@@ -113,18 +113,18 @@ class _Sizes:
         return self.least <= size and (self.most is None or size <= self.most)
 
     def both(self, other: _Sizes) -> _Sizes:
-        """Return those that are in both."""
+        """Return the intersection with another interval."""
         ends = [m for m in (self.most, other.most) if m is not None]
         return _Sizes(max(self.least, other.least), min(ends, default=None))
 
     def spread(self) -> list[int]:
-        """Return both ends, and powers of two between them."""
+        """Return both ends, and the powers of two between them."""
         inside = (2**i for i in range(_DOUBLINGS) if 2**i in self)
         return sorted({*inside, self.least, *([] if self.most is None else [self.most])})
 
 
 def _allowed(graph: Graph, values: Mapping[str, Poly], symbol: str) -> _Sizes:
-    """Return the sizes that the graph's assumptions and declared sizes allow, the others being bound."""
+    """Return the sizes that assumptions and declared sizes allow, with all others bound."""
     out = _Sizes()
     for asked in _asked(graph, values):
         if asked.amount.names() == {symbol}:
@@ -142,7 +142,7 @@ def _asked(graph: Graph, values: Mapping[str, Poly]) -> Iterator[Asked]:
 
 
 def _meeting(asked: Asked, symbol: str) -> _Sizes:
-    """Return between which sizes something that is asked holds; all where that is not seen."""
+    """Return the interval in which a condition holds; all sizes if none is found."""
     if asked.equal:
         found = solve(asked.amount, [symbol])
         size = None if found is None else found[1].constant
@@ -162,7 +162,7 @@ def _meeting(asked: Asked, symbol: str) -> _Sizes:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return where something that does not hold at the lower size, and does at the higher one, begins to."""
+    """Return the smallest size up to `high` for which `holds` is true, by bisection."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -170,7 +170,7 @@ def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _root(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
-    """Solve for where an excess of compute over memory becomes positive."""
+    """Solve for the size at which the excess of compute over memory time becomes positive."""
     powers: dict[int, list[Poly]] = {}
     for m, c in excess.terms.items():
         power = dict(m).get(symbol, 0)
@@ -197,7 +197,7 @@ def _is_positive(excess: Poly, symbol: str, size: int) -> bool:
 
 
 def _search(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
-    """Find by bisection the first size after the bound changes; everything else has to be bound."""
+    """Find the first size after the change by bisection; all other names have to be bound."""
     left = sorted(excess.names() - {symbol})
     if left:
         raise UnsupportedError(

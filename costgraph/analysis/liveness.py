@@ -1,7 +1,8 @@
-"""When each storage is born and when it dies, with the iterations of a Repeat that can differ played one by one.
+"""Live ranges: when each storage is allocated and freed, and the bytes that are live at each step.
 
-Program order is the schedule. A storage lives from the op that makes it to the last op that reads it or a view of it;
-inputs, parameters, buffers and caches live throughout, outputs to the end.
+Program order is the schedule. A storage lives from the op that produces it to the last op that reads it or a view of
+it. Inputs, parameters, buffers and caches live throughout, outputs until the end. Loops are unrolled for the few
+iterations that can differ; the others share one entry.
 """
 
 from __future__ import annotations
@@ -50,96 +51,95 @@ __all__ = [
 ]
 
 
-# -- families ----------------------------------------------------------------------------------------------------------
-# Storages while a program runs: single ones, and those that a loop leaves behind, one an iteration.
+# -- live ranges -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
 class Life:
-    """A storage while the program runs."""
+    """The live range of a storage."""
 
     name: str
-    """name of the tensor that it was made for, with its iteration"""
+    """name of the tensor that allocated it, with its iteration"""
     role: str
     """input, param, buffer, cache, state, gradient, output, activation or temporary"""
     bytes: Poly
-    """bytes it takes"""
+    """size in bytes"""
     born: int | None
-    """step that makes it, None for what is there from the start"""
+    """step that allocates it, None if it exists from the start"""
     dies: int | None
-    """last step that needs it, None for what stays to the end"""
+    """last step that needs it, None if it lives to the end"""
     many: Poly = ONE
-    """how many storages of one size it stands for"""
+    """number of equal storages that this entry represents"""
     made: tuple[object, ...] = ()
-    """what makes it: its storage in the body, and the iteration of each loop around"""
+    """identity: its storage in the body, and the iteration of each enclosing loop"""
     host: bool = False
-    """whether it is memory of the host"""
+    """whether it is in host memory"""
 
     def every(self) -> Iterator[Life]:
-        """Yield itself: a family yields its members."""
+        """Yield itself; a family yields its members."""
         yield self
 
 
 class Family:
-    """Storages that a loop leaves behind, one an iteration: those of the iterations played, and all others as one."""
+    """Per-iteration storages that a loop stacks: one live range per unrolled iteration, and the rest as one."""
 
     def __init__(self, slots: Sequence[Held], rest: list[Life]) -> None:
         self.slots = slots
         self.rest = rest
 
     def every(self) -> Iterator[Life]:
-        """Yield the lives of all members."""
+        """Yield the live ranges of all members."""
         yield from self.played()
         yield from self.rest
 
     def played(self) -> Iterator[Life]:
-        """Yield the lives of the members of iterations that are played."""
+        """Yield the live ranges that belong to unrolled iterations."""
         for slot in self.slots:
             if slot is not None:
                 yield from slot.every()
 
 
-# What stands behind a tensor; None for a sum before its first term.
+# The storage behind a tensor; None for an accumulator before its first term.
 Held = Life | Family | None
 
 
 def piece(held: Held, i: int) -> Held:
-    """Return what an iteration reads: a member of a family, or what is the same for all of them."""
+    """Return the member of a family that iteration `i` reads, or the storage that all iterations share."""
     return held.slots[i] if isinstance(held, Family) else held
 
 
 @dataclass
 class Rest:
-    """What the iterations of a loop leave behind that are not played: as many storages as there are of them."""
+    """Per-iteration storages for the iterations of a loop that are not unrolled."""
 
     start: int
     """first step of the loop"""
     depth: int
-    """loops around this one"""
+    """number of enclosing loops"""
     turn: int = 0
-    """first step behind the iterations that are not played"""
+    """first step after the iterations that are not unrolled"""
     count: Poly = ZERO
-    """how many are not played"""
+    """number of iterations that are not unrolled"""
     middle: int = 0
-    """iteration that stands for them, in the order in which they run"""
+    """iteration that represents them, in execution order"""
     read: Sequence[Held] = ()
     """families that the loop reads"""
     lives: dict[tuple[object, ...], Life] = field(default_factory=dict)
 
     def family(self, slots: Sequence[Held], *, reverse: bool) -> Family:
-        """Return what stands behind a result of which these are the slices of the iterations that were played."""
+        """Return the family behind a result whose slices from unrolled iterations are `slots`."""
         member = slots[-1 - self.middle if reverse else self.middle] if self.count and slots else None
         rest = [life for m in member.every() for life in self.others(m)] if member is not None else []
         return Family(slots, list(dict.fromkeys(rest)))
 
     def others(self, member: Life) -> Iterator[Life]:
-        """Yield what stands for a storage in the iterations that are not played."""
-        for family in self.read:  # a slice that was written into in place
+        """Yield the entries that represent a storage in the iterations that are not unrolled."""
+        for family in self.read:  # a slice updated in place
             if isinstance(family, Family) and any(member is life for life in family.played()):
                 yield from family.rest
                 return
         if member.born is None or member.born < self.start:
-            return  # the same one in all iterations
+            return  # shared by all iterations
         storage, *label = member.made
         key = (storage, *label[: self.depth], *label[self.depth + 1 :])
         if key not in self.lives:
@@ -152,12 +152,11 @@ class Rest:
         yield self.lives[key]
 
 
-# -- hull --------------------------------------------------------------------------------------------------------------
-# Leaving out what lies between two others: live bytes that change by the same amount from layer to layer.
+# -- peak candidates ---------------------------------------------------------------------------------------------------
 
 
 class _Named(Protocol):
-    """What says which op it belongs to."""
+    """Anything that names the op it belongs to."""
 
     @property
     def op(self) -> str | None: ...
@@ -167,11 +166,11 @@ Label = TypeVar("Label", bound=_Named)
 
 
 def corners(candidates: Iterable[tuple[Poly, Label]]) -> list[tuple[Poly, Label]]:
-    """Drop candidates for a maximum, in program order, that are at most a mean of two others, for all sizes.
+    """Drop candidates for the maximum that never exceed a convex combination of two others.
 
-    Layers that are declared one by one add residuals or gradients of equal size, so that only the first and the last of
-    them are left. Ops that have the same name but for numbers are looked at together, layer by layer: whatever is
-    dropped is so because of what is kept, the names only say where to look.
+    Candidates are in program order. Layers declared one by one add residuals or gradients of equal size, so only the
+    first and the last layer remain. Ops whose names differ only in numbers are compared layer by layer. The names only
+    guide the search: each dropped candidate is dominated by candidates that are kept.
     """
     rows: dict[str, list[tuple[int, tuple[Poly, Label]]]] = {}
     for i, (p, owner) in enumerate(candidates):
@@ -195,66 +194,66 @@ def _between(a: Poly, b: Poly, c: Poly) -> bool:
         return False
     for k in {**first, **middle, **last}:
         left = above * first.get(k, 0) + (below - above) * last.get(k, 0) - below * middle.get(k, 0)
-        # an atom, such as a ceiling, may be anything: terms with one have to be equal
+        # an atom such as a ceiling can have any value: its coefficients have to be equal
         if left < 0 or (left and any(name[0] == "~" for name, _ in k)):
             return False
     return True
 
 
 def _whole(*ps: Poly) -> Iterator[Mapping[Monomial, Rational]]:
-    """Yield the terms of some sums times one number that makes them whole: fractions take many times as long."""
+    """Yield the terms of polynomials scaled by a common factor to integers, since fractions are much slower."""
     scale = lcm(*(c.denominator for p in ps for c in p.terms.values()))
     for p in ps:
         yield p.terms if scale == 1 else {m: c.numerator * (scale // c.denominator) for m, c in p.terms.items()}
 
 
-# -- lifetimes ---------------------------------------------------------------------------------------------------------
+# -- unrolling ---------------------------------------------------------------------------------------------------------
 
-#: How many iterations to play of a loop.
+#: Number of iterations to unroll for a loop.
 Copies = Callable[[Loop], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op of the program, at one iteration of the loops around it."""
+    """One op of the program, at one iteration of the enclosing loops."""
 
     op: Op
     """the op"""
     where: str
-    """its name, with the iteration of each loop around it"""
+    """its name, with the iteration of each enclosing loop"""
     workspace: Poly
-    """bytes that it needs beside operands and results"""
+    """workspace in bytes, in addition to operands and results"""
 
 
 @dataclass
 class Program:
-    """A graph in the order in which it runs, loops played out as often as asked."""
+    """A graph in execution order, with loops partly unrolled."""
 
     steps: list[Step] = field(default_factory=list)
     """Ops in order."""
     lives: list[Life] = field(default_factory=list)
-    """Storages of the device, those that live throughout first."""
+    """Device storages, those that live throughout first."""
     away: list[Life] = field(default_factory=list)
-    """Storages of the host."""
+    """Host storages."""
 
 
 def _handed_on(loop: Loop) -> dict[int, int]:
-    """Carries that a body hands on in another place: where each goes, and which one it was."""
+    """Return the carries that a body forwards to another position: destination index to source index."""
     entries = {f.storage: i for i, f in enumerate(loop.carries)}
     return {i: entries[t.storage] for i, t in enumerate(loop.nexts) if entries.get(t.storage, i) != i}
 
 
 def copies_needed(loop: Loop) -> int:
-    """Return how many iterations of a loop stand for all of them: the first, one in the middle, the last.
+    """Return how many iterations represent all of them: the first, one in the middle, the last.
 
-    More where a body hands its carries around: what is made in one iteration then lives through some more, and the
-    one in the middle needs as many before it and after it.
+    A body that permutes its carries needs more: a storage produced in one iteration then lives through several others,
+    which have to be unrolled before and after the middle one.
     """
     if not _leaves_storages(loop):
         return 3 + 2 * len(_handed_on(loop))
-    # what an iteration leaves behind changes from one to the next: two in the middle, at either end, are looked at
+    # stacked residuals change from one iteration to the next: unroll two in the middle, at either end
     most = 4 + 2 * max(len(_handed_on(other)) for other in _leaving(loop))
-    # a loop up to the iteration of another one has as many iterations as it needs in those behind the middle
+    # a loop bounded by the index of an outer loop needs its iterations within those after the middle
     root = loop.op.graph.root
     if "until" not in root.cache:
         root.cache["until"] = any(other.until for other in loops(root))
@@ -262,12 +261,12 @@ def copies_needed(loop: Loop) -> int:
 
 
 def _leaves_storages(loop: Loop) -> bool:
-    """Whether a loop makes, or reads, one storage an iteration that does not live throughout."""
+    """Whether a loop writes or reads one storage per iteration that does not live throughout."""
     return bool(loop.saved) or any(t.storage.pieces and t.role in ("activation", "formal") for t in loop.xs)
 
 
 def _leaving(loop: Loop) -> list[Loop]:
-    """List the loops of a graph that leave storages behind: as many iterations are looked at of each of them."""
+    """List the loops with per-iteration storages: all of them unroll the same number of iterations."""
     root = loop.op.graph.root
     if "leaving" not in root.cache:
         root.cache["leaving"] = [other for other in loops(root) if _leaves_storages(other)]
@@ -276,7 +275,7 @@ def _leaving(loop: Loop) -> list[Loop]:
 
 
 def period(loop: Loop) -> int:
-    """Return after how many iterations the carries that a body only exchanges are back in their places."""
+    """Return the number of iterations after which permuted carries are back in their positions."""
     return lcm(*map(_period, _leaving(loop) if _leaves_storages(loop) else [loop]))
 
 
@@ -291,7 +290,7 @@ def _period(loop: Loop) -> int:
 
 
 class _Player(Player[tuple[str, ...]]):
-    """Notes of every storage its first use and its last one; a place is the iterations around, as they are named."""
+    """Records the first and last use of each storage. The place of an op is the list of enclosing iterations."""
 
     def __init__(self, copies: Copies, values: Mapping[str, Poly]) -> None:
         super().__init__()
@@ -299,15 +298,15 @@ class _Player(Player[tuple[str, ...]]):
         self.values = values
         self.program = Program()
         self.passes: list[int] = []
-        """first steps of the micro-batches of a stage of a pipeline"""
+        """first steps of the micro-batches of a pipeline stage"""
         self.rests: list[Rest] = []
-        """of the loops around, what their iterations leave behind that are not played"""
+        """for each enclosing loop, the storages of iterations that are not unrolled"""
 
     def key(self, t: Tensor) -> Storage:
         return t.storage
 
     def sources(self, graph: Graph, env: dict[Storage, Held], times: Poly = ONE) -> None:
-        """Add what lives throughout: in a loop's body, that of all its iterations at once."""
+        """Add storages that live throughout; inside a loop body, for all iterations at once."""
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
                 many = times * numel(t.sizes[: t.storage.pieces])
@@ -359,11 +358,11 @@ class _Player(Player[tuple[str, ...]]):
             if i == middle:
                 rest.turn = len(self.program.steps)
                 for life in (life for held in xs if isinstance(held, Family) for life in held.rest):
-                    self.touch(life, rest.turn - 1)  # the iterations that are not played read their slices
+                    self.touch(life, rest.turn - 1)  # iterations that are not unrolled read their slices
             yield Turn(times - 1 - i if loop.reverse else i, times, count)
 
     def before(self, loop: Loop) -> tuple[Poly, int]:
-        """Return how many iterations of the loop around come before the one that runs, and how many to play."""
+        """Return how many iterations of the enclosing loop precede the current one, and how many to unroll."""
         around = self.around[-1]
         at, times, count = around.at, around.times, around.count
         index = as_poly(at) if count.constant == times or at < times // 2 else count - (times - at)
@@ -371,7 +370,7 @@ class _Player(Player[tuple[str, ...]]):
         return index, needed if index.constant is None else min(int(index.constant), needed)
 
     def stack(self, loop: Loop, t: Tensor, env: Env, place: tuple[str, ...]) -> Held:
-        # there before the first slice is written, one that several loops write into before the loops
+        # allocated before the first slice is written; if several loops write into it, before all of them
         return env.get(t.storage) or self.birth(t, place, loop.op.phase)
 
     def slice(self, loop: Loop, value: Held, turn: Turn, place: tuple[str, ...]) -> Held:
@@ -387,13 +386,13 @@ class _Player(Player[tuple[str, ...]]):
         self.play(loop.body.ops, env, (*place, f"[{_iteration(turn)}]"))
 
     def hold(self, graph: Graph, waiting: Waiting) -> None:
-        """Add what other micro-batches hold while one runs: at first before there are gradients, then with all.
+        """Add the tensors that other in-flight micro-batches hold, before and after the first gradients exist.
 
-        A pass goes through all groups of layers of a rank, where the others of them are held as long as one runs: those
-        that it has freed on its way are held again behind it, and gradients that are left for those of weights are of
-        one group at a time.
+        A pass runs through all layer groups of a rank, but only one group is unrolled and the others count as held.
+        After the pass, the groups that it freed are held again. Gradients kept for weight gradients exist for one group
+        at a time.
         """
-        if waiting.schedule == FORWARD:  # each batch has caches of its own
+        if waiting.schedule == FORWARD:  # each batch has its own caches
             many = cached(graph) * (waiting.micro_batches - 1)
             self.program.lives.append(Life("other batches", "cache", many, 0, len(self.program.steps) - 1))
             return
@@ -404,7 +403,7 @@ class _Player(Player[tuple[str, ...]]):
         each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
         each[:2] = (p / waiting.groups for p in each[:2])
         steps, loops = self.program.steps, {*loop.body.ops}
-        lasts = {op for op in loop.body.ops if isinstance(op.kind, Keep)}  # until which what is saved may live
+        lasts = {op for op in loop.body.ops if isinstance(op.kind, Keep)}  # saved tensors may live until these
         once = handed_back(loop.body) / waiting.groups
         twice = once * (waiting.groups - 1)
         handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
@@ -415,7 +414,7 @@ class _Player(Player[tuple[str, ...]]):
         for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
             times = waiting.later if i else waiting.first
             turn = next((k for k in range(start, stop) if steps[k].op.phase != "forward"), stop)
-            # what makes all gradients at once leaves none of those that a pass in halves does
+            # a pass that computes all gradients at once leaves nothing for separate weight gradients
             at_once = any(held[6] for held in times)
             for begin, last, less in ((start, turn, ZERO), (turn, stop, once)) if at_once else ((start, stop, ZERO),):
                 found = [total(map(mul, held, each)) - held[6] * less for held in times]
@@ -439,7 +438,7 @@ class _Player(Player[tuple[str, ...]]):
 
 
 def _iteration(turn: Turn) -> str:
-    """Name an iteration: its number, or what it stands for where the count is a symbol."""
+    """Name an iteration by its index, symbolically where the trip count is a symbol."""
     i, times, count = turn.at, turn.times, turn.count
     if count.constant == times or i < times // 2:
         return str(i)
@@ -451,9 +450,10 @@ def play(
     graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({}),
     waiting: Waiting | None = None,
 ) -> Program:  # fmt: skip
-    """Run a graph: `copies` says how many iterations to play of each loop, and bound sizes name them.
+    """Unroll a graph into a program; `copies` returns the number of iterations to unroll for each loop.
 
-    `waiting` is what a stage of a pipeline knows of the others, by default the graph's own.
+    Bound sizes in `values` name the iterations. `waiting` describes the other pipeline stages, by default those of the
+    graph.
     """
     player = _Player(copies, values)
     env: dict[Storage, Held] = {}
@@ -475,7 +475,7 @@ def play(
 
 
 def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
-    """Return the rule for how many iterations to play, once some sizes are bound; `extra` where a count is open."""
+    """Return the unrolling rule for bound sizes; loops with an open trip count unroll `extra` more iterations."""
 
     def copies(loop: Loop) -> int:
         count, needed = loop.count.bind(values).constant, copies_needed(loop)
@@ -486,33 +486,32 @@ def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
     return copies
 
 
-# -- live --------------------------------------------------------------------------------------------------------------
-# What is live at each step, and from which counts of Repeats on the closed forms of that hold.
+# -- live bytes --------------------------------------------------------------------------------------------------------
 
-#: What of a program is looked at.
+#: Projects a program onto one memory, such as host memory.
 View = Callable[[Graph, Program], Program] | None
 
 
 class Instant(NamedTuple):
-    """A step of a program; -1 before the first one."""
+    """A step of a program; -1 is before the first step."""
 
     program: Program
     at: int
 
     @property
     def op(self) -> str | None:
-        """Name of the op that runs."""
+        """Name of the running op."""
         return self.program.steps[self.at].where if self.at >= 0 else None
 
     def owner(self) -> Owner:
-        """Return what a peak at this step belongs to, and what it consists of."""
+        """Return the owner of a peak at this step, with live bytes by role."""
         if self.at < 0:
             return Owner(roles=self.roles())
         step = self.program.steps[self.at]
         return Owner(step.where, step.op.phase, label(step.op), self.roles())
 
     def roles(self) -> tuple[tuple[str, Poly], ...]:
-        """Return the live bytes by role of the storage."""
+        """Return the live bytes by storage role."""
         found: dict[str, list[Poly]] = {}
         for life in self.program.lives:
             if (life.born is None or life.born <= self.at) and (life.dies is None or life.dies >= self.at):
@@ -523,18 +522,18 @@ class Instant(NamedTuple):
 
 
 def label(op: Op) -> str:
-    """Return an op as a reader knows it: where it stands, what it does, with or for which parameter, in which phase."""
+    """Describe an op for readers: scope, operation, parameter or gradient, and phase."""
     made = {t.storage for t in op.results}
     own = next((t.name for t, grad in op.graph.root.gradients.items() if grad.storage in made), None)
     read = next((t.name for t in op.operands if t.role == "param" and not t.name.startswith(f"{op.scope}/")), None)
     about = f" for the gradient of {own}" if own else f" with {read}" if read else ""
     place, _, last = op.name.rpartition("/")
-    place = place if op.scope in ("", op.name) else op.scope  # a kernel is a scope of its own
+    place = place if op.scope in ("", op.name) else op.scope  # a kernel is its own scope
     return f"{place}: {re.sub(r'_[0-9]+$', '', last)}{about} ({op.phase})".removeprefix(": ")
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
-    """Yield the bytes that are live at each step at which something is born or workspace is needed."""
+    """Yield the live bytes at each step that allocates a storage or needs workspace."""
     births: dict[int, list[Poly]] = {}
     deaths: dict[int, list[Poly]] = {}
     start = [life.bytes for life in program.lives if life.born is None]
@@ -567,24 +566,24 @@ def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
 
 @collection_paused()
 def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> list[tuple[Poly, Owner]]:
-    """Return the live bytes at every op that may hold the peak, dominated ones left out.
+    """Return the live bytes at each op that can be the peak, without dominated ones.
 
-    Of bound sizes only counts of Repeats matter here; `view` says what of a program is looked at.
+    Only bound trip counts matter here, not other sizes. `view` selects a memory of the program.
     """
     every = list(loops(graph))
-    # where a body exchanges carries, an open count may leave them in any of their places
+    # if a body permutes carries, an open trip count can leave them in any position
     ends = lcm(*(period(loop) for loop in every if loop.count.bind(values).constant is None))
     rules = [copies_for(values, extra) for extra in range(ends)]
     key: tuple[object, ...] = ("peak", view, tuple(copies(loop) for copies in rules for loop in every))
     counts: Mapping[str, Poly] = {}
-    if any(loop.until for loop in every):  # how often these run depends on the counts themselves
+    if any(loop.until for loop in every):  # the iteration index bounds these loops
         counts = values
         key = (*key, tuple(loop.count.bind(values) for loop in every))
     if key not in graph.cache:
         programs = [play(graph, copies, counts) for copies in rules]
         if view is not None:
             programs = [view(graph, program) for program in programs]
-        # one by one: most of them are equal, and only the first of equal ones is kept
+        # a generator, since most candidates are equal and only the first of equal ones is kept
         candidates = ((p, Instant(program, at)) for program in programs for at, p in live_bytes(program))
         kept = prune(corners(candidates), Bindings(graph).validity.known)
         graph.cache[key] = [(p, instant.owner()) for p, instant in kept]
@@ -593,7 +592,7 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
 
 
 def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity, ...]:
-    """Return what live bytes hold for as closed forms, where the count of a Repeat is open."""
+    """Return the conditions under which closed forms for live bytes hold, where trip counts are open."""
     sure = {name: count for name, count in _sure(graph, values).items() if count > 1}
     more = _of_several(graph, values, view)
     asked = values.validity.conditions
@@ -604,7 +603,7 @@ def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity,
     key = ("closed", view, values.validity.values)
 
     def holds(chosen: dict[str, int]) -> bool:
-        # of a graph that was changed since, nothing is known
+        # the graph may have changed since
         return graph.cache.get(key) is counts and _same(graph, values, chosen, view)
 
     counts: Counts = graph.cache.setdefault(key, Counts(sure, holds))
@@ -612,7 +611,7 @@ def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity,
 
 
 def _of_several(graph: Graph, values: Mapping[str, Poly], view: View) -> tuple[Condition, ...]:
-    """Return from which counts on a form holds where these are no sum of one symbol, such as L/P layers of a stage."""
+    """Return the trip counts from which a form holds if they are not in one symbol, such as L/P layers per stage."""
     key = ("several", view, tuple(sorted((k, p) for k, p in values.items())))
     if key not in graph.cache:
         found: dict[Poly, int] = {}
@@ -634,7 +633,7 @@ def _of_several(graph: Graph, values: Mapping[str, Poly], view: View) -> tuple[C
 
 
 def _least_of(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly, most: int) -> int:
-    """Return the least number of iterations that a form holds for, tried where a size makes them as many."""
+    """Return the smallest trip count for which a form holds, tested at sizes that give this count."""
     for name in sorted(count.names()):
         one = poly(symbol(name))
         for rest, up in ((count / one, True), (count * one, False)):
@@ -642,7 +641,7 @@ def _least_of(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly,
                 continue
             for k in range(most - 1, 0, -1):
                 size = poly(k) / rest if up else rest / k
-                # what is no whole size is never met
+                # only integer sizes can occur
                 if (size.names() or size.is_size) and not _same(graph, values, {name: size}, view):
                     return k + 1
             return 1
@@ -650,7 +649,7 @@ def _least_of(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly,
 
 
 def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tuple[Poly, Loop]]]:
-    """Return the loops whose count is open in one symbol, by that symbol."""
+    """Group the loops whose trip count is open in a single symbol by that symbol."""
     out: dict[str, list[tuple[Poly, Loop]]] = {}
     for loop in loops(graph):
         count = loop.count.bind(values)
@@ -661,7 +660,7 @@ def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tup
 
 
 def _sure(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
-    """Return for each symbol in a count a value from which on all iterations that can differ are there."""
+    """Return for each trip-count symbol a value at which all iterations that can differ exist."""
     out = {}
     for name, found in sorted(_open_counts(graph, values).items()):
         value = 1
@@ -672,11 +671,11 @@ def _sure(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
 
 
 def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> dict[str, int]:
-    """Find for each symbol in a count the least value from which on the formulas hold.
+    """Return for each trip-count symbol the smallest value from which the formulas hold.
 
-    With the symbol bound, a formula has to be what comes out where the loops have so many iterations. Symbols are
-    tried one by one, the others open or at the least value that was found for them; of counts with several symbols,
-    such as L/P, it is a condition of the formulas.
+    With the symbol bound, a formula has to equal the result for loops with that many iterations. Symbols are tested one
+    by one, with the others open or at their smallest valid value. Counts in several symbols, such as L/P, become
+    conditions of the formulas instead.
     """
     least: dict[str, int] = {}
     for name, value in _sure(graph, values).items():
@@ -688,11 +687,11 @@ def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> d
 
 
 def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | Poly | None], view: View) -> bool:
-    """Whether the formula, with counts put in, is what comes out with so many iterations."""
+    """Whether the formula with trip counts substituted equals the result with loops of that length."""
     bound = {**values, **{name: poly(k) for name, k in chosen.items() if k is not None}}
     known = Bindings(graph, bound).validity.known
     formula, played = (dict.fromkeys(p.bind(bound) for p, _ in live_cases(graph, at, view)) for at in (values, bound))
-    # most stand in both as a rule, and are reached
+    # most occur in both, which settles them
     return all(
         reached_by([p for p in ps if p not in others], others, known)
         for ps, others in ((formula, played), (played, formula))

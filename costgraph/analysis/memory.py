@@ -1,4 +1,4 @@
-"""Peak memory: the most bytes that are live at once, as a formula in which counts of Repeats may be symbols."""
+"""Peak memory, memory timelines and tensor lifetimes, in closed form for symbolic sizes and trip counts."""
 
 from __future__ import annotations
 
@@ -43,28 +43,27 @@ __all__ = [
 ]
 
 
-# -- storages ----------------------------------------------------------------------------------------------------------
-# When each storage of a graph is born and when it dies, as a table.
+# -- lifetimes ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """One storage: what it is, and when it is there."""
+    """A storage and its live range."""
 
     tensor: str
-    """name of the tensor that it was made for; iterations of a Repeat in brackets"""
+    """name of the tensor that allocated it, with iterations in brackets"""
     role: str
     """input, param, buffer, cache, output, activation, or workspace of a device"""
     bytes: Formula
-    """bytes it takes"""
+    """size in bytes"""
     born: str | None
-    """op that makes it, None for what is there from the start"""
+    """op that allocates it, None if it exists from the start"""
     dies: str | None
-    """last op that needs it, None for what stays to the end"""
+    """last op that needs it, None if it lives to the end"""
 
 
 class Lifetimes(Table, list[Lifetime]):
-    """The storages of a graph. Made by `lifetimes`; in all else a list."""
+    """List of storages from `lifetimes`."""
 
     graph = ""
     """name of the graph"""
@@ -86,21 +85,21 @@ class Lifetimes(Table, list[Lifetime]):
 
 
 def lifetimes(graph: Graph, /, *, device: str | None = None, arch: str | None = None, **dims: int) -> Lifetimes:
-    """List every storage with its birth and death.
+    """List every storage with its live range.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     device, arch : str, optional
-        As in `peak_memory`: what libraries and kernels allocate there is listed beside the storages, role workspace.
+        As in `peak_memory`; workspaces and temporaries of CUDA libraries are added with the role workspace.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     Lifetimes
-        A list of `Lifetime`, rows (tensor, role, bytes, born, dies), what lives throughout first. Of a Repeat the
+        List of `Lifetime` rows (tensor, role, bytes, born, dies), storages that live throughout first. For a loop, the
         first, a middle and the last iteration are listed.
 
     Raises
@@ -108,7 +107,7 @@ def lifetimes(graph: Graph, /, *, device: str | None = None, arch: str | None = 
     BindingError
         If a size cannot be bound.
     GraphError
-        If there is no such device or architecture.
+        If the device or architecture is unknown.
 
     Examples
     --------
@@ -142,11 +141,11 @@ def _rows(graph: Graph, dims: Mapping[str, object], view: View) -> Iterator[Life
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-# Unrolled further than this, a timeline is played with the iterations that can differ alone.
+# Longer programs are not fully unrolled for a timeline.
 _MOST_STEPS = 20_000
 
 
-#: exact hands out what is asked for.
+#: "exact" allocates the requested bytes; "cuda" simulates torch's caching allocator.
 ALLOCATORS = ("exact", "cuda")
 
 
@@ -161,45 +160,46 @@ def peak_memory(
     side: str = "device",
     **dims: int,
 ) -> Formula:
-    """Return the peak memory: the most bytes live at once.
+    """Return the peak memory: the maximum of live bytes.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     allocator : str or bool
-        exact, or cuda, which True means: each storage takes the block that torch's allocator hands out for it, of
-        multiples of 512 B, and all of a large one of which at most 1 MiB is left over; all sizes are bound then.
+        "exact", or "cuda" (also True) for torch's caching allocator: blocks are multiples of 512 B, and a large block
+        is not split if at most 1 MiB would remain. "cuda" requires all sizes to be bound.
     within : mapping of str to (int, int), optional
-        Least and largest size of some dimensions, whose defaults are not taken then: only cases that may hold somewhere
-        there are part of the formula (`regimes`), which refuses sizes outside.
+        Ranges of dimensions, which replace their defaults. The formula keeps only cases that may hold within them
+        (`regimes`), and rejects sizes outside.
     device : str, optional
-        cuda: with what torch's libraries and kernels allocate there beside tensors (`Timeline.workspaces` names it).
+        "cuda" to include memory that torch's libraries and kernels allocate beside tensors, as in
+        `Timeline.workspaces`.
     arch : str, optional
-        Compute capability of the device as torch names it, by default sm_90.
+        Compute capability in torch's notation, sm_90 by default.
     side : str
-        device, or host: what lies in memory of the host, where a graph has something there (`offload`).
+        "device", or "host" for the memory used by `offload`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Bytes; unbound, a `costgraph.Max` whose regimes name the op and the phase that own them (`regimes`). A symbolic
-        count of a Repeat is taken as at least `timeline(graph).holds_from` of it; a bound one is exact from 1 on.
+        Bytes. If sizes are open, a `costgraph.Max` whose regimes name the op and phase at the peak (`regimes`). A
+        symbolic trip count is assumed to be at least `timeline(graph).holds_from`; a bound one is exact from 1 on.
 
     Raises
     ------
     BindingError
-        If a size cannot be bound, or a range is none of open dimensions.
+        If a size cannot be bound, or a range does not belong to an open dimension.
     GraphError
-        If there is no such allocator, device or architecture.
+        If the allocator, device or architecture is unknown.
 
     Notes
     -----
-    At each op, all storages that are live while it runs, its operands, results and stated workspace included; the
-    maximum over ops. Inputs, parameters, buffers and caches live throughout, outputs from birth to the end, anything
-    else to the last op that reads it or a view of it.
+    Peak memory is the maximum over ops of the storages live while each op runs, including its operands, results and
+    workspace. Inputs, parameters, buffers and caches live throughout, outputs until the end, and other storages until
+    the last op that reads them or a view of them.
 
     Examples
     --------
@@ -235,7 +235,7 @@ def _played(graph: Graph, copies: Copies, values: Mapping[str, Poly], view: View
 
 
 def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
-    """Return the most bytes of blocks that torch's allocator hands out at once."""
+    """Return the peak allocated bytes with torch's caching allocator."""
     allocator, blocks = CachingAllocator(), {}
     born, dies = (defaultdict[int, list[int]](list) for _ in range(2))
     for i, life in enumerate(program.lives):
@@ -262,7 +262,7 @@ def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
 
 
 def peak_cases(graph: Graph, values: Bindings, view: View = None) -> tuple[Regime, ...]:
-    """Return what the peak can be, with the op and the phase that own each case, also where there is only one."""
+    """Return the cases of the peak with the op and phase of each, even if there is only one."""
     found, held = _bound_regimes(graph, values, view), closed(graph, values, view)
     return tuple(regime(p.expr, owner, held) for p, owner in found)
 
@@ -280,7 +280,7 @@ class Moment:
     """Live memory at one step."""
 
     op: str
-    """op that runs, iterations of a Repeat in brackets"""
+    """running op, with iterations in brackets"""
     phase: str
     """its phase"""
     bytes: Formula
@@ -293,20 +293,20 @@ class Timeline(Table):
     """Live memory over the program."""
 
     peak: Formula
-    """most bytes live at once"""
+    """maximum of live bytes"""
     moments: tuple[Moment, ...]
-    """steps at which memory is taken, in order"""
+    """steps that allocate memory, in order"""
     holds_from: dict[str, int]
-    """for each count of a Repeat that is a symbol, the least value for which the formulas hold"""
+    """smallest value of each symbolic trip count for which the formulas hold"""
     _roles: dict[str, Formula] | None
     regimes: tuple[Regime, ...] = ()
-    """what the peak can be, with the op and the phase that own each case; one once all sizes are bound"""
+    """cases of the peak with the op and phase of each; a single one once all sizes are bound"""
     roles: Mapping[str, tuple[int | float, ...]] = field(default_factory=dict)
-    """bytes of each role at each of the moments; empty while a size is open"""
+    """bytes per role at each of the moments; empty while a size is open"""
     graph: str = ""
     """name of the graph"""
     workspaces: Mapping[str, Formula] = field(default_factory=dict)
-    """bytes beside tensors: of libraries, which stay, and of ops while they run, by name"""
+    """workspace bytes by name: persistent for libraries, temporary for ops"""
 
     @property
     def rows(self) -> tuple[Moment, ...]:
@@ -330,7 +330,7 @@ class Timeline(Table):
 
     @property
     def op(self) -> str:
-        """Op that holds the peak; needs sizes to be bound where `regimes` has several cases."""
+        """Op at the peak; sizes have to be bound if `regimes` has several cases."""
         return self._held().op
 
     @property
@@ -340,13 +340,13 @@ class Timeline(Table):
 
     @property
     def by_role(self) -> dict[str, Formula]:
-        """Bytes at the peak by role of the storage; needs all sizes bound."""
+        """Bytes at the peak by storage role; all sizes have to be bound."""
         need_bound([self.peak], "roles at the peak")
         assert self._roles is not None
         return self._roles
 
     def plot(self, path: object = None) -> object:
-        """Draw live bytes over steps, the peak marked; needs all sizes bound and matplotlib.
+        """Plot live bytes over steps with the peak marked; requires bound sizes and matplotlib.
 
         Parameters
         ----------
@@ -363,7 +363,7 @@ class Timeline(Table):
 
 
 def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
-    """Return how many steps the program has with every loop played out, or one more than can be."""
+    """Return the number of steps with all loops unrolled, or more than the limit if a count is open."""
 
     def steps(g: Graph) -> int:
         out = 0
@@ -387,26 +387,25 @@ def timeline(
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     device, arch : str, optional
         As in `peak_memory`.
     side : str
         As in `peak_memory`.
     **dims : int
-        Sizes to bind; with all of them, loops are played out (up to 20,000 steps).
+        Sizes to bind; with all of them, loops are unrolled (up to 20,000 steps).
 
     Returns
     -------
     Timeline
-        `.peak`, `.op`, `.phase`, `.by_role`, `.moments`, `.roles` (of each moment), `.workspaces`
-        and `.plot(path)`.
+        `.peak`, `.op`, `.phase`, `.by_role`, `.moments`, `.roles` (at each moment), `.workspaces` and `.plot(path)`.
 
     Raises
     ------
     BindingError
         If a size cannot be bound.
     GraphError
-        If there is no such device or architecture.
+        If the device or architecture is unknown.
     """
     need_graph("timeline", graph)
     view = on_device("timeline", device, arch, side)
@@ -414,7 +413,7 @@ def timeline(
     whole = _played_out(graph, values) <= _MOST_STEPS
     copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if whole else copies_for(values)
     program = _played(graph, copies, values, view)
-    for life in program.lives:  # once, not at each step of those through which it lives
+    for life in program.lives:  # once, rather than at each step of the live range
         life.bytes = life.bytes.bind(values)
     live = [(at, p.bind(values)) for at, p in live_bytes(program)]
     held = values.held if whole else closed(graph, values, view)
@@ -451,7 +450,7 @@ def _workspaces(program: Program, values: Mapping[str, Poly], held: Sequence[Val
 
 
 def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int]) -> dict[str, tuple[int | float, ...]]:
-    """Return the bytes of each role, all sizes bound, at some steps."""
+    """Return the bytes per role at the given steps, with all sizes bound."""
     changes: dict[str, dict[int, Rational]] = {}
     for life in program.lives:
         own, amount = changes.setdefault(life.role, {}), life.bytes.bind(values).constant or 0
@@ -474,16 +473,15 @@ def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int])
     return out
 
 
-# -- arrays ------------------------------------------------------------------------------------------------------------
-# Formulas and peaks of a graph over arrays of sizes: what is played once is worked out at all points together.
+# -- arrays of sizes ---------------------------------------------------------------------------------------------------
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-#: By the iterations that are played of each loop.
+#: Programs by the number of unrolled iterations in each loop.
 Programs: TypeAlias = dict[tuple[object, ...], Program]
 
 
 class Values:
-    """Values of formulas at points, of sizes of one length; each formula, monomial and generator is worked out once."""
+    """Evaluates formulas at arrays of sizes, caching each formula, monomial and generator."""
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
         self.sizes = {name: np.asarray(n, dtype=np.float64) for name, n in sizes.items()}
@@ -492,7 +490,7 @@ class Values:
         self._found: dict[Poly, Any] = {}
 
     def __call__(self, p: Poly) -> Any:
-        """Return the values of a formula, one number where it is the same at all points."""
+        """Return the values of a formula, a scalar if it is constant."""
         found = self._found.get(p)
         if found is None:
             with np.errstate(all="ignore"):
@@ -504,7 +502,7 @@ class Values:
         found = self._monomials.get(m)
         if found is None:
             above, below = np.float64(1), np.float64(1)
-            for key, e in m:  # divided once: of whole numbers that divide, that is exact
+            for key, e in m:  # divide once: exact for integers that divide
                 factor = self._generator(key) ** abs(e)
                 above, below = (above * factor, below) if e > 0 else (above, below * factor)
             found = self._monomials[m] = above / below
@@ -517,7 +515,7 @@ class Values:
 
 
 def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
-    """Return where what a formula holds for is not so, False where it is everywhere."""
+    """Return a mask of points that violate the conditions of a formula, or False if there are none."""
     found = outside([asked for validity in held for asked in validity.tests()], sizes)
     return False if found is None else found
 
@@ -526,11 +524,10 @@ def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
 def peaks(
     graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = None, programs: Programs | None = None
 ) -> Array:
-    """Return the peak memory at points, of which all sizes are given, as `peak_memory` says it of each.
+    """Return the peak memory at arrays of sizes, equal to `peak_memory` at each point.
 
-    The program is played once for all points at which its loops have the same iterations that can differ. `waiting` is
-    what a stage of a pipeline knows of the others, where that is not the graph's own; `programs` keeps those that were
-    played.
+    Loops are unrolled once for all points with the same distinguishable iterations. `waiting` describes the other
+    pipeline stages, by default those of the graph; `programs` caches unrolled programs.
     """
     out = np.zeros(np.broadcast_shapes(*(np.shape(n) for n in sizes.values())))
     for at, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):
@@ -541,13 +538,13 @@ def peaks(
 def _programs(
     graph: Graph, sizes: Mapping[str, Array], many: int, waiting: Waiting | None, programs: Programs
 ) -> Iterator[tuple[Array, Program]]:
-    """Yield programs, and the points that each is the one of."""
+    """Yield programs with a mask of the points that each applies to."""
     every = list(loops(graph))
     names = sorted({name for loop in every for name in loop.count.names()})
     columns = np.array([np.broadcast_to(sizes[name], many) for name in names], dtype=np.int64).reshape(len(names), many)
     counts, place = np.unique(columns, axis=1, return_inverse=True)
     same: dict[tuple[object, ...], list[int]] = {}
-    until = any(loop.until for loop in every)  # how often these run depends on the counts themselves
+    until = any(loop.until for loop in every)  # the iteration index bounds these loops
     for i, found in enumerate(counts.T.tolist()):
         copies = copies_for({name: as_poly(n) for name, n in zip(names, found, strict=True)})
         same.setdefault((*map(copies, every), *(found if until else ())), []).append(i)
@@ -559,7 +556,7 @@ def _programs(
 
 
 def _most(program: Program, value: Values) -> Any:
-    """Return the most bytes that are live at once."""
+    """Return the maximum of live bytes."""
     births: dict[int | None, list[Life]] = {}
     deaths: dict[int | None, list[Life]] = {}
     for life in program.lives:

@@ -1,4 +1,4 @@
-"""Parameters: how many, and how many bytes."""
+"""Parameter and cache sizes: element counts and bytes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _sum(graph: Graph, *, of_bytes: bool, active: bool = False) -> Poly:
         (t.storage.bytes if of_bytes else t.storage.elements) * (_met(g, t) if active else ONE) * times
         for g, times in repeated_bodies(graph)
         for t in g.tensors
-        if t.role == "param" and t.producer is None  # a view of one is not another
+        if t.role == "param" and t.producer is None  # views do not count again
     )
 
 
 def _met(graph: Graph, t: Tensor) -> Poly:
-    """Return which part of a parameter one token meets: of stacked experts those that it chooses, of others all."""
+    """Return the fraction of a parameter used per token: the chosen share of stacked experts, otherwise 1."""
     parts = (_met_by(op, t) for op in graph.successors(t))
     return next((p for p in parts if p != ONE), ONE)
 
@@ -47,36 +47,36 @@ def _met_by(op: Op, t: Tensor) -> Poly:
     if isinstance(op.kind, Grouped) and op.operands[1] is t:
         return op.kind.chosen / t.sizes[0]
     sender = op.operands[1].producer if isinstance(op.kind, Gather) else None
-    if sender is not None and isinstance(sender.kind, Dispatch):  # a row of a table for the expert of each row
+    if sender is not None and isinstance(sender.kind, Dispatch):  # a table row for the expert of each row
         return sender.operands[0].sizes[-1] / t.sizes[0]
     if sender is not None and isinstance(sender.kind, Merge):
         return sender.kind.chosen / t.sizes[0]
-    # another view or format of it, or what is left once scales are applied
+    # a view or another format of it, or its dequantized values
     handed_on = isinstance(op.kind, Pointwise | Rearrange | Opaque) and op.results[0].numel == t.numel
     return _met(op.graph, op.results[0]) if handed_on else ONE
 
 
 def unused_params(graph: Graph, /, **dims: int) -> dict[str, Formula]:
-    """Return the number of parameters that no op reads, by the outermost scope that has no others.
+    """Return the number of parameters that no op reads, by outermost unused scope.
 
-    A vision tower that a text-only forward pass leaves out has parameters, and neither FLOPs nor activations.
+    For example, a vision tower skipped by a text-only forward pass has parameters but neither FLOPs nor activations.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     dict of str to int or sympy.Expr
-        Elements by scope, or by name of a parameter; empty where all are read.
+        Elements by scope or parameter name; empty if all parameters are read.
 
     Raises
     ------
     GraphError, BindingError
-        If that is no graph, or a size cannot be bound.
+        If the argument is not a graph, or a size cannot be bound.
 
     Examples
     --------
@@ -104,26 +104,26 @@ def unused_params(graph: Graph, /, **dims: int) -> dict[str, Formula]:
 
 
 def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formula:
-    """Return the number of parameters, frozen ones included; tied ones count once, a Repeat's once an iteration.
+    """Return the number of parameters, including frozen ones; tied ones count once, those in a loop once per iteration.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     active : bool
-        Count those that one token meets: k of E experts, everything else whole, embedding and head included.
+        Count the parameters used per token: k of E experts and everything else, including embedding and head.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Elements of all parameters; buffers are none.
+        Elements in all parameters, without buffers.
 
     Raises
     ------
     GraphError, BindingError
-        If `active` is no switch, or a size cannot be bound.
+        If `active` is not a bool, or a size cannot be bound.
 
     Examples
     --------
@@ -137,12 +137,12 @@ def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formul
 
 
 def param_bytes(graph: Graph, /, **dims: int) -> Formula:
-    """Return the bytes of all parameters, scales of block formats included.
+    """Return the bytes of all parameters, including scales of block formats.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        Graph to analyze.
     **dims : int
         Sizes to bind.
 
@@ -160,19 +160,19 @@ def param_bytes(graph: Graph, /, **dims: int) -> Formula:
 
 
 def cache_bytes(graph: Graph, /, **dims: int) -> Formula:
-    """Return the bytes of all caches: keys and values, latent vectors, states of recurrences.
+    """Return the bytes of all caches: keys and values, latent vectors, recurrent states.
 
     Parameters
     ----------
     graph : Graph
-        What `prefill` or `decode` returned.
+        Graph from `prefill` or `decode`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Bytes, scales of block formats included; a Repeat's caches once an iteration.
+        Bytes, including scales of block formats; caches in a loop count once per iteration.
 
     Raises
     ------
@@ -191,7 +191,7 @@ def cache_bytes(graph: Graph, /, **dims: int) -> Formula:
 
 
 def cached(graph: Graph) -> Poly:
-    """Return the bytes of all caches as an amount."""
+    """Return the bytes of all caches as a polynomial."""
     return total(
         t.storage.bytes * times
         for g, times in repeated_bodies(graph)

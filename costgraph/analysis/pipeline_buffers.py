@@ -1,4 +1,4 @@
-"""What a stage of a pipeline under torch keeps of tensors that it receives and sends, beside what its passes need."""
+"""Communication buffers of a pipeline stage under `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = [
 
 
 class _Way(NamedTuple):
-    """What goes one way between ranks: of each group of layers the same, but for one at an end of the model."""
+    """Bytes sent or received in one direction: equal per group of layers, except for a group at an end of the model."""
 
     each: Poly
-    """bytes of one group and micro-batch"""
+    """bytes per group and micro-batch"""
     lacking: Poly
-    """of that those that one group of the rank does not have: `each`, or nothing"""
+    """bytes missing for the rank's group at the end of the model: `each`, or zero"""
 
     def of(self, groups: Poly, without: Poly) -> Poly:
-        """Return the bytes of so many groups, of which some lack it."""
+        """Return the bytes for `groups` layer groups, including `without` groups at an end of the model."""
         return self.each * groups - self.lacking * without
 
 
 class Handed:
-    """Bytes of what torch's stages hand on, from the ops of one pass that receive and send.
+    """Communication buffer bytes in torch's pipeline stages, derived from the send and receive ops in one pass.
 
-    There are buffers for what each micro-batch receives, both ways, from the first step on
-    (`torch.distributed.pipelining.stage`): what a pass keeps of these takes no room of its own. A rank where a folded
-    pipeline turns puts what it hands to itself there. The result of a stage stays until its backward pass
-    (`fwd_cache`), and what was sent until a schedule waits for it: 1F1B does behind the next pass, GPipe behind all
-    passes of a direction, all others at the end of a step.
+    Each stage allocates receive buffers for every micro-batch, in both directions, before the first step
+    (`torch.distributed.pipelining.stage`), so received tensors saved for the backward pass take no extra memory. In a
+    folded pipeline, the rank at the turn passes tensors to itself through these buffers. The output of a stage stays
+    in `fwd_cache` until its backward pass. Sent tensors stay until the schedule waits for the send: after the next
+    pass in 1F1B, after all passes of a direction in GPipe, and at the end of the step in all other schedules.
     """
 
     def __init__(self, passes: Loop, waiting: Waiting) -> None:
@@ -43,20 +43,20 @@ class Handed:
         ways = [_way(passes.body, kind, back, waiting.groups) for kind in (Receive, Send) for back in (False, True)]
         self.received, self.sent = ways[:2], ways[2:]
         if waiting.groups != ONE and not any(loop.body.ops[0].kind == Send() for loop in _loops(passes.body)):
-            self.received = [way._replace(lacking=ZERO) for way in self.received]  # it hands on to itself
+            self.received = [way._replace(lacking=ZERO) for way in self.received]  # receives from itself
         layers = [loop for loop in _loops(passes.body) if loop.op.phase == "forward"]
         self.kept = any(f.storage in {t.storage for t in loop.saved} for loop in layers for f in loop.carries)
 
     @property
     def buffers(self) -> Poly:
-        """Bytes of the buffers."""
+        """Receive buffer bytes."""
         return self.count * total(way.of(self.waiting.groups, ONE) for way in self.received)
 
     def beside(self, held: Held, *, later: bool) -> Poly:
-        """Return the bytes that are kept beside what passes need, less what of that lies in buffers.
+        """Return the bytes kept in addition to the saved tensors, minus the saved tensors that lie in receive buffers.
 
-        `held` is what waits while a pass runs, `later` whether it is the last time at which so much does: all forwards
-        are done then, and all backwards but of what waits.
+        `held` counts the in-flight micro-batches during a pass. `later` is true for the last such peak, when all
+        forward passes are done, and all backward passes except those in flight.
         """
         groups, schedule = self.waiting.groups, self.waiting.schedule
         waits, weights = held[0] + groups, held[1]
@@ -70,7 +70,7 @@ class Handed:
 
 
 def _way(body: Graph, kind: type, back: bool, groups: Poly) -> _Way:
-    """Return what ops of a kind receive or send in a pass in one direction, between groups and at the ends."""
+    """Return the bytes that `kind` ops transfer in one direction of a pass, between groups and at the ends."""
     ends = _bytes(body.ops, kind, back)
     between = [(n, loop.count) for loop in _loops(body) if (n := _bytes(loop.body.ops, kind, back))]
     each = total(n for n, _ in between) or ends
@@ -78,11 +78,11 @@ def _way(body: Graph, kind: type, back: bool, groups: Poly) -> _Way:
 
 
 def _loops(body: Graph) -> list[Loop]:
-    """Return the loops of a pass."""
+    """Return the loops in a pass."""
     return [op.loop for op in body.ops if op.loop is not None]
 
 
 def _bytes(ops: Iterable[Op], kind: type, back: bool) -> Poly:
-    """Return the bytes of ops of a kind in one direction."""
+    """Return the bytes that `kind` ops transfer in one direction."""
     there = (op for op in ops if isinstance(op.kind, kind) and (op.phase != "forward") == back)
     return total((op.operands or op.results)[0].storage.bytes for op in there)

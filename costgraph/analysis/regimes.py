@@ -1,4 +1,4 @@
-"""What a maximum can be: its cases with what owns them, and which of them hold somewhere in a box of sizes."""
+"""Regimes: the cases behind a maximum, their owners, and the sizes for which they hold."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from ..ir.graph import dimension_size as size_of
 
 __all__ = ["Range", "Regime", "Regimes", "narrowed", "ranges", "regime", "regimes"]
 
-#: Least and largest size.
+#: Smallest and largest size.
 Range = tuple[int, int]
 
-# Points at which shares of a box are counted.
+# Sample points for shares.
 _POINTS = 4096
-# Parts of a box in which a case may be shown never to hold; each size with a range doubles the work for one.
+# Maximum number of sub-boxes in which a case may be excluded; each size with a range doubles the work per sub-box.
 _MOST_PARTS, _MOST_WORK = 48, 48 << 8
 
 _Case = tuple[Poly, Owner]
@@ -53,22 +53,22 @@ class _Plain(NamedTuple):
 
 
 class Regime(_Plain):
-    """One case of a Max or Min: in all else the tuple `(formula, op, phase)`.
+    """One case in a Max or Min; otherwise the tuple `(formula, op, phase)`.
 
     Parameters
     ----------
     formula : sympy.Expr or number
-        What holds in this case.
+        Value in this case.
     op, phase : str or None
-        Name of the op that owns it, and its phase: forward, recompute, backward or optimizer.
+        Name and phase of the op that owns it: forward, recompute, backward or optimizer.
     label : str
-        The op as a reader knows it: its scope, kind and phase, and of which tensor it makes the gradient.
+        Description for readers: scope, kind, phase, and the tensor whose gradient it computes.
     share : float, optional
-        Part of a box, by the logarithms of sizes, in which the case holds.
+        Fraction of a box in which the case holds, by logarithmic measure.
     roles : sequence of (str, Poly)
-        Of a peak the bytes of each role.
+        For a peak, the bytes per role.
     held : sequence of Validity
-        What the formulas hold for.
+        Conditions under which the formulas hold.
     """
 
     label: str
@@ -87,28 +87,28 @@ class Regime(_Plain):
         roles: Sequence[tuple[str, Poly]] = (),
         held: Sequence[Validity] = (),
     ) -> Regime:
-        """Return a tuple of three with what else is known of it."""
+        """Create the tuple and attach the other attributes."""
         out = super().__new__(cls, formula, op, phase)
         out.label, out.share, out._roles, out._held = label or op or "", share, roles, held
         return out
 
     @property
     def by_role(self) -> dict[str, Formula]:
-        """Of a peak the bytes of each role, which add up to the formula; empty for anything else."""
+        """For a peak, the bytes per role, which add up to the formula; otherwise empty."""
         return {role: answer(p, self._held) for role, p in self._roles if p}
 
 
 class Regimes(list[Regime]):
-    """The cases of a Max or Min, as text a case a line. Made by `regimes`; in all else a list."""
+    """Case list from `regimes`, printed one per line."""
 
     largest = True
-    """whether the largest case holds, or the smallest"""
+    """whether the largest or the smallest case holds"""
 
     def __str__(self) -> str:
         return as_text(self._cases(), largest=self.largest)
 
     def _repr_latex_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the LaTeX form for notebooks."""
         return rf"$\displaystyle {as_latex(self._cases(), largest=self.largest)}$"
 
     def _cases(self) -> list[tuple[Poly, str]]:
@@ -117,38 +117,38 @@ class Regimes(list[Regime]):
 
 
 def _exact(formula: Formula) -> sympy.Expr:
-    """Return 5.25 bytes, which are no whole number, as the fraction that they are."""
+    """Return a formula with a float such as 5.25 bytes converted to a fraction."""
     expr = plain(as_expr(formula))
     return sympy.Rational(*float(expr).as_integer_ratio()) if expr.is_Float else expr
 
 
 def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regimes:
-    """List what a formula can be, with the op and the phase that own each case.
+    """List the cases of a formula, with the op and phase that own each.
 
     Parameters
     ----------
     formula : sympy.Expr or number
-        A Max or Min, also multiplied by or added to something, or anything else.
+        A Max or Min, also with a factor or summand, or any other formula.
     within : mapping of str to (int, int), optional
-        Least and largest size of some symbols: only cases that may hold somewhere there are listed.
+        Ranges for symbols; only cases that may hold within them are listed.
 
     Returns
     -------
     list of Regime
-        `(formula, op, phase)` for each argument of the Max or Min; one entry for anything else. Each has `.label`, of a
-        peak `.by_role`, and, where each symbol has a range or follows from those that have one, `.share`: the part of
-        4,096 points, uniform in the logarithm of each size, at which it is the case that holds.
+        `(formula, op, phase)` for each argument of the Max or Min; a single entry for other formulas. Each has `.label`
+        and, for a peak, `.by_role`. If every symbol has a range or follows from others, `.share` is the fraction of
+        4,096 points, uniform in the logarithm of each size, at which the case holds.
 
     Raises
     ------
     BindingError
-        If a range is no pair of sizes, of no symbol of the formula, or against what the formula's graph asks of sizes.
+        If a range is not a pair of sizes, names no symbol in the formula, or contradicts the graph's assumptions.
 
     Notes
     -----
-    What is left out is proved never to be needed: in the box, or in each of some parts of it, a convex combination of
-    other cases is at least as large (`costgraph.Max`). A case for which neither this nor a point is found at which it
-    holds stays, with a share of 0.
+    Dropped cases are proved redundant: in the box, or in each of several sub-boxes, a convex combination of other cases
+    is at least as large (`costgraph.Max`). A case remains with a share of 0 if neither this proof nor a point at which
+    it holds is found.
 
     Examples
     --------
@@ -170,7 +170,7 @@ def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regi
     out = Regimes()
     out.largest = isinstance(found, Max)
     for i, (arg, owner) in enumerate(zip(found.args, found.owners, strict=True)):
-        # args of a Max may hold another one: a minimum over windows in a count of FLOPs
+        # arguments of a Max may contain another one, such as a minimum over windows in a FLOP count
         part = arg if expr is found else expr.xreplace({found: arg})
         mine = owner if expr is found else owner._replace(roles=())
         out.append(regime(part, mine, held, None if shares is None else shares[i]))
@@ -178,7 +178,7 @@ def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regi
 
 
 def regime(formula: sympy.Expr, owner: Owner, held: Sequence[Validity], share: float | None = None) -> Regime:
-    """Return one case as it is handed out."""
+    """Return a public Regime."""
     value = conditioned(formula, held)
     return Regime(value, owner.op, owner.phase, label=owner.label, share=share, roles=owner.roles, held=held)
 
@@ -188,11 +188,11 @@ def _inner(expr: sympy.Expr) -> Any:
     return next((e for e in sympy.preorder_traversal(expr) if isinstance(e, Max | Min)), None)
 
 
-# -- a box of sizes ----------------------------------------------------------------------------------------------
+# -- ranges of sizes ---------------------------------------------------------------------------------------------------
 
 
 def ranges(within: object, formula: Formula, question: str) -> dict[str, Range]:
-    """Return ranges of symbols of a formula, or raise BindingError if they are none."""
+    """Return validated ranges for a formula's symbols, or raise BindingError."""
     if not isinstance(within, Mapping):
         raise BindingError(f"{question}: within is {shown(within)}, expected sizes such as {{'B': (1, 64)}}")
     names = {s.name for s in as_expr(formula).free_symbols}.union(*(v.names for v in held_by(formula)))
@@ -222,7 +222,7 @@ def _relations(box: Mapping[str, Range]) -> Iterator[Relation]:
 
 
 def narrowed(formula: sympy.Expr, box: Mapping[str, Range]) -> tuple[sympy.Expr, list[float | None]]:
-    """Return a formula that holds in a box of sizes, and the share of the box in which each case left holds."""
+    """Return a formula restricted to ranges, and each remaining case's share of the box."""
     held, expr = held_by(formula), plain(formula)
     asked = [r for v in held for r in v.known.relations]
     try:
@@ -245,14 +245,14 @@ def narrowed(formula: sympy.Expr, box: Mapping[str, Range]) -> tuple[sympy.Expr,
 def _needed(
     cases: Sequence[_Case], asked: Sequence[Relation], box: Mapping[str, Range], sure: set[Poly], *, largest: bool
 ) -> list[_Case]:
-    """Keep the cases that hold at some point, and those that in some part of the box nothing shows to be needless."""
+    """Return the cases that hold at some point, or are not proved redundant in some sub-box."""
     needed, parts, looked_at = set(sure), deque([(dict(box), list(cases))]), 0
     most = min(_MOST_PARTS, _MOST_WORK >> sum(low < high for low, high in box.values()))
     while parts:
         part, left = parts.popleft()
         try:
             known = Relations([*_relations(part), *asked])
-        except PatternError:  # no size is asked for there
+        except PatternError:  # no admissible sizes there
             continue
         left = prune(left, known, largest=largest)
         looked_at += 1
@@ -267,13 +267,13 @@ def _needed(
     return [case for case in cases if case[0] in needed]
 
 
-# -- points of a box ---------------------------------------------------------------------------------------------
+# -- sample points -----------------------------------------------------------------------------------------------------
 
 _Points = dict[str, "np.ndarray[Any, Any]"]
 
 
 def _points(known: Relations, box: Mapping[str, Range], formulas: Sequence[Poly]) -> _Points | None:
-    """Return admissible sizes, uniform in their logarithms; None where a symbol has no range."""
+    """Return admissible sample sizes, log-uniform; None if a symbol has no range."""
     names = set(box).union(*(p.names() for p in formulas), *(r.difference.names() for r in known.relations))
     given = dict(known.settled)
     if not (names - given.keys()) <= box.keys():
@@ -313,7 +313,7 @@ def _holding(cases: Sequence[_Case], points: _Points | None, *, largest: bool) -
 
 
 def _shares(ps: Sequence[Poly], inner: sympy.Expr, points: _Points | None, *, largest: bool) -> list[float | None]:
-    """Return the shares in the order in which an extremum has its arguments."""
+    """Return the shares in the extremum's argument order."""
     if points is None:
         return [None] * len(ps)
     ordered = list(map(poly, inner.args)) if isinstance(inner, Max | Min) else list(ps)

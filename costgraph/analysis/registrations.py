@@ -1,4 +1,4 @@
-"""Where answers find what draws them: analyses come before reports, so reports register themselves here."""
+"""Registry of plot functions, filled by `costgraph.report` so that analyses do not import reports."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = [
     "plotter",
 ]
 
-#: Function that draws each kind of answer, `plot(answer, path) -> figure`; filled by `costgraph.report.plots`.
+#: Plot function by answer type, `plot(answer, path) -> figure`; filled by `costgraph.report.plots`.
 PLOTTERS: dict[str, Callable[[Any, Any], Any]] = {}
 
 
 def plotter(answer: str) -> Callable[[Any, Any], Any]:
-    """Return what draws a kind of answer; the module of plots is imported when one is first asked for."""
+    """Return the plot function for an answer type, importing `costgraph.report.plots` on first use."""
     if answer not in PLOTTERS:
         import_module("costgraph.report.plots")
     return PLOTTERS[answer]

@@ -1,4 +1,4 @@
-"""Roofline: for each op the time in compute and the time in memory, the larger of which bounds it."""
+"""Roofline model: compute and memory time per op, and the resource that bounds it."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from .work import Asked, Fallback, Work
 __all__ = ["Roofline", "RooflineRow", "bound_roofline", "roofline"]
 
 
-#: Of a condition that a table shows.
+#: Maximum width of a condition in a table.
 _WIDEST = 60
 
 
 @dataclass(frozen=True)
 class RooflineRow:
-    """One op on the roofline, all its iterations together."""
+    """One op on the roofline, over all its iterations."""
 
     op: str
     """name of the op"""
@@ -57,75 +57,74 @@ class RooflineRow:
     phase: str
     """phase of the op"""
     kind: str
-    """kind of most of its FLOPs, or data where it has none"""
+    """kind with the most FLOPs, or data if it has none"""
     flops: Formula
     """FLOPs"""
     bytes: Formula
     """bytes moved"""
     compute_s: Formula
-    """seconds at the peak rates of its kinds and formats"""
+    """seconds at the peak rates for its kinds and formats"""
     memory_s: Formula
-    """seconds at the bandwidth of the memory, or of the link for a transfer"""
+    """seconds at memory bandwidth, or link bandwidth for a transfer"""
     bound: str | Bound
-    """compute, memory, a link or a cache: the largest of the times; a condition where that depends on what is open"""
+    """compute, memory, a link or a cache: the largest time; a condition if that depends on open sizes"""
     caches_s: Mapping[str, Formula] = field(default_factory=dict)
-    """seconds at the bandwidth of each cache, where these are taken into account"""
+    """seconds at the bandwidth of each cache, in a hierarchical roofline"""
     links_s: Mapping[str, Formula] = field(default_factory=dict)
-    """of a collective the seconds over its links: interconnect, network where it leaves a domain, link while a degree
-    that decides is open"""
+    """seconds of a collective over its links: interconnect, network between domains, link while a degree is open"""
 
     @property
     def seconds(self) -> Formula:
-        """The largest of the times."""
+        """Largest of the times."""
         if isinstance(self.bound, Bound):
             return answer(Max(self.compute_s, self.memory_s, *self.caches_s.values(), *self.links_s.values()))
         return {"compute": self.compute_s, **self.caches_s, **self.links_s}.get(self.bound, self.memory_s)
 
     @property
     def intensity(self) -> Formula:
-        """FLOP/B; infinite where nothing is moved."""
+        """FLOP/B; infinite if no bytes are moved."""
         return self.flops / self.bytes if self.bytes else math.inf
 
     @property
     def attainable(self) -> Formula:
-        """FLOP/s that the roof allows at this intensity."""
+        """FLOP/s that the roofline allows at this intensity."""
         return self.flops / self.seconds if self.seconds else 0.0
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Roofline(Table):
-    """A graph on the roof of a device."""
+    """Roofline of a graph on a device."""
 
     graph: str
     """name of the graph"""
     hardware: Hardware
     """the device"""
     rows: tuple[RooflineRow, ...]
-    """ops that do something, in program order"""
+    """ops that do work, in program order"""
     flops: Formula
     """FLOPs of all ops, as executed"""
     bytes: Formula
-    """bytes moved as declared, each op one kernel"""
+    """bytes moved as declared, with one kernel per op"""
     fused_bytes: Formula
     """bytes that no fusion avoids"""
     ridge: Formula
-    """FLOP/B at which the peak of the graph's main kind of FLOPs and the bandwidth meet"""
+    """FLOP/B at the ridge point of the graph's main kind of FLOPs"""
     lower_bound: Formula
-    """seconds below which no run is, given `start`: the busiest unit, or the fused bytes"""
+    """lower bound in seconds, given `start`: the busiest unit, or the fused bytes"""
     estimate: Formula
-    """seconds as declared: sum over ops of the largest of compute, memory and link time; see `overlap`"""
+    """seconds as declared: sum over ops of the largest compute, memory or link time; see `overlap`"""
     rates: Mapping[str, Formula]
-    """FLOP/s of each unit and number format that the ops use, such as `matmul bf16`"""
+    """FLOP/s by unit and number format in use, such as `matmul bf16`"""
     stand_ins: tuple[StandIn, ...] = ()
-    """rates in the place of those that the device has none of"""
+    """substitutes for rates that the device lacks"""
     levels: tuple[Level, ...] = ()
-    """levels of memory that are taken into account, the memory itself first; empty where that was not asked for"""
+    """memory levels of a hierarchical roofline, device memory first; otherwise empty"""
     overlap: str = "none"
-    """what collectives are assumed to do beside all else: none, ideal or streams"""
+    """overlap of collectives with computation: none, ideal or streams"""
     start: str = "cold"
-    """where operands start in the lower bound: cold, in device memory; warm, in the last-level cache as far as
-    they fit"""
+    """location of operands in the lower bound: cold, in device memory; warm, in the last-level cache as far as they
+    fit"""
 
     def _about(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
@@ -149,7 +148,7 @@ class Roofline(Table):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader has to know of the times: rates that stand in, overlap, missing levels of memory."""
+        """Remarks on the times: stand-in rates, overlap, missing memory levels."""
         return (*map(str, self.stand_ins), *self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -169,12 +168,15 @@ class Roofline(Table):
 
     @property
     def fused_intensity(self) -> Formula:
-        """FLOP/B of the bytes that no fusion avoids."""
+        """FLOP/B for compulsory bytes."""
         return self.flops / self.fused_bytes if self.fused_bytes else math.inf
 
     @property
     def bound(self) -> str:
-        """What bounds most of the estimated time: compute, memory or link; BindingError while a size is open."""
+        """Resource that bounds most of the estimated time: compute, memory or link.
+
+        Raises BindingError while a size is open.
+        """
         need_bound([self.estimate], f"bound of graph {self.graph!r}")
         times: dict[str, float] = {}
         for r in self.rows:
@@ -182,7 +184,7 @@ class Roofline(Table):
         return max(times, key=lambda k: times[k], default="memory")
 
     def plot(self, path: object = None) -> object:
-        """Draw the ops on the log-log roof, the ridge marked; needs matplotlib.
+        """Plot the ops on a log-log roofline with the ridge point marked; requires matplotlib.
 
         Parameters
         ----------
@@ -215,33 +217,33 @@ def roofline(
     bound: str = "cold",
     **dims: int,
 ) -> Roofline:
-    """Place every op of a graph on the roof of a device.
+    """Place every op in a graph on a device's roofline.
 
     Parameters
     ----------
     graph : Graph
-        What is asked; of a pipeline the rows and sums are those of its slowest stage, of the last one where sizes are
-        open, and the estimate is that of the whole step, as in `seconds`.
+        Graph to analyze. For a pipeline, rows and sums describe its slowest stage, or the last one if sizes are open,
+        and the estimate covers the whole step, as in `seconds`.
     hardware : str, path-like or Hardware
-        Name of a device, path of a TOML file, or what `load_hardware` returned.
+        Device name, path of a TOML file, or Hardware from `load_hardware`.
     fallback : str or mapping, optional
-        Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+        Number format whose rate replaces a missing one, or a mapping from wanted to used format.
     hierarchical : bool
-        Take each level of memory into account: an op takes no less than its traffic out of each one, which is the least
-        that any schedule moves through all stores that are nearer to the arithmetic, as `bytes_moved` with `cache=`.
+        Include each memory level: an op takes at least its traffic out of each level, that is, the least traffic of any
+        schedule through all stores closer to the arithmetic, as in `bytes_moved` with `cache=`.
     overlap : str
-        What the estimate assumes of collectives: none, they and all else follow each other; ideal, both fill the same
-        time, so that the larger sum remains; streams, one runs those over each axis of a mesh, and one all else, in the
-        order of the program, each once its operands are there: all sizes are bound then.
+        Overlap of collectives with computation in the estimate. "none": sequential. "ideal": full overlap, so that the
+        larger sum remains. "streams": one stream per mesh axis for collectives and one for all else, in program order,
+        each op starting when its operands are ready; requires all sizes to be bound.
     network : str, path-like or Network, optional
-        Name, TOML file or record of the network between the domains of the interconnect; without it any device
-        reaches any other at the rate of its network card.
+        Name, TOML file or record of the network between interconnect domains; without it, any device reaches any other
+        at the rate of its network card.
     bound : {"cold", "warm"}
-        Where the lower bound assumes that operands start. "cold": in device memory, which is true of a model that is
-        larger than the caches. "warm": the last-level cache holds as many bytes of operands and results as fit, as
-        when a benchmark runs one kernel again on the same data; these bytes are subtracted.
+        Location of operands at the start in the lower bound. "cold": in device memory, which holds for models larger
+        than the caches. "warm": the last-level cache holds as many bytes of operands and results as fit, as in a
+        benchmark that repeats one kernel on the same data; these bytes are subtracted.
     **dims : int
-        Sizes; with one left open, times are formulas, and what bounds an op may be a condition.
+        Sizes to bind; if one is left open, times are formulas, and bounds may be conditions.
 
     Returns
     -------
@@ -253,25 +255,25 @@ def roofline(
     BindingError
         If a size cannot be bound.
     SpecError
-        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over; if
-        `bound="warm"` and the size of its last-level cache is unknown.
+        If the device is unknown, has no rate, or lacks data on a link that a collective uses; if `bound="warm"` and the
+        size of the last-level cache is unknown.
     UnsupportedError
-        If a collective is over an axis that the graph has no mesh for, or streams are to run more than a million ops.
+        If the graph has no mesh for a collective's axis, or streams would run more than a million ops.
 
     Notes
     -----
-    Of Williams, Waterman and Patterson 2009: time in compute is the sum over kinds of FLOPs of FLOPs / peak rate, time
-    in memory is bytes / bandwidth. Contractions run at the matrix rate of their format, all else on the vector unit.
-    Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound; of hardware that is an
-    unknown, all can. For a missing rate the next wider format stands in, then the matrix unit, then the nearest
-    format; in the lower bound the highest rate of the device. The ranks of a collective fill the domains of the
-    interconnect, those along the last axis of a mesh next to each other; `costgraph.analysis.collective_time` has its
-    time. In the lower bound a convolution has the fewest products that an
-    algorithm is known to need, and a device the highest clock that it was seen to reach.
+    The model of Williams, Waterman and Patterson 2009: compute time is the sum over kinds of FLOPs / peak rate, and
+    memory time is bytes / bandwidth. Contractions run at the matrix rate of their format, everything else on the vector
+    unit. Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound; on symbolic hardware,
+    all can. A missing rate is replaced by the next wider format, then by the matrix unit, then by the nearest format;
+    in the lower bound by the highest rate of the device. The ranks of a collective fill interconnect domains, with
+    neighbours along the last mesh axis adjacent; `costgraph.analysis.collective_time` documents its time. The lower
+    bound assumes the cheapest known algorithm for a convolution, and the highest clock observed on the device.
 
-    With `hierarchical` (Yang, Kurth and Williams 2020, but with traffic that is derived, not measured) the levels are
-    the memory and each cache whose bandwidth the specification has. The lower bound then holds what one product of
-    inputs and parameters has to move out of the memory, where all that is nearer is known, registers included.
+    With `hierarchical`, the levels are the memory and each cache whose bandwidth the specification states, as in Yang,
+    Kurth and Williams 2020, but with derived instead of measured traffic. The lower bound then includes the bytes that
+    a contraction of inputs and parameters has to move out of memory, if the sizes of all closer stores are known,
+    including registers.
 
     Examples
     --------
@@ -320,9 +322,9 @@ def bound_roofline(
     question: str, graph: Graph, hardware: Hardware, fallback: Fallback, dims: Mapping[str, object],
     network: str | Network | None = None,
 ) -> Roofline:  # fmt: skip
-    """Return a roofline of numbers alone, with a warning of rates that stand in: for answers made of it.
+    """Return a numeric roofline and warn about stand-in rates; for results derived from it.
 
-    BindingError if a symbol is left, naming all of them.
+    Raises BindingError if a name is unbound, listing all of them.
     """
     stages = stages_asked(graph, hardware, fallback, dims, question, network=network)
     for asked in stages:
@@ -333,7 +335,7 @@ def bound_roofline(
 
 
 def _of_all(graph: Graph, stages: Sequence[Asked], overlap: str = "none") -> Roofline:
-    """Return the roofline of a graph; of a pipeline that of its slowest stage, or the last one."""
+    """Return the roofline of a graph; for a pipeline, of its slowest or last stage."""
     if not graph.parts:
         return _placed(stages[0], overlap)
     whole = in_total(as_declared(stages, overlap), stages, holds_for(stages))
@@ -369,12 +371,12 @@ def _placed(asked: Asked, overlap: str = "none") -> Roofline:
 
 
 def _unit(kind: str, dtype: str) -> str:
-    # pointwise work is done in fp32 whatever is stored
+    # pointwise work runs in fp32 whatever the stored format
     return f"matmul {dtype}" if kind == "matmul" else "vector fp64" if dtype == "fp64" else "vector"
 
 
 def _ridge(sums: Mapping[tuple[str, str], Poly], asked: Asked) -> Formula:
-    """Return the ridge point of the main kind of FLOPs."""
+    """Return the ridge point for the main kind of FLOPs."""
     if not sums:
         return 0.0
     kind, dtype = _main(sums, asked.graph.root.relations)
@@ -382,7 +384,7 @@ def _ridge(sums: Mapping[tuple[str, str], Poly], asked: Asked) -> Formula:
 
 
 def _main(amounts: Mapping[tuple[str, str], Poly], known: Relations) -> tuple[str, str]:
-    """Return the kind and format of most FLOPs; of several that no size decides between, contractions."""
+    """Return the kind and format with the most FLOPs, preferring contractions if sizes do not decide."""
     if all(p.constant is not None for p in amounts.values()):
         return max(amounts, key=lambda key: amounts[key].constant or 0)
     kept = [key for _, key in prune([(p, key) for key, p in amounts.items()], known)]

@@ -1,4 +1,4 @@
-"""Bytes that a forward pass leaves for the backward pass."""
+"""Saved tensors: bytes that the forward pass leaves for the backward pass."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     Returns
     -------
     dict of str to int or sympy.Expr
-        Bytes by loop of the forward pass: what one of its iterations leaves, inner loops left out, which have entries
-        of their own. What is made outside of all loops is under the name "". Inputs, parameters and buffers are there
-        anyway and count nowhere.
+        Bytes saved per iteration by each forward loop, by loop name. Nested loops have their own entries. Tensors saved
+        outside loops are under the name "". Inputs, parameters and buffers do not count.
 
     Raises
     ------
@@ -47,8 +46,8 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
 
     Notes
     -----
-    A storage counts that an op of phase forward makes and one of phase backward or recompute reads, once and whole,
-    whichever view of it is read: what papers call activation memory. What is computed again is not in it.
+    A storage counts if a forward op produces it and a backward or recompute op reads it. It counts once and in full,
+    even if only a view is read. Papers call this activation memory. Recomputed tensors do not count.
 
     Examples
     --------
@@ -75,16 +74,16 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
 
 
 def left(graph: Graph) -> tuple[Poly, Poly, Poly]:
-    """Return the bytes of the device that a forward pass leaves: in iterations of loops, before and behind these."""
+    """Return the device bytes saved by a forward pass: stacked by loops, before the loops, and after them."""
     inside = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
     layers = [loop.count * total([_of_device(_left(loop)), *left(loop.body)]) for loop in inside]
     return total(layers), *_by_place(graph, _outlive(graph))
 
 
 def left_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
-    """Return the bytes that gradients of weights need once those that go to other ranks are made, as `left`.
+    """Return the bytes needed by weight gradients after the input gradients have been sent, as in `left`.
 
-    What a gradient of a weight before the layers needs of them counts as before.
+    Saved tensors read by weight gradients before the layers count as before.
     """
     late = behind(graph)
     own = _made(op for op in graph.ops if op not in late) - _there(graph)
@@ -93,13 +92,13 @@ def left_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
 
 
 def handed_back(graph: Graph) -> Poly:
-    """Return the bytes of gradients that iterations of the backward pass leave for gradients of weights."""
+    """Return the gradient bytes that backward loops keep for weight gradients."""
     read = dict.fromkeys(t for op in behind(graph) for t in op.operands)
     return _of_pieces(t for t in read if t.producer is not None and t.producer.phase != "forward")
 
 
 def _of_pieces(read: Iterable[Tensor]) -> Poly:
-    """Return the bytes of the device of tensors that iterations of loops have left, each storage once."""
+    """Return the device bytes of stacked residuals, counting each storage once."""
     asked, pieces = dict.fromkeys(read), dict[Storage, Poly]()
     for loop in (t.producer.loop for t in asked if t.producer is not None and _is_left(t)):
         assert loop is not None
@@ -109,14 +108,14 @@ def _of_pieces(read: Iterable[Tensor]) -> Poly:
 
 
 def behind(graph: Graph) -> list[Op]:
-    """List the ops of a pass behind the last one that hands a gradient on: they make gradients of weights alone."""
+    """List the ops after the last input gradient in a pass: they compute only weight gradients."""
     ops = graph.ops
     last = max((i for i, op in enumerate(ops) if op.phase != "forward" and _hands_on(op)), default=len(ops))
     return [op for op in ops[last + 1 :] if op.phase != "optimizer"]
 
 
 def _by_place(graph: Graph, storages: Iterable[Storage]) -> tuple[Poly, Poly]:
-    """Return the bytes of storages that are made before the layers, or of their last gradients, and of all others."""
+    """Return the device bytes of storages produced before the layers or as their final gradients, and of all others."""
     before: set[Storage] = set()
     for op in graph.ops:
         if op.loop is not None and op.loop.pieces:
@@ -128,17 +127,17 @@ def _by_place(graph: Graph, storages: Iterable[Storage]) -> tuple[Poly, Poly]:
 
 
 def _hands_on(op: Op) -> bool:
-    """Whether an op has a gradient that goes on to layers before, or to other ranks."""
+    """Whether an op passes a gradient to earlier layers or to other ranks."""
     return isinstance(op.kind, Send) or (op.loop is not None and bool(op.loop.starts))
 
 
 def _of_device(storages: Iterable[Storage]) -> Poly:
-    """Return the bytes of what does not lie on the host."""
+    """Return the bytes in device memory."""
     return total(s.bytes for s in dict.fromkeys(storages) if not s.host)
 
 
 def _outlive(graph: Graph) -> Iterator[Storage]:
-    """Yield what ops of the forward pass make and those of the backward pass read, in one graph or body."""
+    """Yield the storages that forward ops produce and backward or recompute ops read, in one graph or body."""
     own = _made(op for op in graph.ops if op.phase == "forward") - _there(graph)
     for op in graph.ops:
         if op.phase in ("backward", "recompute"):
@@ -146,21 +145,21 @@ def _outlive(graph: Graph) -> Iterator[Storage]:
 
 
 def _left(loop: Loop) -> Iterator[Storage]:
-    """Yield what an iteration of a loop leaves behind: what its body made or was handed, not what is there anyway."""
+    """Yield the storages that a loop stacks per iteration: produced in its body or carried, not captured."""
     own = (_made(loop.body.ops) - _there(loop.body)) | {f.storage for f in loop.carries}
     yield from (t.storage for t in loop.saved if t.storage in own)
 
 
 def _made(ops: Iterable[Op]) -> set[Storage]:
-    """Return the storages of what ops make, without what the iterations of a loop inside left behind."""
+    """Return the storages that ops produce, except the stacked residuals of inner loops."""
     return {t.storage for op in ops for t in op.results if not _is_left(t)}
 
 
 def _there(graph: Graph) -> set[Storage]:
-    """Return the storages that no op of a graph or body makes."""
+    """Return the storages that no op in a graph or body produces."""
     return {t.storage for t in graph.tensors if t.producer is None}
 
 
 def _is_left(t: Tensor) -> bool:
-    """Whether a tensor stands for what the iterations of a loop left behind."""
+    """Whether a tensor is a stacked residual of a loop."""
     return t.producer is not None and t.producer.loop is not None and t in t.producer.loop.pieces

@@ -1,4 +1,4 @@
-"""How long a step takes on devices: the door, and the time of one whose layers are stages of a pipeline."""
+"""Time per step: `seconds`, roofline estimates and lower bounds, stream overlap, and pipeline schedules."""
 
 from __future__ import annotations
 
@@ -88,30 +88,30 @@ __all__ = [
 ]
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
-# The time of a graph whose collectives run on streams of their own, each op as soon as what it needs is there.
+# -- stream schedule ---------------------------------------------------------------------------------------------------
 
-#: Ops that are played at most.
+#: Maximum number of ops to simulate.
 _MOST = 10**6
-#: By what part of it the times of an iteration may be off where floats are rounded.
+#: Relative rounding error allowed between the times of two iterations.
 _EXACT = 1e-12
 
 
 def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> Any:
-    """Return when a graph is done whose collectives over each axis of a mesh have a stream, and all else another one.
+    """Return the makespan of a graph with one stream per mesh axis for collectives, and one for all other ops.
 
-    What goes over the link of a host has a stream in each direction, and what the host runs has one. `seconds` are of
-    all iterations of an op together, numbers or arrays of them at several points; views take none. `iterations` are
-    those of each loop. UnsupportedError if more than a million ops are to be played one by one.
+    Host links have one stream per direction, and host ops have their own. `seconds` maps each op to its time over all
+    iterations, as numbers or as arrays over several points; views are missing. `iterations` maps each loop to its trip
+    count. Raises UnsupportedError if more than a million ops would be simulated one by one.
 
-    A list schedule (Graham 1969): a stream runs its ops in the order of the program, each once its operands are there,
-    and once all that reads what it overwrites is done. What puts the operands of a collective next to each other goes
-    with it. A stack of slices is there when its last one is. Nothing limits how far ahead a stream is of the others:
-    what is gathered early takes memory that `peak_memory` does not count.
+    This is list scheduling (Graham 1969): a stream runs its ops in program order, each as soon as its operands exist
+    and all readers of overwritten storages are done. Copies that pack the operands for a collective join its stream. A
+    stacked tensor exists once its last slice does. Streams may run ahead without limit: `peak_memory` does not count
+    tensors that are gathered early.
 
-    Of a loop a few iterations are played: where two of them have moved each time by the same amount, and the last one
-    does too when all between are left out, these do. Each time is the largest of sums, so that over iterations that
-    begin on a line it is a convex function of their number; of which three points are on a line, it is that line.
+    Loops are extrapolated. If three consecutive boundaries move by equal amounts, later iterations are skipped,
+    provided that the last one then moves by the same amount too. If iterations start at times that are linear in their
+    index, each time is a maximum of sums, hence convex in the index; a convex function with three collinear points is
+    linear between them.
     """
     runs = Counter[Op]()
     _count(graph, {0: 1}, iterations, runs)
@@ -121,7 +121,7 @@ def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, in
 
 
 def _count(graph: Graph, turns: Mapping[int, int], iterations: Mapping[Op, int], runs: Counter[Op]) -> None:
-    """Count how often ops run; `turns`: how often the graph does after so many iterations of the loop that it is of."""
+    """Count how often each op runs; `turns` counts runs by the iteration index of the enclosing loop."""
     often = sum(turns.values())
     for op in graph.ops:
         if op.loop is None:
@@ -132,14 +132,14 @@ def _count(graph: Graph, turns: Mapping[int, int], iterations: Mapping[Op, int],
             inner = dict(enumerate(accumulate(turns.get(n, 0) for n in range(max(turns, default=0), 0, -1))))
             inner = {len(inner) - 1 - i: times for i, times in inner.items()}
         elif any(loop.until for loop in loops(body)):
-            inner = dict.fromkeys(range(min(count, _MOST + 1)), often)  # of more it is an error to play them
+            inner = dict.fromkeys(range(min(count, _MOST + 1)), often)  # longer loops raise an error when simulated
         else:
             inner = {0: often * count}
         _count(body, inner, iterations, runs)
 
 
 def _last(time: Any, *times: Any) -> Any:
-    """Return the largest of some times, at each point."""
+    """Return the pointwise maximum of times."""
     for t in times:
         numbers = type(t) is float and type(time) is float
         time = max(time, t) if numbers else np.maximum(time, t)
@@ -147,7 +147,7 @@ def _last(time: Any, *times: Any) -> Any:
 
 
 def _stream(op: Op) -> str:
-    """Return the stream of an op: of what does no arithmetic that of the collectives that alone read its results."""
+    """Return an op's stream; ops without FLOPs join the stream of the collectives that read their results."""
     if isinstance(op.kind, Collective):
         return f"over {op.kind.axis}"
     if isinstance(op.kind, Transfer) or op.on_host:
@@ -160,7 +160,7 @@ def _stream(op: Op) -> str:
 
 
 class _Step(NamedTuple):
-    """What is asked of an op each time that it runs."""
+    """Static facts about an op that each simulated run needs."""
 
     op: Op
     loop: Loop | None
@@ -169,7 +169,7 @@ class _Step(NamedTuple):
     made: tuple[Storage, ...]
     touched: tuple[Storage, ...]
     same: bool
-    """whether all iterations of a loop do what the first one does"""
+    """whether all iterations of a loop do the same work"""
 
     @classmethod
     def of(cls, op: Op) -> _Step:
@@ -183,20 +183,20 @@ class _Step(NamedTuple):
 
 
 class _Play:
-    """Ops one after the other, and when each of their results is there."""
+    """Simulates ops in program order and records when each result exists."""
 
     def __init__(self, graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> None:
         self.graph, self.seconds, self.iterations = graph, seconds, iterations
         self.played = 0
         self.free: dict[str, Any] = {}
-        """When each stream is free."""
+        """Time at which each stream becomes free."""
         self.memory: dict[Storage, object] = {}
-        """What a storage is at the moment: each iteration has others for those that its ops make."""
+        """Current memory of each storage, since storages allocated in a loop differ per iteration."""
         self.touched: dict[object, Any] = {}
-        """When the last op is done that reads or writes such a memory."""
+        """Time at which the last reader or writer of a memory is done."""
 
     def run(self, graph: Graph, ready: dict[Tensor, Any], nth: int = 0) -> None:
-        """Play the ops of a graph; `ready` is when its inputs are there, and then all of its tensors."""
+        """Simulate a graph; `ready` holds the times of its inputs, and receives the times of all tensors."""
         steps: list[_Step] | None = graph.cache.get("streams")
         if steps is None:
             steps = graph.cache["streams"] = [_Step.of(op) for op in graph.ops]
@@ -216,7 +216,7 @@ class _Play:
             ready.update(dict.fromkeys(step.op.results, done))
 
     def done(self, step: _Step, ready: Mapping[Tensor, Any]) -> Any:
-        """Return when an op is done, which keeps its stream until then."""
+        """Return the finish time of an op and occupy its stream until then."""
         begin = _last(0.0, *[ready.get(t, 0.0) for t in step.op.operands])
         if step.op not in self.seconds:
             return begin
@@ -226,25 +226,25 @@ class _Play:
         return free
 
     def touch(self, storage: Storage, done: Any) -> None:
-        """Note when an op is done that reads or writes a storage."""
+        """Record when an op that accesses a storage is done."""
         memory = self.at(storage)
         self.touched[memory] = _last(self.touched.get(memory, 0.0), done)
 
     def at(self, storage: Storage) -> object:
-        """Return the memory that a storage is at the moment."""
+        """Return the current memory of a storage."""
         return self.memory.get(storage, storage)
 
     def make(self, storages: Iterable[Storage]) -> None:
-        """Give what an op makes a memory of its own."""
+        """Assign new memory to storages that an op allocates."""
         for storage in storages:
             self.memory[storage] = object()
 
     def enter(self, formals: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Note which memory a body's inputs are in, of all at once: an iteration may exchange them."""
+        """Bind a body's inputs to memory, all at once because an iteration may permute them."""
         self.memory.update([(f.storage, self.at(t.storage)) for f, t in formals])
 
     def repeat(self, step: _Step, loop: Loop, ready: dict[Tensor, Any], around: int) -> None:
-        """Play the iterations of a loop; `around` is how many the loop around it has had before."""
+        """Simulate a loop; `around` is the iteration index of the enclosing loop."""
         count = around if loop.until else self.iterations[loop.op]
         self.make(step.made)
         turns = _Iterations(self, loop, ready)
@@ -259,12 +259,12 @@ class _Play:
 
 
 class _Boundary(NamedTuple):
-    """What there is between two iterations."""
+    """State between two iterations."""
 
     shared: tuple[object, ...]
-    """which tensors lie in one memory, and which streams there are"""
+    """which tensors share memory, and the active streams"""
     times: np.ndarray[Any, Any]
-    """when all of it is there, by points"""
+    """all times of the state, with points as columns"""
 
 
 def _alike(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], longest: np.ndarray[Any, Any]) -> bool:
@@ -272,7 +272,7 @@ def _alike(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], longest: n
 
 
 def _moved(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[Any, Any] | None:
-    """Return by how much an iteration moves each time, None where two of them differ."""
+    """Return how far one iteration moves each time, or None if two iterations differ."""
     if not first.shared == second.shared == third.shared:
         return None
     by = third.times - second.times
@@ -280,18 +280,18 @@ def _moved(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[
 
 
 class _Iterations:
-    """The iterations of a loop, and what one hands on to the next."""
+    """Iterations of a loop and their carried state."""
 
     def __init__(self, play: _Play, loop: Loop, ready: Mapping[Tensor, Any]) -> None:
         self.of, self.loop, self.ready = play, loop, ready
         self.given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
         self.handed = [ready.get(t, 0.0) for t in loop.starts]
         self.lying: Sequence[Tensor] = loop.starts
-        """in what memory that is"""
+        """tensors whose memory holds the carries"""
         self.left: dict[Tensor, Any] = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
 
     def play(self, nth: int) -> None:
-        """Play one iteration."""
+        """Simulate one iteration."""
         loop, play = self.loop, self.of
         play.enter([*self.given, *zip(loop.carries, self.lying, strict=True)])
         inner = {f: self.ready.get(t, 0.0) for f, t in self.given} | dict(zip(loop.carries, self.handed, strict=True))
@@ -302,7 +302,7 @@ class _Iterations:
             play.touch(t.storage, play.touched.get(play.at(made.storage), 0.0))
 
     def leave(self, ready: dict[Tensor, Any]) -> None:
-        """Say when the results of the loop are there."""
+        """Record the times of the loop's results."""
         for t, time, made in zip(self.loop.lasts, self.handed, self.lying, strict=True):
             ready[t] = time
             self.of.touch(t.storage, self.of.touched.get(self.of.at(made.storage), 0.0))
@@ -313,14 +313,14 @@ class _Iterations:
         return [self.of.at(t.storage) for t in (*(t for _, t in self.given), *self.left, *self.lying)]
 
     def boundary(self) -> _Boundary:
-        """Return what there is after the iterations that were played."""
+        """Return the state after the simulated iterations."""
         memories, streams = self.memories(), sorted(self.of.free)
         touched = [self.of.touched.get(m, 0.0) for m in memories]
         times = [*self.handed, *self.left.values(), *touched, *(self.of.free[name] for name in streams)]
         return _Boundary((*map(memories.index, memories), *streams), np.array(np.broadcast_arrays(*times)))
 
     def ahead(self, by: np.ndarray[Any, Any], left: int) -> int:
-        """Leave out as many iterations as are on a line, and play one behind them; return how many that is."""
+        """Skip iterations in steady state and simulate the next one; return how many iterations that covers."""
         play, before = self.of, self.boundary()
         kept: tuple[Any, ...] = (
             self.handed,
@@ -342,7 +342,7 @@ class _Iterations:
         return 0
 
     def put(self, times: np.ndarray[Any, Any]) -> None:
-        """Put other times in the place of those of the boundary."""
+        """Replace the times of the state."""
         found = iter(times.tolist() if times.ndim == 1 else times)
         self.handed = [next(found) for _ in self.handed]
         self.left = {t: next(found) for t in self.left}
@@ -350,19 +350,18 @@ class _Iterations:
         self.of.free = {name: next(found) for name in sorted(self.of.free)}
 
 
-# -- seconds -----------------------------------------------------------------------------------------------------------
-# How long a graph takes on a device, as a formula: a sum over its ops, and a bound that no run is below.
+# -- roofline times ----------------------------------------------------------------------------------------------------
 
 Spent = tuple[Poly, str]
-#: What communication does beside the rest: follow it, fill the same time, or start once its operands are there.
+#: How communication overlaps with computation: not at all, perfectly, or as scheduled on streams.
 OVERLAPS = ("none", "ideal", "streams")
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What bounds an op, as a condition on sizes.
+    """Bounding resource of an op, as a condition on sizes.
 
-    Where each level of memory is taken into account, several conditions in a row.
+    With several memory levels, conditions are nested.
 
     Examples
     --------
@@ -378,12 +377,11 @@ class Bound:
     """
 
     compute: sympy.Basic
-    """where compute, or what `first` names, takes as long as all else or longer: a sympy relation, or And and Or of
-    several"""
+    """condition under which compute, or `first`, takes longest: a sympy relation, or And and Or of several"""
     otherwise: str | Bound
-    """memory, link or a cache: what bounds it elsewhere"""
+    """bounding resource elsewhere: memory, link or a cache"""
     first: str = "compute"
-    """what bounds it where the relation holds"""
+    """bounding resource where the condition holds"""
 
     def __str__(self) -> str:
         return f"{self.first} where {_text(self.compute)}, else {self.otherwise}"
@@ -402,9 +400,9 @@ def _is_whole(side: sympy.Expr) -> bool:
 
 
 def which(times: Sequence[Spent], known: Relations) -> str | Bound:
-    """Say which of several times is the largest: by name where that is one for all sizes, else where it is which.
+    """Return the name of the largest time, or a `Bound` if it depends on sizes.
 
-    Times are as `spent` returns them; of several that are equal the first counts.
+    Times are as in `spent`; the first of equal times wins.
     """
     if len(times) > 2 or all(not p.names() for p, _ in times):
         times = _kept(times, known)
@@ -432,20 +430,20 @@ def _most(parts: Sequence[Poly]) -> Poly:
 
 
 def _relation(excess: Poly, known: Relations) -> sympy.Ge:
-    """Return where a difference of times is not negative, positive terms on the left."""
+    """Return the condition that a difference of times is nonnegative, with positive terms on the left."""
     found = known.cleared([excess])
     plain = found[0] if found else excess
     plain = plain * lcm(*(c.denominator for c in plain.terms.values()))
     more, less = (Poly({m: c for m, c in p.terms.items() if c > 0}) for p in (plain, -plain))
     shared, scale = content(plain.terms)
-    if len(more.terms) == 1:  # B*S >= 295.3, where it is one product
+    if len(more.terms) == 1:  # a single product, such as B*S >= 295.3
         (scale,) = more.terms.values()
     factor = Poly({shared: scale if scale > 0 else -scale})
     return sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False)
 
 
 def _kept(times: Sequence[Spent], known: Relations) -> list[Spent]:
-    """Return times of which one is the largest; of numbers, roots among them, the first that is."""
+    """Drop times that are never the largest; among numbers, keep the first maximum."""
     times = [t for t in times if t[0]] or [times[0]]
     if all(not p.names() for p, _ in times):
         exactly = all(p.constant is not None for p, _ in times)
@@ -455,7 +453,7 @@ def _kept(times: Sequence[Spent], known: Relations) -> list[Spent]:
 
 
 def largest(times: Sequence[Spent], known: Relations) -> Poly:
-    """Return the largest of some times, what all have in common as a factor in front: multiples are one atom."""
+    """Return the largest time, with common factors outside the Max so that multiples share one atom."""
     kept = _kept(times, known)
     if len(kept) == 1:
         return kept[0][0]
@@ -464,7 +462,7 @@ def largest(times: Sequence[Spent], known: Relations) -> Poly:
 
 
 def _common(parts: Sequence[Poly]) -> Poly:
-    """Return the factor that all terms of all parts have: numbers, and symbols, which are positive."""
+    """Return the common factor of all terms, from numbers and (positive) symbols."""
     terms = [term for p in parts for term in p.terms.items()]
     number = Fraction(gcd(*(c.numerator for _, c in terms)), lcm(*(c.denominator for _, c in terms)))
     powers = [dict(m) for m, _ in terms]
@@ -477,24 +475,23 @@ def _common(parts: Sequence[Poly]) -> Poly:
 
 
 def spent(work: Work, asked: Asked) -> list[Spent]:
-    """Return the times of an op, the largest of which is its own: in compute, in memory or over a link, in caches.
+    """Return an op's time on each resource; the op takes the largest.
 
-    Each has its name: compute, link, memory or that of a cache; of a collective interconnect or network as well. With
-    levels, what moves out of each of them is the least through all that is nearer, several formulas of which the
-    largest holds.
+    Names are compute, link, memory or a cache, and interconnect or network for collectives. With memory levels,
+    traffic out of a level is the least traffic through all nearer levels, given as several formulas: the largest holds.
     """
     out = in_place(work, asked)
     if work.collective is not None:
         once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
         out.append((once * work.times, link))
     sends = [exchange(op, asked.graph, asked.values, asked.hardware) for op in work.rings]
-    if sends:  # one after another, over the same link
+    if sends:  # one after another, over one link
         out.append((total(once for once, _ in sends) * work.times, sends[0][1]))
     return list(dict.fromkeys(out))
 
 
 def in_place(work: Work, asked: Asked) -> list[Spent]:
-    """Return the times of an op that are none of a link between ranks; parameters as `spent`."""
+    """Return the times of an op except those on links between ranks; parameters as in `spent`."""
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, work.unit)]
     if work.unit == "memory":
@@ -503,7 +500,7 @@ def in_place(work: Work, asked: Asked) -> list[Spent]:
 
 
 def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
-    """Return the sum over ops of the largest time that `spent` returns, equal ops together."""
+    """Return the sum over ops of their largest time from `spent`, grouping equal ops."""
     alike: dict[tuple[Spent, ...], int] = {}
     for found in times:
         alike[tuple(found)] = alike.get(tuple(found), 0) + 1
@@ -511,9 +508,9 @@ def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
 
 
 def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Poly:
-    """Return the estimate of a graph with communication: a sum, the larger of its part and of the rest, or a schedule.
+    """Return a graph's time with communication: a sum, the larger of communication and the rest, or a makespan.
 
-    Times of each op are as `spent` returns them; `overlap` is one of `OVERLAPS`.
+    Times are as in `spent`; `overlap` is one of `OVERLAPS`.
     """
     known = asked.graph.root.relations
     if overlap == "none":
@@ -529,18 +526,18 @@ def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Po
         return poly(Fraction(max(float(done), *busy)))
     elsewhere = [bool(w.collective) or w.unit != "memory" for w in asked.works]
     sent, alone = ([t for t, away in zip(times, elsewhere, strict=True) if away == how] for how in (True, False))
-    # both read and write the one memory of a device
+    # computation and communication share the device memory
     parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": memory_time(asked)}
     return largest([(p, name) for name, p in parts.items()], known)
 
 
 def lower_bound(asked: Asked) -> Poly:
-    """Return the seconds that no run is below: the busiest unit, or the bytes that no fusion avoids.
+    """Return a lower bound in seconds: the busiest unit, or the traffic that no fusion avoids.
 
-    Rates that are missing are taken as the highest of the device here, which is no smaller.
+    A missing rate is replaced by the highest one of the device, which keeps the bound valid.
     """
     found = [(p, unit) for unit, p in unit_times(asked).items()]
-    if asked.levels and asked.levels[0].whole:  # what caches hand out may be read and written at once: no bound
+    if asked.levels and asked.levels[0].whole:  # not a bound for caches that overlap reads and writes
         moved = unavoidable(asked.graph, asked.levels[0].nearer)
         found += [((p.bind(asked.values) - asked.resident) / asked.rates.bandwidth, "memory") for p in moved]
     kept = _kept(found, asked.graph.root.relations)
@@ -548,7 +545,7 @@ def lower_bound(asked: Asked) -> Poly:
 
 
 def unit_times(asked: Asked) -> dict[str, Poly]:
-    """Return the least seconds that each unit is busy: of `vector`, `matmul` and links that are used, and `memory`."""
+    """Return the least busy seconds of each unit in use: vector, matmul, links and memory."""
     units: dict[str, list[Poly]] = {}
     for work in asked.works:
         if work.unit != "memory":  # a link carries both directions at once
@@ -565,7 +562,7 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
 
 
 def memory_time(asked: Asked) -> Poly:
-    """Return the least seconds that the memory is busy."""
+    """Return the least seconds that memory is busy."""
     moved = compulsory(asked.graph).bind(asked.values)
     if asked.resident:
         moved = poly(Max(0, (moved - asked.resident).expr))
@@ -579,38 +576,37 @@ def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
 
 
 def _of_collective(op: Op, kind: OpKind, asked: Asked) -> Iterator[tuple[str, Poly]]:
-    """Yield the least times on links, of one time: a switch may do the sums."""
+    """Yield the least busy time of each link for one execution; a switch may do the reduction."""
     assert isinstance(kind, Collective)
     group = group_of(op, asked.graph, asked.values, asked.hardware)
     yield from least_busy(kind.collective, whole(op).bind(asked.values), group).items()
 
 
 def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:
-    """Warn of rates that stand in for missing ones, but for those that were named by whoever asks."""
+    """Warn about stand-ins for missing rates, except those that the caller chose."""
     texts = [str(instead) for instead in stand_ins if instead.why != NAMED]
     if texts:
         warnings.warn(f"hardware {hardware.id}: {'; '.join(texts)}", StandInWarning, stacklevel=5)
 
 
 def in_seconds(value: Poly, asked: Asked) -> Formula:
-    """Return a time as it is handed out: a float, or a formula while something is open."""
+    """Return a time as a float, or as a formula while a name is unbound."""
     return as_seconds(value, asked.values)
 
 
 def as_seconds(value: Poly, values: Bindings) -> Formula:
-    """Return a time, in which sizes are put in, as it is handed out."""
+    """Return a time with bound sizes as a float or formula."""
     return answer(value, values.held) if value.constant is None else real(Fraction(value.constant))
 
 
-# -- passes ------------------------------------------------------------------------------------------------------------
-# Time of a pipeline from that of the passes of its stages: of 1F1B the longest path through them, in closed form.
+# -- 1F1B in closed form -----------------------------------------------------------------------------------------------
 
-#: Times, or arrays of them.
+#: Numbers, formulas or arrays of times.
 T = TypeVar("T", bound=Any)
 
 
 class Alike(NamedTuple):
-    """Neighbouring ranks of a pipeline whose stages take the same times."""
+    """Neighbouring pipeline ranks whose stages take equal times."""
 
     first: Poly
     last: Poly
@@ -619,21 +615,21 @@ class Alike(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A rank beside others: which of those alike, and its number."""
+    """A rank: the index of its run of equal ranks, and its number."""
 
     run: int
     at: Poly
 
 
 def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
-    """Return the seconds of a step of 1F1B of `m` micro-batches, without sends.
+    """Return the seconds of a 1F1B step with `m` micro-batches, without sends.
 
-    Where the number of these or of ranks is open, it is of two micro-batches for each rank or more.
+    If the number of micro-batches or ranks is open, there are at least two micro-batches per rank.
 
-    Derived. The longest path from the first forward to the last backward goes through forwards alone to some rank a, p
-    - 1 - a times on the slowest rank on its way; then forwards down the ranks and backwards up in turn, as often as it
-    can on one rank s; and through backwards alone from some rank c on. Where s is fixed, a and c are chosen apart. Of
-    fewer than 2 p micro-batches some of these paths are none.
+    Derived as the longest path from the first forward to the last backward pass. It follows forward passes to some rank
+    a, p - 1 - a times on the slowest rank on its way. It then alternates between forward passes down the ranks and
+    backward passes up, as often as possible on one rank s, and follows backward passes from some rank c on. For fixed
+    s, a and c are independent. With fewer than 2 p micro-batches, some of these paths do not exist.
     """
     p = runs[-1].last + 1
     beyond = (m - 2 * p).constant
@@ -651,16 +647,16 @@ def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
 
 
 def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
-    """Return the time of 1F1B of any number of micro-batches, as `one_by_one`, of times that have a largest of several.
+    """Return the 1F1B time for any number of micro-batches, as `one_by_one`; `largest_of` compares times.
 
-    A path alone up to rank a is on the slowest rank on its way no more often than there are other micro-batches. Where
-    it comes to rank s from before, each rank on the way takes a turn of those there, of which there are m - p + s.
+    A path through forward passes to rank a is on the slowest rank at most once per other micro-batch. If it reaches
+    rank s from an earlier rank, each rank on the way uses one of the m - p + s turns there.
     """
     p, found = len(forward), list[T]()
     ahead, back = (_Way(there, m, largest_of) for there in (forward, backward))
     for s in range(max(0, p - m), p):
         left, both = m - p + s, forward[s] + backward[s]
-        # of a way that takes some turns, the longest of those that take no more
+        # the longest way within each number of turns
         into, out = ([n - both * k for k, n in way.to(s, other)] for way, other in ((ahead, back), (back, ahead)))
         most_out = list(accumulate(out, lambda one, other: largest_of([one, other])))
         for k, one in enumerate(into):
@@ -671,7 +667,7 @@ def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Call
 
 
 class _Way(Generic[T]):
-    """Paths through forwards alone, or back through backwards."""
+    """Paths through forward passes only, or back through backward passes only."""
 
     def __init__(self, times: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> None:
         self.times, self.largest_of = times, largest_of
@@ -681,7 +677,7 @@ class _Way(Generic[T]):
         self.alone = [n + most * k for n, most, k in zip(self.sums, slowest, waits, strict=True)]
 
     def to(self, s: int, other: _Way[T]) -> Iterator[tuple[int, T]]:
-        """Yield how many turns on rank s it takes to come there from each rank before, and how long it takes."""
+        """Yield the turns on rank s used by a path from each earlier rank, and its time."""
         alone, back = self.alone, other.sums
         yield 0, self.largest_of([alone[a] + back[a] - back[s] for a in range(s, len(alone))])
         for a in range(s - 1, -1, -1):
@@ -689,27 +685,27 @@ class _Way(Generic[T]):
 
 
 class _Paths:
-    """Parts of paths through the passes of ranks."""
+    """Segments of critical paths through all ranks."""
 
     def __init__(self, runs: Sequence[Alike], known: Relations) -> None:
         self.runs, self.p = runs, runs[-1].last + 1
         self.times = [[run.forward for run in runs], [run.backward for run in runs]]
-        # of the ranks up to one of a run, the slowest
+        # slowest time among the ranks up to each run
         self.most = [
             [largest([(t, "") for t in times[: k + 1]], known) for k in range(len(runs))] for times in self.times
         ]
 
     def ends(self) -> list[_Rank]:
-        """Return the first and the last rank of all that are alike: a path that is longest is at one of these."""
+        """Return the first and last rank of each run: some longest path has its corners there."""
         both = ((k, at) for k, run in enumerate(self.runs) for at in dict.fromkeys((run.first, run.last)))
         return [_Rank(k, at) for k, at in both]
 
     def both(self, s: _Rank) -> Poly:
-        """Return the time of a forward and a backward of a rank."""
+        """Return the time of one forward and one backward pass on a rank."""
         return self.times[0][s.run] + self.times[1][s.run]
 
     def through(self, a: _Rank, s: _Rank, *, back: bool) -> Poly:
-        """Return the time of forwards, or of backwards, of the ranks from one to another."""
+        """Return the time of forward or backward passes from rank a to rank s."""
         counts = (
             (s.at if k == s.run else run.last) - (a.at if k == a.run else run.first) + ONE
             for k, run in enumerate(self.runs[a.run : s.run + 1], a.run)
@@ -717,7 +713,7 @@ class _Paths:
         return total(n * t for n, t in zip(counts, self.times[back][a.run : s.run + 1], strict=True))
 
     def way(self, a: _Rank, s: _Rank, *, back: bool) -> Poly:
-        """Return what a path on s takes more that goes alone one way up to rank a or, back, from there on."""
+        """Return the extra time of a path on s that is in one direction only up to rank a or, with `back`, from it."""
         alone = self.through(_Rank(0, ZERO), a, back=back) + (self.p - 1 - a.at) * self.most[back][a.run]
         if _ahead(a, s):
             turns = s.at - a.at + 1
@@ -726,7 +722,7 @@ class _Paths:
 
 
 def _ahead(a: _Rank, s: _Rank) -> bool:
-    """Whether a rank comes before another one; of those alike there are the first and the last one, or numbers."""
+    """Whether rank a precedes rank s; ranks of one run are its ends, or numbers."""
     if a.run != s.run or a.at == s.at:
         return a.run < s.run
     between = (s.at - a.at).constant
@@ -737,19 +733,19 @@ def _ahead(a: _Rank, s: _Rank) -> bool:
 
 
 class Shares(NamedTuple):
-    """Seconds of a stage of a pipeline: of one micro-batch in its passes, and of what a step does once."""
+    """Seconds of a pipeline stage: per micro-batch for each pass, and once per step."""
 
     forward: Poly
     backward: Poly
     weights: Poly
-    """of gradients of weights that come behind those that go to other ranks"""
+    """of weight gradients computed after the input gradients are sent"""
     once: Poly
 
 
 def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
-    """Return the seconds of a step of a pipeline from those of its stages; `send` is the time of what one hands on.
+    """Return the seconds per pipeline step, given the times per stage and the time per send.
 
-    `facts` are what each kind of stage knows of the others.
+    `facts` describes the pipeline as seen from each kind of stage.
     """
     p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
     passes = [forward + back + weights for forward, back, weights, _ in shares]
@@ -757,13 +753,13 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
     if facts[0].schedule not in ("gpipe", "1f1b"):
         made = SCHEDULES[facts[0].schedule]
         of_model = p if made.both_ways else p * v
-        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # none where it turns, within a rank
+        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # local where a folded pipeline turns
         return m * most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
     if facts[0].schedule == "gpipe":
         through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
         slowest = most((f for f, *_ in shares), known) + most((b for _, b, *_ in shares), known)
         return through + (m - 1) * slowest + 2 * (p - 1) * send + once
-    # what the last stage sends back is waited for once every p micro-batches less
+    # the last stage waits for a send back once less per p micro-batches
     n = m + p - 1
     waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
     runs = [
@@ -777,14 +773,14 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
 
 
 def of_batches(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
-    """Return how long each batch of a pipeline without passes back waits until it is at the same stage again."""
+    """Return the period of a batch in a forward-only pipeline, from one visit to a stage to the next."""
     through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
     return most([through, facts[0].micro_batches * most(times, known)], known)
 
 
 def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
-    """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
-    # of both directions a rank has half of the micro-batches each, which go through one of its stages
+    """Return the bubble of the slowest rank, with each layer group as slow as the slowest one."""
+    # with both directions, each rank has half the micro-batches in each, which visit one of its stages
     groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
     each = (most(times, known) / groups for times in list(zip(*shares, strict=True))[:3])
     put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
@@ -793,19 +789,19 @@ def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
     if ranks is not None and ranks < fewest:
         many, chunks = next(sizes(facts.schedule, int(ranks)))
         forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, chunks))
-    # none of the sums is more than nothing of a rank that waits for nobody
+    # drop sums that are never positive: the rank does not wait
     found = [p for p in (poly(form).bind(put) for form in forms) if not known.nonnegative(-p)]
     return most(found, known) if found else ZERO
 
 
 def most(times: Iterable[Poly], known: Relations) -> Poly:
-    """Return the largest of some times."""
+    """Return the largest time."""
     return largest([(p, "") for p in times], known)
 
 
-# -- duration ----------------------------------------------------------------------------------------------------------
+# -- time per step -----------------------------------------------------------------------------------------------------
 
-#: Seconds of some of the ops of a graph.
+#: Returns the seconds for a subset of a graph's ops.
 Timing: TypeAlias = Callable[[Asked], Poly]
 
 
@@ -826,21 +822,21 @@ def seconds(
     Parameters
     ----------
     graph : Graph
-        What is asked; of a pipeline, as `parallelize` makes it, the whole step counts.
+        Graph to time; for a pipeline from `parallelize`, the whole step counts.
     hardware : str, path-like or Hardware
-        Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
+        Device name, path of a TOML file, or Hardware from `load_hardware`, also `.symbolic()`.
     which : str
-        estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
-        calibrated: what devices were seen to attain of their peaks, at all sizes bound, collectives as estimated, and
-        no less than the bound.
+        "estimate": sum over ops, as declared, of the larger of compute and memory time. "lower": lower bound.
+        "calibrated": time with the efficiency measured on devices, with all sizes bound; collectives as estimated,
+        never below the lower bound.
     fallback : str or mapping, optional
-        Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+        Number format whose rate replaces a missing one, or a mapping from wanted to used format.
     hierarchical : bool
-        Take each level of memory into account, as `roofline`.
+        Include each memory level, as in `roofline`.
     overlap : str
-        Of collectives with all else, as `roofline`.
+        Overlap of collectives with computation, as in `roofline`.
     network : str, path-like or Network, optional
-        What is between the domains of its interconnect, as `roofline`.
+        Network between the domains of the interconnect, as in `roofline`.
     **dims : int
         Sizes to bind.
 
@@ -852,39 +848,40 @@ def seconds(
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or is open for a calibrated time, or there is no such time.
+        If a size cannot be bound, or is open for a calibrated time, or such a time does not exist.
     SpecError
-        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
+        If the device is unknown, has no rate, or lacks data on a link that a collective uses.
     UnsupportedError
-        If a calibrated time is asked for with `hierarchical`; as `roofline`.
+        If a calibrated time is requested with `hierarchical`, and as in `roofline`.
 
     Warns
     -----
     StandInWarning
-        If a rate is missing: the text says which one stands in. `roofline` has them as `stand_ins`.
+        If a rate is missing; the text names its stand-in. `roofline` lists them as `stand_ins`.
 
     Notes
     -----
-    Of Williams, Waterman and Patterson 2009, for each op. Ops with the same times are one term with their number, and
-    what is decided for all sizes, assumptions included, is no maximum.
+    Per op, the estimate is the roofline of Williams, Waterman and Patterson 2009. Ops with equal times are collected
+    into one term, and a maximum is resolved where sizes and assumptions decide it.
 
-    A pipeline of GPipe takes the first micro-batch through all stages and back, each other one on the slowest stage
-    each way; one of 1F1B the longest path through forwards and backwards of its stages. Then the sends that a stage
-    waits for, 2 (p - 1) of GPipe, and of m micro-batches and p stages of 1F1B 2 (n - ceil(n/p)), n = m + p - 1; and
-    once what follows the last micro-batch. It is what the events of `costgraph.plan.simulate` take where stages take
-    the same times, and without sends of any stages; with sends rather more, as who waits for a slower stage does not
-    wait for its sends. A formula of 1F1B with open micro-batches or stages holds from two micro-batches a stage on.
+    GPipe takes the first micro-batch through all stages and back, and each other one on the slowest stage in each
+    direction. 1F1B takes the longest path through the forward and backward passes of its stages. Exposed sends are
+    added, 2 (p - 1) for GPipe and, for m micro-batches and p stages, 2 (n - ceil(n/p)) with n = m + p - 1 for 1F1B,
+    then the work after the last micro-batch. This equals the event simulation of `costgraph.plan.simulate` if stages
+    take equal times, and without sends for any stages. With sends and unequal stages it is an overestimate, since a
+    rank that waits for a slower stage does not also wait for its sends. A 1F1B formula with open micro-batches or
+    stages holds from two micro-batches per stage on.
 
-    Where collectives overlap, each stage takes as long in all as it does by itself, its passes shorter by the same
-    factor; all sizes are bound then.
+    With overlap, the passes of each stage shrink by the ratio of its times with and without overlap. All sizes
+    have to be bound.
 
-    Under other schedules it is m times the slowest rank, what that one waits as `costgraph.plan.bubble` has it, and the
-    sends of one micro-batch there and back. Where ranks take the same times, these are the events of interleaved ones;
-    of zero bubbles, of which more or fewer sends are waited for, they differ by some 2 p sends. What ranks reduce of
-    gradients alone, behind the last micro-batch or of a single one, counts once.
+    Other schedules take m times the slowest rank, plus its bubble as in `costgraph.plan.bubble`, plus the sends of one
+    micro-batch there and back. With equal ranks, this matches the events of interleaved schedules. Zero-bubble
+    schedules expose more or fewer sends and differ by some 2 p sends. Gradient reductions outside the passes, or of a
+    single micro-batch, count once.
 
-    Stages of a pass without gradients, as of inference, have m batches on their way, one pass after the other: the time
-    is that of one pass of them all, the larger of once through all stages with p - 1 sends and m times the slowest one.
+    Forward-only pipelines, as for inference, have m batches in flight. The time covers one pass of all m: the larger of
+    one trip through all stages with p - 1 sends, and m times the slowest stage.
 
     Examples
     --------
@@ -919,7 +916,7 @@ def seconds(
 
 
 def in_total(found: Poly, stages: Sequence[Asked], more: Sequence[Validity] = ()) -> Formula:
-    """Return a time of all stages as it is handed out: a float, or a formula while something is open."""
+    """Return the time of all stages as a float, or as a formula while a name is unbound."""
     held = (*(v for asked in stages for v in asked.values.held), *more)
     return answer(found, held) if found.constant is None else real(Fraction(found.constant))
 
@@ -928,7 +925,7 @@ def stages_asked(
     graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mapping[str, object], question: str, *,
     hierarchical: bool = False, network: str | Network | None = None,
 ) -> list[Asked]:  # fmt: skip
-    """Return each stage of a pipeline on its device, with the sizes that it has; other graphs as they are."""
+    """Return each pipeline stage on its device with its sizes; other graphs as a single stage."""
     if not graph.parts:
         return [ask(graph, hardware, fallback, dims, question, hierarchical=hierarchical, network=network)]
     parts = [(g, {k: n for k, n in dims.items() if k in known_names(g)}) for g, _ in of_stages(graph, dims)]
@@ -936,21 +933,21 @@ def stages_asked(
 
 
 def least(stages: Sequence[Asked]) -> Poly:
-    """Return the seconds that no run is below: of several stages those of the busiest one."""
+    """Return the lower bound in seconds; for several stages, of the busiest one."""
     first = _knows(stages[0]) if stages[0].graph.waiting is not None else None
     many = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
     return many * most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
 
 
 def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
-    """Return the estimate: a sum over ops as declared, of a pipeline with what its stages wait for."""
+    """Return the estimate: a sum over ops as declared, for a pipeline with bubbles and sends."""
     return _overlapping(stages, overlap, _declared, _declared_beside)
 
 
 def _overlapping(
     stages: Sequence[Asked], overlap: str, alone_timing: Timing, beside_timing: Callable[[Asked, str], Poly]
 ) -> Poly:
-    """Return the time of all stages, from that of ops one after the other and of those that overlap as is said."""
+    """Return the time of all stages, combining times without overlap and with `overlap`."""
     if len(stages) == 1:
         return beside_timing(stages[0], overlap)
     if overlap == "none":
@@ -959,14 +956,14 @@ def _overlapping(
     for asked in stages:
         asked.need_numbers(f"overlap {overlap!r} in a pipeline")
         rest = replace(asked, works=[w for w in asked.works if not between(w)])
-        sent = alone_timing(replace(asked, works=[w for w in asked.works if between(w)]))  # waited for in any case
+        sent = alone_timing(replace(asked, works=[w for w in asked.works if between(w)]))  # always exposed
         alone, beside = alone_timing(rest), beside_timing(rest, overlap)
         taken[asked.graph] = (beside + sent) / (alone + sent) if alone else ONE
     return of_pipeline(stages, lambda part: alone_timing(part) * taken[part.graph])
 
 
 def between(work: Work) -> bool:
-    """Whether it is what stages do with each other."""
+    """Whether it is communication between pipeline stages."""
     return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
 
 
@@ -979,7 +976,7 @@ def _declared_beside(asked: Asked, overlap: str) -> Poly:
 
 
 def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
-    """Return the seconds of a step of a pipeline, of which there is one stage of each kind."""
+    """Return the seconds per pipeline step, from one stage of each kind."""
     facts = [_knows(asked) for asked in stages]
     known = stages[0].graph.root.relations
     send = most([time for asked in stages for time in _sends(asked)], known)
@@ -990,7 +987,7 @@ def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
 
 
 def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
-    """Return what the time of a pipeline holds for: where stages differ, 1F1B of which sizes are open."""
+    """Return the conditions on a pipeline's time: open sizes of 1F1B with unequal stages."""
     facts = _knows(stages[0]) if len(stages) > 1 else None
     if facts is None or facts.schedule != "1f1b":
         return ()
@@ -1001,7 +998,7 @@ def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
 
 
 def _knows(asked: Asked) -> Waiting:
-    """Return what a stage knows of the others, sizes put in."""
+    """Return the pipeline facts of a stage with sizes bound."""
     known, values = asked.graph.waiting, asked.values
     assert known is not None
     return replace(
@@ -1011,7 +1008,7 @@ def _knows(asked: Asked) -> Waiting:
 
 
 def shares_of(asked: Asked, timing: Timing, m: Poly) -> Shares:
-    """Return what a stage of a pipeline takes of a step of `m` micro-batches."""
+    """Return the times of one pipeline stage in a step with `m` micro-batches."""
     assert asked.graph.waiting is not None
     parts: dict[str, list[Work]] = {name: [] for name in Shares._fields}
     for work, part in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):
@@ -1021,7 +1018,7 @@ def shares_of(asked: Asked, timing: Timing, m: Poly) -> Shares:
 
 
 def by_pass(asked: Asked, schedule: str) -> Iterator[str]:
-    """Yield of which pass of a micro-batch each work of a stage is, as `Shares` has them."""
+    """Yield the pass that each work in a stage belongs to, as a field name of `Shares`."""
     apart = schedule not in ("gpipe", "1f1b", "interleaved")
     graphs = asked.graph.bodies()
     late = {op for g in graphs if is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
@@ -1029,7 +1026,7 @@ def by_pass(asked: Asked, schedule: str) -> Iterator[str]:
 
 
 def when(op: Op, late: Collection[Op] = ()) -> str:
-    """Say of which pass of a micro-batch an op is, or that it is done once a step."""
+    """Return the pass that an op belongs to, or "once" if it runs once per step."""
     root, alone = op.graph.root, _reduces(op)
     while op.graph is not root and not is_pass(op.graph):
         assert op.graph.owner is not None
@@ -1043,7 +1040,7 @@ def when(op: Op, late: Collection[Op] = ()) -> str:
 
 
 def _reduces(op: Op) -> bool:
-    """Whether an op puts gradients of ranks together that nothing before in the model waits for."""
+    """Whether an op reduces gradients across ranks without an earlier layer waiting for it."""
     if not isinstance(op.kind, Collective) or op.phase != "backward":
         return False
     graph, reached = op.graph, {*op.results}
@@ -1056,30 +1053,30 @@ def _reduces(op: Op) -> bool:
 
 
 def _sends(asked: Asked) -> Iterator[Poly]:
-    """Yield how long what a stage hands on is on its way."""
+    """Yield the time per send in a stage."""
     for op in asked.graph.walk():
         if isinstance(op.kind, Send):
             yield exchange(op, asked.graph, asked.values, asked.hardware)[0]
 
 
 def _need_calibrated(asked: Asked) -> None:
-    """Refuse what has no calibrated time."""
+    """Raise for graphs without a calibrated time."""
     question = "seconds, calibrated,"
     if asked.levels:
         raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
                                "cache attains is in the terms")  # fmt: skip
     asked.need_numbers(question)
     for work in asked.works:
-        work.seconds(asked.rates)  # refuses what has no time
+        work.seconds(asked.rates)  # raises if a rate is missing
 
 
 def _calibrated(asked: Asked) -> Poly:
-    """Return what devices were seen to take, all sizes put in, one op after the other."""
+    """Return the calibrated seconds without overlap, for bound sizes."""
     return poly(sum(_seen(asked), Fraction(0)))
 
 
 def _calibrated_beside(asked: Asked, overlap: str) -> Poly:
-    """Return the same where collectives overlap."""
+    """Return the calibrated seconds with overlapping collectives."""
     if overlap == "none":
         return _calibrated(asked)
     times = [[(poly(found), "calibrated")] for found in _seen(asked)]
@@ -1087,10 +1084,10 @@ def _calibrated_beside(asked: Asked, overlap: str) -> Poly:
 
 
 def _seen(asked: Asked) -> list[Fraction]:
-    """Return what devices were seen to take for each op.
+    """Return the calibrated time of each op.
 
-    Links between devices and hosts are not calibrated: what they do takes its estimated time, the sends of a ring what
-    of it is longer than the kernel that they are inside of.
+    Links between devices and hosts are not calibrated: their ops take the estimated time. A kernel with ring sends
+    takes the larger of its own time and the time of its sends.
     """
     apart = [bool(work.collective) or work.unit == "host" for work in asked.works]
     loads = [load_of(w, asked.values) for w, away in zip(asked.works, apart, strict=True) if not away and w.times]

@@ -1,4 +1,4 @@
-"""Formulas in terms of a quantity that people name, such as the number of parameters."""
+"""Rewrite formulas in terms of named quantities, such as the number of parameters."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ __all__ = ["in_terms_of"]
 
 
 def in_terms_of(formula: Formula, /, **quantities: Formula) -> Formula:
-    """Write a formula in terms of quantities with names: what is left stands beside them.
+    """Rewrite a formula in terms of named quantities, leaving the remainder as it is.
 
     Parameters
     ----------
     formula : sympy.Expr or number
-        A sum, or a Max or Min, which is written so case by case.
+        A sum, or a Max or Min, which is rewritten case by case.
     **quantities : sympy.Expr or number
-        What each name stands for; the first is taken out first, and multiples of it by sizes too.
+        Definition of each name. They are factored out in order, including their multiples by sizes.
 
     Returns
     -------
     sympy.Expr or number
-        Equal to the formula where each name has the value of its quantity. Of a quantity that is a sum as much is taken
-        out as leaves no term negative; where that is nothing, but more than half of its terms occur in one proportion,
-        as much as that. Of one that is a number, whole multiples.
+        Formula that equals the input if each name has the value of its quantity. From a sum, the largest multiple is
+        taken out that leaves no term negative; failing that, the multiple shared by more than half the terms. A number
+        is taken out as often as it fits.
 
     Raises
     ------
     BindingError
-        If a name is that of a size in the formula or in a quantity, or a quantity is 0.
+        If a name is also a size, or a quantity is 0.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def _written(expr: sympy.Expr, name: Poly, quantity: Poly) -> sympy.Expr:
 
 
 def _taken_out(p: Poly, name: Poly, quantity: Poly) -> Poly:
-    """Return `many*name + (p - many*quantity)`, as much as is taken out."""
+    """Return `p` with multiples of `quantity` replaced by `name`."""
     out, inverses = p, [tuple((k, -e) for k, e in m) for m in quantity.terms]
     factors = {times(m, inverse) for m in p.terms for inverse in inverses}
     for factor in sorted(factors, key=lambda m: (-sum(e for _, e in m), m)):
@@ -91,7 +91,7 @@ def _taken_out(p: Poly, name: Poly, quantity: Poly) -> Poly:
 
 
 def _many(p: Poly, factor: Monomial, quantity: Poly) -> Rational:
-    """Return how many times a quantity, multiplied by a factor, is taken out of a sum."""
+    """Return how often `factor * quantity` can be taken out."""
     ratios = [Fraction(p.terms.get(times(m, factor), 0)) / c for m, c in quantity.terms.items()]
     if quantity.constant is not None:
         return floor(ratios[0]) if ratios[0] > 0 else 0

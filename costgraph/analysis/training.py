@@ -1,4 +1,4 @@
-"""What a step of training computes, and how well a device is used: model FLOPs, hardware FLOPs, MFU and HFU."""
+"""Training efficiency: model FLOPs, hardware FLOPs, MFU and HFU."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = [
 Fallback = str | Mapping[str, str] | None
 
 _COUNTS = ("executed", "full")
-# What a count of the model leaves out: neither depends on the model alone.
+# Phases that do not count as model FLOPs.
 _NOT_OF_THE_MODEL = ("recompute", "optimizer")
 
 
 def _is_of_the_model(op: Op | None) -> bool:
-    """Whether an op is one that every implementation of forward and backward pass needs."""
+    """Whether every implementation of the forward and backward pass needs an op."""
     while op is not None:
         if op.phase in _NOT_OF_THE_MODEL or op.kind.again:
             return False
@@ -64,27 +64,27 @@ def _model_poly(graph: Graph, count: str) -> Poly:
 
 
 def model_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
-    """Return the matmul FLOPs that forward and backward pass need, whatever the implementation.
+    """Return the matmul FLOPs that the forward and backward pass need, whatever the implementation.
 
     Parameters
     ----------
     graph : Graph
-        A step of training; of a forward graph they are its `matmul_flops`.
+        Training step; for a forward graph the result is its `matmul_flops`.
     count : str
-        executed, or full: the whole square of every attention, as PaLM charges.
+        "executed", or "full" to count the whole square of causal attention, as PaLM does.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        FLOPs, as in the MFU of PaLM: those of the phase recompute are left out, those that a kernel computes again
-        in its backward pass (the scores of flash attention), and the optimizer's (the iterations of Muon).
+        FLOPs as in PaLM's MFU: without activation recomputation, recomputation inside backward kernels (the scores in
+        flash attention), and the optimizer (such as Muon's iterations).
 
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or the count is unknown.
+        If a size cannot be bound, or `count` is unknown.
 
     Examples
     --------
@@ -98,26 +98,26 @@ def model_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formul
 
 
 def hardware_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
-    """Return the matmul FLOPs that a step of training executes, what it computes again included.
+    """Return the matmul FLOPs that a training step executes, including recomputation.
 
     Parameters
     ----------
     graph : Graph
-        A step of training.
+        Training step.
     count : str
-        executed, or full: the whole square of every attention.
+        "executed", or "full" to count the whole square of causal attention.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        FLOPs: all of `matmul_flops`.
+        FLOPs, equal to `matmul_flops`.
 
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or the count is unknown.
+        If a size cannot be bound, or `count` is unknown.
 
     Examples
     --------
@@ -130,24 +130,24 @@ def hardware_flops(graph: Graph, /, count: str = "executed", **dims: int) -> For
 
 
 def step_tokens(graph: Graph, /, **dims: int) -> Formula:
-    """Return the tokens, or samples, that a step goes over: the elements of its inputs of whole numbers.
+    """Return the number of tokens, or samples, per step: the elements in its integer inputs.
 
     Parameters
     ----------
     graph : Graph
-        With inputs such as tokens and targets, of one number of elements.
+        Graph with integer inputs, such as tokens and targets, of equal size.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Tokens, all micro-batches together.
+        Tokens over all micro-batches.
 
     Raises
     ------
     GraphError
-        If no input has whole numbers, or they differ in their number.
+        If no input is of integer type, or their sizes differ.
     BindingError
         If a size cannot be bound.
 
@@ -161,7 +161,7 @@ def step_tokens(graph: Graph, /, **dims: int) -> Formula:
 
 
 def tokens_poly(graph: Graph) -> Poly:
-    """Return the tokens of a step with no size bound."""
+    """Return the tokens per step without binding sizes."""
     need_graph("step_tokens", graph)
     whole = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float"]
     found = {t.storage.elements for t in whole}
@@ -175,10 +175,10 @@ def tokens_poly(graph: Graph) -> Poly:
 
 
 def goes_over(graph: Graph, batch: Poly) -> tuple[Poly, str]:
-    """Return what a model goes over in a batch of so many samples, and whether that is tokens or samples.
+    """Return the amount of data in a batch of `batch` samples, and its unit, "tokens" or "samples".
 
-    Tokens are counted where all that it is given is in sequences of one length. Images, sounds, indices beside dense
-    features and pairs of sequences have no one number of tokens.
+    Tokens are counted if all inputs are integer sequences of equal size. Images, audio, indices with dense features,
+    and pairs of sequences have no single number of tokens.
     """
     given = [t for t in graph.tensors if t.producer is None and t.role == "input"]
     whole = all(t.dtype.kind != "float" and t.ndim > 1 for t in given)
@@ -186,14 +186,14 @@ def goes_over(graph: Graph, batch: Poly) -> tuple[Poly, str]:
     return (tokens_poly(graph), "tokens") if tokens else (batch, "samples")
 
 
-# -- utilization ---------------------------------------------------------------------------------------------------
+# -- utilization -------------------------------------------------------------------------------------------------------
 
 
 def given(place: str, value: object, *, most: int | None = None) -> sympy.Expr:
-    """Return an amount that a caller gave as an exact number or formula.
+    """Return an argument as an exact number or formula.
 
-    A float stands for the decimal number that it is printed as. BindingError, which names the place, if it is no
-    positive number and no formula, or larger than `most`.
+    A float is read as the decimal number that it prints as. Raises BindingError, naming `place`, if the value is
+    neither a positive number up to `most` nor a formula.
     """
     if isinstance(value, sympy.Expr) and value.free_symbols:
         return value
@@ -217,42 +217,42 @@ def _exact(value: object) -> Fraction:
 
 
 class Utilization(float):
-    """A utilization that says which peak rate it is a share of."""
+    """A utilization that records the peak rate it refers to."""
 
     dtype: str
-    """format whose peak rate counts"""
+    """number format of the peak rate"""
     rate: float
-    """the peak rate of a device in that format, FLOP/s"""
+    """peak rate in FLOP/s"""
     others: Mapping[str, Formula]
-    """matmul FLOPs that run in other formats, by format"""
+    """matmul FLOPs in other formats, by format"""
 
     def __new__(cls, value: float, dtype: str, rate: float, others: Mapping[str, Formula]) -> Utilization:
-        """Return the number with these attributes."""
+        """Create the number with these attributes."""
         out = super().__new__(cls, value)
         out.dtype, out.rate, out.others = dtype, rate, others
         return out
 
     def __getnewargs__(self) -> tuple[float, str, float, Mapping[str, Formula]]:  # type: ignore[override]
-        """Return what `copy` and `pickle` make the number from."""
+        """Return the arguments for `copy` and `pickle`."""
         return float(self), self.dtype, self.rate, self.others
 
 
 def other_formats(graph: Graph, dtype: str, /, **dims: int) -> dict[str, Formula]:
-    """Return the executed matmul FLOPs that run in other number formats than one, by format."""
+    """Return the executed matmul FLOPs in formats other than `dtype`, by format."""
     return {name: amount for name, amount in _matmul_formats(graph, **dims).items() if name != dtype}
 
 
 def _matmul_formats(graph: Graph, **dims: int) -> dict[str, Formula]:
-    """Return the executed matmul FLOPs of a graph by number format."""
+    """Return the executed matmul FLOPs by number format."""
     table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
     return {name: part.total().matmul for name, part in table.items()}
 
 
 def main_format(graph: Graph, /, **dims: int) -> str:
-    """Return the number format whose peak rate counts for a graph.
+    """Return the number format whose peak rate applies to a graph.
 
-    That is the format in which its precision policy runs products, or, without a policy, the one of most matmul FLOPs.
-    BindingError if that depends on an open size, GraphError if there is no matmul.
+    It is the matmul format of the precision policy or, without a policy, the format with the most matmul FLOPs. Raises
+    BindingError if that depends on an open size, and GraphError if there is no matmul.
     """
     amounts = _matmul_formats(graph, **dims)
     if not amounts:
@@ -269,7 +269,7 @@ def main_format(graph: Graph, /, **dims: int) -> str:
 def rate_of(
     place: str, hardware: object, dtype: str | None, graph: Graph | None, dims: Mapping[str, int], fallback: Fallback
 ) -> sympy.Expr:
-    """Return a peak rate in dense FLOP/s: of a device, by default in that of `main_format`, or as it was given."""
+    """Return a dense peak rate in FLOP/s: the given rate, or the device's rate for `dtype` or `main_format`."""
     if isinstance(hardware, int | float | Rational | sympy.Expr):
         return given(f"{place}: rate", hardware)
     device: Hardware = load_hardware(hardware)  # type: ignore[arg-type]  # refused there
@@ -284,33 +284,33 @@ def mfu(
     step: Graph | Formula, /, seconds: Formula, hardware: object, *, dtype: str | None = None, count: str = "executed",
     devices: Formula = 1, fallback: Fallback = None, **dims: int,
 ) -> Formula:  # fmt: skip
-    """Return the model FLOPs utilization: model FLOPs a second over the peak rate.
+    """Return the model FLOPs utilization: model FLOP/s over the peak rate.
 
     Parameters
     ----------
     step : Graph, number or sympy.Expr
-        A step of training, or model FLOPs.
+        Training step, or its model FLOPs.
     seconds : number or sympy.Expr
-        Time of the step.
+        Time per step.
     hardware : str, path-like, Hardware, number or sympy.Expr
-        The device, or its peak rate in FLOP/s.
+        Device, or its peak rate in FLOP/s.
     dtype : str, optional
-        Format whose peak rate counts, by default the one in which the precision policy runs products; without a
-        policy, the one of most matmul FLOPs.
+        Format of the peak rate, by default the matmul format of the precision policy or, without a policy, the format
+        with the most matmul FLOPs.
     count : str
-        executed, or full: the whole square of every attention.
+        "executed", or "full" to count the whole square of causal attention.
     devices : number or sympy.Expr
-        How many of them work on the step.
+        Number of devices.
     fallback : str or mapping, optional
-        As `Hardware.rate`.
+        As in `Hardware.rate`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     float, int or sympy.Expr
-        A part of 1. As a number of a graph on a device it also has `.dtype` and `.rate`, the peak that it is a share
-        of, and `.others`, the matmul FLOPs that run in other formats.
+        Fraction of 1. A number for a graph on a device also has `.dtype` and `.rate`, the format and value of the peak
+        rate, and `.others`, the matmul FLOPs in other formats.
 
     Raises
     ------
@@ -333,24 +333,24 @@ def hfu(
     step: Graph | Formula, /, seconds: Formula, hardware: object, *, dtype: str | None = None, count: str = "executed",
     devices: Formula = 1, fallback: Fallback = None, **dims: int,
 ) -> Formula:  # fmt: skip
-    """Return the hardware FLOPs utilization: as `mfu`, of all matmul FLOPs that are executed.
+    """Return the hardware FLOPs utilization: as `mfu`, for all executed matmul FLOPs.
 
     Parameters
     ----------
     step : Graph, number or sympy.Expr
-        A step of training, or hardware FLOPs.
+        Training step, or its hardware FLOPs.
     seconds, hardware, dtype, count, devices, fallback, **dims : object
         As in `mfu`.
 
     Returns
     -------
     float, int or sympy.Expr
-        A part of 1, at least the MFU.
+        Fraction of 1, at least the MFU.
 
     Raises
     ------
     BindingError, GraphError, SpecError
-        As `mfu`.
+        As in `mfu`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What training keeps in memory: weights, gradients, optimizer state, and activations beside them."""
+"""Training memory: weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = ["StateBytes", "activation_memory", "bytes_per_param", "is_step", "sav
 @guarded()
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that belong to the parameters of a model in training."""
+    """Bytes of weights, gradients and optimizer state."""
 
     params: Formula
     """parameters"""
     gradients: Formula
-    """their gradients, as the optimizer reads them"""
+    """parameter gradients, as read by the optimizer"""
     state: Formula
     """optimizer state: moments, master copies, step counters"""
 
     @property
     def total(self) -> Formula:
-        """All three."""
+        """Sum of all three."""
         return self.params + self.gradients + self.state
 
 
@@ -57,13 +57,13 @@ def _sources(graph: Graph, role: str) -> Iterator[Poly]:
 
 
 def _gradients(graph: Graph) -> Iterable[Poly]:
-    """Return the bytes of the gradients of parameters, each storage once."""
+    """Return the bytes of parameter gradients, counting each storage once."""
     kept: dict[object, Tensor] = {g.storage: g for t, g in graph.gradients.items() if t.role == "param"}
     return [t.storage.bytes for t in kept.values()]
 
 
 def is_step(graph: Graph) -> bool:
-    """Whether a graph has gradients, or had them until parameters were updated."""
+    """Whether a graph has gradients, or had them before a parameter update."""
     return bool(graph.gradients) or any(op.phase == "optimizer" for op in graph.walk())
 
 
@@ -79,21 +79,21 @@ def _parts(graph: Graph, question: str) -> tuple[Poly, Poly, Poly]:
 
 
 def state_bytes(step: Graph, /, **dims: int) -> StateBytes:
-    """Return the bytes of weights, gradients and optimizer state of a step of training.
+    """Return the bytes of weights, gradients and optimizer state in a training step.
 
     Parameters
     ----------
     step : Graph
-        What `training_step` or `backward` returned.
+        Graph from `training_step` or `backward`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     StateBytes
-        `.params`, `.gradients`, `.state` and `.total`; each an int or a formula. Gradients are counted at the size
-        that they have together before the update, whether they stay afterwards or not; those that die one by one, as
-        the optimizer runs in the backward pass, are none.
+        `.params`, `.gradients`, `.state` and `.total`, each an int or a formula. Gradients count at their total size
+        before the update, even if they are freed afterwards. They are zero if the optimizer runs in the backward pass
+        and frees them one by one.
 
     Raises
     ------
@@ -113,12 +113,12 @@ def state_bytes(step: Graph, /, **dims: int) -> StateBytes:
 
 
 def saved_state_bytes(step: Graph, /, **dims: int) -> Formula:
-    """Return the bytes of a saved state of training: weights and optimizer state, no gradients.
+    """Return the bytes of a training checkpoint: weights and optimizer state, without gradients.
 
     Parameters
     ----------
     step : Graph
-        What `training_step` returned.
+        Graph from `training_step`.
     **dims : int
         Sizes to bind.
 
@@ -130,7 +130,7 @@ def saved_state_bytes(step: Graph, /, **dims: int) -> Formula:
     Raises
     ------
     GraphError, BindingError
-        As `state_bytes`.
+        As in `state_bytes`.
 
     Examples
     --------
@@ -144,25 +144,25 @@ def saved_state_bytes(step: Graph, /, **dims: int) -> Formula:
 
 
 def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
-    """Return the bytes of weights, gradients and optimizer state for each parameter.
+    """Return the bytes of weights, gradients and optimizer state per parameter.
 
     Parameters
     ----------
     step : Graph
-        What `training_step` or `backward` returned.
+        Graph from `training_step` or `backward`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int, float or sympy.Expr
-        Bytes a parameter: a number where it is the same for all sizes, as with Adam, else a formula. What there is
-        once, as a scale of the loss, is spread over the parameters.
+        Bytes per parameter: a number if it is the same for all sizes, as with Adam, otherwise a formula. Single
+        tensors, such as a loss scale, are spread over the parameters.
 
     Raises
     ------
     GraphError, BindingError
-        As `state_bytes`.
+        As in `state_bytes`.
 
     Examples
     --------
@@ -185,7 +185,7 @@ def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
 
 
 def _ratio(amount: Poly, count: Poly) -> Poly | sympy.Expr:
-    """Return bytes over a count: a number and what is left of it, where every term has that many bytes at least."""
+    """Return bytes per count, as a number plus a remainder if every term has a common ratio."""
     ratios = {Fraction(amount.terms.get(m, 0)) / c for m, c in count.terms.items()}
     whole = next(iter(ratios)) if len(ratios) == 1 else Fraction(0)
     rest = amount - count * whole
@@ -198,7 +198,7 @@ def _ratio(amount: Poly, count: Poly) -> Poly | sympy.Expr:
 
 
 def _holding_gradients(graph: Graph) -> set[Storage]:
-    """Return the storages of gradients, those included that loops add up before they hand them on."""
+    """Return the storages of gradients, including accumulators inside loops."""
     found: set[Tensor] = set()
     left = list(graph.gradients.values())
     while left:
@@ -215,7 +215,7 @@ def _holding_gradients(graph: Graph) -> set[Storage]:
 
 
 def _activations(graph: Graph, program: Program) -> Program:
-    """Keep what forward and backward pass make and drop."""
+    """Reduce a program to storages that the forward and backward pass allocate and free."""
     kept = _holding_gradients(graph)
     late = {i for i, s in enumerate(program.steps) if s.op.phase == "optimizer"}
     steps = [replace(s, workspace=ZERO) if i in late else s for i, s in enumerate(program.steps)]
@@ -224,20 +224,20 @@ def _activations(graph: Graph, program: Program) -> Program:
 
 
 def activation_memory(graph: Graph, /, **dims: int) -> Formula:
-    """Return the most bytes of activations, and of temporaries of the backward pass, that are live at once.
+    """Return the peak bytes of activations and temporaries in the backward pass.
 
     Parameters
     ----------
     graph : Graph
-        A step of training, or a forward graph.
+        Training step, or a forward graph.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Bytes, stated workspace included; parameters, gradients, optimizer state, what the optimizer makes, inputs,
-        buffers and outputs are left out. While a size is open a `costgraph.Max`, as `peak_memory`.
+        Bytes, including workspace, but without parameters, gradients, optimizer state and temporaries, inputs, buffers
+        and outputs. A `costgraph.Max` while a size is open, as in `peak_memory`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What each op does, and how long a device takes for it: in compute, and in memory or over a link."""
+"""FLOPs and bytes per op, and the time that a device needs for them in compute, in memory or over a link."""
 
 from __future__ import annotations
 
@@ -37,23 +37,20 @@ Fallback = str | Mapping[str, str] | None
 
 
 class Rates:
-    """What a device does in a second, as the algebra has it; what stands in for a missing rate is noted.
-
-    Rates are numbers, or symbols where the device has them.
-    """
+    """Rates of a device as exact numbers or symbols, recording stand-ins for missing rates."""
 
     def __init__(self, hardware: Hardware, fallback: Fallback = None) -> None:
         self.hardware, self.fallback = hardware, fallback
         self.stand_ins: dict[tuple[str, str], StandIn] = {}
-        """by the missing place and by why it was taken"""
+        """by missing table entry and reason"""
         self.bandwidth = poly(hardware.bandwidth.value)
-        """B/s of the memory"""
+        """memory bandwidth in B/s"""
         self.headroom = _headroom(hardware)
-        """how much faster than its peaks the device may run"""
+        """factor by which the device may exceed its peak rates"""
         self._found: dict[tuple[str, str, bool], Poly] = {}
 
     def of(self, kind: str, dtype: str, *, highest: bool = False) -> Poly:
-        """Return the FLOP/s of a kind of FLOPs in a format; of one that is missing the highest it can be, if asked."""
+        """Return the FLOP/s of one kind in a format; `highest` bounds a missing rate from above."""
         key = ("matmul" if kind == "matmul" else "vector", dtype, highest)
         if key not in self._found:
             rate, instead = self.hardware.nearest_rate(dtype, key[0], self.fallback, highest=highest)
@@ -65,8 +62,8 @@ class Rates:
     def shares_unit(self, kind: str, dtype: str) -> bool:
         """Whether FLOPs of this kind run on the vector unit.
 
-        A device whose plain fp32 products run on its vector unit lists one rate in both places; fp64 products are
-        compared with the fp64 unit alone, as their matrix rate is often that of fp32 pointwise work.
+        A device that runs plain fp32 matmuls on its vector unit lists one rate in both tables. fp64 matmuls are
+        compared only with the fp64 vector rate, since their matrix rate often equals that of fp32 pointwise work.
         """
         if kind != "matmul":
             return True
@@ -75,9 +72,9 @@ class Rates:
 
 
 def _headroom(hardware: Hardware) -> Fraction:
-    """Return the clock that a device was seen to reach under load over its boost clock, at which peaks are stated.
+    """Return the clock reached under load over the boost clock for which peaks are stated.
 
-    It is 1 where a file has not both, and of hardware that is an unknown: its symbols are the highest rates there are.
+    It is 1 if a file lacks either clock. For symbolic hardware the symbols are upper bounds already.
     """
     clock = hardware.tables.get("clock", {})
     if hardware.symbols or "reached" not in clock or "boost" not in clock:
@@ -86,7 +83,7 @@ def _headroom(hardware: Hardware) -> Fraction:
 
 
 def _of_host(hardware: Hardware) -> Poly:
-    """Return a device's share of the B/s of its host's memory."""
+    """Return a device's share of its host's memory bandwidth in B/s."""
     there = hardware.tables.get("host", {})
     if "bandwidth" not in there:
         raise SpecError(f"hardware {hardware.id}: host.bandwidth is missing; expected it beside a table [host]")
@@ -95,44 +92,44 @@ def _of_host(hardware: Hardware) -> Poly:
 
 @dataclass
 class Work:
-    """What one op does, all its iterations together: a kernel with all that is fused into it."""
+    """FLOPs and bytes of one op over all its iterations; a kernel includes the ops fused into it."""
 
     op: Op
     """the op"""
     times: Poly
-    """how often it runs"""
+    """number of executions"""
     flops: dict[tuple[str, str], Poly]
     """FLOPs by kind and number format"""
     bytes: Poly
     """bytes read and written"""
     least: dict[tuple[str, str], Poly]
-    """as `flops`, of the algorithm that needs the fewest products: a convolution has others than its index points"""
+    """as `flops`, for the algorithm with the fewest multiplications, such as Winograd convolution"""
     through: tuple[tuple[Poly, Level], ...] = ()
-    """bytes out of levels of memory: of several for one level the most"""
+    """bytes moved out of memory levels, several bounds per level of which the largest holds"""
 
     @property
     def link(self) -> str | None:
-        """The link that a transfer goes over; None for what moves its bytes to and from the memory."""
+        """Link that a transfer uses; None for ops that access memory."""
         return self.op.kind.link if isinstance(self.op.kind, Transfer) else None
 
     @property
     def unit(self) -> str:
-        """What its bytes are moved by: memory, link of a transfer, or host."""
+        """Unit that moves its bytes: memory, link or host."""
         return "link" if self.link is not None else "host" if self.op.on_host else "memory"
 
     @property
     def collective(self) -> Collective | None:
-        """The record of a collective; None for what a device does alone."""
+        """Kind of a collective; None for local ops."""
         return self.op.kind if isinstance(self.op.kind, Collective) else None
 
     @property
     def rings(self) -> list[Op]:
-        """Collectives inside of a kernel, which works while they send."""
+        """Collectives inside a kernel, which overlap with its computation."""
         inner = () if self.op.body is None else self.op.body.walk()
         return [op for op in inner if isinstance(op.kind, Collective)]
 
     def bound(self, values: Mapping[str, Poly]) -> Work:
-        """Return the same with sizes put in."""
+        """Return the same work with sizes bound."""
         flops, least = (
             {key: amount.bind(values) for key, amount in found.items()} for found in (self.flops, self.least)
         )
@@ -140,20 +137,20 @@ class Work:
         return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least, through)
 
     def seconds(self, rates: Rates) -> tuple[Poly, Poly]:
-        """Return the time in compute and in memory (over the link of a transfer, in that of the host), in seconds."""
-        if self.op.on_host:  # what optimizers do to states is bound by the memory of a host
+        """Return the seconds in compute and in memory (for a transfer: over its link; on the host: in host memory)."""
+        if self.op.on_host:  # optimizer updates on the host are bound by its memory
             return ZERO, self.bytes / _of_host(rates.hardware)
         parts = [amount / rates.of(kind, dtype) for (kind, dtype), amount in self.flops.items()]
         if self.link is not None:
-            # what it reads and what it writes is one stream over the link
+            # reads and writes are one stream over the link
             return total(parts), self.bytes / 2 / poly(rates.hardware.link(self.link).value)
         return total(parts), self.bytes / rates.bandwidth
 
 
 def works(graph: Graph, through: tuple[Level, ...] = ()) -> list[Work]:
-    """Return what each op does, in program order, those that do nothing (views) left out.
+    """Return the work of each op in program order, without ops that cost nothing, such as views.
 
-    `through` are levels of memory whose traffic is asked for as well.
+    `through` lists memory levels whose traffic is included.
     """
     if through:
         return _works(graph, through)
@@ -172,7 +169,7 @@ def _works(graph: Graph, through: tuple[Level, ...]) -> list[Work]:
                 *zip(op.results, op.kind.writes(op), strict=False),
             ]
             moved = total(a * t.element_bytes() for t, a in amounts) * times
-            # here, where it is known which operands of an op in a loop are one tensor
+            # computed here, where operands that are one tensor in a loop are known
             parts = tuple((p * times, level) for level in through for p in parts_of_traffic(op, level.nearer))
             out.append(Work(op, times, {}, moved, {}, parts))
         for kind, amount in op.kind.flops(op).by_kind().items():
@@ -186,16 +183,16 @@ def _works(graph: Graph, through: tuple[Level, ...]) -> list[Work]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A graph on a device, with sizes put in as far as they are given."""
+    """A graph on a device, with sizes bound as far as given."""
 
     graph: Graph
     rates: Rates
     values: Bindings
     works: list[Work]
     levels: tuple[Level, ...] = ()
-    """Levels of memory, where the answer is to take each into account."""
+    """Memory levels to include, for a hierarchical roofline."""
     resident: Poly = ZERO
-    """Bytes of operands and results that the last-level cache may hold from an earlier run."""
+    """Bytes of inputs and outputs that the last-level cache may keep from an earlier run."""
 
     @property
     def hardware(self) -> Hardware:
@@ -204,12 +201,12 @@ class Asked:
 
     @property
     def unbound(self) -> tuple[str, ...]:
-        """Names of what is open: sizes, and the symbols of hardware that is an unknown."""
+        """Unbound names: sizes, and symbols of symbolic hardware."""
         sizes = (n for n in known_names(self.graph) if n not in self.values or self.values[n].constant is None)
         return tuple(sorted({*sizes, *self.hardware.symbols}))
 
     def need_numbers(self, question: str) -> None:
-        """Raise BindingError if something is open, naming all of it."""
+        """Raise BindingError if a name is unbound, listing all of them."""
         if self.unbound:
             left = ", ".join(self.unbound)
             raise BindingError(f"{question} of graph {self.graph.name!r}: expected numbers, still unbound: {left}")
@@ -225,7 +222,7 @@ def ask(
     hierarchical: bool = False,
     network: str | Network | None = None,
 ) -> Asked:
-    """Return a graph on a device; BindingError if a dimension of it is named as a rate of hardware is."""
+    """Return a graph on a device; BindingError if a dimension has the name of a hardware symbol."""
     need_flag(question, hierarchical=hierarchical)
     device = joined(hardware, network)
     values = bindings(graph, dims)
@@ -233,7 +230,7 @@ def ask(
     if hierarchical:
         found = levels(device)
         return Asked(graph, Rates(device, fallback), values, [w.bound(values) for w in works(graph, found)], found)
-    # devices are compared at the same sizes
+    # the last binding is cached, since devices are compared at equal sizes
     kept: tuple[object, list[Work]] = graph.cache.get("bound works", (None, []))
     if kept[0] != values:
         kept = values, [w.bound(values) for w in works(graph)]
@@ -242,7 +239,7 @@ def ask(
 
 
 def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:
-    """Raise BindingError if a dimension is named as a rate of hardware that is an unknown."""
+    """Raise BindingError if a dimension has the name of a hardware symbol."""
     both = sorted(hardware.symbols & known_names(graph))
     if both:
         raise BindingError(
@@ -252,7 +249,7 @@ def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:
 
 
 def exact(p: Poly) -> Fraction:
-    """Return the value of a formula that is bound."""
+    """Return the value of a formula without unbound names."""
     constant = p.constant
     assert constant is not None
     return Fraction(constant)

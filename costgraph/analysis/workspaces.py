@@ -1,4 +1,4 @@
-"""What a GPU's libraries and kernels allocate beside tensors: workspace by architecture, and temporaries of kernels."""
+"""Memory that CUDA libraries and kernels allocate in addition to tensors: workspaces and kernel temporaries."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from .liveness import Life, Program, View
 
 __all__ = ["LT_WORKSPACE", "blas_workspace", "on_device", "temporary"]
 
-#: Bytes that a product with a bias took while it ran, made by cuBLASLt: up to torch 2.6 `_parseChosenWorkspaceSize` of
-#: aten/src/ATen/cuda/CUDABlas.cpp, 1024 KiB, which `gemm_and_bias` takes from the allocator at each call. Today
-#: cuBLASLt takes that of cuBLAS (CublasHandlePool.cpp, `unified_cublas_and_lt_workspaces`), and nothing is added.
+#: cuBLASLt workspace in bytes of a matmul with bias, up to torch 2.6: 1024 KiB, which `gemm_and_bias` allocates for
+#: each call (aten/src/ATen/cuda/CUDABlas.cpp, `_parseChosenWorkspaceSize`). Newer versions share the cuBLAS workspace
+#: (CublasHandlePool.cpp, `unified_cublas_and_lt_workspaces`).
 LT_WORKSPACE = 1 << 20
 
-#: Phases that run in the thread that autograd has for a device.
+#: Phases that run in autograd's device thread.
 _IN_AUTOGRAD = ("backward", "recompute")
 _FP32 = 4
 
 
 def on_device(place: str, device: str | None, arch: str | None, side: str = "device") -> View:
-    """Return what a program has beside its tensors on a device: a view of it, None where nothing is added.
+    """Return a view of a program that adds device memory other than tensors, or None if there is nothing to add.
 
-    What it has on the host is a view of it, too. `arch` is the compute capability as torch names it, by default sm_90.
-    GraphError if there is no such device or architecture, an architecture of no device, or a device of the host's side.
+    `side="host"` selects the host memory instead. `arch` is the compute capability in torch's notation, sm_90 by
+    default. Raises GraphError for an unknown device or architecture, an architecture without a device, or a device with
+    `side="host"`.
     """
     need_choice(f"{place}: side", side, ("device", "host"))
     if side == "host":
@@ -63,7 +64,7 @@ def _of_host(graph: Graph, program: Program) -> Program:
     )
 
 
-@cache  # formulas are kept by their view
+@cache  # peak formulas are cached by view
 def _on_cuda(arch: Arch) -> View:
     workspace = as_poly(blas_workspace(arch))
 
@@ -79,16 +80,16 @@ def _on_cuda(arch: Arch) -> View:
 
 
 def blas_workspace(arch: Arch) -> int:
-    """Return the bytes of cuBLAS' workspace, one for each thread that multiplies, which stay.
+    """Return the bytes of the persistent cuBLAS workspace, one per thread that runs matmuls.
 
     Source: torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: 32 MiB from Hopper on, before
-    it `:4096:2:16:8`, two blocks of 4 MiB and eight of 16 KiB. Up to torch 2.7 Blackwell had the smaller one.
+    that `:4096:2:16:8`, two blocks of 4 MiB and eight of 16 KiB. Up to torch 2.7 Blackwell had the smaller workspace.
     """
     return 32 << 20 if arch.major >= 9 else (2 * 4096 + 8 * 16) << 10
 
 
 def _multiplies(op: Op) -> bool:
-    """Whether an op is one product of cuBLAS, what is done to its result included."""
+    """Whether an op is a single cuBLAS matmul, including its fused epilogue."""
     ops = op.kind.body.ops if isinstance(op.kind, Kernel) else (op,)
     return sum(_is_product(inner) for inner in ops) == 1
 
@@ -101,10 +102,10 @@ def _is_product(op: Op) -> bool:
 
 
 def temporary(op: Op) -> Poly:
-    """Return the bytes that torch's kernel for CUDA allocates while it runs, which one for a CPU does not.
+    """Return the temporary bytes that torch's CUDA kernel for an op allocates, unlike the CPU kernel.
 
-    Softmax's gradient y * (g - sum(g * y)) makes g * y (SoftMax.cu, softmax_backward_cuda_out). That of a norm over
-    groups makes sums of each channel, and factors of each channel and each group, in fp32: 3*N*C + 2*N*G elements
+    The softmax gradient y * (g - sum(g * y)) materializes g * y (SoftMax.cu, softmax_backward_cuda_out). The group norm
+    gradient allocates per-channel sums, and per-channel and per-group factors, in fp32: 3*N*C + 2*N*G elements
     (group_norm_kernel.cu, GroupNormBackwardKernelImplInternal).
     """
     if isinstance(op.kind, Sort):
@@ -117,10 +118,10 @@ def temporary(op: Op) -> Poly:
 
 
 def _of_sort(op: Op) -> Poly:
-    """Bytes of a sort of 128 rows or more, each of more than 4096 elements; what is smaller is sorted in place.
+    """Return the temporary bytes of a sort with at least 128 rows of more than 4096 elements; others sort in place.
 
     Source: torch 2.13, aten/src/ATen/native/cuda/Sort.cpp, should_use_small_sort, and Sort.cu, segmented_sort_pairs:
-    places of elements in int64, and where cub's radix sort goes to and fro between passes, elements and places.
+    int64 indices, and the double buffer of cub's radix sort for elements and indices.
     """
     x = op.operands[0]
     *others, length = x.sizes
@@ -130,7 +131,7 @@ def _of_sort(op: Op) -> Poly:
 
 
 def _is_gradient_of_softmax(op: Op) -> bool:
-    """Whether a kernel reduces the product of its two operands, once, and has a result of their shape."""
+    """Whether a kernel reduces the product of its two operands once, and returns a tensor of their shape."""
     body = op.body
     assert body is not None
     reduced = [inner.operands[0].producer for inner in body.ops if isinstance(inner.kind, Reduce)]
@@ -144,9 +145,9 @@ def _is_gradient_of_softmax(op: Op) -> bool:
 
 
 def _sums_of_groups(op: Op) -> Poly:
-    """Bytes of sums and factors, if a kernel is the gradient of a norm whose statistics are those of (N, G).
+    """Return the temporary bytes of a group norm gradient with statistics of shape (N, G); zero for other kernels.
 
-    Statistics of the shape of its first axes are those of rows, unless it has gradients of a number for each channel.
+    Statistics that match the first two axes belong to a norm over rows, unless there are per-channel gradients.
     """
     if op.phase != "backward":
         return ZERO

@@ -1,1 +1,1 @@
-"""Numbers for sizes: one binding, or arrays of them."""
+"""Evaluation: bind sizes in formulas, for single points or arrays."""

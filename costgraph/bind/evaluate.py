@@ -1,4 +1,4 @@
-"""Formula and sizes -> number, or a NumPy function for a whole sweep. Symbols end here."""
+"""Evaluate formulas: exactly at one point, or vectorized over NumPy arrays of sizes."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ __all__ = [
 ]
 
 
-# -- exactly -----------------------------------------------------------------------------------------------------------
-# A formula at one point, exactly: whole numbers that are multiplied and added, each product once.
+# -- exact evaluation --------------------------------------------------------------------------------------------------
+# Integer arithmetic, computing each product once.
 
 At = Callable[[Mapping[str, Any]], Any]
 
 
 class NoRuleError(Exception):
-    """A value that no fraction is, such as a logarithm."""
+    """A value that is not a fraction, such as a logarithm."""
 
 
 @cached(1 << 10)
 def exactly(p: Poly) -> At:
-    """Return a sum as a function of sizes by name, which returns an int or a Fraction.
+    """Compile a sum to a function of sizes by name that returns an int or a Fraction.
 
-    Of sizes that have no such value it raises ZeroDivisionError, ShapeError or NoRuleError.
+    The function raises ZeroDivisionError, ShapeError or NoRuleError for sizes without such a value.
 
     Examples
     --------
@@ -71,13 +71,13 @@ def exactly(p: Poly) -> At:
 
 
 def _joined(parts: Sequence[Poly], join: Callable[[list[Any]], Any]) -> At:
-    """Return what joins the values of several sums; they have one divisor, so that whole numbers are compared."""
+    """Compile several sums with a common denominator and a function `join` of their numerators."""
     lowest: dict[str, int] = {}
     for m in (m for p in parts for m in p.terms):
         for k, e in m:
             if e < 0:
                 lowest[k] = min(e, lowest.get(k, 0))
-    if len(parts) > 1 and any(k[0] == "~" for k in lowest):  # may be below 0, where the larger becomes the smaller
+    if len(parts) > 1 and any(k[0] == "~" for k in lowest):  # a negative denominator would reverse the comparison
         each = [_joined([p], itemgetter(0)) for p in parts]
         return lambda sizes: join([one(sizes) for one in each])
     scale = lcm(*(c.denominator for p in parts for c in p.terms.values()))
@@ -100,7 +100,7 @@ def _joined(parts: Sequence[Poly], join: Callable[[list[Any]], Any]) -> At:
 
 
 def _row(p: Poly, monomials: list[Monomial]) -> tuple[Callable[[list[Any]], Any], tuple[Any, ...]]:
-    """Return what picks the monomials of a sum, and their coefficients; two at least, or one would be no tuple."""
+    """Return a getter for the monomials of a sum, and their coefficients, padded so that the getter returns a tuple."""
     place = {m: i for i, m in enumerate(monomials)}
     terms = [(place[m], c) for m, c in p.terms.items()] + [(0, 0)] * 2
     if not monomials:
@@ -142,11 +142,11 @@ def _atom(key: str) -> At:
     return bound
 
 
-# -- what a formula holds for ------------------------------------------------------------------------------------
+# -- validity ----------------------------------------------------------------------------------------------------------
 
 
 def allowed(held: Validity, sizes: Mapping[str, int]) -> bool:
-    """Whether sizes are known to be ones that a formula holds for; False where that has to be looked at closely."""
+    """Whether a formula is known to hold for sizes; False if that needs a closer check."""
     return _gate(held)(sizes)
 
 
@@ -162,7 +162,7 @@ def _gate(held: Validity) -> Callable[[Mapping[str, int]], bool]:
                 value = at(sizes)
                 if not a.passed(value.numerator, value.denominator):
                     return False
-            elif a.equal and not names.isdisjoint(given):  # something follows for the others
+            elif a.equal and not names.isdisjoint(given):  # it implies other sizes
                 return False
         met = {name: int(at(sizes)) for name, (names, at) in counts.items() if names <= given}
         return held.counts is None or held.counts.hold(met)
@@ -170,17 +170,16 @@ def _gate(held: Validity) -> Callable[[Mapping[str, int]], bool]:
     return passes
 
 
-# -- sweep -------------------------------------------------------------------------------------------------------------
-# A formula as passes over arrays of sizes: what `costgraph.compile` runs on each chunk.
+# -- vectorized evaluation ---------------------------------------------------------------------------------------------
 
-# A chunk of each array and of the sums built from it stays in the second-level cache.
+# Chunks of each array and the sums built from it fit the L2 cache.
 _CHUNK = 1 << 14
 
 Plan = Callable[[dict[str, Any]], Any]
 
 
 def plan(p: Poly) -> Plan:
-    """Nest a polynomial around its commonest generators (Horner): fewer passes over the arrays."""
+    """Compile a polynomial with Horner's scheme around its most frequent generators, for fewer array passes."""
     counts: dict[str, int] = {}
     for m in p.terms:
         for k, e in m:
@@ -189,7 +188,7 @@ def plan(p: Poly) -> Plan:
     best = max(sorted(counts), key=counts.__getitem__, default=None)
     if best is None or counts[best] < 2:
         return _sum(p)
-    # not a division: by a reciprocal that is a product with its sum
+    # no division: a reciprocal times its sum is simplified by the product
     lower = {m: tuple((k, e - (k == best)) for k, e in m if (k, e) != (best, 1)) for m in p.terms}
     inside = Poly({lower[m]: c for m, c in p.terms.items() if dict(m).get(best, 0) > 0})
     rest = Poly({m: c for m, c in p.terms.items() if dict(m).get(best, 0) <= 0})
@@ -199,7 +198,7 @@ def plan(p: Poly) -> Plan:
 
     def nested(env: dict[str, Any]) -> Any:
         product = inner(env) * factor(env)
-        # the product is an array of this call alone
+        # the product is a temporary array
         return np.add(product, outer(env), out=product) if isinstance(product, np.ndarray) else product + outer(env)
 
     return nested
@@ -243,7 +242,7 @@ def _factor(key: str, exponent: int) -> Plan:
 
 @cached(1 << 12)
 def _generator(key: str) -> Plan:
-    """Return a generator as a function; formulas of one graph have most of their atoms in common."""
+    """Compile a generator, cached since formulas of one graph share most atoms."""
     if key[0] != "~":
         return lambda env: env[key]
     expr = generator(key)
@@ -262,7 +261,7 @@ def _generator(key: str) -> Plan:
 
 
 def _fraction(p: Poly) -> tuple[Poly, Poly]:
-    """Split into integers above and below the line: of 49/7 the floor is 7, of 49*(1/7) in floats it is 6."""
+    """Split into integer numerator and denominator: floor(49/7) is 7, but floor(49*(1/7)) is 6 in floats."""
     lowest: dict[str, int] = {}
     scale = 1
     for m, c in p.terms.items():
@@ -274,7 +273,7 @@ def _fraction(p: Poly) -> tuple[Poly, Poly]:
 
 
 def lambdified(expr: sympy.Expr) -> Plan:
-    """Return a formula that is no polynomial as a function, written out by sympy."""
+    """Compile a non-polynomial formula with sympy."""
     names = sorted(s.name for s in expr.free_symbols)
     call = sympy.lambdify([symbol(n) for n in names], expr, "numpy")
     return lambda env: call(*(env[n] for n in names))
@@ -288,10 +287,10 @@ def _fold(join: Any, values: list[Any]) -> Any:
 
 
 def checked(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Return sizes as an array, or raise BindingError if one is not a positive integer."""
+    """Return sizes as an array; BindingError if one is not a positive integer."""
     try:
         array = np.asarray(value)
-    except ValueError:  # lists of different lengths
+    except ValueError:  # ragged lists
         raise BindingError(f"{name}: {shown(value, 80)} is no array, expected rows of one length") from None
     whole = array.dtype.kind in "iu" or (
         array.dtype.kind == "f" and bool(np.isfinite(array).all() and (array == np.floor(array)).all())
@@ -302,7 +301,7 @@ def checked(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def in_chunks(reads: int, writes: int = 0, dtype: Any = np.float64) -> dict[str, Any]:
-    """Return how np.nditer goes over arrays in parts, broadcast against each other and converted."""
+    """Return np.nditer arguments that broadcast, convert and chunk arrays."""
     return {
         "flags": ["external_loop", "buffered", "zerosize_ok"],
         "op_flags": [["readonly"]] * reads + [["writeonly", "allocate"]] * writes,
@@ -312,13 +311,13 @@ def in_chunks(reads: int, writes: int = 0, dtype: Any = np.float64) -> dict[str,
     }
 
 
-# -- labelled arrays -----------------------------------------------------------------------------------------------
+# -- labelled arrays ---------------------------------------------------------------------------------------------------
 
 
 def aligned(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Return arrays with axes in one order of their names, as xarray's have them, and what names those of a result.
+    """Align arrays with named dimensions, as in xarray; return them with a function that labels the result.
 
-    Raises BindingError where labels of one dimension differ, or some arrays have names and others none.
+    Raises BindingError if labels of a dimension differ, or only some arrays have named dimensions.
     """
     labelled = {name: v for name, v in arrays.items() if isinstance(getattr(v, "dims", None), tuple)}
     if not labelled:
@@ -344,17 +343,17 @@ def aligned(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], 
     return out, lambda result: make(result, dims=axes, coords=labels)
 
 
-# -- what a formula holds for ----------------------------------------------------------------------------------------
+# -- vectorized validity -----------------------------------------------------------------------------------------------
 
 
 class _NotWholeError(Exception):
-    """A formula that is not worked out in whole numbers."""
+    """A formula that cannot be evaluated in integers."""
 
 
 def outside(asked: Iterable[Asked], arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
-    """Return where something that is asked of sizes is not so, in a shape that broadcasts; None where it is everywhere.
+    """Return a broadcastable mask of points that violate a requirement, or None if there are none.
 
-    What is asked of sizes that are not given is not looked at.
+    Requirements on sizes that are not given are skipped.
     """
     out: np.ndarray[Any, Any] | None = None
     for a in asked:
@@ -370,10 +369,10 @@ def outside(asked: Iterable[Asked], arrays: Mapping[str, np.ndarray[Any, Any]]) 
 def too_few(
     counts: Counts, amounts: Mapping[str, Poly], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> np.ndarray[Any, Any] | None:
-    """Return where loops have too few iterations for a closed form, in a shape that broadcasts; None for nowhere."""
+    """Return a broadcastable mask of points with too few loop iterations for a closed form, or None."""
     given = {name: p for name, p in amounts.items() if p.names() <= arrays.keys()}
     code: Any = np.zeros((), dtype=np.int64)
-    for name, p in given.items():  # all that is sure is one case
+    for name, p in given.items():  # sufficient counts are one case
         sure = counts.sure[name]
         code = code * (sure + 1) + np.minimum(plan(p)(dict(arrays)), sure).astype(np.int64)
     cases, place = np.unique(code, return_inverse=True)
@@ -387,7 +386,7 @@ def too_few(
 
 
 def _passed(asked: Asked, arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Test sizes exactly: in floats or in 64 bits where these are, else in Python's integers."""
+    """Test sizes exactly: in float64 or int64 if they are large enough, else in Python integers."""
     if not all(array.size for array in arrays.values()):
         return np.ones((), dtype=bool)
     above, below = _fraction(asked.amount)
@@ -418,7 +417,7 @@ _python_ints = np.frompyfunc(int, 1, 1)
 
 
 def _whole(p: Poly, env: Mapping[str, Any]) -> Any:
-    """Return the values of a sum with whole coefficients."""
+    """Evaluate a sum with integer coefficients."""
     out: Any = 0
     for m, c in p.terms.items():
         part: Any = int(c)
@@ -442,7 +441,7 @@ def _whole_generator(key: str, env: Mapping[str, Any]) -> Any:
 
 
 def largest_met(p: Poly, largest: Mapping[str, int]) -> int | None:
-    """Return a number that nothing exceeds which is met while a sum is worked out; None where that is not whole."""
+    """Return a bound on all intermediate values when evaluating a sum in integers; None if that is impossible."""
     try:
         return _most(p, largest)
     except _NotWholeError:
@@ -450,7 +449,7 @@ def largest_met(p: Poly, largest: Mapping[str, int]) -> int | None:
 
 
 def _most(p: Poly, largest: Mapping[str, int]) -> int:
-    """Return a number that nothing exceeds which is met while `_whole` works a sum out."""
+    """Return a bound on all intermediate values of `_whole`."""
     out = 0
     for m, c in p.terms.items():
         if c.denominator != 1 or any(e < 0 for _, e in m):
@@ -473,14 +472,14 @@ def _most_of(expr: sympy.Expr, largest: Mapping[str, int]) -> int:
     raise _NotWholeError
 
 
-# -- evaluate ----------------------------------------------------------------------------------------------------------
+# -- public functions --------------------------------------------------------------------------------------------------
 
-#: What a question answers with: a number once every symbol is bound, else a formula.
+#: Result type: a number once every symbol is bound, else a formula.
 Formula: TypeAlias = int | float | sympy.Expr
 
 
 def number(value: Rational) -> int | float:
-    """Return an exact number as Python's: int where it is whole."""
+    """Convert an exact number to int if it is integral, else to float."""
     try:
         return int(value) if value.denominator == 1 else float(value)
     except OverflowError:
@@ -488,7 +487,7 @@ def number(value: Rational) -> int | float:
 
 
 def real(value: Rational) -> float:
-    """Return an exact number as a float."""
+    """Convert an exact number to float."""
     try:
         return float(value)
     except OverflowError:
@@ -496,9 +495,9 @@ def real(value: Rational) -> float:
 
 
 def answer(value: Poly | sympy.Expr, held: Iterable[Validity] = ()) -> Formula:
-    """Return a formula as it is handed out: a Python number once no symbol is left, int where it is whole.
+    """Return a formula as a public result: a Python number if no symbol is left, int if it is integral.
 
-    `held` is what it holds for, beside what an expression carries already.
+    `held` adds conditions to those that the expression carries already.
     """
     if isinstance(value, Poly):
         constant = value.constant
@@ -511,26 +510,26 @@ def answer(value: Poly | sympy.Expr, held: Iterable[Validity] = ()) -> Formula:
         return conditioned(value, dict.fromkeys((*held_by(value), *held)))
     if value.is_finite is not True or value.is_real is not True:
         raise BindingError(f"{shorten(str(value))}: expected a finite number")
-    try:  # the largest of numbers, as of the stages of a pipeline
+    try:  # a maximum of numbers, such as over pipeline stages
         return number(Fraction(exactly(poly(value))({})))
     except (NoRuleError, ShapeError, ZeroDivisionError):
         return float(value)
 
 
 def bound_answer(value: Poly, values: Bindings) -> Formula:
-    """Return what was derived from a graph, with sizes put in, as it is handed out."""
+    """Bind sizes in a polynomial derived from a graph, and return a public result."""
     return answer(value.bind(values), values.held)
 
 
 def need_bound(formulas: Iterable[Formula], question: str) -> None:
-    """Raise BindingError if a symbol is left in what has to be a number."""
+    """Raise BindingError if formulas that need to be numbers have unbound symbols."""
     left = {s.name for f in formulas if isinstance(f, sympy.Expr) for s in f.free_symbols}
     if left:
         raise BindingError(f"{question}: expected numbers, still unbound: {', '.join(sorted(left))}")
 
 
 def evaluate(formula: Formula, /, **dims: int) -> int | float:
-    """Put sizes into a formula.
+    """Evaluate a formula for given sizes.
 
     Parameters
     ----------
@@ -542,13 +541,13 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     Returns
     -------
     int or float
-        Exact: int where the number is whole.
+        Exact value: int if it is integral.
 
     Raises
     ------
     BindingError
-        If a symbol is left, a name is not in the formula, a size is not a positive integer or another one than the
-        formula was derived with, or the graph that the formula was derived from refuses the sizes.
+        If a symbol has no size, a name is not in the formula, a size is not a positive integer or differs from the one
+        bound when the formula was derived, or the sizes violate conditions of the graph.
 
     Examples
     --------
@@ -572,13 +571,13 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     if missing:
         raise BindingError(f"evaluate: no size for {', '.join(missing)}")
     sizes = {name: size_of(name, value) for name, value in dims.items()}
-    # what follows from a size that is not in the formula is looked at closely
+    # implied sizes need the full check
     found = None if at is None or len(sizes) > len(names) else _at_once(at, sizes, held)
     return _in_full(formula, sizes, held) if found is None else number(found)
 
 
 def _left_open(sizes: Mapping[str, Any], asked: Collection[str], held: Iterable[Validity]) -> dict[str, Any]:
-    """Leave out sizes that a formula was derived with; BindingError for others in their place."""
+    """Drop sizes already bound when the formula was derived; BindingError if they differ."""
     left = dict(sizes)
     bound = {name: p for v in held for name, p in v.values if name not in asked and p is not None and not p.names()}
     for name in sizes.keys() & bound.keys():
@@ -591,7 +590,7 @@ def _left_open(sizes: Mapping[str, Any], asked: Collection[str], held: Iterable[
 
 
 def _at_once(at: At, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> Rational | None:
-    """Return the exact value; None where there is none, or where the formula is not known to hold."""
+    """Return the exact value; None if it has none, or the formula is not known to hold."""
     try:
         return at(sizes) if all(allowed(v, sizes) for v in held) else None
     except (ZeroDivisionError, CostGraphError, NoRuleError):
@@ -599,32 +598,32 @@ def _at_once(at: At, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> Ra
 
 
 def _in_full(formula: sympy.Expr, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> int | float:
-    """Return the value of a formula by putting sizes into it, or raise what is wrong with them."""
+    """Evaluate by substitution, with specific errors for invalid sizes."""
     values = {name: as_poly(size) for name, size in sizes.items()}
     try:
         for v in held:
             v.at(values)
         try:
             found = poly(formula)
-        except ShapeError:  # floats, which costs do not have
+        except ShapeError:  # floats, which costs do not contain
             return _answered(formula.xreplace({symbol(k): v.expr for k, v in values.items()}))
         return _answered(found.bind(values))
-    except ShapeError as error:  # a division by zero, or a number without end
+    except ShapeError as error:  # division by zero, or a huge number
         raise BindingError(f"{', '.join(f'{k}={v}' for k, v in values.items())}: {error}") from None
 
 
 @cached(1 << 10)
 def _prepared(formula: sympy.Expr) -> tuple[frozenset[str], At | None]:
-    """Return the names in a formula, and what works it out in whole numbers, None where nothing does."""
+    """Return the names in a formula, and its compiled integer form, if there is one."""
     try:
         return _names_in(formula), exactly(poly(formula))
     except ShapeError:
-        return _names_in(formula), None  # floats, which costs do not have
+        return _names_in(formula), None  # floats, which costs do not contain
 
 
 @lru_cache(maxsize=1 << 10)
 def _names_in(formula: sympy.Expr) -> frozenset[str]:
-    """Return the names of a formula's symbols, which a walk through all of it finds; ShapeError for those of others."""
+    """Return the names of a formula's symbols, cached; ShapeError for foreign symbols."""
     found = formula.free_symbols
     for s in found:
         check_symbol(s)
@@ -638,11 +637,11 @@ def _answered(value: Poly | sympy.Expr) -> int | float:
     return out
 
 
-# -- sweeps ------------------------------------------------------------------------------------------------------
+# -- compiled formulas -------------------------------------------------------------------------------------------------
 
 
 class Compiled:
-    """A formula as a function of named arrays; made by `compile`."""
+    """A formula as a function of named arrays, created by `compile`."""
 
     def __init__(self, formula: Formula, outside: str = "error") -> None:
         need_choice("compile: outside", outside, ("error", "nan"))
@@ -652,7 +651,7 @@ class Compiled:
         self._held, self._outside = held_by(self.formula), outside
         try:
             self._plan = plan(poly(self.formula))
-        except ShapeError:  # floats, which costs do not have
+        except ShapeError:  # floats, which costs do not contain
             if not is_number_like(plain(self.formula)):
                 raise
             self._plan = lambdified(plain(self.formula))
@@ -673,18 +672,18 @@ class Compiled:
         Parameters
         ----------
         **arrays : int or array_like of int
-            Sizes by name; shapes broadcast, those of arrays with named dimensions, as of xarray, by these names.
+            Sizes by name; shapes broadcast, by dimension names for labelled arrays such as xarray's.
 
         Returns
         -------
-        int, float, numpy.ndarray or what was given with named dimensions
-            Exact for Python integers; float64 of the common shape for arrays, since int64 would overflow silently.
+        int, float, numpy.ndarray or labelled array
+            Exact for Python integers; float64 for arrays, since int64 would overflow silently.
 
         Raises
         ------
         BindingError
-            If a name is missing or unknown, a size is not a positive integer, or a result is no finite number; where
-            the graph that the formula was derived from refuses sizes, unless NaN was asked for.
+            If a name is missing or unknown, a size is not a positive integer, or a result is not finite; if sizes
+            violate conditions of the graph, unless `outside="nan"`.
         """
         arrays = _left_open(arrays, {*self.names, *(n for v in self._held for n in v.names)}, self._held)
         extra = arrays.keys() - set(self.names)
@@ -710,8 +709,8 @@ class Compiled:
         return labelled(found)
 
     def _wrong(self, sizes: dict[str, np.ndarray[Any, Any]], *, apart: bool) -> np.ndarray[Any, Any] | None:
-        """Return where the formula does not hold, in a shape that broadcasts, or None; by single points if `apart`."""
-        if apart:  # what follows by equalities depends on the names that are given
+        """Return a broadcastable mask of invalid points, or None; `apart` tests each point by itself."""
+        if apart:  # implied sizes depend on the given names
 
             def refused(*point: Any) -> bool:
                 return self._refusal(dict(zip(sizes, point, strict=True))) is not None
@@ -726,7 +725,7 @@ class Compiled:
         return reduce(np.logical_or, wrong) if wrong else None
 
     def _refuse(self, wrong: np.ndarray[Any, Any], sizes: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Raise what the graph says of the first point that is outside."""
+        """Raise the graph's error for the first invalid point."""
         at = np.unravel_index(int(wrong.argmax()), wrong.shape)
         point = {name: int(np.broadcast_to(array, wrong.shape)[at]) for name, array in sorted(sizes.items())}
         place = f"at [{', '.join(map(str, at))}] ({', '.join(f'{k}={shown(v)}' for k, v in point.items())})"
@@ -745,7 +744,7 @@ class Compiled:
         return BindingError(f"{shorten(str(self.formula))}: beyond 1.8e308, or a division by zero")
 
     def _worked_out(self, operands: list[Any], *, finite: bool) -> Any:
-        """Run the plan over arrays, in chunks."""
+        """Evaluate the plan over arrays in chunks."""
         loop = np.nditer([*operands, None], **in_chunks(len(operands), 1))
         with loop, np.errstate(all="ignore"):
             for *chunk, out in loop:
@@ -756,19 +755,19 @@ class Compiled:
 
 
 def compile(formula: Formula, /, *, outside: str = "error") -> Compiled:
-    """Turn a formula into a function of named NumPy arrays.
+    """Compile a formula to a function of named NumPy arrays.
 
     Parameters
     ----------
     formula : sympy.Expr or number
         A formula in symbols of `costgraph.dims`.
     outside : str
-        error, or nan: what becomes of a point in an array that the graph refuses which the formula was derived from.
+        "error", or "nan" to return NaN for array points that violate conditions of the graph.
 
     Returns
     -------
     Compiled
-        `f(B=..., S=...)`: exact for Python integers, float64 for arrays, which are worked on in chunks.
+        `f(B=..., S=...)`: exact for Python integers, float64 for arrays, evaluated in chunks.
 
     Examples
     --------

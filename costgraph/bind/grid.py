@@ -1,4 +1,4 @@
-"""Formulas over a grid of sizes and devices, as a labelled dataset; lazily where chunks are given."""
+"""Evaluate formulas over a grid of sizes and devices as an xarray dataset, optionally lazily with dask."""
 
 from __future__ import annotations
 
@@ -34,42 +34,40 @@ from .evaluate import (
 
 __all__ = ["sweep"]
 
-#: Integers up to here are what they are in float64.
+#: Integers up to this value are exact in float64.
 _EXACT = 1 << 53
 
 
 def sweep(formulas: Mapping[str, Any], /, *, chunks: Any = None, **axes: Any) -> Any:
-    """Evaluate formulas over a grid: every combination of the sizes, and of devices.
+    """Evaluate formulas over a grid: every combination of sizes and devices.
 
     Parameters
     ----------
     formulas : mapping of str to formula
-        By name: a formula, or a pair of it and its unit, which becomes the attribute `units`. A function of a device,
-        such as `lambda device: cg.seconds(g, device)`, is asked for each one; a formula in the symbols of
-        `Hardware.symbolic` takes the rates of each one.
+        Formulas by name, optionally in a pair with a unit, which becomes the attribute `units`. A function of a device,
+        such as `lambda device: cg.seconds(g, device)`, is called for each one. A formula in symbols from
+        `Hardware.symbolic` is evaluated with the rates of each device.
     chunks : int, mapping or "auto", optional
-        Sizes of the blocks that dask works on, as xarray's `chunk` takes them; nothing is computed then before it is
-        asked for.
+        Block sizes for dask, as in xarray's `chunk`; evaluation is then lazy.
     **axes : int or array_like of int
-        Sizes, and rates of hardware, by name: a list is an axis, a number is bound. `device`: names of devices, paths,
-        or what `load_hardware` returned.
+        Sizes and hardware rates by name: a list is an axis, a number is bound. `device`: device names, paths, or
+        results of `load_hardware`.
 
     Returns
     -------
     xarray.Dataset
-        A variable for each formula, with the axes that it depends on alone: int64 where the formula is a sum with whole
-        coefficients, of which no number on the way exceeds 2**53, so that all is exact; else float64. Where the rate of
-        a device is missing, the attribute `stand_ins` of the variable says which one was taken.
+        One variable per formula, with only the axes that it depends on. It is int64 if the formula is a sum with
+        integer coefficients whose intermediate values do not exceed 2**53, hence exact, otherwise float64. If a device
+        lacks a rate, the attribute `stand_ins` of the variable names the replacement.
 
     Raises
     ------
     BindingError
-        If an axis is missing, is of no formula or holds anything but positive integers; if sizes are refused by the
-        graph of a formula.
+        If an axis is missing, unused or not of positive integers, or sizes violate conditions of a graph.
     SpecError
-        If a device is unknown, or lacks what stands for nothing.
+        If a device is unknown, or lacks a rate without replacement.
     UnsupportedError
-        If xarray, or for chunks dask, is not installed: the extra `sweep` has both.
+        If xarray, or dask for chunks, is not installed; the extra `sweep` includes both.
 
     Examples
     --------
@@ -106,14 +104,14 @@ def _library(name: str, place: str) -> Any:
 
 
 def _with_unit(what: Any) -> tuple[Any, str | None]:
-    """Return a formula and its unit, where a pair of both was given."""
+    """Return a formula and its unit, if a pair was given."""
     if isinstance(what, tuple) and len(what) == 2 and isinstance(what[1], str):
         return what
     return what, None
 
 
 def _read(axes: Mapping[str, Any]) -> tuple[dict[str, np.ndarray[Any, Any]], list[Hardware]]:
-    """Return sizes as arrays of one axis or none, and the devices."""
+    """Return sizes as arrays with at most one axis, and the devices."""
     sizes, devices = {}, []
     for name, values in axes.items():
         if name == "device":
@@ -128,7 +126,7 @@ def _read(axes: Mapping[str, Any]) -> tuple[dict[str, np.ndarray[Any, Any]], lis
 
 @dataclass
 class _Grid:
-    """The axes, and how a formula is worked out along those that it depends on."""
+    """Grid axes, and evaluation of formulas along the axes that they depend on."""
 
     xarray: Any
     chunks: Any
@@ -142,13 +140,13 @@ class _Grid:
             raise BindingError(f"sweep: devices {shown(ids)}, expected each once")
 
     def coordinates(self) -> dict[str, Any]:
-        """Return the labels along the axes, with their units."""
+        """Return coordinates with their units."""
         units = {name: _unit(place) for place, name in SYMBOLS.items()}
         out: dict[str, Any] = {n: (n, v, {"units": units.get(n, "1")}) for n, v in self.sizes.items() if v.ndim}
         return out | ({"device": [device.id for device in self.devices]} if "device" in self.used else {})
 
     def variable(self, name: str, what: Any, unit: str | None) -> Any:
-        """Return a formula, or what a function says of each device, along its axes."""
+        """Return a formula, or a function's result for each device, along its axes."""
         notes: list[str] = []
         if callable(what) and not isinstance(what, sympy.Basic):
             if not self.devices:
@@ -212,7 +210,7 @@ def _rates_in(formula: sympy.Expr) -> dict[str, str]:
 
 
 def _on(device: Hardware, formula: sympy.Expr, notes: list[str]) -> Formula:
-    """Return a formula with the rates of a device; what stands in for a missing one is noted."""
+    """Substitute a device's rates into a formula, and note stand-ins for missing ones."""
     put = {}
     for name, place in _rates_in(formula).items():
         table, _, key = place.partition(".")

@@ -1,1 +1,1 @@
-"""Devices: units, and the facts of a device read from its file."""
+"""Hardware: device and network specifications, units, and result tables."""

@@ -1,4 +1,4 @@
-"""A specification as it stands in a TOML file: tables of numbers, each with unit and sources."""
+"""TOML specifications of devices and networks: their schema, lookup and validation."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ __all__ = [
 ]
 
 
-# -- keys --------------------------------------------------------------------------------------------------------------
-# What a specification of a device may have: tables, their keys, and the unit of each.
+# -- schema ------------------------------------------------------------------------------------------------------------
 
 _TEXT = "text"
 PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
-# GeForce multiplies twice as fast where it keeps the sum in fp16
+# GeForce doubles the rate with fp16 accumulation
 _FP16_SUMS = ["fp16_accum_fp16", "fp8_accum_fp16"]
 _CACHES = ["l2", "l2_reported_by_driver", "last_level", "l1_and_shared_per_core", "shared_per_core"]
 _SCRATCHPADS = ["tensor_memory_per_core", "registers_per_core", "vmem", "cmem", "sbuf", "sram"]
-# from the store to what is nearer to the arithmetic
+# outermost first
 _CACHE_RATES = ["last_level_bandwidth", "l2_bandwidth"]
 _LINKS = ["per_direction", "bidirectional", "per_link_per_direction", "c2c_per_direction"]
 _CHIP_LINKS = ["per_chip", "bidirectional_per_chip", "per_axis_bidirectional"]
@@ -65,18 +64,18 @@ TABLES: dict[str, dict[str, str]] = {
     "attained": dict.fromkeys([*PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
     "measured": {},
 }
-"""Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
+"""Tables of a device specification, with the base unit of each key; [measured] takes any name and unit."""
 
 PER_LINK = "per_link_per_direction"
 LEVEL = {"devices": "1", "per_direction": "B/s", PER_LINK: "B/s", "ring": "1", "latency": "s", "oversubscription": "1"}
-"""Keys of a level of a network, and the base unit of each; one with PER_LINK is a dimension of a torus."""
+"""Keys of a network level with their base units; a level with PER_LINK is a torus dimension."""
 
 LINK_KINDS = {
     "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),
     "pcie": ("pcie", "x16_per_direction"), "network": ("network", "per_direction"),
 }  # fmt: skip
 
-# tensor cores take the two 8-bit floats at one rate, and the block formats at that of their elements
+# tensor cores run both 8-bit floats at one rate, and block formats at the rate of their elements
 RATE_KEYS = {
     **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2"), "fp8"),
     **dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "mxfp6", "mxfp6_e3m2"), "fp6"),
@@ -90,37 +89,36 @@ SYMBOLS = {
     "memory.bandwidth": "bandwidth",
     **{f"{table}.{key}": kind for kind, (table, key) in LINK_KINDS.items()},
 }
-"""What is a symbol of hardware as an unknown, and its name."""
+"""Symbol names of rates in symbolic hardware, by table entry."""
 
 CACHE_SYMBOLS = {key: f"{key}_size" if unit == "B" else key for key, unit in TABLES["cache"].items()}
-"""The same of [cache], which devices have in part."""
+"""The same for [cache] entries, if the device has them."""
 
 
 def symbols_of(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
-    """Return what is a symbol of a device as an unknown, and its name: of [cache] what the device has."""
+    """Return the symbol names for a symbolic device by table entry, with [cache] entries that it has."""
     return SYMBOLS | {f"cache.{key}": CACHE_SYMBOLS[key] for key in tables.get("cache", ())}
 
 
-# -- find --------------------------------------------------------------------------------------------------------------
-# Where specifications lie: those that come with the library, and files of one's own.
+# -- lookup ------------------------------------------------------------------------------------------------------------
 
-#: What a specification is of, and the folder of those that come with the library.
+#: Kind of specification, and its folder within the library's files.
 DEVICES, NETWORKS = ("hardware", "."), ("network", "networks")
 
 
 def _folder() -> Path:
-    # inside the package in a wheel; beside it in a checkout, which an editable install points to
+    # inside the package in a wheel, beside it in a checkout or an editable install
     inside, beside = (folder / "hardware_specs" for folder in Path(__file__).resolve().parents[1:3])
     return inside if inside.is_dir() else beside
 
 
 def known(of: tuple[str, str] = DEVICES) -> list[str]:
-    """Return the names of the devices, or networks, that come with the library, sorted."""
+    """Return the sorted names of the devices, or networks, that ship with the library."""
     return sorted(path.stem for path in (_folder() / of[1]).glob("*.toml"))
 
 
 def path_of(name_or_path: object, of: tuple[str, str] = DEVICES) -> Path:
-    """Return the file of a name, or the path itself, which ends with ``.toml`` or has a slash in it."""
+    """Return the file for a name, or a path itself, which ends with ``.toml`` or contains a slash."""
     what, folder = of
     if not isinstance(name_or_path, str | os.PathLike):
         raise SpecError(f"{what} {shown(name_or_path)}: expected a name or the path of a TOML file")
@@ -134,12 +132,12 @@ def path_of(name_or_path: object, of: tuple[str, str] = DEVICES) -> Path:
     return _folder() / folder / f"{text}.toml"
 
 
-# -- file --------------------------------------------------------------------------------------------------------------
+# -- parsing -----------------------------------------------------------------------------------------------------------
 
 _MOST_BYTES = 2**20
-_MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
+_MOST_DOTS = 1000  # per line: parsing a key takes quadratic time
 
-# no device has other numbers, and times made of them would be no floats
+# plausible range, within which derived times are floats
 _LEAST, _MOST = Decimal("1e-60"), Decimal("1e60")
 
 
@@ -166,7 +164,7 @@ _Arch = Annotated[str, Rule("a compute capability, such as sm_90", _is_arch)]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A number as it stands in a table."""
+    """A number in a table."""
 
     value: _Number
     unit: Annotated[str, one_of(UNITS)]
@@ -192,20 +190,20 @@ _NEEDED = {"memory": ("bandwidth", "capacity")}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the fields of `Hardware` that a file states; an unchanged file is parsed once.
+    """Return the fields of `Hardware` in a file, parsing an unchanged file only once.
 
-    SpecError if it cannot be read, or is no specification: the text names place, key, value, and what was expected.
+    Raises SpecError if the file is unreadable or invalid, naming the place, key, value and expectation.
     """
     try:
         stat = path.stat()
-    except (OSError, ValueError):  # which reading it reports, with what was expected
+    except (OSError, ValueError):  # reported when reading, with the expectation
         return _read(path)
     found: dict[str, Any] = _copied(_read_version(path, stat.st_mtime_ns, stat.st_size))
     return found
 
 
 def _copied(value: Any) -> Any:
-    """Return tables that a caller can change, of the same entries."""
+    """Copy nested tables, so that callers can change them."""
     return {key: _copied(v) for key, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -240,9 +238,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_network(path: Path) -> dict[str, Any]:
-    """Return what a file says of a network, by field of `Network`.
+    """Return the fields of `Network` in a file.
 
-    SpecError as `read_file`; or if a level joins fewer devices than the one before it, or levels are no torus in part.
+    Raises SpecError as `read_file`, and if a level joins fewer devices than the previous one, or only some levels are
+    torus dimensions.
     """
     place, data = str(path), _parsed(path, "network")
     top = read_fields(place, data, _NETWORK, (), SpecError)
@@ -267,7 +266,7 @@ def read_network(path: Path) -> dict[str, Any]:
 
 
 def _check_torus(place: str, levels: Mapping[str, Mapping[str, Quantity]]) -> None:
-    """Refuse a torus of which a level is no dimension: each has rings of whole numbers of devices, and no switches."""
+    """Raise for an inconsistent torus: every level is a dimension with whole rings, without switches."""
     inside = 1
     for name, level in levels.items():
         if (PER_LINK in level) != any(PER_LINK in other for other in levels.values()):
@@ -301,7 +300,7 @@ def _parsed(path: Path, what: str) -> dict[str, Any]:
 
 
 def _refuse_sparsity(place: str, data: Mapping[str, Any], levels: int = 3) -> None:
-    """Refuse every key that speaks of sparsity: of the file, of a table, and of a number."""
+    """Raise for any key that mentions sparsity, at every level."""
     for key, value in data.items():
         if "spars" in key.lower():
             raise SpecError(f"{place}: key {shown(key)}, expected dense rates only; halve one with 2:4 sparsity")

@@ -1,4 +1,4 @@
-"""Links between devices: those of a domain that reach each other fast, and the network between domains."""
+"""Links between devices: the interconnect within a domain, and the network between domains."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["Wire", "domain_of", "extents", "joined", "wire"]
 
 
 class Wire(NamedTuple):
-    """What a message over a link costs: so long in any case, and so long for each byte."""
+    """Latency-bandwidth model of a link."""
 
     name: str
-    """interconnect, network or a level of one"""
+    """interconnect, network or a network level"""
     latency: Poly
-    """s from the start of a message to the arrival of its first byte"""
+    """seconds until the first byte arrives"""
     bandwidth: Poly
-    """B/s that a device sends, and as many that it receives at the same time"""
+    """B/s that a device sends and receives at the same time"""
     pair: Poly
-    """B/s of these from one device to one other"""
+    """B/s from one device to a single other one"""
 
 
 def joined(hardware: str | Hardware, network: str | Network | None) -> Hardware:
-    """Return a device in a network, as both are named; None: its cards reach any other one at the same rate.
+    """Return a device attached to a network; with None, its cards reach any other device at the same rate.
 
-    SpecError if there is no such device or network.
+    Raises SpecError if the device or network is unknown.
     """
     device = load_hardware(hardware)
     return device if network is None else replace(device, cluster=load_network(network))
 
 
 def domain_of(hardware: Hardware) -> int:
-    """Return how many devices an interconnect joins: 1 where the specification has no interconnect.
+    """Return the number of devices that an interconnect joins, 1 without an interconnect.
 
-    SpecError if there is an interconnect, and it is not said how many devices it joins, or that is no whole number.
+    Raises SpecError if the specification does not state it, or it is not a positive integer.
     """
     table = hardware.tables.get("interconnect", {})
     if not table:
@@ -56,9 +56,9 @@ def domain_of(hardware: Hardware) -> int:
 
 
 def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
-    """Yield the links of a device, the nearest first, and how many devices each joins: None where there is no end.
+    """Yield a device's links, nearest first, with the number of devices that each joins, None if unlimited.
 
-    SpecError as `domain_of`, or if a level of its network joins fewer devices than what is below it.
+    Raises SpecError as `domain_of`, or if a network level joins fewer devices than the level below.
     """
     if hardware.cluster is not None and hardware.cluster.torus:  # its links are the interconnect
         least = 1
@@ -78,12 +78,12 @@ def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
 
 
 def wire(hardware: Hardware, name: str) -> Wire:
-    """Return the interconnect of a device, its network, or a level of the network that it is in.
+    """Return the interconnect of a device, its network, or a level of the network that it is attached to.
 
-    A level has the rates of [network] where it states none; a dimension of a torus has the rate of one link. Where a
-    device has one link less than there are devices in its domain, each of these has a link of its own, with its part of
-    the bandwidth; else a switch hands all of the bandwidth to any. SpecError if it has no such link, or bandwidth or
-    latency of it are not stated.
+    A level inherits the rates of [network] that it does not state; a torus dimension has the rate of one link. If a
+    device has one link fewer than there are devices in its domain, the domain is fully connected, and each pair has its
+    share of the bandwidth. Otherwise a switch gives any pair the full bandwidth. Raises SpecError if the device lacks
+    the link, its bandwidth or its latency.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Networks of clusters: levels of switches, how many devices each joins, and what a device sends through it."""
+"""Cluster networks: hierarchies of switches or torus dimensions between devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Network", "list_networks", "load_network"]
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Network(Table):
-    """The network between the domains of an interconnect, level above level.
+    """Network between interconnect domains, as a sequence of levels.
 
     Examples
     --------
@@ -34,29 +34,29 @@ class Network(Table):
     """
 
     id: str
-    """name of the file without its ending"""
+    """file name without suffix"""
     name: str
     topology: str
-    """how its switches are joined, in words"""
+    """description of the topology"""
     levels: Mapping[str, Mapping[str, Quantity]]
-    """numbers of each level, the nearest first: `devices` that it joins; and, where they are not those of the network
-    card of a device, `per_direction` in B/s, `latency` in s; `oversubscription`, by which devices get less than that
-    where all of them send through this level; of the dimensions of a torus `per_link_per_direction` in B/s,
-    and `ring`, the devices that are a ring, where a slice has a line of fewer"""
+    """numbers of each level, nearest first: `devices` joined; optionally, if different from a device's network card,
+    `per_direction` in B/s and `latency` in s; `oversubscription`, the factor by which devices get less if all send
+    through this level; for torus dimensions `per_link_per_direction` in B/s, and `ring`, the devices in a full ring,
+    where a slice has a shorter line"""
     sources: Mapping[str, str]
-    """key of a source -> reference"""
+    """references by source key"""
 
     def __hash__(self) -> int:
         return hash((self.id, self.name))
 
     @property
     def torus(self) -> bool:
-        """Whether its levels are the dimensions of a torus, whose links are the interconnect of its devices."""
+        """Whether its levels are torus dimensions, whose links are the device interconnect."""
         return any(PER_LINK in level for level in self.levels.values())
 
     @property
     def rows(self) -> list[tuple[str, Quantity]]:
-        """Every number with its place, level by level."""
+        """Every number with its key, level by level."""
         return [(f"{level}.{key}", q) for level, keys in self.levels.items() for key, q in keys.items()]
 
     def _about(self) -> str:
@@ -73,7 +73,7 @@ class Network(Table):
 
 
 def list_networks() -> list[str]:
-    """Return the names of the networks that come with the library, sorted.
+    """Return the sorted names of the networks that ship with the library.
 
     Examples
     --------
@@ -84,17 +84,17 @@ def list_networks() -> list[str]:
 
 
 def load_network(name_or_path: str | os.PathLike[str] | Network) -> Network:
-    """Return a network by its name, or from a TOML file of one's own; a Network is returned as it is.
+    """Load a network by name or from a TOML file; a Network is returned unchanged.
 
     Parameters
     ----------
     name_or_path : str, path or Network
-        One of ``list_networks()``, or a path: a text that ends with ``.toml`` or has a slash in it is one.
+        One of ``list_networks()``, or a path, which ends with ``.toml`` or contains a slash.
 
     Raises
     ------
     SpecError
-        If there is no such network or file, or the file is no valid specification of one.
+        If the network or file does not exist, or the file is invalid.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Devices: what they compute and move in a second, and what they hold, each number with unit and source.
+"""Device specifications: compute rates, bandwidths, capacities and caches, each with unit and source.
 
 A device is a TOML file, from ``hardware_specs`` or the user; docs/reference/hardware_files.md describes the format. The
 loader rejects unknown keys, so that a misspelt rate is not a missing one. Rates are dense: halve a figure with 2:4
@@ -52,19 +52,18 @@ __all__ = [
 ]
 
 
-# -- arch --------------------------------------------------------------------------------------------------------------
-# Architectures of GPUs, by compute capability.
+# -- GPU architectures -------------------------------------------------------------------------------------------------
 
-#: That of an H100 and an H200.
+#: Architecture of H100 and H200.
 DEFAULT = "sm_90"
-#: torch's kernels for attention know devices from the one to the other (`check_mem_efficient_hardware_support`).
+#: Range supported by torch's attention kernels (`check_mem_efficient_hardware_support`).
 _FIRST, _LAST = (5, 0), (12, 1)
 _NAME = re.compile(r"sm_(\d{1,2})(\d)[af]?\Z", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
 class Arch:
-    """A compute capability; earlier ones are smaller."""
+    """A compute capability; earlier ones compare as smaller."""
 
     major: int
     minor: int = 0
@@ -74,9 +73,9 @@ class Arch:
 
 
 def arch_of(name: object, place: str) -> Arch:
-    """Return the architecture of a name as `torch.cuda.get_arch_list` has it, such as `sm_90`.
+    """Parse an architecture name as in `torch.cuda.get_arch_list`, such as `sm_90`.
 
-    GraphError if it is no name of one, or of one that torch has no kernels for.
+    Raises GraphError if the name is invalid, or torch has no kernels for the architecture.
     """
     found = _NAME.match(name) if isinstance(name, str) else None
     number = (0, 0) if found is None else (int(found[1]), int(found[2]))
@@ -87,37 +86,36 @@ def arch_of(name: object, place: str) -> Arch:
     return Arch(*number)
 
 
-# -- rates -------------------------------------------------------------------------------------------------------------
-# Rates that a specification lacks: which of those that it has stands in, and how it bounds the missing one.
+# -- missing rates -----------------------------------------------------------------------------------------------------
 
 Rates = Mapping[str, Quantity]
 Fallback = str | DType | Mapping[str, str]
 
-#: Why a fallback stands in that was named where a question was asked.
+#: Reason for a stand-in that the caller named.
 NAMED = "asked for"
 
 FORMATS = {key: dtype({"fp8": "fp8_e4m3", "fp6": "fp6_e2m3", "fp4": "fp4_e2m1"}.get(key, key)) for key in PEAKS}
 
 
 class StandIn(NamedTuple):
-    """A rate in the place of one that a device has none of."""
+    """Replacement for a rate that a device lacks."""
 
     wanted: str
-    """place of the missing rate, such as peak.bf16"""
+    """entry of the missing rate, such as peak.bf16"""
     used: str
-    """place of the one that is taken"""
+    """entry of the rate used instead"""
     why: str
-    """what it is to the missing one"""
+    """reason, such as the relation of both formats"""
 
     def __str__(self) -> str:
         return f"{self.wanted} is missing, {self.used} ({self.why}) stands in"
 
 
 def nearest(wanted: DType, unit: str, peak: Rates, vector: Rates) -> tuple[str, str] | None:
-    """Return the place of the rate that stands in for a missing one, as `peak.fp32`, and why.
+    """Return the entry that replaces a missing rate, such as `peak.fp32`, and the reason; None if there is no rate.
 
-    None where there is no rate at all. A format that holds all values of another one is no faster than that; the matrix
-    unit is no slower than the vector unit, whose work is in fp32 or fp64.
+    A format that holds all values of another one is no faster than that. The matrix unit is no slower than the vector
+    unit, which works in fp32 or fp64.
     """
     own, other = (("peak", peak), ("vector", vector))[:: 1 if unit == "matmul" else -1]
     another = "vector unit" if unit == "matmul" else "matrix unit"
@@ -131,14 +129,14 @@ def nearest(wanted: DType, unit: str, peak: Rates, vector: Rates) -> tuple[str, 
 
 
 def fastest(peak: Rates, vector: Rates) -> str | None:
-    """Return the place of the highest rate of all, None where there is none: no missing rate is above it."""
+    """Return the entry of the highest rate, an upper bound on any missing rate; None without rates."""
     tables = (("peak", peak), ("vector", vector))
     both = [(_speed(q), f"{table}.{key}") for table, rates in tables for key, q in rates.items()]
     return max(both)[1] if both else None
 
 
 def _wider(rates: Rates, wanted: DType, *, same: bool = False) -> str | None:
-    """Return the narrowest format that holds the wanted one, of its own kind where there is one; then the slowest."""
+    """Return the narrowest format that holds `wanted`, preferring its own kind, then the slowest."""
     found = {key: f for key, f in _formats(rates).items() if _holds(f, wanted) and (same or f.name != wanted.name)}
     return min(
         found, key=lambda key: (found[key].kind != wanted.kind, _size(found[key]), _speed(rates[key])), default=None
@@ -146,7 +144,7 @@ def _wider(rates: Rates, wanted: DType, *, same: bool = False) -> str | None:
 
 
 def _other(rates: Rates, wanted: DType) -> str | None:
-    """Return the widest of what does not hold the wanted one, of its own kind where there is one; then the fastest."""
+    """Return the widest format that does not hold `wanted`, preferring its own kind, then the fastest."""
     found = _formats(rates)
     return max(
         found, key=lambda key: (found[key].kind == wanted.kind, _size(found[key]), _speed(rates[key])), default=None
@@ -162,7 +160,7 @@ def _size(f: DType) -> int:
 
 
 def _holds(wide: DType, narrow: DType) -> bool:
-    """Whether every value of a format is one of another."""
+    """Whether one format represents every value of another."""
     if narrow.kind == "float":
         return wide.kind == "float" and wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa
     digits = 1 if narrow.kind == "bool" else narrow.bits - narrow.signed
@@ -174,7 +172,7 @@ def _speed(rate: Quantity) -> Fraction:
 
 
 def rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
-    """Return the key that the rate of a format has in a specification."""
+    """Return the specification key for the rate of a format."""
     if unit == "vector":
         return "fp64" if name == "fp64" else "fp32"
     if name == "nvfp4" and "nvfp4" not in peak:
@@ -183,7 +181,7 @@ def rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
 
 
 def chosen_fallback(place: str, fallback: Fallback | None, wanted: str) -> str | None:
-    """Return the fallback of a format or None; one that no device can have is refused, needed or not."""
+    """Return the fallback for a format, or None; invalid fallbacks raise an error even if unused."""
     chosen: str | None = None
     alone = {} if fallback is None else {wanted: fallback}
     for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
@@ -197,7 +195,7 @@ def chosen_fallback(place: str, fallback: Fallback | None, wanted: str) -> str |
 
 
 def named_rate(tables: Mapping[str, Rates], use: str | None, unit: str, place: str) -> Quantity:
-    """Return the rate that was named to stand in for a missing one, or raise SpecError."""
+    """Return the rate that a fallback names, or raise SpecError."""
     rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in tables[table])
     if use is None:
         raise SpecError(f"{place}; expected one of {rates}, or fallback= that names one of them")
@@ -213,17 +211,16 @@ def named_rate(tables: Mapping[str, Rates], use: str | None, unit: str, place: s
     raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
 
 
-# -- scaled ------------------------------------------------------------------------------------------------------------
-# Tables of a device that is derived from another one: as an unknown, as it was measured, a part of it, or slower.
+# -- derived devices ---------------------------------------------------------------------------------------------------
 
 Tables = Mapping[str, Mapping[str, Quantity]]
 
-#: What each part of a device has a share of; what is said of one core, and of clocks, holds for a part as well.
+#: Tables that scale with a share of the device, with the suffix of keys per core, which do not.
 _SHARED = {"peak": "", "vector": "", "memory": "", "cores": "", "power": "", "cache": "_per_core"}
 
 
 def share_of(place: str, value: object) -> Fraction:
-    """Return a share as it is exactly, or raise SpecError."""
+    """Convert a share to a Fraction; SpecError if it is not in (0, 1]."""
     try:
         found = Fraction(exact(value))
     except SpecError:
@@ -238,7 +235,7 @@ def _times(q: Quantity, share: Fraction) -> Quantity:
 
 
 def of_share(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
-    """Return the tables of a part: what was measured of the whole, and its links, are not among them."""
+    """Return the tables for a share of a device, without measurements of the whole and links."""
     out = {
         name: {
             key: q if _SHARED[name] and key.endswith(_SHARED[name]) else _times(q, share) for key, q in found.items()
@@ -251,7 +248,7 @@ def of_share(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
 
 
 def at_clock(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
-    """Return the tables at a share of the clock: rates of arithmetic are that share, those of memory stay."""
+    """Return the tables at a fraction of the clock: arithmetic rates scale, memory rates do not."""
     slower = ("FLOP/s", "Hz")
     return {
         name: {key: _times(q, share) if q.unit in slower and name != "measured" else q for key, q in found.items()}
@@ -269,7 +266,7 @@ def as_symbols(tables: Tables) -> dict[str, dict[str, Quantity]]:
 
 
 def as_attained(place: str, tables: Tables) -> dict[str, Mapping[str, Quantity]]:
-    """Return the tables with the rates of [attained] in the place of all those of the vendor."""
+    """Return the tables with measured rates from [attained] in place of the vendor's."""
     found = tables.get("attained", {})
     peak = {key: rate for key, rate in found.items() if key in PEAKS}
     if "bandwidth" not in found or not peak:
@@ -281,13 +278,13 @@ def as_attained(place: str, tables: Tables) -> dict[str, Mapping[str, Quantity]]
     return {**tables, "peak": peak, "vector": vector, "memory": memory}
 
 
-# -- specs -------------------------------------------------------------------------------------------------------------
+# -- devices -----------------------------------------------------------------------------------------------------------
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Hardware(Table):
-    """A device. All rates are dense and for the whole device that the name says.
+    """A device. All rates are dense, for the whole device that the name refers to.
 
     Examples
     --------
@@ -299,56 +296,56 @@ class Hardware(Table):
     """
 
     id: str
-    """name of the file without its ending"""
+    """file name without suffix"""
     name: str
     vendor: str
     peak: Mapping[str, Quantity]
-    """matrix work, FLOP/s, by number format"""
+    """matrix rates in FLOP/s by number format"""
     vector: Mapping[str, Quantity]
-    """pointwise work, FLOP/s; empty where no source gives it"""
+    """vector rates in FLOP/s; empty without a source"""
     bandwidth: Quantity
-    """of the device memory, B/s, reads and writes together"""
+    """device memory bandwidth in B/s, reads and writes together"""
     memory: Quantity
-    """capacity as the vendor prints it, B"""
+    """capacity in bytes as stated by the vendor"""
     measured_memory: Quantity | None
-    """capacity that CUDA reports to a program, B"""
+    """capacity in bytes as reported by CUDA"""
     tables: Mapping[str, Mapping[str, Quantity]]
-    """every number of the file by table and key, those above included"""
+    """every number in the file by table and key, including those above"""
     types: Mapping[str, str]
-    """what a table is of, as in {"memory": "HBM3"}"""
+    """type of a table's subject, as in {"memory": "HBM3"}"""
     sources: Mapping[str, str]
-    """key of a source -> reference"""
+    """references by source key"""
     disagreements: tuple[str, ...]
-    """where sources differ, and figures that look wrong"""
+    """conflicts between sources, and implausible figures"""
     arch: str | None = None
-    """compute capability of a GPU of NVIDIA as torch names it, such as sm_90, where it is stated"""
+    """compute capability of an NVIDIA GPU in torch's notation, such as sm_90, if stated"""
     cluster: Network | None = None
-    """the network that it is in, where one is named"""
+    """network that it is attached to, if any"""
 
     def __hash__(self) -> int:
         return hash((self.id, self.name))
 
     def rate(self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None) -> Quantity:
-        """Return the peak rate in FLOP/s for operands of a number format.
+        """Return the peak rate in FLOP/s for a number format.
 
         Parameters
         ----------
         dtype_name : str or DType
-            Format of the operands as they are stored.
+            Storage format of the operands.
         unit : {"matmul", "vector"}
-            "matmul" looks the format up among the dense rates of matrix work: fp8 formats and mxfp8 under
-            ``fp8``, fp6 and fp4 alike, nvfp4 under ``fp4`` where it has no rate of its own. "vector" is
-            pointwise work: done in fp32 whatever the operands are stored in, and in fp64 for fp64.
+            "matmul" looks up the dense matrix rate of the format: fp8 formats and mxfp8 under ``fp8``, fp6 and fp4
+            alike, nvfp4 under ``fp4`` unless it has its own rate. "vector" looks up pointwise work, which runs in fp64
+            for fp64 and in fp32 for all other formats.
         fallback : str, DType or mapping, optional
-            What to take where the device has no such rate: a format, ``peak.KEY``, ``vector.KEY``, or a
-            mapping from a wanted format to one of these. Without it nothing is taken instead.
+            Replacement for a missing rate: a format, ``peak.KEY``, ``vector.KEY``, or a mapping from a wanted format to
+            one of these. By default a missing rate is an error.
 
         Raises
         ------
         SpecError
-            If there is no such rate and no fallback for it, or the fallback is missing too.
+            If the rate is missing, without fallback or with a fallback that is missing too.
         FormatError
-            If there is no such number format.
+            If the number format is unknown.
 
         Examples
         --------
@@ -366,7 +363,7 @@ class Hardware(Table):
     def nearest_rate(
         self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None, *, highest: bool = False
     ) -> tuple[Quantity, StandIn | None]:
-        """Return the peak rate in FLOP/s, or what bounds it where the device has none, and then what stands in.
+        """Return the peak rate in FLOP/s, or a stand-in for a missing rate with its reason.
 
         Parameters
         ----------
@@ -377,20 +374,20 @@ class Hardware(Table):
         fallback : str, DType or mapping, optional
             As in ``rate``.
         highest : bool
-            False: take the next wider format, which is no faster, or the matrix unit. True: take the highest rate of
-            the device, which no missing one exceeds.
+            False: use the next wider format, which is no faster, or the matrix unit. True: use the highest rate of the
+            device, an upper bound.
 
         Returns
         -------
         tuple of Quantity and StandIn or None
-            None where the device has the rate.
+            The stand-in is None if the device has the rate.
 
         Raises
         ------
         SpecError
-            If the device has no rate at all, or a fallback that is named is missing too.
+            If the device has no rate at all, or a named fallback is missing too.
         FormatError
-            If there is no such number format.
+            If the number format is unknown.
 
         Examples
         --------
@@ -419,15 +416,15 @@ class Hardware(Table):
         return rate_there, StandIn(place, *chosen)
 
     def symbolic(self) -> Hardware:
-        """Return hardware as an unknown: peak rates and bandwidths are symbols, so that times are formulas in them.
+        """Return symbolic hardware: peak rates and bandwidths are symbols, so that times are formulas in them.
 
         Returns
         -------
         Hardware
-            With ``peak_bf16``, ``vector_fp32`` and the like for all formats in FLOP/s, and ``bandwidth``,
-            ``interconnect``, ``c2c``, ``pcie`` and ``network`` in B/s: whole numbers above 0. The names are the same
-            whatever the device, so that a formula can be asked of another one. Caches that the device has are
-            ``l2_size``, ``l2_bandwidth`` and the like.
+            Device with positive integer symbols ``peak_bf16``, ``vector_fp32`` etc. for all formats in FLOP/s, and
+            ``bandwidth``, ``interconnect``, ``c2c``, ``pcie`` and ``network`` in B/s. The names do not depend on the
+            device, so a formula can be evaluated for another one. Caches that the device has are ``l2_size``,
+            ``l2_bandwidth`` etc.
 
         Examples
         --------
@@ -438,13 +435,13 @@ class Hardware(Table):
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Names of its symbols, where it is ``symbolic()``; empty for a device of numbers."""
+        """Names of its symbols for ``symbolic()`` hardware; otherwise empty."""
         found = [self.bandwidth, *self.peak.values(), *self.vector.values()]
         names = symbols_of(self.tables).values() if any(isinstance(q.value, sympy.Symbol) for q in found) else ()
         return frozenset(names)
 
     def bindings(self) -> dict[sympy.Symbol, sympy.Rational]:
-        """Return the numbers for the symbols of ``symbolic()``, as ``subs`` takes them; a missing rate has none.
+        """Return the numeric values for the symbols of ``symbolic()``, for use with ``subs``; missing rates are absent.
 
         Examples
         --------
@@ -456,12 +453,12 @@ class Hardware(Table):
         return {symbol(name): sympy.sympify(q.value, strict=True) for name, q in found.items() if q is not None}
 
     def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction | sympy.Expr:
-        """Return the ridge point in FLOP/B: the intensity above which a matmul is bound by compute.
+        """Return the ridge point in FLOP/B, the intensity above which a matmul is compute-bound.
 
         Raises
         ------
         SpecError, FormatError
-            As ``rate``.
+            As in ``rate``.
 
         Examples
         --------
@@ -472,22 +469,22 @@ class Hardware(Table):
         return found.expr if found.constant is None else Fraction(found.constant)
 
     def capacity(self, measured: bool | None = None) -> Quantity:
-        """Return the memory that a program can use, in bytes.
+        """Return the usable memory in bytes.
 
         Parameters
         ----------
         measured : bool, optional
-            None takes the capacity that CUDA reports to a program (``total_memory``) where the specification has
-            it, else the vendor's figure. True asks for the reported capacity, False for the vendor's figure.
+            None: the capacity reported by CUDA (``total_memory``) if the specification has it, else the vendor's
+            figure. True: the reported capacity. False: the vendor's figure.
 
         Raises
         ------
         SpecError
-            If the reported capacity is asked for and the specification has none.
+            If the reported capacity is requested but not specified.
 
         Notes
         -----
-        An "80 GB" board of NVIDIA holds 79.1 to 79.3 GiB, which is 85e9 bytes.
+        An NVIDIA "80 GB" board has 79.1 to 79.3 GiB, which is 85e9 bytes.
 
         Examples
         --------
@@ -506,7 +503,7 @@ class Hardware(Table):
 
     @property
     def last_level_cache(self) -> Quantity | None:
-        """The bytes of the cache that is nearest to the memory: the largest figure stated, None without any.
+        """Size in bytes of the cache nearest to memory: the largest stated figure, None without one.
 
         Examples
         --------
@@ -520,14 +517,14 @@ class Hardware(Table):
         return max(found, key=lambda size: Fraction(size.value), default=None)
 
     def part(self, share: object) -> Hardware:
-        """Return a share of the device, such as one of two dies: of rates, memory, caches, cores and power alike.
+        """Return a share of the device, such as one of two dies: rates, memory, caches, cores and power scale with it.
 
-        What was measured of the whole, and links, are left out: asking for them is an error.
+        Measurements of the whole device and links are left out, and requesting them raises an error.
 
         Raises
         ------
         SpecError
-            If the share is no number above 0 and at most 1.
+            If the share is not a number above 0 and at most 1.
 
         Examples
         --------
@@ -541,12 +538,12 @@ class Hardware(Table):
         return replace(made, id=f"{float(found):g} of {self.id}", name=name, measured_memory=None)
 
     def at_clock(self, share: object) -> Hardware:
-        """Return the device at a share of its clocks, as under a limit of power: arithmetic is slower, memory is not.
+        """Return the device at a fraction of its clock, as under a power limit: arithmetic slows down, memory does not.
 
         Raises
         ------
         SpecError
-            As ``part``.
+            As in ``part``.
 
         Examples
         --------
@@ -564,7 +561,7 @@ class Hardware(Table):
         return replace(self, tables=tables, peak=peak, vector=vector, bandwidth=bandwidth, memory=capacity)
 
     def attained(self) -> Hardware:
-        """Return the device with the rates of [attained], measured on it, in the place of all those of the vendor.
+        """Return the device with the measured rates of [attained] in place of the vendor's.
 
         Raises
         ------
@@ -574,17 +571,17 @@ class Hardware(Table):
         return self._with(as_attained(f"hardware {self.id}", self.tables))
 
     def link(self, kind: Annotated[str, READ]) -> Quantity:
-        """Return the bandwidth of a link in B/s, one direction.
+        """Return the bandwidth of a link in B/s per direction.
 
         Parameters
         ----------
         kind : {"interconnect", "c2c", "pcie", "network"}
-            Between accelerators, to the CPU of the same package, to the host over PCIe x16, to other hosts.
+            Between accelerators, to the CPU in the same package, to the host over PCIe x16, or to other hosts.
 
         Raises
         ------
         SpecError
-            If there is no such link in the specification.
+            If the specification does not have the link.
 
         Examples
         --------
@@ -604,7 +601,7 @@ class Hardware(Table):
 
     @property
     def rows(self) -> list[tuple[str, Quantity]]:
-        """Every number of the specification with its place, table by table.
+        """Every number in the specification with its key, table by table.
 
         Examples
         --------
@@ -629,7 +626,7 @@ class Hardware(Table):
         return [Fact(key, text) for key, text in found.items() if text is not None]
 
     def _wanted(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:
-        """Return the format that work is done in, and the place of its rate."""
+        """Return the compute format, and the entry of its rate."""
         table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
         if table is None:
             raise SpecError(f"hardware {self.id}: unit {shown(unit)} is unknown; expected 'matmul' or 'vector'")
@@ -643,7 +640,7 @@ class Hardware(Table):
 
 
 def list_hardware() -> list[str]:
-    """Return the names of the devices that come with the library, sorted.
+    """Return the sorted names of the devices that ship with the library.
 
     Examples
     --------
@@ -654,17 +651,17 @@ def list_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
-    """Return a device by its name, or from a TOML file of one's own; a Hardware is returned as it is.
+    """Load a device by name or from a TOML file; a Hardware is returned unchanged.
 
     Parameters
     ----------
     name_or_path : str, path or Hardware
-        One of ``list_hardware()``, or a path: a text that ends with ``.toml`` or has a slash in it is one.
+        One of ``list_hardware()``, or a path, which ends with ``.toml`` or contains a slash.
 
     Raises
     ------
     SpecError
-        If there is no such device or file, or the file is no valid specification.
+        If the device or file does not exist, or the file is invalid.
 
     Examples
     --------
@@ -677,43 +674,42 @@ def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
     return Hardware(id=path.stem, **read_file(path))
 
 
-# -- levels ------------------------------------------------------------------------------------------------------------
-# Levels of memory: what each hands out in a second, and what lies between it and the arithmetic.
+# -- memory levels -----------------------------------------------------------------------------------------------------
 
-#: From the memory to the arithmetic; of places on a line the first that a specification has, as it holds the others.
+#: From memory to arithmetic; only the first key on each line counts, since it includes the others.
 _ORDER = (
     ("last_level",), ("l2",), ("cmem",), ("sram",), ("vmem",), ("sbuf",), ("l1_and_shared_per_core", "shared_per_core"),
     ("tensor_memory_per_core",), ("registers_per_core",),
 )  # fmt: skip
-#: Where these are known, nothing that counts is missing.
+#: With these stores known, the bytes near the arithmetic are complete.
 _NEAREST = {"l1_and_shared_per_core", "registers_per_core"}
 
 
 class Level(NamedTuple):
-    """A level of memory."""
+    """A level of the memory hierarchy."""
 
     name: str
     """memory, last_level or l2"""
     bandwidth: Quantity
-    """B/s from it to what is nearer to the arithmetic"""
+    """B/s towards the arithmetic"""
     nearer: Poly
-    """bytes of all stores that are nearer, those of all cores together"""
+    """bytes in all stores closer to the arithmetic, over all cores"""
     whole: bool
-    """whether the specification has all of these: with registers, and with first caches and not shared memory alone"""
+    """whether the specification states all of them: registers, and first-level caches beside shared memory"""
 
 
 def levels(hardware: Hardware) -> tuple[Level, ...]:
-    """Return the levels of a device's memory that have a bandwidth, from the memory to the arithmetic.
+    """Return the memory levels of a device that have a bandwidth, from memory to arithmetic.
 
     Parameters
     ----------
     hardware : Hardware
-        The device, of numbers or of symbols.
+        Numeric or symbolic device.
 
     Returns
     -------
     tuple of Level
-        The memory, and each cache whose bandwidth the specification has and that has something nearer.
+        The memory, and each cache with a specified bandwidth and a closer store.
 
     Examples
     --------
@@ -734,7 +730,7 @@ def levels(hardware: Hardware) -> tuple[Level, ...]:
 
 
 def _whole_device(hardware: Hardware, cache: Mapping[str, Quantity], key: str) -> Poly:
-    """Return the bytes of a store, of all cores together; nothing where it is not known how many there are."""
+    """Return the bytes of a store over all cores; zero if the number of cores is unknown."""
     if not key.endswith("_per_core"):
         return poly(cache[key].value)
     count = hardware.tables.get("cores", {}).get("count")

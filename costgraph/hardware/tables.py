@@ -1,4 +1,4 @@
-"""Results as tables: a class states its columns once; text, HTML for notebooks and a pandas frame follow."""
+"""Tables of results: classes declare columns, and text, HTML and pandas output follow."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from .units import format_bytes, format_quantity
 
 __all__ = ["MOST_LINES", "SOURCE", "Column", "Fact", "Table"]
 
-#: Lines that a table has at most, its head and what stands below it included.
+#: Maximum number of printed lines, including the header and facts below.
 MOST_LINES = 40
 _WIDEST, _WIDEST_FACT = 40, 200
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: its name, and how a cell is read and shown."""
+    """A table column: its name, and how cells are read and formatted."""
 
     name: str
-    """in a frame; the attribute of a record that it shows, unless `read` says more"""
+    """name in a DataFrame; also the attribute to read, unless `read` is given"""
     unit: str | Callable[[Any], str] = ""
-    """unit of its amounts, by record where that differs; empty for words"""
+    """unit of amounts, optionally by record; empty for text"""
     read: Callable[[Any], Any] | None = None
-    """record to value"""
+    """function from record to value"""
     title: str | None = None
-    """head in text, the name by default"""
+    """header in text output, by default the name"""
     text: Callable[[Any], str] | None = None
-    """value to text, where it is not that of an amount or a word"""
+    """formats a value, instead of the default for amounts and text"""
     shown: bool = True
-    """False for what a frame alone has"""
+    """whether text output includes it; a DataFrame always does"""
 
     @property
     def head(self) -> str:
-        """What stands above it in text."""
+        """Header in text output."""
         return self.name if self.title is None else self.title
 
     def of(self, record: Any) -> Any:
-        """Return the value of a record."""
+        """Return the value for a record."""
         return getattr(record, self.name) if self.read is None else self.read(record)
 
     def cell(self, record: Any) -> str:
-        """Return the value of a record as text."""
+        """Return the formatted value for a record."""
         value = self.of(record)
         if self.text is not None:
             return self.text(value)
         return _text(value, self.unit if isinstance(self.unit, str) else self.unit(record))
 
 
-#: Of a number of a specification, in a row of its place and itself.
+#: Source of a quantity, for rows of a key and a quantity.
 SOURCE = Column("source", read=lambda row: row[1].source, text=lambda s: s if len(s) <= 40 else f"{s[:37]}...")
 
 
 class Fact(NamedTuple):
-    """What stands below a table: a total, or what all rows have in common."""
+    """Line below a table: a total, or a property common to all rows."""
 
     name: str
     value: Any
@@ -70,16 +70,16 @@ class Fact(NamedTuple):
 
 
 class Table:
-    """What shows itself as a table of its `rows`.
+    """Base class for results displayed as a table of their `rows`.
 
-    `print` shows it in at most 40 lines, a notebook as HTML, and `to_pandas` returns it as a frame.
+    `print` shows at most 40 lines, notebooks show HTML, and `to_pandas` returns a DataFrame.
     """
 
     rows: Any
-    """the records"""
+    """records"""
 
     def _about(self) -> str:
-        """Return what it is of, in a few words."""
+        """Return a short description."""
         raise NotImplementedError
 
     def _columns(self) -> Sequence[Column]:
@@ -111,12 +111,12 @@ class Table:
         return f"<table><caption>{html.escape(repr(self))}</caption>{inside}</table>"
 
     def to_pandas(self) -> Any:
-        """Return the rows as a pandas DataFrame: numbers in base units (B, FLOP, s), formulas as they are.
+        """Return the rows as a pandas DataFrame: numbers in base units (B, FLOP, s), formulas unchanged.
 
         Returns
         -------
         pandas.DataFrame
-            A column for each one of the table.
+            One column for each column of the table.
 
         Raises
         ------
@@ -133,7 +133,7 @@ class Table:
 
 
 def _parts(table: Table) -> tuple[list[Column], list[list[str]], int, list[tuple[str, str]]]:
-    """Return columns, cells of the first rows, how many rows are left out, and what stands below."""
+    """Return columns, formatted first rows, the number of omitted rows, and facts."""
     columns = [c for c in table._columns() if c.shown]
     facts = [(f.name, _fact(f)) for f in table._facts()]
     rows, room = table.rows, MOST_LINES - 1 - len(facts)
@@ -154,7 +154,7 @@ def _tags(tag: str, cells: Iterable[str], sides: Iterable[str]) -> str:
 
 
 def _text(value: object, unit: str) -> str:
-    """Return a value as a cell shows it: an amount with its unit, of a name the end, of a formula the start."""
+    """Format a value for a cell: amounts with unit, names cut at the start, formulas at the end."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -168,7 +168,7 @@ def _text(value: object, unit: str) -> str:
         return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
     try:
         return format_quantity(value, unit)
-    except SpecError:  # infinite, or beyond all that a device has
+    except SpecError:  # infinite or out of range
         return shown(value, _WIDEST)
 
 

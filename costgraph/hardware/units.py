@@ -1,8 +1,7 @@
-"""Quantities of a device: an exact number, its base unit and its source, and the text that people read.
+"""Exact quantities with base unit and source, and their formatting.
 
-The vocabulary is closed. ``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes, everywhere; ``FLOP`` is an amount
-and ``FLOP/s`` a rate. A number stays an int or a Fraction, so that a printed 989.4 TFLOP/s is 989400000000000
-FLOP/s and not the binary fraction beside it.
+The set of units is closed. ``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes, everywhere; ``FLOP`` is an amount and
+``FLOP/s`` a rate. Numbers are ints or Fractions, so 989.4 TFLOP/s is exactly 989400000000000 FLOP/s.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ __all__ = ["BASE_UNITS", "UNITS", "Quantity", "exact", "format_bytes", "format_q
 Number = int | Fraction
 
 BASE_UNITS = ("FLOP/s", "B/s", "B", "Hz", "W", "s", "1", "FLOP", "FLOP/B")
-"""What a Quantity is stored in. FLOP and FLOP/B are what the others are multiplied and divided into."""
+"""Units of stored values. FLOP and FLOP/B result from products and quotients of the others."""
 
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 
-# a decimal with a larger exponent is no property of a device, and its Fraction would fill the memory
+# larger exponents are implausible, and their Fractions would fill memory
 _LARGEST_EXPONENT = 400
 
 
 def _units() -> dict[str, tuple[Fraction, str]]:
-    """Every unit that may be written, with its factor and its base unit."""
+    """Return every accepted unit with its factor and base unit."""
     table = {"1": (Fraction(1), "1")}
     for prefix, power in _DECIMAL.items():
         factor = Fraction(10**power)
@@ -52,9 +51,9 @@ def _units() -> dict[str, tuple[Fraction, str]]:
 
 
 UNITS = _units()
-"""Unit as written -> (factor, base unit): ``UNITS["Gbit/s"] == (Fraction(125000000), "B/s")``."""
+"""Accepted units as (factor, base unit): ``UNITS["Gbit/s"] == (Fraction(125000000), "B/s")``."""
 
-# what a division means; anything else has no name here and is refused
+# units of supported quotients; others raise an error
 _QUOTIENTS = {
     ("FLOP/s", "B/s"): "FLOP/B",
     ("FLOP", "B"): "FLOP/B",
@@ -67,14 +66,14 @@ _QUOTIENTS = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with its base unit and the source that says so.
+    """A number with its base unit and source.
 
     Raises
     ------
     SpecError
-        If ``unit`` is no base unit, or ``value`` is not a finite number.
+        If ``unit`` is not a base unit, or ``value`` is not a finite number.
     ShapeError
-        If ``value`` is a symbol that ``dims`` did not make.
+        If ``value`` is a symbol not created by ``dims``.
 
     Examples
     --------
@@ -86,13 +85,13 @@ class Quantity:
     """
 
     value: Number | sympy.Symbol
-    """in ``unit``; an int where it is whole, a symbol of a device that is an unknown"""
+    """value in ``unit``; an int if integral, a symbol for symbolic hardware"""
     unit: str
     """one of BASE_UNITS"""
     source: str = ""
-    """keys of the sources of a specification, or a reference; empty for a derived quantity"""
+    """source keys in a specification, or a reference; empty for derived quantities"""
     note: str = ""
-    """what a reader has to know about the number"""
+    """remark on the number"""
 
     def __post_init__(self) -> None:
         if self.unit not in BASE_UNITS:
@@ -109,7 +108,7 @@ class Quantity:
 
     @property
     def number(self) -> Number:
-        """The value, or SpecError where it is a symbol."""
+        """The value; SpecError if it is a symbol."""
         if isinstance(self.value, sympy.Symbol):
             raise SpecError(f"quantity {self.value}: a symbol of a device that is an unknown; expected a number")
         return self.value
@@ -163,10 +162,10 @@ def _known_quotients() -> str:
 
 
 def exact(value: object) -> Number:
-    """Return the number that ``value`` is printed as, without binary error: an int where it is whole.
+    """Convert a number to an exact int or Fraction, without binary error.
 
-    A float counts as its shortest decimal text: 989.4 is 4947/5. SpecError if it is not a finite number; a truth value
-    is none.
+    A float counts as its shortest decimal text: 989.4 is 4947/5. Raises SpecError if the value is not a finite number,
+    or a bool.
 
     Examples
     --------
@@ -192,11 +191,11 @@ def exact(value: object) -> Number:
 
 
 def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quantity:
-    """Return a number in a scaled unit as an exact Quantity in its base unit.
+    """Convert a number in a scaled unit to a Quantity in the base unit.
 
-    UNITS are FLOP/s, B/s, B, Hz, W and FLOP with k M G T P E, B and B/s also with Ki Mi Gi Ti Pi, bit/s with k M G T P
-    E, s with m u n, and 1 for a count. ``KB`` is ``kB``, 1000 bytes. SpecError if the unit is unknown, or the value is
-    negative or not a finite number.
+    Units are FLOP/s, B/s, B, Hz, W and FLOP with prefixes k M G T P E, B and B/s also with Ki Mi Gi Ti Pi, bit/s with k
+    M G T P E, s with m u n, and 1 for counts. ``KB`` is ``kB``, 1000 bytes. Raises SpecError if the unit is unknown, or
+    the value is negative or not finite.
 
     Examples
     --------
@@ -221,7 +220,7 @@ def _scaled(value: object, unit: str, source: str = "", note: str = "") -> Quant
 
 
 def format_quantity(value: object, unit: str) -> str:
-    """Return a text for people: four significant digits and a unit, one of UNITS, with a decimal prefix.
+    """Format a quantity with four significant digits and a decimal prefix.
 
     Examples
     --------
@@ -244,7 +243,7 @@ def format_quantity(value: object, unit: str) -> str:
 
 
 def format_bytes(n: object) -> str:
-    """Return bytes as a text for people, decimal first and binary in brackets; SpecError if they are no finite number.
+    """Format bytes with decimal units, and binary units in brackets; SpecError if they are not a finite number.
 
     Examples
     --------
@@ -263,7 +262,7 @@ def format_bytes(n: object) -> str:
 
 
 def _rounded(value: Number) -> Decimal:
-    """Four significant digits of an exact number; never through a float, which overflows."""
+    """Round to four significant digits, not through a float, which may overflow."""
     with localcontext() as context:
         context.prec = 4
         return Decimal(value.numerator) / Decimal(value.denominator)

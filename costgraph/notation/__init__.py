@@ -1,1 +1,1 @@
-"""What users write: patterns of axes, formulas as text, and the arguments of public functions."""
+"""Input parsing and validation: patterns, formulas as text, and function arguments."""

@@ -1,4 +1,4 @@
-"""Formulas and assumptions as text: a small grammar of its own, since sympy's parser evaluates Python.
+"""Parse formulas and assumptions from text, with a safe grammar: sympy's parser evaluates Python.
 
 formula  = term {("+" | "-") term}
 term     = factor {("*" | "/") factor}
@@ -27,19 +27,19 @@ from ..errors import CostGraphError, PatternError
 __all__ = ["parse_formula", "parse_relation"]
 
 _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|(\*\*|==|>=|<=|[-+*/(),<>])|(\S))", re.ASCII)
-# Bounds on what is read: deeper, longer or larger is no formula of a model.
+# Limits on input: model formulas are never deeper, longer or larger.
 _LONGEST = 20_000
 _DEEPEST = 60
 _MOST_DIGITS = 40
 _MOST_ARGUMENTS = 200
-_MOST_TERMS = 2000  # of a sum; what is asked of it later takes the square of them
-_MOST_WORK = 20_000  # terms of all intermediate sums
-_MOST_ROUNDED = 200  # terms in a floor or a ceiling
+_MOST_TERMS = 2000  # in a sum; later steps may take quadratic time
+_MOST_WORK = 20_000  # terms over all intermediate sums
+_MOST_ROUNDED = 200  # terms in a floor or ceiling
 _MOST_BITS = 1 << 13
 
 
 def _sqrt(base: sympy.Expr) -> sympy.Expr:
-    return power(poly(base), poly(Fraction(1, 2))).expr  # which refuses what has no root
+    return power(poly(base), poly(Fraction(1, 2))).expr  # raises for values without a root
 
 
 _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
@@ -54,7 +54,7 @@ _OF_SEVERAL = (Max, Min)
 
 
 class _Reader:
-    """Recursive descent over the tokens of one text."""
+    """Recursive-descent parser for one text."""
 
     def __init__(self, text: str, place: str) -> None:
         if not isinstance(text, str):
@@ -70,7 +70,7 @@ class _Reader:
             self.tokens.append((found, match.start(match.lastindex or 0)))
         self.at = 0
         self.depth = 0
-        self.terms = 0  # of all intermediate results
+        self.terms = 0  # over all intermediate results
 
     def error(self, what: str) -> PatternError:
         return PatternError(
@@ -144,13 +144,13 @@ class _Reader:
         return self.checked(base**exponent.constant)
 
     def need_room(self, base: Poly, exponent: int) -> None:
-        """Refuse a power of a sum that would be too long, before it is multiplied out."""
+        """Raise if a power of a sum would become too long, before expanding it."""
         n = len(base.terms)
         if n > 1 and (exponent > _MOST_TERMS or comb(n + exponent - 1, exponent) > _MOST_TERMS):
             raise self.error("sums or numbers too large to be written out")
 
     def checked(self, value: Poly) -> Poly:
-        """Bound what a text of a few characters can ask for."""
+        """Enforce the limits on terms and digits."""
         self.terms += len(value.terms)
         digits = max((max(abs(c.numerator), c.denominator) for c in value.terms.values()), default=0)
         if len(value.terms) > _MOST_TERMS or self.terms > _MOST_WORK or digits.bit_length() > _MOST_BITS:
@@ -195,9 +195,9 @@ class _Reader:
 
 
 def parse_formula(text: str, place: str = "formula") -> Poly:
-    """Read a formula of numbers, names, `+ - * / **`, brackets, `Max`, `Min`, `floor`, `ceiling`, `sqrt` and `log`.
+    """Parse a formula of numbers, names, `+ - * / **`, brackets, `Max`, `Min`, `floor`, `ceiling`, `sqrt` and `log`.
 
-    PatternError, which names the place, if the text is anything else.
+    Raises PatternError, naming `place`, for any other text.
 
     Examples
     --------
@@ -210,16 +210,16 @@ def parse_formula(text: str, place: str = "formula") -> Poly:
         reader.end()
     except PatternError:
         raise
-    except CostGraphError as error:  # the algebra knows the value, this text its place
+    except CostGraphError as error:  # add the text and place to the algebra's message
         raise reader.error(str(error)) from None
     return out
 
 
 def parse_relation(text: str, place: str = "assumption") -> Relation:
-    """Read an assumption such as `F >= D`, `D == H*K` or `S <= 1024`: two formulas with `==`, `>=`, `<=`, `>` or `<`.
+    """Parse an assumption such as `F >= D`, `D == H*K` or `S <= 1024`: two formulas with `==`, `>=`, `<=`, `>` or `<`.
 
-    Sizes are integers: `a > b` is kept as `a - b - 1 >= 0`. PatternError, which names the place, if the text is
-    anything else.
+    Sizes are integers, so `a > b` is stored as `a - b - 1 >= 0`. Raises PatternError, naming `place`, for any other
+    text.
     """
     reader = _Reader(text, place)
     try:

@@ -1,6 +1,6 @@
-"""Names that a package hands out, and whose modules are imported when one of them is first asked for (PEP 562).
+"""Lazy imports of public names (PEP 562).
 
-An import of the whole library takes as long as that of sympy; most programs ask one or two questions.
+Importing the whole library takes as long as importing sympy, and most programs use few functions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = [
 def later(
     package: str, names: Mapping[str, str], entered: Callable[[Any], Any] = lambda found: found
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`.
+    """Return a `__getattr__` for a package.
 
-    `names` are what each module has, separated by spaces, by its name within the package; a module of the package that
-    is handed out has itself. `entered` says what each name becomes before it is handed out.
+    `names` maps each module within the package to its public names, separated by spaces; a public submodule lists
+    itself. `entered` wraps each value before it is returned.
     """
     homes = {name: module for module, found in names.items() for name in found.split()}
 

@@ -1,4 +1,4 @@
-"""Pattern text -> Pattern. Text only: no tensors, no sympy.
+"""Parse einsum-style patterns, without tensors or sympy.
 
 pattern = operand {"," operand} "->" operand
 operand = {axis}                          axes separated by spaces; none at all is a scalar
@@ -21,18 +21,18 @@ from .validation import READ
 
 __all__ = ["Affine", "Axes", "Pattern", "PatternText", "parse_pattern"]
 
-#: A pattern as a caller writes it, which `parse_pattern` reads.
+#: A pattern as written by the caller, parsed by `parse_pattern`.
 PatternText = Annotated[str, READ]
 
 _LONGEST = 4000
-_HIDDEN = re.compile(r"_\d+\Z", re.ASCII)  # an axis behind '...'
+_HIDDEN = re.compile(r"_\d+\Z", re.ASCII)  # an axis hidden in '...'
 _TOKEN = re.compile(r"\(|\)|[^\s()]+")
 _TERM = re.compile(r"([+-]?)(?:(\d{1,9})\*)?([A-Za-z_]\w*|\d{1,9})(?:\*(\d{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Axes:
-    """One dimension of a tensor made of named axes: one name, several merged ones, or none (a literal 1)."""
+    """A dimension composed of named axes: one name, several merged ones, or none (a literal 1)."""
 
     names: tuple[str, ...]
     """Axis names, slowest first."""
@@ -43,16 +43,16 @@ class Axes:
 
 @dataclass(frozen=True)
 class Affine:
-    """One dimension that is read at `sum(coefficient * axis) + offset`, as a convolution reads its input."""
+    """A dimension indexed by `sum(coefficient * axis) + offset`, such as the input of a convolution."""
 
     terms: tuple[tuple[str, int], ...]
     """Axis names with positive integer coefficients."""
     offset: int
-    """Constant part: minus the padding."""
+    """Constant part, the negative padding."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes that the index is made of."""
+        """Axis names in the index."""
         return tuple(n for n, _ in self.terms)
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ class Affine:
 
 @dataclass(frozen=True)
 class Pattern:
-    """The axes of every operand and of the result."""
+    """Axes of every operand and the result."""
 
     operands: tuple[tuple[Axes | Affine, ...], ...]
-    """One tuple of dimensions for each operand."""
+    """One tuple of dimensions per operand."""
     result: tuple[Axes | Affine, ...]
     """Dimensions of the result."""
 
@@ -150,17 +150,17 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
     hidden = rank - (len(axes) - 1)
     if hidden < 0:
         raise PatternError(f"pattern {shorten(text)}: an operand of {rank} axes, expected at least {len(axes) - 1}")
-    # numbered from the last, so that operands of different rank align as NumPy's do
+    # numbered from the last axis, so that operands of different rank align as in NumPy
     names = [Axes((f"_{i}",)) for i in range(hidden - 1, -1, -1)]
     return tuple(axes[: at[0]] + names + axes[at[0] + 1 :])
 
 
 def parse_pattern(text: str, ranks: tuple[int, ...] | None = None, *, scattered: bool = False) -> Pattern:
-    """Read a pattern such as `"b s d, d f -> b s f"`.
+    """Parse a pattern such as `"b s d, d f -> b s f"`.
 
-    What `...` stands for follows from `ranks`, the number of axes of each operand. `scattered` allows indices and
-    diagonals on the right side, which gradients of contractions have. PatternError if the text is no pattern, the
-    number of operands differs from that of `ranks`, or an operand has fewer axes than its part of the pattern.
+    `ranks`, the axis count of each operand, determines the axes that `...` represents. `scattered` allows affine
+    indices and diagonals in the result, as in gradients of contractions. Raises PatternError if the text is invalid,
+    the number of operands differs from `ranks`, or an operand has too few axes.
 
     Examples
     --------
@@ -198,7 +198,7 @@ def _longest_ellipsis(parts: Sequence[str], operands: Sequence[Sequence[Axes | A
 
 def _check_names(operands: Sequence[Sequence[Axes | Affine]], result: Sequence[Axes | Affine], text: str) -> None:
     for where, dims in [(f"operand {i + 1}", o) for i, o in enumerate(operands)] + [("the result", result)]:
-        # an axis may stand in two affine indices of one operand, a plain one only once
+        # an axis may occur in two affine indices of one operand, but only once as a plain axis
         names = [n for a in dims if isinstance(a, Axes) for n in a.names]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice and where == "the result":

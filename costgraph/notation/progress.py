@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far long work is: on the standard error, and gone afterwards."""
+"""Progress display on standard error for long-running work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from time import monotonic
 
 __all__ = ["Step", "hush", "progressing", "waiting"]
 
-#: Called before each part, with its name.
+#: Called before each part with its name.
 Step = Callable[[str], None]
-#: Seconds after which work that says nothing itself is said to go on, and between two such words.
+#: Seconds until elapsed time is shown, and between updates.
 _AFTER, _EVERY = 1.0, 0.2
 
 
 class _Clock:
-    """A line with the seconds that something has taken, written by a thread until something else is said."""
+    """Background thread that shows the elapsed seconds until other output appears."""
 
     def __init__(self, label: str) -> None:
         self.label, self.width = label, 0
@@ -47,9 +47,9 @@ _CLOCKS: list[_Clock] = []
 
 @contextmanager
 def waiting(label: str, show: bool | None = None) -> Iterator[None]:
-    """Say after a second how long work takes, until it ends or something else is said: `hush`, `progressing`.
+    """Show the elapsed time of work that takes longer than a second, until it ends or other output appears.
 
-    By default anything is shown where the standard error is a terminal.
+    By default it is shown only if standard error is a terminal.
     """
     if not (_on_terminal() if show is None else show):
         yield
@@ -65,7 +65,7 @@ def waiting(label: str, show: bool | None = None) -> Iterator[None]:
 
 
 def hush() -> None:
-    """Take the words of `waiting` from the terminal: something else is said there."""
+    """Clear the line of `waiting` before other output."""
     for clock in _CLOCKS:
         clock.stop()
 
@@ -76,16 +76,16 @@ def _on_terminal() -> bool:
 
 @contextmanager
 def progressing(label: str, parts: int, show: bool | None = None) -> Iterator[Step]:
-    """Show how many parts of some work are done; the value is called with the name of each before it starts.
+    """Show how many parts are done; call the yielded function with each part's name before it starts.
 
     Parameters
     ----------
     label : str
-        What the work is.
+        Description of the work.
     parts : int
-        How many parts it has.
+        Number of parts.
     show : bool, optional
-        Whether anything is shown; by default where the standard error is a terminal.
+        Whether to show progress; by default if standard error is a terminal.
 
     Examples
     --------
@@ -124,17 +124,17 @@ def _bar(label: str, parts: int) -> Iterator[Step]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    # what is measured may print square brackets of its own in its name
+    # names may contain square brackets
     texts = TextColumn("{task.description}", markup=False)
     columns = (texts, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(label, total=parts)
-        done = -1  # the part that is named has not been done yet
+        done = -1  # the named part is still running
 
         def step(text: str) -> None:
             nonlocal done
             done += 1
-            # drawn now and not by a thread, which would run while something is timed
+            # drawn synchronously: a thread would disturb timing measurements
             bar.update(task, description=f"{label}: {text}", completed=done, refresh=True)
 
         yield step

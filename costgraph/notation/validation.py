@@ -1,9 +1,8 @@
-"""One check at the door: a public function is given what its annotations say, or refuses with the argument's name.
+"""Validation of arguments and file records by their type annotations.
 
-Annotations are the only source: mypy reads them before a program runs, and this module when it does. Functions are
-checked where the public namespace hands them out, so that calls within the library pay nothing. Sizes and formulas
-(`object`, `sympy.Expr`), and text that stands for something else (`str | Hardware`), are read by the function itself,
-which says what it expects. An argument that is missing or not in the signature stays Python's own TypeError.
+The public namespace hands out checked functions, so calls inside the library cost nothing extra. Sizes and formulas
+(`object`, `sympy.Expr`), and text with another meaning (`str | Hardware`), are validated by the function itself, with a
+more specific message. Missing or unexpected arguments raise Python's TypeError.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 
-# -- door --------------------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
@@ -60,20 +59,20 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Rule(NamedTuple):
-    """What an argument has to be. In `Annotated[int, Rule(...)]` it says more than the type before it."""
+    """Requirement on an argument. In `Annotated[int, Rule(...)]` it refines the type."""
 
     expected: str
-    """In words, as errors say it."""
+    """Description for error messages."""
     holds: Callable[[Any], bool]
-    """Whether a value is one."""
+    """Whether a value meets it."""
     error: type[CostGraphError] = GraphError
-    """What is raised for another one."""
+    """Error class for other values."""
 
 
 _ANYTHING = Rule("anything", lambda value: True)
-#: What the function reads, as it does with sizes: its own words say more than the type.
+#: Validated by the function itself, with a more specific message, as for sizes.
 READ = Rule("what can be read", _ANYTHING.holds)
-#: A float where infinities and NaN have a meaning.
+#: A float that may be infinite or NaN.
 REAL = Rule("a number", lambda value: _is_real(value, finite=False))
 NUMBER = Rule("a number", lambda value: isinstance(value, complex) or _is_real(value, finite=False))
 
@@ -81,11 +80,11 @@ NUMBER = Rule("a number", lambda value: isinstance(value, complex) or _is_real(v
 def _is_real(value: object, *, finite: bool = True) -> bool:
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and (math.isfinite(float(value)) or not finite)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer beyond the float range
         return False
 
 
-# Python refuses to write out integers of more than 4,300 digits, and nothing here has a third of that
+# Python limits int to str to 4,300 digits; valid integers are far smaller
 _MOST_BITS = 1 << 12
 
 
@@ -103,13 +102,13 @@ _PLAIN: dict[object, Rule] = {
     sympy.Expr: Rule("a formula", lambda value: isinstance(value, sympy.Expr)),
     Poly: Rule("a size", lambda value: isinstance(value, Poly)),
     str: Rule("text", lambda value: isinstance(value, str)),
-    # a class is no function of tensors, though it can be called
+    # classes are callable, but are not functions of tensors
     abc.Callable: Rule("a function", lambda value: callable(value) and not isinstance(value, type)),
 }
 
 
 def rule(hint: Any) -> Rule:
-    """Return what an annotation asks of a value: type variables and unknown forms ask nothing."""
+    """Return the rule for an annotation; type variables and unknown forms accept anything."""
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -131,7 +130,7 @@ def _words(kind: type) -> str:
 
 
 def _either(parts: list[Rule]) -> Rule:
-    # a whole number is a number, and None is what stands there by default
+    # int is implied by float, and None is merely the default
     left = [
         p for p in parts if p is not _PLAIN[types.NoneType] and (p is not _PLAIN[int] or _PLAIN[float] not in parts)
     ]
@@ -141,7 +140,7 @@ def _either(parts: list[Rule]) -> Rule:
 
 
 def _holding(origin: type, args: tuple[Any, ...]) -> Rule:
-    """Return what a container asks, of itself and of what it holds."""
+    """Return the rule for a container and its elements."""
     if issubclass(origin, abc.Mapping):
         key, value = map(rule, args)
         return Rule(
@@ -162,7 +161,7 @@ def _holding(origin: type, args: tuple[Any, ...]) -> Rule:
         inner = rule(args[0])
         if inner is _ANYTHING:
             return _ANYTHING
-        # text and sets have no order that anyone meant; what can be read once alone is not looked into
+        # strings and sets do not count as ordered sequences; iterators are not consumed
         kinds: Any = (list, tuple) if origin in (tuple, abc.Sequence) else origin
         return Rule(
             f"{'a list' if kinds == (list, tuple) else _words(origin)}, each {inner.expected}",
@@ -176,7 +175,7 @@ def _holding(origin: type, args: tuple[Any, ...]) -> Rule:
 
 
 class _Plan(NamedTuple):
-    """What a function asks of its arguments."""
+    """Rules for the arguments of a function."""
 
     place: str
     positional: tuple[tuple[str, Rule], ...]
@@ -184,7 +183,7 @@ class _Plan(NamedTuple):
     named: Mapping[str, Rule]
 
     def enter(self, args: tuple[object, ...], named: Mapping[str, object]) -> None:
-        """Raise GraphError for the first argument that is not what is asked for."""
+        """Raise GraphError for the first invalid argument."""
         for value, (name, asked) in zip(args, self.positional, strict=False):
             if not asked.holds(value):
                 self.refuse(name, value, asked)
@@ -217,14 +216,14 @@ def _plan(function: Callable[..., Any], *, reads: bool = True) -> _Plan:
 
 
 def _asked(hint: Any) -> Rule:
-    """Return what the door asks of an argument: a formula, or what else than text text may stand for, the function."""
+    """Return the rule for a checked argument; formulas and text with another meaning are left to the function."""
     forms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     words = str in forms and not {*forms} <= {str, types.NoneType}
     return _ANYTHING if words or sympy.Expr in forms else rule(hint)
 
 
 def hints_of(annotated: object) -> dict[str, Any]:
-    """Return annotations as what they name; names that a module imports for them alone are found in the package.
+    """Return resolved annotations; names imported only for type checking are looked up in the package.
 
     Fields that a class inherits are read in the module of the class that declares them.
     """
@@ -238,7 +237,7 @@ def hints_of(annotated: object) -> dict[str, Any]:
 
 
 class _Names(dict[str, Any]):
-    """Names of modules, those among them that are imported when they are asked for."""
+    """Module namespaces, including lazily imported names."""
 
     def __init__(self, *modules: Any) -> None:
         super().__init__()
@@ -253,18 +252,18 @@ class _Names(dict[str, Any]):
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     owner = function.__globals__.get(function.__qualname__.removesuffix(".__init__"))
-    # a record has fields of another one too, which are annotated where that one stands
+    # a dataclass may inherit fields annotated in another module
     generated = getattr(owner, "__dataclass_params__", None)
     return hints_of(owner if generated is not None and generated.init else function)
 
 
 def _own(value: object) -> Any:
-    """Return an integer of NumPy as Python's: theirs wraps around."""
+    """Convert a NumPy integer to int, since NumPy's overflow silently."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, int | sympy.Integer) else value
 
 
 def _all_own(value: Any) -> Any:
-    """Return integers of NumPy as Python's, those of a list too."""
+    """Convert NumPy integers to int, including those in a list."""
     if type(value) not in (list, tuple):
         return _own(value)
     own = list(map(_own, value))
@@ -272,10 +271,10 @@ def _all_own(value: Any) -> Any:
 
 
 def checked(function: F, *, reads: bool = True) -> F:
-    """Let a function refuse arguments that are not what its annotations say.
+    """Validate the arguments of a function by its annotations.
 
-    GraphError when it is called: the text names function, argument, value, and what was expected. `reads` says whether
-    it looks at formulas, and names of things, by itself; a record that only keeps them does not.
+    Calls raise GraphError with the function, argument, value and expectation. `reads` states whether the function
+    itself validates formulas and names of things; a record that only stores them does not.
     """
     plan: _Plan | None = None
 
@@ -283,7 +282,7 @@ def checked(function: F, *, reads: bool = True) -> F:
     def entered(*args: Any, **kwargs: Any) -> Any:
         nonlocal plan
         if plan is None:
-            plan = _plan(function, reads=reads)  # at the first call: most programs call few of them
+            plan = _plan(function, reads=reads)  # on the first call, since most programs use few functions
         args, kwargs = tuple(map(_all_own, args)), {name: _all_own(value) for name, value in kwargs.items()}
         plan.enter(args, kwargs)
         return function(*args, **kwargs)
@@ -297,33 +296,33 @@ def guard(
     inside: Collection[str] = (),
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Any:
-    """Return what a public module hands out: a function checks its arguments, all else is what it was.
+    """Return the public version of a module member: functions validate their arguments, other members are unchanged.
 
-    Functions of `inside` are not checked: for what the library itself calls for each op it would cost more than it is
-    worth. `around` says what each function becomes before its arguments are checked.
+    Functions named in `inside` are not validated, because the library calls them for each op. `around` wraps each
+    function before validation.
     """
     if not inspect.isfunction(function):
         return function
     if function not in _DOORS:
         name = function.__name__
         door = around(function) if name in inside else checked(around(function))
-        door.__module__ = module.__name__  # where pickle finds this one
+        door.__module__ = module.__name__  # so that pickle finds it
         _DOORS[function] = _DOORS[door] = door
     return _DOORS[function]
 
 
-#: What functions have become; a door stays what it is.
+#: Checked version of each function; a checked function maps to itself.
 _DOORS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-#: Classes whose methods check their arguments.
+#: Classes whose methods validate their arguments.
 GUARDED: list[type] = []
 
 
 def guarded(*inside: str) -> Callable[[type[K]], type[K]]:
-    """Let all public methods of a class check their arguments, but those named `inside`.
+    """Validate the arguments of all public methods of a class, except those named in `inside`.
 
-    It stands above `@dataclass`, whose `__init__` is checked too.
+    Apply it above `@dataclass` to validate the generated `__init__` too.
     """
 
     def close(kind: type[K]) -> type[K]:
@@ -339,53 +338,50 @@ def guarded(*inside: str) -> Callable[[type[K]], type[K]]:
     return close
 
 
-guarded()(CostGraphError)  # the errors stand below this module
+guarded()(CostGraphError)  # errors cannot import this module
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-# What a file holds becomes a record: annotations say what each field has to be, as they do of arguments.
-#
-# A record is a dataclass. Its fields are what `door.rule` knows, records, and lists and mappings of these; a `Rule` in
-# `Annotated` says more than the type. Keys that no field has, and fields without a default that have no key, are
-# refused.
+# File contents become dataclasses. Fields may be of the types that `rule` supports, records, or lists and mappings of
+# them; a `Rule` in `Annotated` refines a type. Unknown keys, and missing fields without a default, raise an error.
 
 T = TypeVar("T")
 
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Rule:
-    """Return the rule of a number that is not below another one."""
+    """Return the rule for a number with a lower bound."""
     asked = rule(kind)
     return Rule(f"{asked.expected} of at least {least}", lambda value: asked.holds(value) and value >= least)
 
 
 def one_of(names: Collection[str]) -> Rule:
-    """Return the rule of a text that is one of some names."""
+    """Return the rule for a choice among names."""
     return Rule(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
 Count = Annotated[int, at_least(0)]
 Size = Annotated[int, at_least(1)]
-#: A text with something in it.
+#: Text that is not empty.
 Text = Annotated[str, Rule("a text", lambda value: isinstance(value, str) and bool(value.strip()))]
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return a question that proposes the names like this one, or nothing."""
+    """Return a question that suggests similar names, or an empty string."""
     names = difflib.get_close_matches(name.lower(), list(known), n=3)
     return f"did you mean {' or '.join(names)}? " if names else ""
 
 
 def read_record(place: str, given: object, kind: type[T], error: type[CostGraphError] = FormatError) -> T:
-    """Read a dataclass from what a file holds.
+    """Create a dataclass from file contents.
 
-    An error is of the kind given: its text names the place, the key, the value, and what was expected.
+    Errors of class `error` name the place, key, value and expectation.
     """
     return kind(**read_fields(place, given, *_fields(cast(Any, kind)), error))
 
 
 @cache
 def _fields(kind: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the annotations of a dataclass, and which of its fields have a default."""
+    """Return the annotations of a dataclass, and the names of fields with a default."""
     hints, own = typing.get_type_hints(kind, include_extras=True), fields(kind)
     optional = [f.name for f in own if f.default is not MISSING or f.default_factory is not MISSING]
     return {f.name: hints[f.name] for f in own}, optional
@@ -398,7 +394,7 @@ def read_fields(
     optional: Collection[str] = (),
     error: type[CostGraphError] = FormatError,
 ) -> dict[str, Any]:
-    """Read the fields of a record by name, each as its annotation says; `read_record` is the same of a dataclass."""
+    """Validate named values by annotations; `read_record` does the same for a dataclass."""
     names = ", ".join(hints)
     if not isinstance(given, Mapping):
         raise error(f"{place}: {shown(given)}, expected a record with {names}")
