@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def at_least(a: Poly, b: Poly) -> bool:
-    """Whether `a >= b` is known of two amounts for all sizes."""
+    """Return whether `a >= b` is known of two amounts for all sizes."""
     if a == b or not b:  # amounts are never negative
         return True
     least = lower(a - b)

@@ -417,22 +417,22 @@ def equal(a: Operand, b: Operand) -> Tensor:
 
 
 def less(a: Operand, b: Operand) -> Tensor:
-    """Whether `a < b`, element by element, a bool: 1 FLOP each."""
+    """Return whether `a < b`, element by element, a bool: 1 FLOP each."""
     return pointwise("less", a, b)
 
 
 def less_equal(a: Operand, b: Operand) -> Tensor:
-    """Whether `a <= b`, element by element, a bool: 1 FLOP each."""
+    """Return whether `a <= b`, element by element, a bool: 1 FLOP each."""
     return pointwise("less_equal", a, b)
 
 
 def greater(a: Operand, b: Operand) -> Tensor:
-    """Whether `a > b`, element by element, a bool: 1 FLOP each."""
+    """Return whether `a > b`, element by element, a bool: 1 FLOP each."""
     return pointwise("less", b, a)
 
 
 def greater_equal(a: Operand, b: Operand) -> Tensor:
-    """Whether `a >= b`, element by element, a bool: 1 FLOP each."""
+    """Return whether `a >= b`, element by element, a bool: 1 FLOP each."""
     return pointwise("less_equal", b, a)
 
 

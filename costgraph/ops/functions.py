@@ -63,7 +63,7 @@ def _is_function(value: object) -> bool:
 
 
 def _is_gradient(value: object) -> bool:
-    """Whether it is an expression of the gradient of a function."""
+    """Return whether it is an expression of the gradient of a function."""
     if isinstance(value, tuple):
         return len(value) > 1 and isinstance(value[0], str) and all(map(_is_gradient, value[1:]))
     return value in ("g", "y", "a", "b", "c", "d") if isinstance(value, str) else isinstance(value, int | float)

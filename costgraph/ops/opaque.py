@@ -95,7 +95,7 @@ class Backward(NamedTuple):
 
 
 def _is_backward(value: object) -> bool:
-    """Whether it is the costs of a backward pass, as a record or as a file has it."""
+    """Return whether it is the costs of a backward pass, as a record or as a file has it."""
     found = value if isinstance(value, Backward) else _read(value) if isinstance(value, Mapping) else None
     return (
         found is not None

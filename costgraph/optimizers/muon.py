@@ -50,7 +50,7 @@ __all__ = ["Muon", "has_matrix"]
 
 
 def has_matrix(slot: Slot) -> bool:
-    """Whether a parameter has two axes or more and is no bias."""
+    """Return whether a parameter has two axes or more and is no bias."""
     # a bias has the axes of what it is added to, which make one vector
     return len(slot.axes()) > 1 and base_name(slot.param.storage.name).rpartition("/")[2] != "bias"
 
@@ -60,7 +60,7 @@ def _levels(slot: Slot) -> list[str]:
 
 
 def _is_hidden(slot: Slot) -> bool:
-    """Whether a parameter is a hidden-layer matrix, neither an embedding nor the head."""
+    """Return whether a parameter is a hidden-layer matrix, neither an embedding nor the head."""
     if not has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
         return False
     looked_up = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
@@ -68,7 +68,7 @@ def _is_hidden(slot: Slot) -> bool:
 
 
 def _has_experts(slot: Slot) -> bool:
-    """Whether the first axis of a parameter numbers experts, each of which has a matrix."""
+    """Return whether the first axis of a parameter numbers experts, each of which has a matrix."""
     return len(slot.axes()) == 3 and "experts" in _levels(slot)
 
 

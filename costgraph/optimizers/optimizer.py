@@ -291,7 +291,7 @@ class BlockStates:
         return True
 
     def holds(self, state: Tensor) -> bool:
-        """Whether a state is in blocks."""
+        """Return whether a state is in blocks."""
         return state.dtype.name == dtype(self.format).name
 
     def own_tables(self, slots: Sequence[Slot], states: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
