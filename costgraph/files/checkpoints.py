@@ -1,6 +1,6 @@
-"""Checkpoint headers: names, shapes, dtypes and bytes of tensors in safetensors and GGUF files, without their data.
+"""Checkpoint headers: tensor names, shapes, dtypes and bytes from safetensors and GGUF files, without the data.
 
-A safetensors file starts with the length of its header (8 bytes, little-endian) and the header, a JSON object with
+A safetensors file starts with the header length (8 bytes, little-endian) and the header, a JSON object with
 `dtype`, `shape` and `data_offsets` per tensor; the data follow without gaps (https://huggingface.co/docs/safetensors,
 "Format"). An index maps each tensor of a sharded checkpoint to its file.
 """
@@ -41,7 +41,7 @@ __all__ = [
 # (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf package is not used, as it maps whole files into
 # memory and creates an array for each vocabulary entry.
 
-#: Limit of the header in bytes: vocabularies of 260,000 words take about 10 MB.
+#: Header limit in bytes: vocabularies with 260,000 words take about 10 MB.
 _LARGEST = 2**26
 _MOST_DIMS, _MOST = 8, 2**63 - 1
 _EXPECTED = "a GGUF file"
@@ -70,7 +70,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Stored:
-    """Tensor of a GGUF file; the shape is outermost axis first, as in torch."""
+    """Tensor in a GGUF file; the shape is outermost axis first, as in torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Gguf:
-    """Header of a GGUF file: scalar fields, lengths of array fields, and tensors."""
+    """GGUF header: scalar fields, lengths of array fields, and tensors."""
 
     fields: Mapping[str, Any]
     lengths: Mapping[str, int]
@@ -132,7 +132,7 @@ class _Reader:
 
 
 def read_gguf(path: str) -> Gguf:
-    """Read the header of a GGUF file.
+    """Read a GGUF header.
 
     Raise FormatError if it cannot be read or violates the format; the message says where.
     """
@@ -194,7 +194,7 @@ def _check_places(placed: list[tuple[Stored, int]], fields: Mapping[str, Any], e
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
-#: Limit of a header or index in bytes: those of the largest models take 10 MB.
+#: Header and index limit in bytes: those of the largest models take 10 MB.
 _LARGEST_HEADER = 2**24
 _MOST_FILES = 2**12
 
@@ -212,7 +212,7 @@ _FORMATS = {
 @guarded()
 @dataclass(frozen=True)
 class Weight:
-    """Tensor of a checkpoint."""
+    """Checkpoint tensor."""
 
     name: str
     """name in the file"""
@@ -232,7 +232,7 @@ class Weight:
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Weights(Table):
-    """Table of the tensors of a checkpoint, with totals of tensors, elements and bytes."""
+    """Table of checkpoint tensors, with total tensors, elements and bytes."""
 
     rows: tuple[Weight, ...]
     """one row per tensor"""
@@ -241,12 +241,12 @@ class Weights(Table):
 
     @property
     def elements(self) -> int:
-        """Number of elements of all tensors."""
+        """Number of elements in all tensors."""
         return sum(r.elements for r in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors, without headers."""
+        """Bytes in all tensors, without headers."""
         return sum(r.bytes for r in self.rows)
 
     def by_format(self) -> dict[str, int]:
@@ -277,12 +277,12 @@ class Weights(Table):
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """List the tensors of a checkpoint, from its headers only.
+    """List a checkpoint's tensors, from its headers only.
 
     Parameters
     ----------
     path : str or path-like
-        A safetensors file, the index of a sharded checkpoint (`model.safetensors.index.json`), a folder with either, or
+        A safetensors file, a sharded checkpoint's index (`model.safetensors.index.json`), a folder with either, or
         a GGUF file.
 
     Returns
@@ -357,7 +357,7 @@ def _safetensors(path: str) -> list[Weight]:
 
 
 def _entry(name: str, data: Any, place: str) -> tuple[Weight, int, int]:
-    """Return a tensor of a header, with the begin and end of its data."""
+    """Return a tensor from a header, with the begin and end of its data."""
     right = isinstance(data, Mapping) and data.keys() == {"dtype", "shape", "data_offsets"}
     fields: Mapping[str, Any] = data if right else {}
     word, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")

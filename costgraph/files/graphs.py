@@ -78,7 +78,7 @@ _known: dict[type[OpKind | Call], dict[str, tuple[Rule, bool]]] = {}
 
 
 def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
-    """Return the rule of each field, and whether it is required."""
+    """Return each field's rule, and whether it is required."""
     if kind not in _known:
         found = hints(kind)
         _known[kind] = {f.name: (rule(found[f.name]), f.default is MISSING) for f in fields(kind)}
@@ -88,7 +88,7 @@ def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
 def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
     """Return a record from fields, checked against its annotations.
 
-    Raise GraphError if a field is unknown, missing or of the wrong type.
+    Raise GraphError if a field is unknown, missing or has the wrong type.
     """
     known, word = _rules(kind), "call" if kind is Call else kind.name
     odd = next((name for name in facts if name not in known), None)
@@ -104,7 +104,7 @@ def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
 
 
 def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequence[Tensor]) -> dict[str, Any]:
-    """Convert the fields of an op from version 1.
+    """Convert fields from version 1.
 
     Version 1 also stored `inplace` for kinds that always are, called bytes `reads` and `writes`, and had lookups by row
     or along the last axis instead of `batch`.
@@ -132,14 +132,14 @@ def of_version_2(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # -- placements and schedules ------------------------------------------------------------------------------------------
 
-#: Keys of the sharding and the pipeline schedule of a per-rank graph.
+#: Keys for the sharding and the pipeline schedule in a per-rank graph.
 RANKS = ("sharding", "waiting")
 
 Encode = Callable[[Any], Any]
 
 
 def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
-    """Encode the placements and the pipeline schedule of a per-rank graph."""
+    """Encode a per-rank graph's placements and pipeline schedule."""
     out: dict[str, Any] = {}
     if graph.sharding is not None:
         own = graph.sharding
@@ -208,7 +208,7 @@ MALFORMED = (
     OverflowError,
 )  # fmt: skip
 _PHASES = ("forward", "recompute", "backward", "optimizer")
-# Known keys of a graph, of its attributes, of the root graph's attributes, and of nodes.
+# Known keys in a graph, in its attributes, in the root graph's attributes, and in nodes.
 _GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
 _FACTS = {"name", "dtype", "outputs", "formals"}
 _ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "matmul_dtype", "layers", "parts", *RANKS}
@@ -245,12 +245,12 @@ class Known:
 
 
 def node_id(node: Tensor | Op) -> str:
-    """Return the file id of a node: ops have a suffix, as a tensor may have the same name."""
+    """Return a node's id in the file: ops have a suffix, as a tensor may have the same name."""
     return f"{node.name}()" if isinstance(node, Op) else node.name
 
 
 class Reader:
-    """Rebuilds a graph, op by op, from the data of a file."""
+    """Rebuilds a graph from file data, op by op."""
 
     def __init__(self, place: str, assumptions: Sequence[str], version: int) -> None:
         self.place, self.version = place, version
@@ -265,11 +265,11 @@ class Reader:
         return FormatError(f"{self.place}: {what}")
 
     def need(self, data: Any, key: str, kind: type, where: str) -> Any:
-        """Return the value of a key, or raise FormatError if it has another type."""
+        """Return the value under a key, or raise FormatError if it has another type."""
         return need(self.place, data, key, kind, where)
 
     def texts(self, data: Any, key: str, where: str) -> list[str]:
-        """Return the list of names of a key."""
+        """Return the list of names under a key."""
         return texts(self.place, data, key, where)
 
     def size(self, text: Any, where: str) -> Poly:
@@ -311,7 +311,7 @@ class Reader:
         return Domain(causal, self.decode(window, parent, where), tuple(self.decode(r, parent, where) for r in ranks))
 
     def graph(self, data: Any, parent: Graph | None, where: str) -> Graph:
-        """Rebuild the root graph, or the body of an op."""
+        """Rebuild the root graph or an op's body."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise self.error(f"{where}: bodies in bodies, expected at most {_DEEPEST} levels")
@@ -384,14 +384,14 @@ class Reader:
         return tensor
 
     def pieces(self, node: dict[str, Any], axes: int, where: str) -> int:
-        """Return the number of leading axes of a source with separate allocations."""
+        """Return the number of a source's leading axes with separate allocations."""
         pieces: int = self.need(node, "pieces", int, where) if "pieces" in node else 0
         if not 0 <= pieces <= axes:
             raise self.error(f"{where}: {shown(pieces)} leading axes of pieces, expected 0 to {axes}")
         return pieces
 
     def gradients(self, data: Any, tensors: Mapping[str, Tensor], where: str) -> dict[Tensor, Tensor]:
-        """Return the gradient of each source."""
+        """Return each source's gradient."""
         out: dict[Tensor, Tensor] = {}
         for i in range(len(self.need(data, "gradients", list, where)) if "gradients" in data else 0):
             spot = f"{where}: gradient {i + 1}"
@@ -475,7 +475,7 @@ class Reader:
             raise GraphError(f"attributes of {kind.name!r} are malformed: {error}") from None
 
     def results(self, op: Op, node: dict[str, Any], name: str, tensors: dict[str, Tensor], where: str) -> None:
-        """Rename the results of an op as in the file."""
+        """Rename an op's results as in the file."""
         names = self.texts(node, "results", where)
         if op.name != name or len(names) != len(op.results):
             raise self.error(f"{where}: {name!r} has {len(op.results)} results, the file names {len(names)}")
@@ -530,7 +530,7 @@ def _tuples(value: Any) -> Any:
 
 
 def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:
-    """Return the value of a key, or raise FormatError if it has another type."""
+    """Return the value under a key, or raise FormatError if it has another type."""
     value = data.get(key) if isinstance(data, dict) else None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise FormatError(f"{place}: {where}: {key!r} is {shown(value)}, expected {kind.__name__}")
@@ -545,7 +545,7 @@ def keys(place: str, data: Mapping[str, Any], known: Collection[str], where: str
 
 
 def texts(place: str, data: Any, key: str, where: str) -> list[str]:
-    """Return the list of names of a key."""
+    """Return the list of names under a key."""
     values = need(place, data, key, list, where)
     if not all(isinstance(v, str) for v in values):
         raise FormatError(f"{place}: {where}: {key!r} is {shown(values)}, expected a list of names")
@@ -553,14 +553,14 @@ def texts(place: str, data: Any, key: str, where: str) -> list[str]:
 
 
 def kept(kind: type, value: Any) -> Any:
-    """Return a value of the given type; a string would otherwise pass as a list of letters."""
+    """Return a value with the given type; a string would otherwise pass as a list of letters."""
     if not isinstance(value, kind):
         raise TypeError(f"{shown(value)}, expected {kind.__name__}")
     return value
 
 
 def _restriction(found: Any, tensor: Tensor) -> tuple[Domain, int, int] | None:
-    """Return the domain of a formal, checked against its axes."""
+    """Return a formal's domain, checked against its axes."""
     if found is None:
         return None
     domain, *axes = found
@@ -643,7 +643,7 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
 
 
 def _ordered(graph: Graph) -> Iterator[Tensor | Op]:
-    """Yield the nodes of a graph with results right after their op, also those exported later."""
+    """Yield a graph's nodes with results right after their op, also those exported later."""
     for node in graph.nodes:
         if isinstance(node, Op):
             yield node
@@ -694,7 +694,7 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     FormatError
-        If the file cannot be written, or an attribute of an op cannot be serialized.
+        If the file cannot be written, or an op attribute cannot be serialized.
     """
     write_file(path, text_of(graph, place_of(path)) + "\n")
 

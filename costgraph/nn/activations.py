@@ -138,7 +138,7 @@ def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax"
     axis : int
         Axis along which the results sum to 1.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------

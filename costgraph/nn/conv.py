@@ -259,7 +259,7 @@ def pool(
     stride, padding : int or sequence of int
         As in torch.nn.MaxPool2d; the stride is the window by default.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -454,7 +454,7 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
         Number of windows per axis. Window i of k runs from floor(i*n/k) to ceil((i + 1)*n/k); windows overlap if k does
         not divide n.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -529,7 +529,7 @@ def upsample(
         Sizes of the axes after the first two, if they are up to `factor` - 1 less than `factor` times the input: an odd
         axis before it was halved.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------

@@ -127,7 +127,7 @@ def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, nam
     size : sympy.Expr or int
         Embedding dimension, even: half cosines, half sines.
     dtype : str or DType, optional
-        Dtype of the result, the graph's by default; intermediates are fp32.
+        Result dtype, the graph's by default; intermediates are fp32.
     name : str
         Scope of the frequencies, an fp32 buffer, and of the ops.
 
@@ -253,7 +253,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
         Shape (S, R/2), from `rotary_tables`. R is K, or less for partial rotary embeddings: only the first R elements
         are rotated.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------

@@ -23,7 +23,7 @@ def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cros
     targets : Tensor
         Targets, same shape.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------

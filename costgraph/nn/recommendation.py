@@ -32,7 +32,7 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
     mode : str
         Reduction over the lookups of a sample: sum, mean or max.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------

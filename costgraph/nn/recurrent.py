@@ -123,7 +123,7 @@ def scan_kernel(name: str, scan: str) -> Iterator[None]:
     Parameters
     ----------
     name : str
-        Name of the kernel.
+        Kernel name.
     scan : str
         kernel: one kernel for everything inside. ops: separate ops.
 
@@ -198,7 +198,7 @@ def token_shift(x: Tensor, *, name: str = "shift") -> Tensor:
     x : Tensor
         Sequence with positions on its second axis.
     name : str
-        Name of the op, and of the cache.
+        Op name, and of the cache.
 
     Returns
     -------
@@ -227,7 +227,7 @@ def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -
     axis : int
         Axis to sum along.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Access footprints: elements reached by index points, and propagation of attention domains."""
+"""Access footprints (elements reached by index points), and propagation of attention domains."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def at_least(a: Poly, b: Poly) -> bool:
 
 
 def larger(a: Poly, b: Poly) -> Poly:
-    """Return the maximum of two amounts, symbolic if it depends on sizes."""
+    """Return the larger amount, as a Max if it depends on sizes."""
     if not a:
         return b
     return a if at_least(a, b) else b if at_least(b, a) else poly(Max(a.expr, b.expr))
 
 
 def points(t: Tensor, *, stored: bool = False) -> Poly:
-    """Return the number of index points of a tensor within its domain; `stored` counts expanded axes once."""
+    """Count a tensor's index points within its domain; `stored` counts expanded axes once."""
     return reached(t, t.sizes, t.domain, [bool(s) or not stored for s in t.strides])
 
 
 def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequence[bool]) -> Poly:
-    """Return the number of positions of a tensor that the index points of a shape reach by broadcasting.
+    """Count the positions in a tensor that a shape's index points reach by broadcasting.
 
     The shape has at least as many axes as the tensor, and `restriction` is its domain. `runs` tells which axes of the
     tensor count; positions along the others coincide.
@@ -73,7 +73,7 @@ def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequ
 
 
 def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
-    """Return the domain of an elementwise result: that of its operands, since only those points are computed.
+    """Return an elementwise result's domain: the operands', since only those points are computed.
 
     Raise ShapeError if operands have different domains, or a domain axis is broadcast.
     """
@@ -92,7 +92,7 @@ def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
 
 
 def alike(operands: Sequence[Tensor]) -> Restriction | None:
-    """Return the common domain of operands.
+    """Return the operands' common domain.
 
     Raise ShapeError if their domains differ, or only some have one.
     """
@@ -119,9 +119,9 @@ def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
 def carried_parts(
     x: Tensor, split: int | None, joined: int | None, ranks: tuple[str, Poly]
 ) -> tuple[Domain, int, int] | None:
-    """Return the domain of local shards, after one axis is split along a mesh axis and another is gathered.
+    """Return a local shard's domain, after one axis is split along a mesh axis and another is gathered.
 
-    Raise ShapeError if a domain axis does not consist of consecutive blocks then.
+    Raise ShapeError if a domain axis is no longer in consecutive blocks.
     """
     if x.domain is None:
         return None
@@ -134,16 +134,16 @@ def carried_parts(
 
 
 def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
-    """Return the domain of a reduction: that of its operand if both axes remain, else None."""
+    """Return the operand's domain after a reduction if both axes remain, else None."""
     if x.domain is None or not {*x.domain[1:]} <= set(places):
         return None
     return carried(x, places)
 
 
 def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
-    """Return the index of each axis in another shape with the same number of elements, or None.
+    """Return the index of each axis in another shape with equal element count, or None.
 
-    Elements cannot tell several axes of size 1 apart; they are matched in order.
+    Element counts cannot tell several size-1 axes apart; they are matched in order.
     """
 
     def alike(shape: Sizes, size: Poly, behind: Poly) -> list[int]:

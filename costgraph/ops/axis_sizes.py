@@ -1,4 +1,4 @@
-"""Sizes of pattern axes: inference from operand shapes, and checks of patterns with windows."""
+"""Pattern axis sizes: inference from operand shapes, and checks for patterns with windows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 def extents_of(
     graph: Graph, pattern: Pattern, operands: Sequence[Tensor], given: Mapping[str, Poly] | None = None
 ) -> dict[str, Poly]:
-    """Return the size of every axis of a pattern, equal under the graph's assumptions.
+    """Return the size of every pattern axis, up to the graph's assumptions.
 
     `given` are sizes that shapes do not determine. Raise ShapeError if sizes of a name disagree, the number of axes
     differs, or a size cannot be inferred.
@@ -70,7 +70,7 @@ def extents_of(
 
 
 class _UnfitError(Exception):
-    """Mismatch of one axis; the caller adds the operand to the message."""
+    """Mismatch on one axis; the caller adds the operand to the message."""
 
 
 def _split(graph: Graph, dim: Axes, size: Poly, extents: dict[str, Poly], bind: Callable[[str, Poly], None]) -> None:

@@ -55,7 +55,7 @@ __all__ = [
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
-#: Collectives, each with the power of the number of ranks by which it multiplies an axis.
+#: Collectives; the size of an axis is multiplied by the number of ranks to the given power.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
 #: Collectives that reduce.
 REDUCING = ("all_reduce", "reduce_scatter")
@@ -63,16 +63,16 @@ REDUCING = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True, kw_only=True)
 class Meshed(OpKind):
-    """Op along a mesh axis, which gathers or splits each block of the tensor axis `dim`."""
+    """Op along a mesh axis, which gathers or splits each block on the tensor axis `dim`."""
 
     restricted = True
     ranks: Size
     axis: str = ""
-    """Name of the mesh axis."""
+    """Mesh axis name."""
     dim: Index = 0
     """Tensor axis that is gathered or split."""
     blocks: Size = ONE
-    """Blocks of that axis, each distributed over all ranks: 1 if a shard is contiguous."""
+    """Blocks on that axis, each distributed over all ranks: 1 if a shard is contiguous."""
 
 
 def _are_limits(value: object) -> bool:
@@ -82,7 +82,7 @@ def _are_limits(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Collective(Meshed):
-    """Collective over the ranks of a mesh axis, as seen by one rank."""
+    """Collective along a mesh axis, as seen by one rank."""
 
     name = "collective"
     collective: Annotated[str, one_of(*COLLECTIVES)]
@@ -91,13 +91,13 @@ class Collective(Meshed):
     source: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
     """Axis that an all-to-all gathers, None if it is the one that it splits."""
     source_blocks: Size = ONE
-    """Blocks of the source axis."""
+    """Blocks on the source axis."""
     inplace: Flag = False
     """Whether it works in place: an all-gather into the storage around its operand, a reduction into the operand, of
     which a reduce-scatter returns the local shard."""
     bucket: Annotated[tuple[int, ...], Rule("two numbers of bytes, or nothing", _are_limits)] = ()
-    """Bucket sizes in bytes, of the first and of all other reductions: a bucket is sent once it holds as much. Tensors
-    of one dtype share buckets; empty if each is sent on its own."""
+    """Bucket sizes in bytes, for the first and for all other reductions: a full bucket is sent. Tensors of one dtype
+    share buckets; empty if each is sent on its own."""
     ring: Flag = False
     """Whether it is a ring in steps, overlapped with compute: each shard is used, or added to, as it passes by."""
     writes = rules.all_results
@@ -108,7 +108,7 @@ class Collective(Meshed):
         return self.ranks if self.collective in REDUCING else self.ranks - 1
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the result of one rank."""
+        """Infer one rank's result."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if x.domain is not None and not self.axis:  # on a mesh, the placement accounts for the domain
@@ -132,7 +132,7 @@ class Collective(Meshed):
         return [Result(tuple(sizes), x.dtype, domain=domain)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the elements of the operand, or for a ring all shards that pass by."""
+        """Return the operand's elements, or for a ring those of all passing shards."""
         if self.ring and self.collective == "all_gather":
             return (rules.elements(op.results[0]),)
         return rules.whole(self, op)
@@ -151,13 +151,13 @@ class Collective(Meshed):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Part(Meshed):
-    """Local shard of a tensor: a view if it is contiguous, else a copy."""
+    """Local shard: a view if it is contiguous, else a copy."""
 
     name = "part"
     flops = rules.free
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the shard of the first rank, whose layout all ranks share."""
+        """Infer the first rank's shard; all ranks share its layout."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim:
@@ -174,20 +174,20 @@ class Part(Meshed):
         return (rules.elements(x) / self.ranks,) if self.blocks != ONE else rules.nothing(self, op)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the elements of the copy."""
+        """Return the copied elements."""
         return rules.all_results(self, op) if self.blocks != ONE else rules.nothing(self, op)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Around(Meshed):
-    """Full tensor around a contiguous local shard: a view, uninitialized outside of the shard."""
+    """Full tensor around a contiguous local shard: a view, uninitialized outside the shard."""
 
     name = "around"
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the tensor that begins with the shard of the first rank."""
+        """Infer the tensor that begins with the first rank's shard."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim or self.blocks != ONE:
@@ -198,30 +198,30 @@ class Around(Meshed):
 
 
 def need_of_all(place: str, graph: Graph) -> None:
-    """Raise GraphError unless a value is a graph of all devices, not a per-rank graph."""
+    """Raise GraphError unless a value is an all-device graph, not a per-rank graph."""
     need_graph(place, graph)
     if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
         raise GraphError(f"{place}: graph {graph.name!r} is that of one rank already, expected one of all devices")
 
 
 def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
-    """Declare a collective: the FLOPs of its reduction, and the bytes that it reads and writes on one rank.
+    """Declare a collective, with the FLOPs for its reduction and the bytes read and written on one rank.
 
     Parameters
     ----------
     x : Tensor
-        Tensor of each rank.
+        Operand on each rank.
     collective : str
         One of `COLLECTIVES`; all_gather multiplies the first axis by the ranks, reduce_scatter divides it.
     ranks : sympy.Expr or int
         Number of ranks.
     name : str
-        Name of the op, by default the collective's.
+        Op name, by default the collective's.
 
     Returns
     -------
     Tensor
-        Result of each rank.
+        Result on each rank.
 
     Notes
     -----
@@ -243,7 +243,7 @@ class Receive(Fresh):
 
     name = "receive"
     axis: str = "pp"
-    """Name of the mesh axis."""
+    """Mesh axis name."""
 
 
 @register
@@ -253,7 +253,7 @@ class Send(OpKind):
 
     name = "send"
     axis: str = "pp"
-    """Name of the mesh axis."""
+    """Mesh axis name."""
     flops, reads, writes = rules.free, rules.whole, rules.nothing
     placed = splits.as_it_is
 
@@ -269,7 +269,7 @@ class Send(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Pack(OpKind):
-    """Flattened copy of several tensors into the buffer of a bucketed collective, the first operand."""
+    """Flattened copy into the buffer for a bucketed collective, the first operand."""
 
     name = "pack"
     flops, writes = rules.free, rules.all_results
@@ -289,7 +289,7 @@ class Pack(OpKind):
         return (0,)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the elements of all parts; the buffer is not read."""
+        """Return the elements in all parts; the buffer is not read."""
         return (rules.nothing(self, op)[0], *rules.whole(self, op)[1:])
 
 
@@ -299,9 +299,9 @@ class Pack(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Merge(OpKind):
-    """Merge of rows received from several ranks, each sorted by expert, into one list sorted by expert.
+    """Merge rows from several ranks, each sorted by expert, into one list sorted by expert.
 
-    The operand holds the row offsets of the local experts, rank by rank. Each rank sends the same number of rows.
+    The operand holds the local experts' row offsets, rank by rank. Each rank sends the same number of rows.
     """
 
     name = "merge"
@@ -309,17 +309,17 @@ class Merge(OpKind):
     ranks: Size
     """Number of ranks."""
     axis: str
-    """Mesh axis of the ranks."""
+    """Mesh axis with the ranks."""
     rows: Size
     """Number of received rows."""
     chosen: Amount
     """Mean number of local experts that a token chooses."""
     owners: Flag = False
-    """Whether the local expert index of each row is also returned."""
+    """Whether to also return each row's local expert index."""
     reads, writes = rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the end offsets of the experts, the source row of each position, and its inverse."""
+        """Infer the experts' end offsets, the source row for each position, and its inverse."""
         rules.need_operands(self, operands, 1)
         (ends,) = operands
         if ends.ndim != 1 or ends.dtype.kind != "int":
@@ -328,5 +328,5 @@ class Merge(OpKind):
         return [Result((ends.sizes[0] / self.ranks,), ends.dtype), *rows]
 
     def flops(self, op: Op) -> Flops:
-        """Count one per row to sort it, and the sums of the row offsets over ranks."""
+        """Count one per row for sorting, and the sums of row offsets over ranks."""
         return Flops(pointwise=self.rows + rules.elements(op.operands[0]))

@@ -61,7 +61,7 @@ __all__ = [
 
 
 # -- contraction order -------------------------------------------------------------------------------------------------
-# Order of pairwise contractions: the cheapest for all sizes, or the Min over all that may be.
+# Pairwise contraction order: the cheapest for all sizes, or the Min over all that may be.
 
 # 2**n subsets, each split in two: 3,000 splits for 8 operands
 _MOST_OPERANDS = 8
@@ -74,11 +74,11 @@ class Orders(NamedTuple):
     """Contraction orders that no other order dominates."""
 
     paths: list[Path]
-    """Pairs of positions, as in opt_einsum."""
+    """Position pairs, as in opt_einsum."""
     flops: Poly
     """FLOPs: of the only path, or the Min over all."""
     workspace: Poly
-    """Peak elements of live intermediates, the maximum over the paths that are optimal for sizes above 1."""
+    """Peak elements in live intermediates, the maximum over the paths that are optimal for sizes above 1."""
 
 
 def best_orders(
@@ -121,7 +121,7 @@ def best_orders(
 
 
 def _ordinary(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
-    """Drop orders that are optimal only for sizes of 1, where an outer product is as small as any other."""
+    """Drop orders that are optimal only for size 1, where an outer product is as small as any other."""
     names = {k for p, _ in orders for k in p.generators() if k[0] != "~"}
     larger = {k: Poly({((k, 1),): 1}) + 1 for k in names}
     return [tree for _, tree in prune([(p.substitute(larger), tree) for p, tree in orders], largest=False)]
@@ -153,7 +153,7 @@ def _space(
     kept: Callable[[frozenset[int]], frozenset[str]],
     extents: Mapping[str, Poly],
 ) -> tuple[frozenset[int], Poly]:
-    """Return the operands under a tree and the elements of its intermediates, without its own result."""
+    """Return a tree's operands and the elements in its intermediates, without its own result."""
     if isinstance(tree, int):
         return frozenset([tree]), ZERO
     (a, x), (b, y) = (_space(t, axes, kept, extents) for t in tree)
@@ -180,19 +180,19 @@ class Einsum(Working):
     restricted = takes_complex = True
     pattern: Pattern
     extents: Extents
-    """Size of every axis of the pattern."""
+    """Size of every pattern axis."""
     domain: Annotated[Restricted | None, optional("None, or a domain and two axes", _is_restriction), Limit(1)] = None
-    """Attention domain over two of its axes."""
+    """Attention domain over two axes."""
     dtype: DType
-    """Dtype of the result."""
+    """Result dtype."""
     orders: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
-    """FLOPs of three or more operands if no contraction order is optimal for all sizes."""
+    """FLOPs with three or more operands if no contraction order is optimal for all sizes."""
     rooms: Rooms = ()
     """Positions after the last window, for outputs with a given size."""
     sizes: Shape | None = None
     """Shape of a result that indices write to: zeros where nothing is written."""
     order: Places = ()
-    """Operands in the order of their gradients; () means from first to last."""
+    """Operands in gradient order; () means from first to last."""
     causal: Flag = False
     """Whether windows see earlier positions only, which `decode` caches."""
     writes = rules.all_results
@@ -243,7 +243,7 @@ class Einsum(Working):
     def least(self, op: Op) -> Poly:
         """Return the matmul FLOPs of the convolution algorithm with the fewest products, without its transforms.
 
-        F(n, r) of Winograd 1980 (Arithmetic Complexity of Computations, theorem 5a) computes n outputs of a window of r
+        F(n, r) in Winograd 1980 (Arithmetic Complexity of Computations, theorem 5a) computes n outputs of a window of r
         with n + r - 1 products, which is optimal; so does the gradient by either operand. Here n is the whole axis,
         the limit of tiles F(m, r): F(2x2, 3x3) needs 16/36 of the products of each tile, F(4x4, 3x3) 36/144 (Lavin and
         Gray 2015, arXiv 1509.09308), and a Fourier transform more than the limit.
@@ -261,7 +261,7 @@ class Einsum(Working):
         return rules.reached_by_index(op, self.pattern, self.extents, self.domain)
 
     def placed(self, op: Op) -> Split:
-        """Split axes outside of affine indices; a split contracted axis gives partial sums."""
+        """Split axes outside affine indices; a split contracted axis gives partial sums."""
         pattern = self.pattern
         dims = [d for o in (*pattern.operands, pattern.result) for d in o]
         whole = {n for d in dims if isinstance(d, Affine) for n in d.names}
@@ -320,7 +320,7 @@ class Einsum(Working):
 
 
 def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[tuple[tuple[str, str], Poly]]:
-    """Yield the axis pairs of sliding windows with their minimal products; each tensor has one axis of a pair."""
+    """Yield the axis pairs of sliding windows with their minimal products; each tensor has one axis per pair."""
     tensors = [*pattern.operands, pattern.result]
     if len(tensors) != 3:
         return
@@ -358,7 +358,7 @@ def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, g
 def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
     if restriction is None:
         return None
-    # a position made by an index differs from that of its axis
+    # a position made by an index differs from its axis position
     places = [a.names if isinstance(a, Axes) else None for a in pattern.result]
     domain, query, key = restriction
     if (query,) in places and (key,) in places:
@@ -367,7 +367,7 @@ def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None
 
 
 def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
-    """Return the domain of the first operand that has one."""
+    """Return the first operand domain."""
     for dims, t in zip(pattern.operands, operands, strict=True):
         if t.domain is not None:
             domain, query, key = t.domain
@@ -379,7 +379,7 @@ def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str
 
 
 def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: tuple[Domain, str, str] | None) -> None:
-    """Raise ShapeError if an operand has values outside of the contraction's domain."""
+    """Raise ShapeError if an operand has values outside the contraction's domain."""
     for dims, t in zip(pattern.operands, operands, strict=True):
         if inherited(Pattern((dims,), ()), [t]) not in (None, restriction):
             raise ShapeError("operands restricted to two different domains, expected one")
@@ -394,7 +394,7 @@ def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: 
 def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> tuple[Poly, ...]:
     """Infer the extents of outputs that occur in an affine index only, as many windows as fit after padding both sides.
 
-    Return the positions that remain for outputs of a given size, checked again when sizes are bound.
+    Return the positions that remain for outputs with a given size, checked again when sizes are bound.
     """
     rooms = []
     for i, t in enumerate(operands):
@@ -444,15 +444,15 @@ def einsum(
         operands, with each product appended. By default the order that is cheapest for all sizes, or else one op with
         the Min over the orders as its FLOPs.
     domain : Domain, optional
-        Pairs of two axes to compute, such as `costgraph.Domain(causal=True)`.
+        Position pairs to compute on two axes, such as `costgraph.Domain(causal=True)`.
     over : pair of str
         The two axes, queries first: `over=("s", "t")`.
     dtype : str or DType, optional
-        Dtype of the result, by default promoted from the operands.
+        Result dtype, by default promoted from the operands.
     name : str
-        Name of the op.
+        Op name.
     **sizes : sympy.Expr or int
-        Sizes that shapes do not determine: of split axes and of outputs of affine indices.
+        Sizes that shapes do not determine: for split axes and for outputs in affine indices.
 
     Returns
     -------

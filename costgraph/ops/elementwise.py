@@ -72,7 +72,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-#: Functions whose result has the dtype of the first operand, whatever the mask and fill value.
+#: Functions that keep the first operand's dtype, whatever the mask and fill value.
 _FILLS = ("masked_fill", "masked_scale")
 #: Linear functions: they map a partial sum to a partial sum.
 _LINEAR = ("add", "sub", "neg", "copy", "cast")
@@ -134,7 +134,7 @@ def _is_whole(number: object) -> bool:
 
 
 def _plain(place: str, number: object) -> complex | Poly:
-    """Return a number as a Python number, or as a formula of sizes: both can be saved in files."""
+    """Return a number as a Python number, or as a formula: both can be saved in files."""
     if isinstance(number, sympy.Expr):
         return _formula(place, number)
     if isinstance(number, np.generic):
@@ -176,7 +176,7 @@ class Pointwise(OpKind):
         tuple[int | float | complex | Poly | None, ...],
         Rule("a tuple of numbers, formulas and None", all_of(_is_scalar)),
     ] = ()
-    """Arguments of the function, None in place of each tensor; empty if all are tensors."""
+    """Function arguments, None in place of each tensor; empty if all are tensors."""
     numbers: Annotated[str, Rule("bool, int, float or complex", ("bool", "int", "float", "complex").__contains__)] = (
         "bool"
     )
@@ -184,18 +184,18 @@ class Pointwise(OpKind):
     inplace: Flag = False
     """Whether it writes into its first operand."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
-    """Dtype of the result, None for torch's promotion."""
+    """Result dtype, None for torch's promotion."""
     masked: Annotated[Domain | None, optional("a domain", lambda v: isinstance(v, Domain))] = None
     """Domain that a causal mask keeps."""
     reads, writes = rules.under_the_result, rules.all_results
 
     def arguments(self, operands: Sequence[T]) -> tuple[complex | Poly | T | None, ...]:
-        """Return the arguments of the function: operands and scalars in order."""
+        """Return the function's arguments: operands and scalars in order."""
         left = iter(operands)
         return tuple(next(left) if s is None else s for s in self.scalars or (None,) * len(operands))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer one result of the broadcast shape."""
+        """Infer one result with the broadcast shape."""
         function = self.function
         need(bool(operands), "no operand")
         numbers = [n for n in self.scalars if n is not None]
@@ -204,7 +204,7 @@ class Pointwise(OpKind):
         if len(operands) + len(numbers) != function.arity:
             raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
         sizes = _broadcast(operands)
-        # the gradient of a mask is zero outside the operand's domain
+        # a mask's gradient is zero outside the operand's domain
         domain = None if function.name == "causal_mask_backward" else shared(operands, sizes)
         result = _format(function, operands, self.dtype, self.numbers)
         if self.inplace:
@@ -219,7 +219,7 @@ class Pointwise(OpKind):
         return [Result(sizes, result, strides, domain=domain)]
 
     def flops(self, op: Op) -> Flops:
-        """Count the FLOPs of the function for each element of the result."""
+        """Count the function's FLOPs for each result element."""
         complex_ = any(t.dtype.kind == "complex" for t in (*op.operands, *op.results))
         return rules.applied(rules.points(op.results[0]), of_complex(self.function) if complex_ else self.function)
 
@@ -228,7 +228,7 @@ class Pointwise(OpKind):
         return (0,) if self.inplace else ()
 
     def placed(self, op: Op) -> Split:
-        """Split any axis but the keys of a mask; for a mask without a known domain also not the queries."""
+        """Split any axis but a mask's keys; for a mask without a known domain also not the queries."""
         last = range(op.results[0].ndim)[-2:] if self.function.name.startswith("causal_mask") else ()
         last = last[1:] if self.masked is not None else last
         scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
@@ -258,16 +258,16 @@ def pointwise(
     *operands : Tensor, number or sympy.Expr
         At least one tensor; scalars are free to read and may be formulas of sizes: `scores * K**-0.5`.
     inplace : bool
-        Write into the storage of the first operand.
+        Whether to write into the first operand.
     dtype : str or DType, optional
-        Dtype of the result, by default torch's promotion.
+        Result dtype, by default torch's promotion.
     name : str
-        Name of the op, by default that of the function.
+        Op name, by default the function's.
 
     Returns
     -------
     Tensor
-        Broadcast shape, in the memory order of the operands. FLOPs: those of the function per element.
+        Broadcast shape, in the operands' memory order. FLOPs: the function's per element.
 
     Raises
     ------
@@ -326,7 +326,7 @@ class Dropout(OpKind):
     restricted = True
     function: Elementwise = _DROPOUT
     mask: Annotated[str, Rule("the name of a number format", lambda v: v in DTYPES)]
-    """Dtype of the mask."""
+    """Mask dtype."""
     p: Annotated[float, Rule("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1)]
     """Probability that an element is zeroed."""
     reads, writes = rules.whole, rules.all_results
@@ -342,7 +342,7 @@ class Dropout(OpKind):
         return [Result(x.sizes, x.dtype, strides, domain=x.domain), mask]
 
     def flops(self, op: Op) -> Flops:
-        """Count the FLOPs of the function for each element."""
+        """Count the function's FLOPs for each element."""
         return rules.applied(rules.points(op.results[0]), self.function)
 
 
@@ -356,9 +356,9 @@ def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropo
     p : float
         Probability that an element is zeroed, 0 <= p < 1; costs do not depend on it.
     mask : str or DType
-        Dtype of the mask that the kernel also writes: bool as torch on a GPU, or that of `x` as torch on a CPU.
+        Mask dtype; the kernel also writes the mask. bool as torch on a GPU, or the dtype of `x` as torch on a CPU.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -384,17 +384,17 @@ Operand = Tensor | Annotated[float, REAL]
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e to the power of each element: one transcendental per element."""
+    """Return e**x elementwise: one transcendental per element."""
     return pointwise("exp", x)
 
 
 def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of each element: one transcendental per element."""
+    """Return the elementwise natural logarithm: one transcendental per element."""
     return pointwise("log", x)
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Return the square root of each element: one transcendental per element."""
+    """Return the elementwise square root: one transcendental per element."""
     return pointwise("sqrt", x)
 
 
@@ -434,7 +434,7 @@ def greater_equal(a: Operand, b: Operand) -> Tensor:
 
 
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
-    """Select elements of `a` where the condition holds, else of `b`: 1 FLOP per element.
+    """Select elements from `a` where the condition holds, else from `b`: 1 FLOP per element.
 
     Examples
     --------

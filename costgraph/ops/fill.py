@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-# -- base of constants -------------------------------------------------------------------------------------------------
+# -- base class --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Fill(Fresh):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Assign(OpKind):
-    """Copy of a tensor into a target of the same shape."""
+    """Copy into a target with the same shape."""
 
     name = "assign"
     restricted = True
@@ -129,10 +129,10 @@ class Revised(OpKind):
     renames = True
     axes: Annotated[tuple[int, ...], Rule("a tuple of axes", all_of(is_count))]
     starts: Annotated[tuple[Poly, ...], Rule("a tuple of amounts", all_of(is_amount)), Limit(0)]
-    """First position on each of these axes."""
+    """First position on each axis."""
     steps: Annotated[tuple[int, ...], Rule("a tuple of integers of at least 1", all_of(lambda v: is_count(v, 1)))]
     unseen: Flag = False
-    """Whether the write is invisible to autograd: the gradient is that of the tensor before it."""
+    """Whether the write is invisible to autograd, which sees the tensor before it."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

@@ -1,4 +1,4 @@
-"""Views of complex tensors, and Fourier transforms."""
+"""Complex views and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
     "view_as",
 ]
 
-#: Scaling of a transform: none, by the square root of the number of points, or by that number.
+#: Transform scaling: none, by the square root of the number of points, or by that number.
 SCALES = ("none", "root", "points")
 _COMPLEX = {"fp32": DTYPES["complex64"], "fp64": DTYPES["complex128"]}
 
@@ -57,7 +57,7 @@ _COMPLEX = {"fp32": DTYPES["complex64"], "fp64": DTYPES["complex128"]}
 @register
 @dataclass(frozen=True, kw_only=True)
 class ViewAs(OpKind):
-    """View of the same memory: complex numbers as real pairs, real pairs as complex numbers, or the conjugate.
+    """View as another dtype: complex numbers as real pairs, real pairs as complex numbers, or the conjugate.
 
     Conjugation is lazy as in torch: readers flip the sign, at no cost.
     """
@@ -84,7 +84,7 @@ class ViewAs(OpKind):
         return [Result((*x.sizes, poly(2)), DTYPES[x.dtype.element], strides, of=0, offset=2 * x.offset)]
 
     def placed(self, op: Op) -> Split:
-        """Split any axis but that of the real pairs."""
+        """Split any axis but the real pairs."""
         return _around(op, min((op.operands[0], op.results[0]), key=lambda t: t.ndim).ndim)
 
 
@@ -115,7 +115,7 @@ class Fourier(OpKind):
     last: Annotated[Poly | None, optional("None or a positive size", lambda v: v is None or is_size(v)), Limit(1)] = (
         None
     )
-    """Size of the result's last axis, for transforms that store half of the points on one side. The result is real if
+    """Size of the result's last axis, for transforms with half of the points on one side. The result is real if
     the operand is complex."""
     reads, writes = rules.whole, rules.all_results
 
@@ -158,7 +158,7 @@ class Fourier(OpKind):
 
 
 class Laid(Protocol):
-    """Layout of a tensor or a tensor specification: sizes, strides and dtype."""
+    """Layout: sizes, strides and dtype, from a tensor or a tensor specification."""
 
     @property
     def sizes(self) -> Sizes: ...
@@ -169,7 +169,7 @@ class Laid(Protocol):
 
 
 def joined(operand: Laid, axes: Sequence[int]) -> Poly:
-    """Return the bytes of the contiguous copy that a transform makes of its operand, 0 if none is needed.
+    """Return the bytes for a transform's contiguous copy of its operand, 0 if none is needed.
 
     No copy is needed if the other axes can be merged into one. Expanded operands are always copied.
     """
@@ -188,5 +188,5 @@ def view_as(x: Tensor, what: str, *, name: str = "") -> Tensor:
 
 
 def real_part(x: Tensor) -> Tensor:
-    """Return the real part of complex numbers: a view."""
+    """Return the real part as a view."""
     return index(view_as(x, "real"), (Ellipsis, 0))

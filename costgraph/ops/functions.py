@@ -30,7 +30,7 @@ class Function:
     transcendentals: int = 0
     """Transcendentals: exp, log, sqrt, sin, tanh, erf and the like, 1 per call."""
     result: str = "same"
-    """Dtype of the result: same as the operands', float, or bool."""
+    """Result dtype: same as the operands', float, or bool."""
     formula: str = ""
     """Formula, for display."""
     grad: tuple[Any, ...] | None = None

@@ -1,4 +1,4 @@
-"""Mixture-of-experts ops: top-k, dispatch of tokens to experts, and grouped matmuls."""
+"""Mixture-of-experts ops: top-k, token dispatch to experts, and grouped matmuls."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ ROUTINGS = ("balanced", "expected", "capacity")
 
 
 class Dispatched(NamedTuple):
-    """Rows sorted by expert, with the row of each choice."""
+    """Rows sorted by expert, and each choice's row."""
 
     tokens: Tensor
-    """(R,) token of each row, rows sorted by expert"""
+    """(R,) each row's token, rows sorted by expert"""
     ends: Tensor
-    """(E,) end offset of each expert's rows"""
+    """(E,) each expert's end offset"""
     places: Tensor
-    """(..., k) row of each choice"""
+    """(..., k) each choice's row"""
     owners: Tensor | None = None
-    """(R,) expert of each row, if requested"""
+    """(R,) each row's expert, if requested"""
     dropped: Tensor | None = None
     """(..., k) whether a choice exceeds the expert's capacity"""
 
@@ -110,13 +110,13 @@ class Dispatch(OpKind):
     name = "dispatch"
     experts: Size
     capacity: Annotated[Poly | None, optional("an amount above 0", _is_above_zero), Limit(0, whole=False)] = None
-    """Capacity factor: the rows of an expert relative to an even share; None for no limit."""
+    """Capacity factor: an expert's rows relative to an even share; None for no limit."""
     owners: Flag = False
-    """Whether the expert of each row is also returned."""
+    """Whether to also return each row's expert."""
     reads, writes = rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer rows, end offsets and the row of each choice."""
+        """Infer rows, end offsets and each choice's row."""
         (ids,) = operands
         if ids.dtype.kind != "int" or ids.ndim == 0:
             raise ShapeError(f"dispatch of {ids!r}: expected indices of experts (..., k) in an integer format")
@@ -159,13 +159,13 @@ class Grouped(OpKind):
     chosen: Annotated[Poly, Rule("an amount above 0", _is_above_zero), Limit(0, whole=False)]
     """Experts that a token chooses; on one rank, the mean number of local ones."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
-    """Dtype of the result, None to promote."""
+    """Result dtype, None to promote."""
     unpacked: Index = 0
     """Operations to unpack each weight element that is read, such as a multiply by a group scale."""
     writes = rules.all_results
 
     def flops(self, op: Op) -> Flops:
-        """Count 2 per row and column of its expert's matrix, and the unpacking of packed weights."""
+        """Count 2 per row and column of its expert's matrix, and operations to unpack weights."""
         return _products(self, op) + Flops(pointwise=self.unpacked * self.reads(op)[1])
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -189,7 +189,7 @@ class Grouped(OpKind):
         )
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return all rows, and the weights of the experts that receive rows."""
+        """Return all rows, and the weights of experts that receive rows."""
         rows, weights, ends = rules.whole(self, op)
         experts, count = op.operands[1].sizes[0], op.operands[0].sizes[0]
         if self.routing == "balanced":
@@ -210,7 +210,7 @@ def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
 @register
 @dataclass(frozen=True, kw_only=True)
 class GroupedOuter(OpKind):
-    """Sum of outer products per expert: rows (R, D) times rows (R, F), the weight gradient of a grouped matmul."""
+    """Sum of outer products per expert: rows (R, D) times rows (R, F), a grouped matmul's weight gradient."""
 
     name = "grouped_outer"
     flops, reads, writes = _products, rules.whole, rules.all_results
@@ -246,7 +246,7 @@ def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]
     k : sympy.Expr or int
         Number of elements, at most n; checked again when sizes are bound.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -276,7 +276,7 @@ def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]
 def dispatch(
     ids: Tensor, experts: object, *, capacity: object = None, owners: bool = False, name: str = "dispatch"
 ) -> Dispatched:
-    """Sort the expert choices of all tokens by expert.
+    """Sort the expert choices from all tokens by expert.
 
     Parameters
     ----------
@@ -288,14 +288,14 @@ def dispatch(
         Capacity factor: each expert has ceiling(capacity * T * k / experts) rows, padded if fewer tokens arrive, and
         further tokens are dropped. By default there is no limit.
     owners : bool
-        Whether to also return the expert of each row.
+        Whether to also return each row's expert.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Dispatched
-        Integer tensors, and a mask of dropped choices. FLOPs: 2 per choice and 1 per expert, in one kernel.
+        Integer tensors, and a mask for dropped choices. FLOPs: 2 per choice and 1 per expert, in one kernel.
 
     Raises
     ------
@@ -328,7 +328,7 @@ def _factor(place: str, value: object) -> Poly:
     wrong = GraphError(f"{place} {shown(value)}, expected a number above 0")
     try:
         found = poly(Fraction(str(value)) if isinstance(value, float) else value)
-    except (ShapeError, ValueError):  # ValueError of inf and nan
+    except (ShapeError, ValueError):  # ValueError for inf and nan
         raise wrong from None
     if found.constant is not None and found.constant <= 0:
         raise wrong
@@ -338,7 +338,7 @@ def _factor(place: str, value: object) -> Poly:
 def grouped(
     rows: Tensor, weights: Tensor, ends: Tensor, chosen: object, *, routing: str = "balanced", name: str = "grouped"
 ) -> Tensor:
-    """Multiply each row by the matrix of its expert, in one kernel, as torch's `grouped_mm`.
+    """Multiply each row by its expert's matrix, in one kernel, as torch's `grouped_mm`.
 
     Parameters
     ----------
@@ -347,14 +347,14 @@ def grouped(
     weights : Tensor
         Shape (E, d, f).
     ends : Tensor
-        End offsets of the experts' rows, (E,) from `dispatch`.
+        Each expert's end offset, (E,) from `dispatch`.
     chosen : sympy.Expr or int
         Experts that a token chooses: the rows belong to R/chosen tokens.
     routing : str
-        Number of experts whose weights are read: balanced, Min(E, R); expected, E*(1 - (1 - k/E)**(R/k)), the mean for
-        independent uniform choices of k; capacity, E.
+        Assumption on how many experts' weights are read: balanced, Min(E, R); expected, E*(1 - (1 - k/E)**(R/k)), the
+        mean for independent uniform choices; capacity, E.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -383,7 +383,7 @@ def grouped(
 
 
 def grouped_outer(a: Tensor, b: Tensor, ends: Tensor, *, name: str = "grouped_outer") -> Tensor:
-    """Sum outer products of rows per expert: (R, d) and (R, f) to (E, d, f), the gradient of expert weights.
+    """Sum outer products per expert: (R, d) and (R, f) to (E, d, f), the gradient of expert weights.
 
     FLOPs of kind matmul: 2*R*d*f. Experts without rows get zeros, so the whole result is written.
     """

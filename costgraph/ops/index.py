@@ -82,10 +82,10 @@ Axes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed(OpKind):
-    """Indexed access to the rows of a table along axis `batch`; tables and indices share the axes before it.
+    """Indexed access to table rows along axis `batch`; tables and indices share the axes before it.
 
     With `batch` 0, indices select rows of the whole table; if `batch` is the last axis, rows are single elements.
-    Several index tensors of one shape each index one axis of the table, from the first on.
+    Several index tensors, all with one shape, each index one table axis, from the first on.
     """
 
     after: ClassVar[int] = 0
@@ -94,14 +94,14 @@ class Indexed(OpKind):
     passed: Annotated[int | None, optional("the number of a row", is_count)] = None
     """Row that receives no gradient, as torch's `padding_idx`."""
     part: str = ""
-    """Mesh axis that splits the rows: rows of other ranks read as zeros, and writes to them are skipped."""
+    """Mesh axis that splits the rows: other ranks' rows read as zeros, and writes to them are skipped."""
 
     def places(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the index tensors."""
         return operands[1 : len(operands) - self.after]
 
     def names(self, op: Op) -> tuple[Axes, Axes, tuple[str, ...]]:
-        """Return the factors of the table's and of the index axes, and those of the indexed axes."""
+        """Return the factors of table axes and index axes, and the indexed ones among them."""
         count, table, ids = len(self.places(op.operands)), op.operands[0], op.operands[1]
         batch = tuple((f"b{i}",) for i in range(self.batch))
         rows = tuple(f"v{i}" for i in range(count))
@@ -113,7 +113,7 @@ class Indexed(OpKind):
         )
 
     def row(self, operands: Sequence[Tensor]) -> slice:
-        """Return the table axes of a row, as a slice."""
+        """Return a row's table axes, as a slice."""
         return slice(self.batch + len(self.places(operands)), None)
 
     def different(self, ids: Sequence[Tensor]) -> Poly:
@@ -123,14 +123,14 @@ class Indexed(OpKind):
 
 
 def _in_part(kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
-    """Return the op kind of a rank that has a shard of the rows."""
+    """Return the op kind for a rank with a shard of the rows."""
     return replace(kind, part=ranks.get(rows[0], "")) if rows else kind
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Gather(Indexed):
-    """Rows of a table, selected by index."""
+    """Table rows, selected by index."""
 
     name = "gather"
     flops, writes = rules.free, rules.all_results
@@ -159,7 +159,7 @@ class Gather(Indexed):
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the selected rows, not the table, and the indices."""
         (table, *ids), batch, row = op.operands, self.batch, self.row(op.operands)
-        # all rows of an expanded table are the same
+        # rows in an expanded table are all the same
         moving = [t for t, stride in zip(ids, table.strides[batch:], strict=False) if stride]
         lead = zip(ids[0].sizes[:batch], ids[0].strides[:batch], table.strides[:batch], strict=True)
         rows = prod((n for n, i, t in lead if t or (i and moving)), start=ONE)
@@ -170,7 +170,7 @@ class Gather(Indexed):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Scatter(Indexed):
-    """Updates that are added to rows of a target, replace them, or are maximized with them."""
+    """Updates that are added to target rows, replace them, or are maximized with them."""
 
     name = "scatter"
     after = 1
@@ -206,7 +206,7 @@ class Scatter(Indexed):
         )  # fmt: skip
 
     def flops(self, op: Op) -> Flops:
-        """Count an addition or comparison for each element of the updates."""
+        """Count an addition or comparison for each update element."""
         return Flops() if self.mode == "set" else Flops(pointwise=rules.points(op.operands[-1]))
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
@@ -251,7 +251,7 @@ class Arange(OpKind):
 
 
 def gather(table: Tensor, ids: Tensor, *, batch: int = 0, name: str = "gather") -> Tensor:
-    """Select rows by index: `table[ids]`, with the shape of `ids` followed by that of a row.
+    """Select rows by index: `table[ids]`, with the index axes first, then the row axes.
 
     Parameters
     ----------
@@ -260,10 +260,10 @@ def gather(table: Tensor, ids: Tensor, *, batch: int = 0, name: str = "gather") 
     ids : Tensor
         Integer indices.
     batch : int
-        Number of leading axes that table and indices share: with 1, each sequence of a batch selects among its own
+        Number of leading axes that table and indices share: with 1, each sequence in a batch selects among its own
         positions, (B, T, D) by (B, K) to (B, K, D).
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -328,18 +328,18 @@ def scatter(
     along: bool = False,
     name: str = "scatter",
 ) -> Tensor:
-    """Add updates to rows of a target, replace rows, or take the maximum: the reverse of `gather`.
+    """Add updates to target rows, replace rows, or take the maximum: the reverse of `gather`.
 
     Parameters
     ----------
     target : Tensor
         Rows along the axis after the batch axes.
     ids : Tensor
-        Row index of each update.
+        Row index for each update.
     updates : Tensor
-        Updates, with the shape of `ids` followed by that of a row.
+        Updates, with the index axes first, then the row axes.
     mode : str
-        add (one FLOP per element of the updates), max (a comparison per element) or set (no FLOPs).
+        add (one FLOP per update element), max (a comparison per element) or set (no FLOPs).
     inplace : bool
         Whether to write into the target instead of a copy.
     batch : int
@@ -347,7 +347,7 @@ def scatter(
     along : bool
         Whether indices are positions along the last axis, as in `take_along`; all other axes are batch axes.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -378,7 +378,7 @@ def arange(size: object, dtype: object = "int64", *, context: bool = False, name
     context : bool
         Whether these are key positions: in `decode`, key positions cover the cache, others only the new tokens.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -425,7 +425,7 @@ def sort(x: Tensor, *, descending: bool = False, name: str = "sort") -> tuple[Te
     descending : bool
         Whether the largest comes first.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------

@@ -80,7 +80,7 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
     *others : Tensor
         Tensors that stay alive at least until `x` exists.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -117,7 +117,7 @@ def stop_gradient(x: Tensor, *, name: str = "stop_gradient") -> Tensor:
     x : Tensor
         Tensor to treat as a constant.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------

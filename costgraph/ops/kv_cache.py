@@ -53,7 +53,7 @@ class Cache(OpKind):
     axis: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
     """Axis that grows; None if the cache is written once."""
     window: Size | None = None
-    """Number of last positions that are kept."""
+    """Number of last positions to keep."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.same_shape
 
@@ -66,7 +66,7 @@ class Cache(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class InitialState(Fresh):
-    """Initial recurrent state: zeros in training, the state of the previous step in inference."""
+    """Initial recurrent state: zeros in training, the previous step's state in inference."""
 
     name = "initial_state"
 
@@ -74,11 +74,11 @@ class InitialState(Fresh):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Append(OpKind):
-    """Write of new positions at the end of a cache, in its storage and dtype."""
+    """Write new positions at the end of a cache, in its storage and dtype."""
 
     name = "append"
     axis: Index
-    """Axis of positions."""
+    """Position axis."""
     part: str = ""
     """Mesh axis that splits the cached positions, "" for none; the last rank takes the new ones."""
     flops = rules.free
@@ -96,11 +96,11 @@ class Append(OpKind):
         return [itself(held)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the new positions that fit; on a mesh, those of the rank with the last ones."""
+        """Return the new positions that fit; on a mesh, only the last rank takes them."""
         return ZERO, distinct(self._latest(op), op.operands[1].strides)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the new positions that fit; on a mesh, those of the rank with the last ones."""
+        """Return the new positions that fit; on a mesh, only the last rank takes them."""
         return (numel(self._latest(op)),)
 
     def placed(self, op: Op) -> Split:
@@ -141,14 +141,14 @@ def cache(
     x : Tensor
         Tensor to cache.
     pattern : str
-        Names of its axes: `"b g t k"`.
+        Axis names: `"b g t k"`.
     along : str, optional
-        Axis of positions, which grows. Without it, `prefill` writes the cache once, and `decode` computes neither `x`
+        Position axis, which grows. Without it, `prefill` writes the cache once, and `decode` computes neither `x`
         nor tensors used for `x` alone, such as the keys and values of encoder outputs.
     window : sympy.Expr or int, optional
-        Number of last positions that are kept, including the query's; all by default.
+        Number of last positions to keep, including the query's; all by default.
     name : str
-        Name of the op, and of the cache.
+        Name of op and cache.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def cache(
 
 
 def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = "state") -> Tensor:
-    """Create the initial state of a recurrence, the carry of a `scan` over positions.
+    """Create a recurrence's initial state, the carry for a `scan` over positions.
 
     In training it is zeros. `prefill` writes the final carry to a cache, from which `decode` continues.
 
@@ -198,7 +198,7 @@ def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = 
     dtype : str or DType, optional
         Dtype, the graph's by default.
     name : str
-        Name of the op, and of the cache.
+        Name of op and cache.
 
     Returns
     -------

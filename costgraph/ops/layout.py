@@ -90,7 +90,7 @@ Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two ax
 def _grouped(
     sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]
 ) -> list[list[int]] | None:
-    """Return the consecutive factors of each size, or None if a size is not a product of them."""
+    """Return each size's consecutive factors, or None if a size is not a product of them."""
     out: list[list[int]] = []
     at = 0
     for size in sizes:
@@ -111,7 +111,7 @@ def _grouped(
 
 
 def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
-    """Return the number of positions after the last one of a slice."""
+    """Return the number of positions after a slice."""
     return whole - start - (size - 1) * step - 1
 
 
@@ -123,7 +123,7 @@ def need_within(place: str, axis: int, expected: str, **values: Poly) -> None:
 
 
 def need_places(domain: tuple[Domain, int, int] | None, sizes: Sequence[Poly]) -> None:
-    """Raise ShapeError unless the axes of a domain exist."""
+    """Raise ShapeError unless a domain's axes exist."""
     if domain is not None:
         seen, query, key = domain
         need(0 <= query < len(sizes) and 0 <= key < len(sizes), f"domain over {shown([query, key])}")
@@ -138,13 +138,13 @@ class Rearrange(OpKind):
     name = "rearrange"
     restricted = True
     pattern: Annotated[Pattern | None, optional("a pattern", lambda v: isinstance(v, Pattern))] = None
-    """Pattern of the caller; None for a reshape."""
+    """The caller's pattern; None for a reshape."""
     split: Sizes
     """Shape with all axes split."""
     order: Annotated[tuple[int, ...], Rule("a tuple of integers", all_of(is_count))]
     """Permutation of the split axes."""
     merged: Shape
-    """Shape of the result."""
+    """Result shape."""
     copy: Flag = False
     """Whether to copy although a view is possible."""
     flops, reads, writes = rules.free, rules.moved_if_copied, rules.written_if_copied
@@ -227,7 +227,7 @@ class Rearrange(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Slice(OpKind):
-    """Positions of one axis with a step: a view."""
+    """Positions on one axis with a step: a view."""
 
     name = "slice"
     restricted = True
@@ -260,7 +260,7 @@ class Slice(OpKind):
         need(self.room in (None, left), f"room {shown(str(self.room))}")
 
     def placed(self, op: Op) -> Split:
-        """Split the other axes, and the sliced one if it consists of equal blocks of which this is one."""
+        """Split the other axes, and the sliced one if this is one of several equal blocks."""
         (x,) = op.operands
         blocks, at = x.sizes[self.axis] / self.size, self.start / self.size
         if self.step != 1 or not all(isinstance(n.constant, int) for n in (blocks, at)):
@@ -275,25 +275,25 @@ class Slice(OpKind):
         return splits.in_blocks(rule, self.axis, blocks, of_operand=True)
 
     def span(self) -> tuple[Poly, Poly]:
-        """Return the begin and end of the slice on its axis."""
+        """Return where the slice begins and ends on its axis."""
         return self.start, self.start + (self.size - 1) * self.step + 1
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Expand(OpKind):
-    """View repeated along new axes or axes of size 1."""
+    """View repeated along new axes or size-1 axes."""
 
     name = "expand"
     restricted = True
     sizes: Shape
-    """Shape of the result."""
+    """Result shape."""
     kept: Annotated[
         tuple[int | None, ...], Rule("a tuple of integers and None", all_of(lambda v: v is None or is_count(v)))
     ]
-    """Operand axis of each result axis, None for a new one."""
+    """Operand axis for each result axis, None for a new one."""
     domain: Places = None
-    """Domain of the result where the expanded gradient is needed; None to keep the operand's."""
+    """Result domain where the expanded gradient is needed; None to keep the operand's."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -405,7 +405,7 @@ def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **
     pattern : str
         Such as `"b s (h k) -> b h s k"`.
     name : str
-        Name of the op.
+        Op name.
     **sizes : sympy.Expr or int
         Sizes of split axes.
 
@@ -458,7 +458,7 @@ def reshape(x: Tensor, shape: Sequence[object], *, name: str = "reshape") -> Ten
 
 
 def permute(x: Tensor, order: Sequence[int], *, name: str = "permute") -> Tensor:
-    """Permute the axes of a tensor: a view."""
+    """Permute axes: a view."""
     places = tuple(i % x.ndim for i in order)
     return apply(Rearrange(split=x.sizes, order=places, merged=tuple(x.sizes[i] for i in places)), [x], name)[0]
 
@@ -488,7 +488,7 @@ def axis_of(x: Tensor, axis: int) -> int:
 
 
 def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1, *, name: str = "slice") -> Tensor:
-    """Take `size` positions of one axis, from `start` in steps of `step`: a view.
+    """Take `size` positions on one axis, from `start` in steps of `step`: a view.
 
     Raises
     ------
@@ -538,7 +538,7 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
     axis : int
         Axis to roll along.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -573,7 +573,7 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
 
 
 def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes: object) -> Tensor:
-    """Repeat along new axes or axes of size 1, as a view: `expand(x, "s d -> b s d", b=B)`.
+    """Repeat along new axes or size-1 axes, as a view: `expand(x, "s d -> b s d", b=B)`.
 
     Raises
     ------
@@ -606,13 +606,13 @@ def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes:
 
 
 def broadcast(x: Tensor, sizes: Sequence[Poly], *, name: str = "expand") -> Tensor:
-    """Broadcast a tensor along new leading axes and axes of size 1, as a view."""
+    """Broadcast a tensor along new leading axes and size-1 axes, as a view."""
     kept = (*(None for _ in range(len(sizes) - x.ndim)), *range(x.ndim))
     return apply(Expand(sizes=tuple(sizes), kept=kept), [x], name)[0]
 
 
 def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -> Tensor:
-    """Concatenate tensors along an axis: one read of each and one write of the result.
+    """Concatenate tensors along an axis: one read per operand, and one write of the result.
 
     Raises
     ------

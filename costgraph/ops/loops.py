@@ -87,13 +87,13 @@ __all__ = [
 
 
 # -- accumulators and slices -------------------------------------------------------------------------------------------
-# Initial values of accumulators that a loop carries or stacks, and the slices of its operands.
+# Initial values for accumulators that a loop carries or stacks, and operand slices.
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Absent(Fresh):
-    """Uninitialized accumulator of a loop: it takes no memory, and the first term becomes the sum."""
+    """Uninitialized loop accumulator: it takes no memory, and the first term becomes the sum."""
 
     name = "absent"
     pieces: Index = 0
@@ -125,7 +125,7 @@ class Accumulate(OpKind):
     placed = splits.summed
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the sum, in the storage of the accumulator."""
+        """Infer the sum, in the accumulator's storage."""
         rules.need_operands(self, operands, 2)
         so_far, term = operands
         if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
@@ -153,21 +153,21 @@ def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = 
 
 
 def taken(op: Op) -> Op:
-    """Return the copy that replaces the accumulation of a lent term onto an uninitialized accumulator."""
+    """Return the copy that replaces accumulating a lent term onto an uninitialized accumulator."""
     copy = Op(op.graph, Pointwise(function=FUNCTIONS["copy"]), op.name, op.operands[1:], op.scope, op.phase)
     copy.results = op.results
     return copy
 
 
 def slice_of(body: Graph, t: Tensor, name: str) -> Tensor:
-    """Add a formal to a loop body for one position along the first axis of a tensor."""
+    """Add a formal to a loop body for one position along a tensor's first axis."""
     inner = body.formal(t, name, t.sizes[1:], t.strides[1:], max(t.storage.pieces - 1, 0))
     inner.domain = None if t.domain is None else (t.domain[0], t.domain[1] - 1, t.domain[2] - 1)
     return inner
 
 
 # -- stacks of unrolled loops ------------------------------------------------------------------------------------------
-# A stack outside of a loop is allocated empty, and complete once all slices are written.
+# A stack outside a loop is allocated empty, and complete once all slices are written.
 
 
 @register
@@ -227,14 +227,14 @@ class Turn:
     times: int
     """number of executed iterations"""
     count: Poly = ONE
-    """number of iterations of the loop"""
+    """number of iterations in the loop"""
 
 
 Env = dict[Any, Any]
 
 
 class Player(Generic[P]):
-    """Base of interpreters: runs the ops of a graph in program order, and loop bodies once per executed iteration.
+    """Base of interpreters: runs a graph's ops in program order, and loop bodies once per executed iteration.
 
     Subclasses define values and how ops compute them; values are stored by `key`. An uninitialized accumulator is None,
     and stacked residuals are the result of `collected`. `P` is a subclass's own context, passed down to each op and
@@ -260,15 +260,15 @@ class Player(Generic[P]):
         raise NotImplementedError
 
     def stack(self, loop: Loop, t: Tensor, env: Env, place: P) -> Any:
-        """Return the stack of a result before any slice is written."""
+        """Return a result's stack before any slice is written."""
         raise NotImplementedError
 
     def slice(self, loop: Loop, value: Any, turn: Turn, place: P) -> Any:
-        """Return the slice of an operand for one iteration."""
+        """Return an operand's slice for one iteration."""
         raise NotImplementedError
 
     def inside(self, env: Env) -> Env:
-        """Return the environment of an iteration."""
+        """Return the environment for one iteration."""
         return {}
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: P) -> None:
@@ -280,7 +280,7 @@ class Player(Generic[P]):
         return stack
 
     def collected(self, loop: Loop, rows: Sequence[Any]) -> Any:
-        """Return the value of stacked residuals; `rows` are in iteration order."""
+        """Return the value for stacked residuals; `rows` are in iteration order."""
         return list(rows)
 
     def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: P) -> Any:
@@ -310,7 +310,7 @@ class Player(Generic[P]):
             self.step(op, env, place)
 
     def loop(self, loop: Loop, env: Env, place: P) -> None:
-        """Run a loop, passing the carries of each iteration to the next."""
+        """Run a loop, passing each iteration's carries to the next."""
         stacks = [self.stack(loop, t, env, place) for t in loop.stacks]
         state, xs, shared = (self._values(ts, env) for ts in (loop.starts, loop.xs, loop.shared))
         ys: list[list[Any]] = []
@@ -357,16 +357,16 @@ def _are_strides(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Working, Bodied):
-    """Fused kernel: intermediates of its body never reach memory."""
+    """Fused kernel: its body's intermediates never reach memory."""
 
     name = "kernel"
     restricted = True
     changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))] = ()
     """Operands that it mutates, such as recurrent state that persists between steps."""
     backward: str = ""
-    """Backward implementation: empty for one fused kernel, `ops` for one op each, or the name of a rule."""
+    """Backward implementation: empty for one fused kernel, `ops` for one op each, or a rule name."""
     statistics: Annotated[str, Rule("auto, or nothing", lambda v: v == "auto")] = ""
-    """Whether the backward pass decides if the statistics of the kernel are saved."""
+    """Whether the backward pass decides if the kernel's statistics are saved."""
     strides: Annotated[
         tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))
     ] = ()
@@ -374,11 +374,11 @@ class Kernel(Working, Bodied):
     spare: Amount = ZERO
     """Bytes of the first result's storage beyond its elements: the kernel wrote a larger tensor there first."""
     gradient_workspace: Amount = ZERO
-    """Workspace of the backward kernel in bytes, if the incoming gradient is contiguous."""
+    """Backward kernel workspace in bytes, if the incoming gradient is contiguous."""
     flops, writes = rules.in_the_body, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the outputs of the body."""
+        """Infer the body's outputs."""
         body = self.body
         if any(i >= min(len(operands), len(body.formals)) for i in self.changed):
             raise ShapeError(
@@ -426,12 +426,12 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
     Parameters
     ----------
     name : str
-        Name of the kernel, also the scope of the ops inside.
+        Kernel name, also the scope of the ops inside.
     workspace : sympy.Expr or int
         Workspace in bytes, besides operands and results.
     backward : str
         Backward implementation: by default one kernel, which recomputes from the operands all tensors that `save` does
-        not mark; `ops` for one op each; or the name of a rule in `costgraph.transforms.vjp.kernels`.
+        not mark; `ops` for one op each; or a rule name in `costgraph.transforms.vjp.kernels`.
 
     Yields
     ------
@@ -466,7 +466,7 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
         with scope(name), building(body):
             yield body
         body.owner = graph.add_op(Kernel(body=body, workspace=space, backward=backward), body.captured, name)
-    # cost tables list its bytes next to the FLOPs of its body
+    # cost tables list its bytes next to its body's FLOPs
     body.owner.scope = "/".join((*here().levels, name))
 
 
@@ -509,11 +509,11 @@ def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "
         Number of iterations, at least 1.
     body : callable
         `body(x) -> x`, called once with the tensors of one iteration. Parameters declared inside belong to each
-        iteration; tensors from outside are shared by all of them.
+        iteration; tensors from outside are shared.
     x : Tensor or tuple of Tensor
         Initial carry; a tuple is passed as several arguments.
     name : str
-        Name of the op, and scope of the body.
+        Op name, and the body's scope.
 
     Returns
     -------
@@ -568,7 +568,7 @@ def scan(
     xs : Tensor or tuple of Tensor
         Tensors to slice; `()` for none, and then the body gets `()`.
     name : str
-        Name of the op, and scope of the body.
+        Op name, and the body's scope.
 
     Returns
     -------
@@ -647,7 +647,7 @@ def each(
     reverse: bool = False,
     name: str = "each",
 ) -> tuple[Tensor, ...]:
-    """Map a body over the slices of some tensors; each result is stacked as one storage per iteration.
+    """Map a body over slices; each result is stacked as one storage per iteration.
 
     The first axis of every `xs`, and of every result, has size `count`; `reverse` starts at the last slice. If
     `step(*slices) -> tensors` returns a slice mutated in place, the result is the whole operand.
@@ -667,7 +667,7 @@ def each(
 
 
 def written_slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-    """Return the slices of stacked outputs, copied unless they have a storage of their own."""
+    """Return the slices for stacked outputs, copied unless they own their storage."""
     used = {t.storage for t in (*body.formals, *after)}
     out = []
     for y in map(body.adopt, ys):

@@ -233,7 +233,7 @@ def opaque(
     Parameters
     ----------
     name : str
-        Name of the op.
+        Op name.
     inputs : list of Tensor
         Operands.
     outputs : output, or list of them
@@ -358,7 +358,7 @@ def transfer(x: Tensor, link: str = "pcie", *, to: str = "device", name: str = "
     to : str
         Memory of the copy: device or host. Host tensors take no device memory, and ops that read them run on the host.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------

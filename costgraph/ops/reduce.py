@@ -111,7 +111,7 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
     operation : str
         sum, mean, max, min, prod, any, all, argmax or argmin.
     name : str
-        Name of the op, by default that of the operation.
+        Op name, by default that of the operation.
     **sizes : sympy.Expr or int
         Sizes of split axes.
 

@@ -81,8 +81,8 @@ def declare_state(graph: Graph, name: str, sizes: Sequence[object], dtype: str |
 
 
 def source_like(param: Tensor, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
-    """Declare state, or a persistent gradient, for a parameter, with one storage per layer of a stack."""
-    # use the name of the declared tensor; results of in-place ops are named after the op
+    """Declare state, or a persistent gradient, for a parameter, with one storage per stacked layer."""
+    # use the declared tensor's name; results of in-place ops are named after the op
     state = declare_state(param.graph, f"{param.storage.name}.{name}", sizes, dtype, role)
     state.storage = Storage(state.name, state.sizes, state.dtype, role, pieces(param))
     return state
@@ -106,11 +106,11 @@ class Slot:
     param: Tensor
     """Parameter, updated in place; for a layer stack all layers along the first axis."""
     grad: Tensor
-    """Gradient, of the same shape, possibly of another dtype."""
+    """Gradient, with the same shape, possibly in another dtype."""
     master: Tensor | None = None
     """Master copy in a wider dtype: it is updated instead, and its values are then assigned to the parameter."""
     moments: DType | None = None
-    """Dtype of states with the parameter's shape, by default that of the updated tensor."""
+    """Dtype of parameter-shaped states, by default that of the updated tensor."""
     declare: Callable[[str, Sequence[object], str | DType], Tensor] | None = None
     """Declares a state from name, sizes and dtype, by default next to the parameter."""
 
@@ -157,11 +157,11 @@ class Slot:
         return declare(name, shape, wanted)
 
     def axes(self) -> Sizes:
-        """Return the shape of one parameter, without the layer axes of a stack."""
+        """Return one parameter's shape, without the layer axes of a stack."""
         return self.param.sizes[pieces(self.param) :]
 
     def layers(self) -> Sizes:
-        """Return the layer axes of a stack, empty for a single parameter."""
+        """Return a stack's layer axes, empty for a single parameter."""
         return self.param.sizes[: pieces(self.param)]
 
     def factor(self, axis: int) -> Sizes:
@@ -216,7 +216,7 @@ def root_mean_square(x: Tensor, axis: int | None = None) -> Tensor:
 
 # -- block-quantized states --------------------------------------------------------------------------------------------
 # 8-bit Adam, Dettmers et al. 2021 (arXiv 2110.02861). One kernel looks up each code in a table, multiplies it by the
-# scale of its block, updates, takes the largest magnitude in the block as the new scale, and writes the nearest codes.
+# block's scale, updates, takes the largest magnitude in the block as the new scale, and writes the nearest codes.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,15 +246,15 @@ class BlockStates:
     format: str
     """format of large tensors' states, with one scale per block"""
     table: int = 0
-    """fp32 entries of the lookup table for codes; 0 if codes are numbers themselves"""
+    """fp32 entries in the lookup table for codes; 0 if codes are numbers themselves"""
     shared: bool = False
     """whether all tensors share one table per kind of state, instead of one table per state"""
     only_whole: bool = False
-    """whether tensors that do not consist of whole blocks also count as small"""
+    """whether tensors with an incomplete block also count as small"""
     small: str | None = None
-    """format of small tensors' states, by default that of the parameter"""
+    """format of small tensors' states, by default the parameter's"""
     least: int = 4096
-    """least number of elements of a large tensor"""
+    """least number of elements in a large tensor"""
 
     def __post_init__(self) -> None:
         if not dtype(self.format).block:
@@ -335,12 +335,12 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> l
     Parameters
     ----------
     groups : sequence of tuple of Tensor
-        Tensors of one parameter each; for a layer stack with the layers along the first axis.
+        Tensors, one tuple per parameter; for a layer stack with the layers along the first axis.
     function : callable
-        `function(*group)`, called with the tensors of one layer for a stack: adds ops and returns new tensors, mutated
+        `function(*group)`, called with one layer's tensors for a stack: adds ops and returns new tensors, mutated
         operands, or None.
     name : str
-        Name of the loop over layers; neighbouring stacks with the same number of layers share one.
+        Name of the loop over layers; neighbouring stacks with equally many layers share one.
 
     Returns
     -------
@@ -373,7 +373,7 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> l
 
 
 def _runs(groups: Sequence[Group], name: str) -> Iterator[tuple[Poly | None, list[Group]]]:
-    """Yield runs of groups that can share a loop, with their number of layers, or None outside of stacks."""
+    """Yield runs of groups that can share a loop, with their number of layers, or None outside stacks."""
     run: list[Group] = []
     current: Poly | None = None
     for group in groups:
@@ -430,7 +430,7 @@ Update = Callable[..., tuple[Column, Column]]
 
 
 def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str) -> list[Column]:
-    """Apply a function to columns of a single parameter, inside of a loop."""
+    """Apply a function to single-parameter columns, inside a loop."""
     out = []
     for group in groups:
         made = function(*group)
@@ -496,7 +496,7 @@ class Calls:
 
 
 def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Column]:
-    """Run a whole update per parameter in turn; return the updated tensor and the gradient of each."""
+    """Run a whole update per parameter in turn; return each updated tensor and gradient."""
     calls = Calls(listed=False)
 
     def single(*group: Tensor) -> Column:
@@ -512,7 +512,7 @@ def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Colu
 
 
 def fused_update(update: Update, group: Column, beside: Column = (), *, name: str) -> Column:
-    """Run an elementwise update of one parameter in a single kernel.
+    """Run one parameter's elementwise update in a single kernel.
 
     `group` is the updated tensor, its gradient and its states; `beside` are further inputs such as a step counter.
     """
@@ -569,7 +569,7 @@ class Optimizer:
     reads them; in torch's for-loop, those referenced by a local variable live until the next parameter.
     """
 
-    #: Available implementations, those of torch if it has the optimizer.
+    #: Available implementations, torch's if it has the optimizer.
     available: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
     #: Whether it counts steps.
     counts: ClassVar[bool] = False
@@ -579,10 +579,10 @@ class Optimizer:
     implementation: str = "foreach"
     """One of foreach, for-loop and fused."""
     counters: str | None = None
-    """Memory of step counters: host, without device memory, or device, with 4 bytes per parameter tensor. By default as
+    """Step counter memory: host, without device memory, or device, with 4 bytes per parameter tensor. By default as
     in torch: on the device if fused."""
     step: int = 2
-    """Number of the step, which sets constants of the update but no costs; steps after the first are alike."""
+    """Step number, which sets constants in the update but no costs; steps after the first are alike."""
     states: str | BlockStates | None = None
     """Block-quantized states: bitsandbytes-8bit, torchao-8bit, torchao-4bit, torchao-fp8, or a `BlockStates`. Needs
     fused kernels; steps are then counted on the host."""
@@ -626,11 +626,11 @@ class Optimizer:
     # -- to be defined by subclasses -------------------------------------------------------------------------------
 
     def _states(self, slot: Slot) -> Column:
-        """Declare the states of a parameter."""
+        """Declare a parameter's states."""
         raise NotImplementedError
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        """Add the ops of an update; return the updated tensors and their gradients afterwards."""
+        """Add an update's ops; return the updated tensors and their gradients afterwards."""
         raise NotImplementedError
 
     def _kind(self, slot: Slot) -> object:
