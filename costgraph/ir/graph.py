@@ -175,7 +175,7 @@ __all__ = [
 # -- placement ---------------------------------------------------------------------------------------------------------
 # DTensor-style placements: which mesh axes split which tensor axes, and which mesh axes hold partial sums.
 
-#: One factor of a tensor axis: a size, or the name of the mesh axis that splits it.
+#: A factor in a tensor axis: a size, or the mesh axis that splits it.
 Factor = Poly | str
 #: A tensor axis as its factors, slowest first; empty if no mesh axis splits it.
 Factors = tuple[Factor, ...]
@@ -186,9 +186,9 @@ class Mesh:
     """Device mesh: a grid with named axes, outermost first, built by `costgraph.mesh`."""
 
     axes: tuple[tuple[str, Poly], ...]
-    """Name and number of ranks of each axis."""
+    """Name and number of ranks for each axis."""
     joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Names of groups of neighbouring axes: a collective along all of them is one collective."""
+    """Joint names for groups of neighbouring axes: a collective along all of them is one collective."""
 
     def __getitem__(self, axis: str) -> Poly:
         sizes = dict(self.axes)
@@ -207,7 +207,7 @@ class Mesh:
         return frozenset(a for _, parts in self.joint if axis in parts for a in parts) - {axis}
 
     def begins(self, axes: Sequence[str]) -> bool:
-        """Return whether some axes are the leading ones of a joint name."""
+        """Return whether some axes lead a joint name."""
         return any(parts[: len(axes)] == tuple(axes) for _, parts in self.joint)
 
     def __iter__(self) -> Iterator[str]:
@@ -250,48 +250,48 @@ FORWARD = "forward"
 
 @dataclass(frozen=True)
 class Waiting:
-    """Pipeline schedule of one rank, with its in-flight micro-batches."""
+    """One rank's pipeline schedule, with its in-flight micro-batches."""
 
     first: tuple[Held, ...]
-    """in-flight micro-batches while the first micro-batch of all runs, at several points in time"""
+    """in-flight micro-batches while the very first one runs, at several points in time"""
     later: tuple[Held, ...]
-    """the same once the gradients of all weights exist"""
+    """the same once all weight gradients exist"""
     schedule: str
-    """name of the schedule, `FORWARD` without backward passes"""
+    """schedule name, `FORWARD` without backward passes"""
     stages: Poly
-    """ranks of the whole pipeline"""
+    """ranks in the whole pipeline"""
     micro_batches: Poly
-    """micro-batches of a step"""
+    """micro-batches per step"""
     alike: Poly
     """ranks that run the same program, this one included"""
     groups: Poly = ONE
-    """virtual stages: groups of layers of a rank"""
+    """virtual stages: layer groups per rank"""
     asked: tuple[tuple[Poly, str, int], ...] = ()
     """formulas that must be integers: formula, description, least value"""
     ranks: tuple[tuple[Poly, Poly], ...] = ()
-    """first and last rank of each run of neighbouring ranks with the same program"""
+    """first and last rank in each run of neighbouring ranks with the same program"""
     handed: bool = False
-    """whether boundary tensors use receive buffers of all micro-batches and stay alive at the sender, as under torch"""
+    """whether boundary tensors use receive buffers for all micro-batches and stay alive at the sender, as in torch"""
     ends: tuple[Poly, Poly] = (ZERO, ZERO)
-    """in-flight micro-batches at the last forward of a group that receives nothing, and of one that sends nothing"""
+    """in-flight micro-batches at the last forward, in a group that receives nothing and in one that sends nothing"""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sharding rule of an op: how the axes of operands and results correspond, by factor names local to the rule.
+    """Sharding rule: how operand and result axes of an op correspond, by factor names local to the rule.
 
     A factor that operands and results share may be split. A factor that only operands have may be split if `reduced`
     names the reduction over its ranks. All other factors are replicated.
     """
 
     operands: tuple[tuple[tuple[str, ...], ...] | None, ...]
-    """For each operand the factors of each axis, slowest first; None for an operand that keeps its placement."""
+    """For each operand, the factors in each axis, slowest first; None for an operand that keeps its placement."""
     results: tuple[tuple[tuple[str, ...], ...], ...]
     """The same for each result."""
     extents: Mapping[str, Poly]
     """Size of each factor."""
     local: Callable[[Mapping[str, Poly], Mapping[str, str]], OpKind]
-    """Builds the op kind of one rank from the local sizes and the mesh axis that splits each factor."""
+    """Builds one rank's op kind from the local sizes and the mesh axis that splits each factor."""
     reduced: Mapping[str, str] = field(default_factory=dict)
     """Factors that results reduce: sum, mean, max or min; own if the result has one element per shard."""
     whole: frozenset[str] = frozenset()
@@ -316,14 +316,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of a tensor on a mesh: DTensor's Shard, Replicate and Partial for each mesh axis.
+    """Placement on a mesh: DTensor's Shard, Replicate and Partial for each mesh axis.
 
     A split axis is a product of factors in element order. (tp, F/tp) is F in consecutive blocks, one for each rank of
     tp; (B, tp, H/tp) results from merging B with a split H, as DTensor's strided shard.
     """
 
     dims: tuple[Factors, ...]
-    """Factors of each tensor axis, empty if it is replicated."""
+    """Factors in each tensor axis, empty if it is replicated."""
     partial: tuple[tuple[str, str], ...] = ()
     """Mesh axes whose ranks hold partial values, with their reduction: sum, mean, max, min."""
 
@@ -334,7 +334,7 @@ class Placement:
 
     @property
     def pending(self) -> dict[str, str]:
-        """Reduction of the partial values, by mesh axis."""
+        """Reduction for partial values, by mesh axis."""
         return dict(self.partial)
 
     def dim(self, axis: str) -> int | None:
@@ -362,15 +362,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Mesh and placements of a per-rank graph."""
+    """Mesh and placements in a per-rank graph."""
 
     mesh: Mesh
     places: Mapping[str, Placement]
-    """Placement of each source, by name."""
+    """Source placements by name."""
     outputs: tuple[Placement, ...]
-    """Placement of each output."""
+    """Output placements."""
     gradients: Mapping[str, Placement]
-    """Placement of each gradient, by name of its parameter or input."""
+    """Gradient placements, by name of the parameter or input."""
     replicated: tuple[str, ...] = field(default=(), kw_only=True)
     """Matmul weights that tensor parallelism leaves replicated."""
     resharded: tuple[str, ...] = ()
@@ -380,17 +380,17 @@ class Sharding:
 
 
 def size_of(factors: Factors, whole: Poly) -> Poly:
-    """Return the local size of an axis."""
+    """Return the local size along an axis."""
     return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else whole
 
 
 def blocks(factors: Factors, axis: str) -> Poly:
-    """Return the number of blocks that precede a rank's own block on a mesh axis."""
+    """Return the number of blocks before a rank's own block on a mesh axis."""
     return prod((f for f in factors[: factors.index(axis)] if not isinstance(f, str)), start=ONE)
 
 
 def seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
-    """Return the factors of an axis, with all but some mesh axes counted as sizes."""
+    """Return an axis's factors, with all but some mesh axes counted as sizes."""
     return tidy(mesh[f] if isinstance(f, str) and f not in axes else f for f in dim)
 
 
@@ -401,7 +401,7 @@ def agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
 
 
 def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Factors, ...] | None:
-    """Return the factors of the axes that a split axis is unflattened into, or None if a factor crosses two of them.
+    """Return the factors after unflattening a split axis, or None if a factor crosses two new axes.
 
     (tp, H*K/tp) unflattened into heads and head dim is (tp, H/tp) and K. Divisibility, of H by tp here, is checked once
     sizes are bound.
@@ -460,12 +460,12 @@ def _divided(a: Poly, b: Poly) -> Poly | None:
 # the stack. A graph is therefore pickled as a list of empty nodes, then their contents; every reference to a node is
 # its graph and its index in that list.
 
-#: Attributes that are not copied: caches and the state of an open graph.
+#: Attributes that are not copied: caches and build state.
 _OF_ONE = ("__networkx_cache__", "_places", "cache", "journal")
 
 
 class Attributes(dict[str, Any]):
-    """Graph attributes that networkx passes to copies and views: user entries, and facts of the library.
+    """Graph attributes that networkx passes to copies and views: user entries, and the library's facts.
 
     Facts are kept apart from the entries, as networkx's writers cannot serialize them.
     """
@@ -523,7 +523,7 @@ def _own(graph: Graph) -> tuple[list[Any], dict[Any, int]]:
 
 
 def reduced(graph: Graph) -> tuple[Any, ...]:
-    """Return the `__reduce_ex__` value of a graph, for pickle and deepcopy."""
+    """Return a graph's `__reduce_ex__` value, for pickle and deepcopy."""
     graph.cache.pop(_own, None)  # networkx may have removed some since
     nodes, _ = _own(graph)
     state = {
@@ -536,7 +536,7 @@ def reduced(graph: Graph) -> tuple[Any, ...]:
 
 
 def filled(graph: Graph, state: Iterable[Any]) -> None:
-    """Restore the state of a graph and of its nodes."""
+    """Restore the state of a graph and its nodes."""
     attributes, contents = state
     graph.__dict__.update(attributes)
     graph.graph = Attributes(*graph.graph)
@@ -561,21 +561,21 @@ def _node(graph: Graph, place: int) -> Node:
 
 
 # -- build context -----------------------------------------------------------------------------------------------------
-# Target of new ops: the open graph, its module scope, phase and loop suffix.
+# Target for new ops: the open graph, its module scope, phase and loop suffix.
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each is closed on its own
 class Place:
-    """Target of new ops."""
+    """Target for new ops."""
 
     graph: Graph | None = None
     """Graph or body that is being built."""
     levels: tuple[str, ...] = ()
-    """Levels of the open scope."""
+    """Levels in the open scope."""
     phase: str = "forward"
-    """Phase of ops: forward, recompute, backward or optimizer."""
+    """Phase for new ops: forward, recompute, backward or optimizer."""
     suffix: str = ""
-    """Suffix of new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
+    """Suffix for new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
 
 
 #: Loop suffix of a name, such as `.cut1.last.i0.i3`: the part of a split loop and the iterations of unrolled loops. It
@@ -649,13 +649,13 @@ def with_suffix(name: str) -> str:
 
 
 def same_suffix(name: str) -> AbstractContextManager[None]:
-    """Give new ops and parameters the loop suffix of a name."""
+    """Give new ops and parameters a name's loop suffix."""
     suffix = _suffix(name)
     return opened(suffix=suffix) if suffix else nullcontext()
 
 
 def scopes_of(name: str) -> list[str]:
-    """Return the enclosing scopes of a name and the name itself, outermost first."""
+    """Return a name's enclosing scopes and the name itself, outermost first."""
     return [*accumulate(name.split("/"), "{}/{}".format)]
 
 
@@ -715,7 +715,7 @@ SHOWN: dict[str, Callable[..., Any]] = {}
 
 
 def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any:
-    """Return the interactive page of `costgraph.explore`, which notebooks display.
+    """Return the interactive page from `costgraph.explore`, which notebooks display.
 
     Parameters
     ----------
@@ -760,7 +760,7 @@ SOURCES = ("input", "param", "buffer", "cache", "state", "gradient", "formal")
 
 
 def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
-    """Return the bytes of a dense tensor, including the scales of block formats.
+    """Return the bytes in a dense tensor, including the scales in block formats.
 
     Blocks that share a scale run along the last axis; elements smaller than a byte are packed without gaps.
     """
@@ -785,7 +785,7 @@ def _bytes_of(bits: int) -> Poly:
 
 
 class Storage:
-    """A block of memory, the unit of liveness. Views share the storage of their base tensor."""
+    """A block of memory, the unit of liveness. Views share their base tensor's storage."""
 
     __slots__ = ("bytes", "elements", "host", "name", "pieces", "role")
 
@@ -793,13 +793,13 @@ class Storage:
         self, name: str, sizes: SizeTuple, dtype: DType, role: str, pieces: int = 0, *, host: bool = False
     ) -> None:
         self.name = name
-        """Name of its base tensor."""
+        """Base tensor name."""
         self.elements = numel(sizes)
         """Number of elements."""
         self.bytes = numel(sizes[:pieces]) * nbytes(sizes[pieces:], dtype)
         """Bytes: blocks of a format end where a piece does."""
         self.role = role
-        """input, param, buffer, cache, state (of an optimizer), formal (input of a body) or activation."""
+        """input, param, buffer, cache, state (in an optimizer), formal (body input) or activation."""
         self.pieces = pieces
         """Number of leading axes whose positions are separate allocations: one per iteration of as many loops."""
         self.host = host
@@ -855,7 +855,7 @@ class Tensor(Node):
 
     @property
     def role(self) -> str:
-        """Role of the storage."""
+        """Storage role."""
         return self.storage.role
 
     @property
@@ -890,7 +890,7 @@ class Tensor(Node):
         return distinct(self.sizes, self.strides)
 
     def region(self) -> tuple[object, ...]:
-        """Return a key of the viewed elements: equal for views of the same elements."""
+        """Return a key for the viewed elements: equal for views of the same elements."""
         storage, offset = self.storage, self.offset
         for aliases in (ALIASES.get(), self.graph.root.handed):
             while storage in aliases:
@@ -1043,7 +1043,7 @@ def positive(place: str, value: object) -> Poly:
     return out
 
 
-@cached(1 << 12)  # called for every axis of every tensor, with few distinct values
+@cached(1 << 12)  # called for every axis in every tensor, with few distinct values
 def _is_no_size(size: Poly) -> bool:
     if size.constant is not None:
         return not isinstance(size.constant, int) or size.constant < 1
@@ -1099,22 +1099,22 @@ def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
 
 
 # -- transactions ------------------------------------------------------------------------------------------------------
-# A public function changes a graph completely or not at all: if it raises, or a callback of it does, the undo journal
+# A public function changes a graph completely or not at all: if it raises, or a callback inside does, the undo journal
 # rolls its changes back. Finished graphs refuse changes, and each change invalidates derived results.
 
 T = TypeVar("T")
 
 
 class Journal:
-    """Undo journal of a graph since the outermost transaction began."""
+    """A graph's undo journal since the outermost transaction began."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] | None = None
         self.asked = ""
-        """Name of the outermost public call, for error messages."""
+        """Outermost public call, named in error messages."""
 
     def note(self, undo: Callable[[], object]) -> None:
-        """Record the undo function of a change."""
+        """Record a change's undo function."""
         if self._undo is not None:
             self._undo.append(undo)
 
@@ -1138,7 +1138,7 @@ class Journal:
 
 
 def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Decorate a function to run as a transaction on the graph of its operands, or on the open graph."""
+    """Decorate a function to run as a transaction on its operands' graph, or on the open graph."""
     asked = name or function.__name__
 
     @wraps(function)
@@ -1184,7 +1184,7 @@ def modify(graph: Graph, asked: str) -> None:
 
 
 def changing(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a mutating method of networkx: it needs an open graph and invalidates derived results."""
+    """Wrap a mutating networkx method: it needs an open graph and invalidates derived results."""
 
     @wraps(method)
     def changed(graph: Graph, /, *args: Any, **kwargs: Any) -> None:
@@ -1195,7 +1195,7 @@ def changing(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def append(graph: Graph, tensors: list[Tensor], tensor: Tensor) -> None:
-    """Append to the inputs or outputs of a graph."""
+    """Append to a graph's inputs or outputs."""
     length = len(tensors)
     tensors.append(tensor)
     graph.note(lambda: tensors.__delitem__(slice(length, None)))
@@ -1226,12 +1226,12 @@ class Stated(Carried[T]):
         super().__set__(graph, value)
 
 
-#: Facts of a graph that refer to no tensor: transforms copy them unchanged.
+#: Graph facts that refer to no tensor: transforms copy them unchanged.
 FACTS = ("relations", "defaults", "loss", "layers", "matmul_dtype", "waiting")
 
 
 def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
-    """Copy the facts of a graph to the graph that a transform builds from it.
+    """Copy a graph's facts to the graph that a transform builds from it.
 
     All transforms call this function, so a fact added to `FACTS` reaches all of them.
 
@@ -1252,14 +1252,14 @@ def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
 
 
 # -- symbols and bindings ----------------------------------------------------------------------------------------------
-# Symbolic dimensions of a graph, the conditions on them, and their bound values.
+# Symbolic dimensions in a graph, the conditions on them, and their bound values.
 
 # Larger sizes would make unprintable products.
 _MOST_BITS = 1024
 
 
 def _polys(value: object) -> Iterable[Poly]:
-    """Yield the formulas among the attributes of an op."""
+    """Yield the formulas among an op's attributes."""
     if isinstance(value, Poly):
         yield value
     elif isinstance(value, tuple | list):
@@ -1296,7 +1296,7 @@ def told(graph: Graph, sizes: SizeTuple) -> SizeTuple:
 
 
 def known_names(graph: Graph) -> frozenset[str]:
-    """Return the names of all dimensions of a graph and its bodies."""
+    """Return the names of all dimensions in a graph and its bodies."""
     if "names" not in graph.cache:
         found: set[str] = set()
         seen: set[Poly] = set()
@@ -1315,7 +1315,7 @@ def known_names(graph: Graph) -> frozenset[str]:
 
 
 def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
-    """Yield the constrained formulas of a graph and its bodies: formula, place, least value, whether an integer."""
+    """Yield the constrained formulas in a graph and its bodies: formula, place, least value, whether an integer."""
     for g in graph.bodies():
         none = set(_of_all_iterations(g))
         for t in g.tensors:
@@ -1366,14 +1366,14 @@ def _always(p: Poly, least: int, whole: bool, known: Relations) -> bool:
 
 
 class Bindings(dict[str, Poly]):
-    """Values of the bound symbols, by name."""
+    """Values for bound symbols, by name."""
 
     def __init__(self, graph: Graph, values: Mapping[str, Poly] = MappingProxyType({})) -> None:
         super().__init__(values)
         if "asked" not in graph.cache:
             graph.cache["asked"] = Conditions(graph.root.relations.relations, conditions(graph))
         self.validity = Validity(graph.cache["asked"], tuple(sorted(values.items(), key=itemgetter(0))))
-        """Validity of formulas after substitution."""
+        """Where formulas hold after substitution."""
 
     @property
     def held(self) -> tuple[Validity, ...]:
@@ -1382,7 +1382,7 @@ class Bindings(dict[str, Poly]):
 
 
 def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()) -> Bindings:
-    """Return the value of each bound symbol: the graph's defaults, overridden by the given sizes.
+    """Return the value for each bound symbol: the graph's defaults, overridden by the given sizes.
 
     Values are numbers, or formulas if an assumed equality ties an open symbol to others. Names in `left_open` ignore
     their default. Raise BindingError if a name is not in the graph, a size is not a positive integer or contradicts an
@@ -1410,7 +1410,7 @@ def stages(graph: Graph) -> tuple[Graph, ...]:
 def of_stages(
     graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()
 ) -> list[tuple[Graph, Bindings]]:
-    """Return the stages of a graph, each with its bindings; errors as `bindings`."""
+    """Return a graph's stages, each with its bindings; errors as `bindings`."""
     own = [(g, known_names(g)) for g in stages(graph)]
     every = frozenset[str]().union(*(names for _, names in own))
     return [
@@ -1439,7 +1439,7 @@ def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: s
 
 
 # -- field types -------------------------------------------------------------------------------------------------------
-# Annotated types of op kind fields: each carries a description and a test, used when files are loaded.
+# Annotated types for op kind fields: each carries a description and a test, used when files are loaded.
 
 
 class Limit(NamedTuple):
@@ -1457,7 +1457,7 @@ _known: dict[type, dict[str, Limit]] = {}
 
 
 def hints(record: type) -> dict[str, Any]:
-    """Return the resolved annotations of a record.
+    """Return a record's resolved annotations.
 
     Raise GraphError if one names a type that is imported for type checkers only.
     """
@@ -1470,7 +1470,7 @@ def hints(record: type) -> dict[str, Any]:
 
 
 def limits_of(record: type) -> dict[str, Limit]:
-    """Return the limits of fields, by name; fields with no limit or several have none."""
+    """Return field limits by name; fields with no limit or several have none."""
     if record not in _known:
         limits = {name: _limit(hint) for name, hint in hints(record).items()}
         _known[record] = {name: limit for name, limit in limits.items() if limit is not None}
@@ -1478,7 +1478,7 @@ def limits_of(record: type) -> dict[str, Limit]:
 
 
 def _limit(hint: Any) -> Limit | None:
-    """Return the limit of an annotation: its own, or the only one among its type arguments."""
+    """Return an annotation's limit: its own, or the only one among its type arguments."""
     own = [a for a in getattr(hint, "__metadata__", ()) if isinstance(a, Limit)]
     if own:
         return own[-1]
@@ -1512,18 +1512,18 @@ def is_count(value: object, least: int = 0) -> bool:
 
 
 def all_of(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
-    """Return a test of tuples whose items all pass a test."""
+    """Return a test for tuples whose items all pass a test."""
     return lambda v: isinstance(v, tuple) and all(map(fits, v))
 
 
 def one_of(*words: str) -> Rule:
-    """Return the rule of a field that holds one of some words."""
+    """Return the rule for a field that holds one of some words."""
     text = " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
     return Rule(text, lambda v: isinstance(v, str) and v in words)
 
 
 def optional(expected: str, fits: Callable[[Any], bool]) -> Rule:
-    """Return the rule of a field that may be None."""
+    """Return the rule for a field that may be None."""
     return Rule(expected, lambda v: v is None or fits(v))
 
 
@@ -1641,7 +1641,7 @@ class Domain:
         return replace(self, ranks=())
 
     def _queries(self, queries: Poly, keys: Poly) -> Poly:
-        """Return the queries of all ranks: one per key."""
+        """Return the queries on all ranks: one per key."""
         if queries * self.parts != keys:
             raise ShapeError(f"{queries} queries on each of {self.parts} ranks, expected as many in all as {keys} keys")
         return keys
@@ -1727,7 +1727,7 @@ def adopt(graph: Graph, tensor: Tensor) -> Tensor:
 
 
 def capture(graph: Graph, outer: Tensor) -> Tensor:
-    """Return the formal of this body for a tensor of the enclosing graph, created on first use."""
+    """Return this body's formal for a tensor in the enclosing graph, created on first use."""
     found = graph._captured.get(outer)
     if found is None:
         found = graph._captured[outer] = formal(graph, outer, f"{outer.name}.in", outer.sizes, outer.strides)
@@ -1737,7 +1737,7 @@ def capture(graph: Graph, outer: Tensor) -> Tensor:
 
 
 def export(graph: Graph, tensor: Tensor) -> Tensor:
-    """Return the outer tensor of one made inside this fused body: an outside read forces it to memory."""
+    """Return the outer tensor for one made inside this fused body: an outside read forces it to memory."""
     owner = graph.owner
     assert owner is not None
     if tensor in graph.outputs:
@@ -1756,7 +1756,7 @@ def export(graph: Graph, tensor: Tensor) -> Tensor:
 
 
 def _is_argument(value: object) -> bool:
-    """Return whether a value is a torch op argument: a number, a string, an operand by index, or a list of those."""
+    """Return whether a value is a torch op argument: a number, a string, an operand by index, or a list."""
     if isinstance(value, dict):
         shapes: dict[str, Callable[[object], bool]] = {
             "operand": is_count,
@@ -1797,7 +1797,7 @@ class Call:
         Rule("arguments by name", lambda v: isinstance(v, dict) and all(map(_is_argument, v.values()))),
     ]
     places: Annotated[tuple[int, ...], Rule("a tuple of integers of at least -1", all_of(lambda v: is_count(v, -1)))]
-    """Index of each result among the outputs of the call, -1 for an operand that it mutates."""
+    """Each result's index among the outputs of the call, -1 for an operand that it mutates."""
     rule: Annotated[str, Rule("the name of a rule", lambda v: isinstance(v, str))] = ""
     """Rule that replaced the call by another device's kernel, empty if it ran as recorded."""
     why: Annotated[str, Rule("a text", lambda v: isinstance(v, str))] = ""
@@ -1805,7 +1805,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Name of the op without its overload."""
+        """Op name without its overload."""
         return self.target.partition(".")[0]
 
     def verify(self, operands: int, results: int) -> None:
@@ -1821,7 +1821,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """Inferred metadata of one result."""
+    """Inferred metadata for one result."""
 
     sizes: SizeTuple
     """Shape."""
@@ -1857,7 +1857,7 @@ class Flops:
     """FLOPs by hardware unit: formulas, or numbers once counted."""
 
     matmul: Poly = ZERO
-    """multiplies and adds of contractions, as executed"""
+    """multiplies and adds in contractions, as executed"""
     full: Poly = None  # type: ignore[assignment]  # never None once it is made
     """the same with every domain ignored; equal to `matmul` by default"""
     pointwise: Poly = ZERO
@@ -1888,13 +1888,13 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class OpKind:
-    """Kind of an op: its attributes as fields, and its rules as methods. Missing rules raise, they never count as zero.
+    """Op kind: attributes as fields, and rules as methods. Missing rules raise, they never count as zero.
 
     `costgraph.ops.rules` has rules that many kinds share: assign `flops = rules.free` in the class body.
     """
 
     name: ClassVar[str]
-    """Name of the kind in tables and files."""
+    """Kind name in tables and files."""
     restricted: ClassVar[bool] = False
     """Whether operands may have an attention domain, which `infer` propagates; they are refused otherwise."""
     takes_complex: ClassVar[bool] = False
@@ -1904,7 +1904,7 @@ class OpKind:
     renames: ClassVar[bool] = False
     """Whether it only renames an operand after an in-place write, without reading it."""
     takes_lists: ClassVar[bool] = False
-    """Whether it accepts stacked residuals (one storage per iteration) outside of a loop."""
+    """Whether it accepts stacked residuals (one storage per iteration) outside a loop."""
     passes_gradients: ClassVar[bool] = True
     """Whether it is differentiable."""
     save: Flag = field(default=False, repr=False)
@@ -1917,18 +1917,18 @@ class OpKind:
     """Operands that autograd saves because the backward kernel takes them, even if only for their shapes."""
     grad_memory_format: MemoryFormat = field(default="", repr=False)
     """Memory format into which the backward kernel copies the incoming gradient: contiguous, grad (its own), operand
-    (channels-last if the operand is), bshd (batch, sequence, heads, width) of attention, or empty for no copy."""
+    (channels-last if the operand is), bshd (batch, sequence, heads, width) for attention, or empty for no copy."""
     copies_grad_input: Flag = field(default=False, repr=False)
     """Whether the backward kernel computes in that format and copies the result back into the operand's."""
     copies_matmul_operands: Flag = field(default=False, repr=False)
-    """Whether matmuls of the backward pass copy operands whose layout BLAS does not accept, one at a time."""
+    """Whether backward matmuls copy operands whose layout BLAS does not accept, one at a time."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer shapes, dtypes and layouts of the results; raise if the operands do not fit."""
+        """Infer result shapes, dtypes and layouts; raise if the operands do not fit."""
         raise self._lacks("infer")
 
     def flops(self, op: Op) -> Flops:
-        """Return the FLOPs of an op."""
+        """Return the op's FLOPs."""
         raise self._lacks("flops")
 
     def reads(self, op: Op) -> Sequence[Poly]:
@@ -1940,11 +1940,11 @@ class OpKind:
         raise self._lacks("writes")
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the indices of operands that the op mutates."""
+        """Return the indices of mutated operands."""
         return ()
 
     def parts(self, op: Op) -> Loop | None:
-        """Return the loop of an op that repeats a body, else None."""
+        """Return the loop if the op repeats a body, else None."""
         return None
 
     def placed(self, op: Op) -> Split | None:
@@ -2031,7 +2031,7 @@ class Op(Node):
 
     @property
     def loop(self) -> Loop | None:
-        """Loop view of the op, None if it is not a loop."""
+        """Loop view, None if it is not a loop."""
         return self.kind.parts(self)
 
     @property
@@ -2045,7 +2045,7 @@ class Op(Node):
         return not self.kind.crosses and any(t.storage.host for t in (*self.operands, *self.results))
 
     def state(self, **facts: Any) -> None:
-        """Replace fields of the op's kind."""
+        """Replace fields in the op's kind."""
         before = self.kind
         self.kind = replace(before, **facts)
         self.graph.note(lambda: setattr(self, "kind", before))
@@ -2078,7 +2078,7 @@ class Repeat(Bodied):
     reverse: Flag = False
     """Whether iterations run from the last slice to the first."""
     until: Flag = False
-    """Whether it runs the iterations that precede the current one of the enclosing loop."""
+    """Whether it runs the iterations before the enclosing loop's current one."""
     least: Annotated[int, Rule("0, or nothing", lambda v: v == 0 and is_count(v))] = 1
     """Least iteration count: 0 if the loop may be empty."""
 
@@ -2087,7 +2087,7 @@ class Repeat(Bodied):
         return {**super().limits(), "count": Limit(self.least)}
 
     def parts(self, op: Op) -> Loop:
-        """Return the loop view of an op."""
+        """Return the op's loop view."""
         return Loop(op, self)
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -2130,15 +2130,15 @@ class Repeat(Bodied):
         return Result(sizes, t.dtype, domain=domain, pieces=pieces, host=t.storage.host)
 
     def flops(self, op: Op) -> Flops:
-        """Return zero: the ops of the body are counted themselves."""
+        """Return zero: ops in the body are counted themselves."""
         return Flops()
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return zeros: the ops of the body are counted themselves."""
+        """Return zeros: ops in the body are counted themselves."""
         return (ZERO,) * len(op.operands)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return zeros: the ops of the body are counted themselves."""
+        """Return zeros: ops in the body are counted themselves."""
         return (ZERO,) * len(op.results)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
@@ -2209,7 +2209,7 @@ class Loop:
 
     @cached_property
     def saved(self) -> tuple[Tensor, ...]:
-        """Body outputs: the residuals of one iteration."""
+        """Body outputs: one iteration's residuals."""
         return tuple(self.body.outputs[len(self.body.outputs) - self.kind.saved :])
 
     def revised(self, i: int) -> Tensor | None:
@@ -2230,19 +2230,19 @@ class Loop:
 
 
 def loops(graph: Graph) -> Iterator[Loop]:
-    """Yield the loops of a graph and its bodies."""
+    """Yield the loops in a graph and its bodies."""
     for op in graph.walk():
         if op.loop is not None:
             yield op.loop
 
 
 def is_pass(body: Graph) -> bool:
-    """Return whether a body is a complete forward and backward pass, as of one micro-batch."""
+    """Return whether a body is a complete forward and backward pass, as for one micro-batch."""
     return {"forward", "backward"} <= {op.phase for op in body.ops}
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors view the same elements of a storage, in the same order and shape."""
+    """Return whether two tensors view the same elements in a storage, in the same order and shape."""
     alike = a.storage is b.storage and (a.sizes, a.offset) == (b.sizes, b.offset)
     return alike and all(n == ONE or s == t for n, s, t in zip(a.sizes, a.strides, b.strides, strict=True))
 
@@ -2301,7 +2301,7 @@ def _check_order(graph: Graph) -> None:
 
 
 def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
-    """Yield the storages that a tensor may alias: its own, and those of carries that a loop forwards.
+    """Yield the storages that a tensor may alias: its own, and carries that a loop forwards.
 
     `first` maps a storage to its base tensor, if known: in-place accumulation creates long chains of views.
     """
@@ -2321,7 +2321,7 @@ def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -
 
 
 def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> list[Storage]:
-    """Return the operand storages that an op mutates: itself, or through the carries of its iterations."""
+    """Return the operand storages that an op mutates: itself, or through the carries in its iterations."""
     written = op.kind.overwrites()
     if written:
         return [s for i in written for s in _behind(op.operands[i], first)]
@@ -2517,7 +2517,7 @@ def _need_complex(op: Op) -> None:
 
 
 def _share_scales(op: Op) -> None:
-    """Give formals of block formats the same scale bytes per element as their operands."""
+    """Give formals in block formats the same scale bytes per element as their operands."""
     assert op.body is not None
     pairs = [(f, t) for f, t in zip(op.body.formals, op.operands, strict=False) if f.dtype == t.dtype]
     scaled = [(f, t) for f, t in pairs if t.dtype.block is not None]
@@ -2560,7 +2560,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     name : str
         Name in reports.
     dtype : str or DType
-        Default dtype of inputs and parameters.
+        Default dtype for inputs and parameters.
 
     Raises
     ------
@@ -2596,16 +2596,16 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """Gradients of parameters and inputs; they live from the first contribution to the end."""
     loss = Stated[str | None]()
     handed = Carried[dict[Storage, tuple[Storage, Poly]]]()
-    """Storages of carries that loops forward unchanged, each with the initial storage and an offset."""
+    """Carry storages that loops forward unchanged, each with the initial storage and an offset."""
     sharding = Carried[Sharding | None]()
-    """Mesh and placements of a per-rank graph."""
+    """Mesh and placements in a per-rank graph."""
     parts = Carried[tuple["Graph", ...]]()
     waiting = Carried[Waiting | None]()
-    """Schedule and in-flight micro-batches of a pipeline stage."""
+    """Schedule and in-flight micro-batches in a pipeline stage."""
     matmul_dtype = Stated[str | None]()
-    """Name of the dtype in which the precision policy runs matmuls; None for the declared one."""
+    """Dtype in which the precision policy runs matmuls; None for the declared one."""
     layers = Carried[frozenset[str]]()
-    """Scopes that are one layer each, if a loop iterates over a period of several layers."""
+    """Scopes that are one layer each, if a loop iterates over a period with several layers."""
 
     add_nodes_from = changing(nx.DiGraph.add_nodes_from)
     add_edge = changing(nx.DiGraph.add_edge)
@@ -2653,7 +2653,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def ops(self) -> list[Op]:
-        """Ops in program order, without those of bodies."""
+        """Ops in program order, without those in bodies."""
         return [n for n in self.nodes if isinstance(n, Op)]
 
     @property
@@ -2696,7 +2696,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Input tensors, in the order of their declaration."""
+        """Input tensors in declaration order."""
         return [t for t in self.tensors if t.role == "input"]
 
     # -- declaring -----------------------------------------------------------------------------------------------
@@ -2767,17 +2767,17 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return source(home(self), name, shape, dtype, role)
 
     def output(self, *tensors: Tensor) -> None:
-        """Declare outputs of the graph: they live from their producer to the end.
+        """Declare graph outputs: they live from their producer to the end.
 
         Parameters
         ----------
         *tensors : Tensor
-            Tensors of this graph; repeated calls append.
+            Tensors in this graph; repeated calls append.
 
         Raises
         ------
         GraphError
-            If a value is not a tensor of this graph.
+            If a value is not a tensor in this graph.
         """
         forget(self)
         with self.whole():
@@ -2863,7 +2863,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return self.root.journal.whole(asked)
 
     def note(self, undo: Callable[[], object]) -> None:
-        """Record the undo function of a change."""
+        """Record a change's undo function."""
         self.root.journal.note(undo)
 
     add_node = add_node
@@ -2881,11 +2881,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def captured(self) -> tuple[Tensor, ...]:
-        """Tensors of the enclosing graph that ops of this body read."""
+        """Tensors in the enclosing graph that ops in this body read."""
         return tuple(self._captured)
 
     def start_body(self, name: str, *, fused: bool) -> Graph:
-        """Return an empty body of this graph."""
+        """Return an empty body graph."""
         modify(self, name)
         body = Graph(name, dtype=self.dtype)
         body.parent = self
@@ -2893,12 +2893,12 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return body
 
     def validate(self) -> None:
-        """Check the invariants of the graph.
+        """Check the graph's invariants.
 
         Raises
         ------
         GraphError
-            If program order is broken, no result of a kernel is used, or a tensor is read after an in-place op has
+            If program order is broken, no kernel result is used, or a tensor is read after an in-place op has
             overwritten it.
         """
         check(self)
@@ -2911,7 +2911,7 @@ def need_graph(place: str, graph: object) -> None:
 
 
 def apply(kind: OpKind, operands: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
-    """Append an op to the graph of its operands and return its results."""
+    """Append an op to its operands' graph and return its results."""
     for i, t in enumerate(operands):
         if not isinstance(t, Tensor):
             raise GraphError(f"{kind.name}: operand {i + 1} is {kind_of(t)}, expected a tensor")

@@ -1,4 +1,4 @@
-"""Symbolic sizes and strides: contiguity, views without copies, and the layout of elementwise results.
+"""Symbolic sizes and strides: contiguity, views without copies, and elementwise result layouts.
 
 The rules are torch's, with each symbol assumed to be larger than 1; axes with literal size 1 do not constrain a layout.
 """
@@ -110,7 +110,7 @@ def _is_multiple(p: Poly, of: Poly) -> bool:
 
 @cached(1 << 14)
 def contiguous(sizes: Sizes) -> Sizes:
-    """Return the C-contiguous strides of some sizes."""
+    """Return C-contiguous strides."""
     out = [ONE]
     for size in reversed(sizes[1:]):
         out.append(out[-1] * size)
@@ -126,7 +126,7 @@ def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
 
 
 def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
-    """Return the axes of a dense tensor from slowest to fastest, or None if it is not dense."""
+    """Return a dense tensor's axes from slowest to fastest, or None if it is not dense."""
     left, order, step = list(range(len(sizes))), list[int](), ONE
     while left:
         axis = next((i for i in reversed(left) if sizes[i] == ONE or strides[i] == step), None)
@@ -177,7 +177,7 @@ def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
-    """Return the number of distinct elements of a view: an expanded axis repeats the same ones."""
+    """Return the number of distinct elements in a view: an expanded axis repeats the same ones."""
     return numel([n for n, s in zip(sizes, strides, strict=True) if s])
 
 
@@ -267,7 +267,7 @@ def _at_least_one(ratio: Poly) -> bool:
 
 
 def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
-    """Return the strides of an elementwise result, which keeps the axis order of the operands.
+    """Return an elementwise result's strides, which keep the operands' axis order.
 
     Follows torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
     """
@@ -295,7 +295,7 @@ def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
 
 
 def _aligned(rank: int, sizes: Sizes, strides: Sizes) -> list[Poly]:
-    """Return the strides of an operand under broadcasting: 0 along repeated axes."""
+    """Return an operand's strides under broadcasting: 0 along repeated axes."""
     return [ZERO] * (rank - len(sizes)) + [ZERO if n == ONE else s for n, s in zip(sizes, strides, strict=True)]
 
 

@@ -48,12 +48,12 @@ __all__ = [
 
 # -- convolution and pooling -------------------------------------------------------------------------------------------
 
-#: One number for all axes of a window, or one per axis.
+#: One number for all window axes, or one per axis.
 Extents = Annotated[int | Sequence[int], READ]
 
 
 def each_axis(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
-    """Return one number per axis of a window; a single number applies to all."""
+    """Return one number per window axis; a single number applies to all."""
     values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
     if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
         raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
@@ -102,7 +102,7 @@ def conv(
     name: str = "conv",
     **sizes: object,
 ) -> Tensor:
-    """Convolve: contract a window and the input channels of a group.
+    """Convolve: contract a window and a group's input channels.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _extents(kept: Sequence[Poly], out: Sequence[Poly], window: Sequence[int]) -
 
 
 def _contraction(place: int, indices: Sequence[Affine]) -> Pattern:
-    """Return the pattern of a convolution: batch axes, grouped channels, then sliding axes."""
+    """Return the convolution pattern: batch axes, grouped channels, then sliding axes."""
     batch = [Axes((f"n{i}",)) for i in range(place)]
     taps = [Axes((f"w{i}",)) for i in range(len(indices))]
     out = [Axes((f"o{i}",)) for i in range(len(indices))]
@@ -264,7 +264,7 @@ def pool(
     Returns
     -------
     Tensor
-        FLOPs: one per element of each window.
+        FLOPs: one per element in each window.
 
     Raises
     ------
@@ -291,7 +291,7 @@ def pool(
 def pooling(
     x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents, *, inside: bool = False
 ) -> Pool:
-    """Return the op kind of a pooling over the last axes."""
+    """Return the op kind for pooling over the last axes."""
     indices, out = _slid(x, spans, stride, padding, 1)
     kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
@@ -416,7 +416,7 @@ def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
 def _spread(
     x: Tensor, spans: tuple[int, ...], stride: object, padding: object, more: object, dilation: object
 ) -> tuple[list[Affine], list[Poly]]:
-    """Return the output indices of window elements on the last axes, and the output sizes."""
+    """Return the output indices for window elements on the last axes, and the output sizes."""
     rank = len(spans)
     steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
     pads, rests = each_axis(padding, rank, "padding", 0), each_axis(more, rank, "output_padding", 0)
@@ -459,7 +459,7 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
     Returns
     -------
     Tensor
-        FLOPs: one per element of each window. A single window per axis is a reduction, windows that divide a numeric
+        FLOPs: one per element in each window. A single window per axis is a reduction, windows that divide a numeric
         axis are a pooling, all else is an opaque op with these FLOPs.
 
     Raises
@@ -490,14 +490,14 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
         return pool(x, "mean", window=[int(w or 0) for w in windows], name=name)
     reached = prod((_reached(x, n, k) for n, k in zip(axes, parts, strict=True)), start=prod(kept, start=ONE))
     made = prod(parts, start=prod(kept, start=ONE)) * x.element_bytes()
-    # the gradient needs only the shape of the input, but torch saves all of it
+    # the gradient needs only the input shape, but torch saves all of it
     backward = {"flops": reached.expr, "saves": {"inputs": [0]}, "reads": [made.expr, 0]}
     out: Tensor = opaque(name, [x], ([n.expr for n in (*kept, *parts)], x.dtype), flops=reached.expr, backward=backward)
     return out
 
 
 def _reached(x: Tensor, whole: Poly, parts: Poly) -> Poly:
-    """Return the total size of the windows of one axis.
+    """Return the total window size on one axis.
 
     A boundary between windows that is not an integer lies within an element shared by both. gcd(n, k) - 1 of the k - 1
     boundaries are integers.
@@ -524,9 +524,9 @@ def upsample(
     x : Tensor
         Shape (b, c, ...).
     factor : int
-        Scale factor of each axis.
+        Scale factor for each axis.
     sizes : sequence of sympy.Expr or int, optional
-        Sizes of the axes after the first two, if they are up to `factor` - 1 less than `factor` times the input: an odd
+        Sizes after the first two axes, if they are up to `factor` - 1 less than `factor` times the input: an odd
         axis before it was halved.
     name : str
         Kernel name.
@@ -534,7 +534,7 @@ def upsample(
     Returns
     -------
     Tensor
-        No FLOPs; reads each element once. The gradient adds one FLOP per element of the upsampled tensor.
+        No FLOPs; reads each element once. The gradient adds one FLOP per upsampled element.
 
     Raises
     ------

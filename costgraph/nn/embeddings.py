@@ -1,4 +1,4 @@
-"""Embeddings of tokens, positions, diffusion times and image patches, and the tied output head."""
+"""Embeddings for tokens, positions, diffusion times and image patches, and the tied output head."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def relative_bias(
     heads : sympy.Expr or int
         Query heads.
     buckets : sympy.Expr or int
-        Number of buckets, the rows of the table.
+        Number of buckets, the table rows.
     bidirectional : bool
-        Whether later keys have their own buckets; otherwise they all share the bucket of distance 0.
+        Whether later keys have their own buckets; otherwise they all share the distance-0 bucket.
     dtype : str or DType, optional
-        Dtype of the table, the graph's by default.
+        Table dtype, the graph's by default.
     name : str
-        Scope of the table and ops.
+        Scope for the table and ops.
 
     Returns
     -------
@@ -99,7 +99,7 @@ def relative_bias(
     rows = positive("relative_bias: buckets", buckets)
     # rounded down: bucket counts are added to integer indices
     own = windows_along(rows, 1, 2) if bidirectional else rows  # buckets per direction
-    exact = windows_along(own, 1, 2)  # buckets of a single distance
+    exact = windows_along(own, 1, 2)  # single-distance buckets
 
     def body(queries: Tensor, keys: Tensor) -> Tensor:
         away = rearrange(keys, "t -> 1 t") - rearrange(queries, "s -> s 1")
@@ -118,7 +118,7 @@ def relative_bias(
 
 
 def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, name: str = "timesteps") -> Tensor:
-    """Return sinusoidal embeddings of diffusion times: cosines and sines of time times frequency.
+    """Return sinusoidal embeddings for diffusion times: cosines and sines of time times frequency.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, nam
     dtype : str or DType, optional
         Result dtype, the graph's by default; intermediates are fp32.
     name : str
-        Scope of the frequencies, an fp32 buffer, and of the ops.
+        Scope for the frequencies, an fp32 buffer, and the ops.
 
     Returns
     -------
@@ -170,11 +170,11 @@ def patch_embedding(x: Tensor, size: int, d: object, *, bias: bool = True, name:
     x : Tensor
         Images, shape (b, c, h, w).
     size : int
-        Side of a patch; a remainder at the end of an axis is dropped.
+        Patch side; a remainder at the end of an axis is dropped.
     d : sympy.Expr or int
         Embedding dimension.
     bias : bool
-        Whether there is a bias of size d.
+        Whether there is a bias with size d.
     name : str
         Scope of the parameters and ops.
 
@@ -211,7 +211,7 @@ def patch_embedding(x: Tensor, size: int, d: object, *, bias: bool = True, name:
 def rotary_tables(
     positions: Tensor, size: object, *, base: float = 10000.0, name: str = "rope"
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of rotary position embeddings, once for all layers.
+    """Return cosines and sines for rotary position embeddings, once for all layers.
 
     Parameters
     ----------
@@ -220,9 +220,9 @@ def rotary_tables(
     size : sympy.Expr or int
         Head dimension, even.
     base : float
-        Base of the frequencies' geometric progression; it changes no cost.
+        Base for the geometric progression of frequencies; it changes no cost.
     name : str
-        Scope of the frequencies, an fp32 buffer.
+        Scope for the frequencies, an fp32 buffer.
 
     Returns
     -------
@@ -243,7 +243,7 @@ def rotary_tables(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tensor:
-    """Apply rotary position embeddings to pairs of the last axis, in one kernel (Su et al. 2021, eq. 34).
+    """Apply rotary position embeddings to pairs on the last axis, in one kernel (Su et al. 2021, eq. 34).
 
     Parameters
     ----------

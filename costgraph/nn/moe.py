@@ -64,14 +64,14 @@ def router(
     x : Tensor
         Shape (..., d).
     experts, chosen : sympy.Expr or int
-        Number of experts, and number of experts per token.
+        Number of experts, and experts per token.
     score : str
         softmax: over all experts, with the chosen ones as weights (Mixtral, Qwen). sigmoid: per expert (DeepSeek-V3).
         chosen: top-k of the logits first, then softmax over these (GPT-OSS).
     normalize : bool
-        Whether to divide the weights of a token by their sum.
+        Whether to divide a token's weights by their sum.
     scale : float, optional
-        Factor of the weights.
+        Factor on the weights.
     bias : bool
         Whether the logits have a bias.
     correction : bool
@@ -154,7 +154,7 @@ def _best(
 
 
 def _limited(place: str, scores: Tensor, groups: Poly, kept: object, *, best: int) -> Tensor:
-    """Set the scores outside of the best groups to 0; no remaining score is lower."""
+    """Set scores outside the best groups to 0; no remaining score is lower."""
     size = (scores.sizes[-1] / groups).constant
     if size is not None and (not isinstance(size, int) or size < best):
         raise ShapeError(
@@ -213,7 +213,7 @@ def experts(
     count : sympy.Expr or int
         Number of experts, E.
     f : sympy.Expr or int
-        Width of an expert.
+        Expert width.
     routing : str
         Token distribution, which sets how many experts' weights are read. balanced: the T*k rows are spread evenly over
         Min(E, T*k) experts. expected: independent uniform choices, E*(1 - (1 - k/E)**T) experts on average. capacity:
@@ -221,7 +221,7 @@ def experts(
     capacity : number or sympy.Expr, optional
         Capacity factor, required by `routing="capacity"`.
     activation : callable
-        Activation of the gate, or of the only up-projection.
+        Activation for the gate, or for the only up-projection.
     gate : callable, optional
         `gate(gate, up)`, to replace activation(gate) * up.
     gated : bool
@@ -229,9 +229,9 @@ def experts(
     bias : bool
         Whether the projections have biases, (E, 2*f) and (E, d).
     weigh : str
-        Where weights are multiplied. results: expert outputs, which are saved for the gradient of the weights. inside:
-        the input of the down-projection, in one kernel with the activation that recomputes its intermediates in the
-        backward pass, as `weighted_bias_swiglu_impl` of Megatron-LM (megatron/core/fusions/fused_bias_swiglu.py).
+        Where weights are multiplied. results: expert outputs, which are saved for the weight gradient. inside: the
+        input of the down-projection, in one kernel with the activation that recomputes its intermediates in the
+        backward pass, as `weighted_bias_swiglu_impl` in Megatron-LM (megatron/core/fusions/fused_bias_swiglu.py).
     name : str
         Scope.
 
@@ -308,7 +308,7 @@ def _weighed(join: Callable[..., Tensor], parts: Sequence[Tensor], of_rows: Tens
 
 
 def _combined(rows: Tensor, places: Tensor, weights: Tensor | None, x: Tensor, dropped: Tensor | None = None) -> Tensor:
-    """Gather and sum the rows of each token, weighted or without dropped ones, in one kernel."""
+    """Gather and sum each token's rows, weighted or without dropped ones, in one kernel."""
     by = dropped if weights is None else weights
 
     def body(rows: Tensor, places: Tensor, *by: Tensor) -> Tensor:
@@ -343,13 +343,13 @@ def moe(
     x : Tensor
         Shape (..., d).
     experts, chosen, f : sympy.Expr or int
-        Number of experts, experts per token, and width of an expert.
+        Number of experts, experts per token, and expert width.
     routing, capacity, activation, gate, gated, bias, weigh : object
         As in `experts`; `bias` belongs to the experts.
     name : str
         Scope.
     **options
-        Other arguments of `router`; its bias is `router_bias`.
+        Other arguments for `router`; its bias is `router_bias`.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Layers of recommendation models: embedding bags and feature interactions."""
+"""Layers for recommendation models: embedding bags and feature interactions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
     table : Tensor
         Shape (v, d).
     mode : str
-        Reduction over the lookups of a sample: sum, mean or max.
+        Reduction over a sample's lookups: sum, mean or max.
     name : str
         Kernel name.
 
@@ -38,7 +38,7 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
     -------
     Tensor
         Shape (b, d). FLOPs: 1 per looked-up element. Reads the indices and the selected rows, not the table; writes
-        only the result. The gradient of the table is dense, as in torch with `sparse=False`.
+        only the result. The table gradient is dense, as in torch with `sparse=False`.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
 
 
 def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction") -> Tensor:
-    """Return the dot products of all pairs of vectors of a sample (Naumov et al. 2019, arXiv 1906.00091).
+    """Return the dot products of all vector pairs in a sample (Naumov et al. 2019, arXiv 1906.00091).
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction
     itself : bool
         Whether to include each vector's product with itself.
     name : str
-        Scope of the ops, and of the pair indices, a buffer.
+        Scope for the ops and the pair indices, a buffer.
 
     Returns
     -------

@@ -52,7 +52,7 @@ def recurrence(
 def recurrence(
     step: Callable[..., tuple[Carry, Carry]], start: Carry, xs: Carry, *, axis: int = 1, name: str = "time"
 ) -> Carry:
-    """Scan over the positions of a sequence, on any axis, carrying a state.
+    """Scan over sequence positions, on any axis, carrying a state.
 
     If `start` comes from `initial_state`, `decode` continues from the last state with one iteration per new position.
     Inside `cg.kernel(...)` the states never reach memory.
@@ -66,20 +66,20 @@ def recurrence(
     xs : Tensor or tuple of Tensor
         Inputs, with the positions on the same axis.
     axis : int
-        Axis of positions, in `xs` and in the result.
+        Position axis, in `xs` and in the result.
     name : str
-        Name of the loop.
+        Loop name.
 
     Returns
     -------
     Tensor or tuple of Tensor
-        Outputs of all positions, stacked on that axis. FLOPs and bytes are those of `step` times the number of
+        Outputs at all positions, stacked on that axis. FLOPs and bytes are those of `step` times the number of
         positions.
 
     Raises
     ------
     GraphError, ShapeError
-        If an argument is not a tensor, the axis does not exist, or results of `step` do not match its arguments.
+        If an argument is not a tensor, the axis does not exist, or the results from `step` do not match its arguments.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def recurrence(
 
 
 def _moved(place: str, t: Tensor, axis: int, *, first: bool) -> Tensor:
-    """Return a view with the axis of positions moved to the front, or back."""
+    """Return a view with the position axis moved to the front, or back."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -t.ndim <= axis < t.ndim:
         raise ShapeError(f"{place}: axis {axis!r} of {t!r}, expected an integer from {-t.ndim} to {t.ndim - 1}")
     names = [f"a{i}" for i in range(t.ndim)]
@@ -198,7 +198,7 @@ def token_shift(x: Tensor, *, name: str = "shift") -> Tensor:
     x : Tensor
         Sequence with positions on its second axis.
     name : str
-        Op name, and of the cache.
+        Name of op and cache.
 
     Returns
     -------
@@ -330,16 +330,16 @@ def lstm(x: Tensor, hidden: object, *, bias: bool = True, name: str = "lstm") ->
     x : Tensor
         Shape (b, s, d).
     hidden : sympy.Expr or int
-        Width of the state.
+        State width.
     bias : bool
-        Whether there are both of torch's biases, 4*hidden each.
+        Whether there are both torch biases, 4*hidden each.
     name : str
-        Scope of the layer.
+        Layer scope.
 
     Returns
     -------
     Tensor
-        FLOPs of kind matmul: 2*b*s*4*hidden*(d + hidden). One matmul covers the inputs of all positions; each position
+        FLOPs of kind matmul: 2*b*s*4*hidden*(d + hidden). One matmul covers the inputs at all positions; each position
         then multiplies its state and updates it in one kernel.
 
     Raises

@@ -1,4 +1,4 @@
-"""Stacks of layers of several kinds, such as alternating window and full attention."""
+"""Layer stacks with several kinds of layer, such as alternating window and full attention."""
 
 from __future__ import annotations
 
@@ -61,32 +61,32 @@ def layers(
     rest: int = 0,
     name: str = "layers",
 ) -> Carry:
-    """Apply layers in a periodic pattern of kinds; the count may be a symbol.
+    """Apply layers whose kinds alternate periodically; the count may be a symbol.
 
     Parameters
     ----------
     count : sympy.Expr or int
-        Total number of layers: `rest`, plus a positive multiple of the length of `kinds`.
+        Total number of layers: `rest`, plus a positive multiple of `len(kinds)`.
     bodies : mapping of str to callable
         One layer per kind, `body(x) -> x` as in `repeat`; called once per run of equal kinds.
     x : Tensor or tuple of Tensor
-        Input of the first layer; a tuple is passed as several arguments.
+        First layer's input; a tuple is passed as several arguments.
     kinds : sequence of str
-        Kinds of the layers in one period; with several kinds they are also scopes.
+        Layer kinds in one period; several kinds are also scopes.
     rest : int
-        Number of layers of an incomplete last period.
+        Number of layers in an incomplete last period.
     name : str
-        Scope of the layers; those of the incomplete period have the suffix `_rest`.
+        Layer scope; an incomplete period has the suffix `_rest`.
 
     Returns
     -------
     Tensor or tuple of Tensor
-        Output of the last layer.
+        Last layer's output.
 
     Raises
     ------
     GraphError, ShapeError
-        If an argument is invalid, or the results of a body do not match its arguments. An invalid `count` is a
+        If an argument is invalid, or a body's results do not match its arguments. An invalid `count` is a
         BindingError once it is bound.
 
     Examples

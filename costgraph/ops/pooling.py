@@ -46,23 +46,23 @@ _POOLING = Rule("max or mean", lambda v: v in ("max", "mean"))
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed(OpKind):
-    """Base of a pooling and its gradient."""
+    """Base class for a pooling and its gradient."""
 
     pattern: Pattern
     """Windows that slide over the pooled tensor."""
     extents: Extents
-    """Size of every axis of the pattern."""
+    """Size of every pattern axis."""
     operation: Annotated[str, _POOLING]
     inside: Flag = False
     """Whether a mean excludes padding, as torch's `count_include_pad=False`."""
 
     @property
     def made(self) -> tuple[Poly, ...]:
-        """Shape of the pooled result."""
+        """Pooled shape."""
         return tuple(self.extents[n] for n in self.pattern.result_names)
 
     def flops(self, op: Op) -> Flops:
-        """Count one per index point: each element of each window."""
+        """Count one per index point: each element in each window."""
         return Flops(pointwise=prod(self.extents.values(), start=ONE))
 
     def split(self, op: Op, x: Tensor) -> Split:
@@ -99,7 +99,7 @@ class Pool(Windowed):
 
     name = "pool"
     indices: Flag = False
-    """Whether it also returns the index of each maximum, which the backward pass reads."""
+    """Whether it also returns the indices of maxima, for the backward pass."""
     writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -125,13 +125,13 @@ class Pool(Windowed):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Unpool(Windowed, Working):
-    """Gradient of a pooling, from the incoming gradient, the input and, for a maximum, the indices."""
+    """Pooling gradient, from the incoming gradient, the input and, for a maximum, the indices."""
 
     name = "unpool"
     writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the gradient of the input."""
+        """Infer the input gradient."""
         count = 3 if self.operation == "max" else 2
         need(len(operands) == count, f"{len(operands)} operands of a {self.operation}")
         gradient, x, *indices = operands
@@ -141,7 +141,7 @@ class Unpool(Windowed, Working):
         return [Result(x.sizes, x.dtype, dense_in(x.sizes, memory_format(x.sizes, x.strides)))]
 
     def flops(self, op: Op) -> Flops:
-        """Count an addition per element of each window, or for a maximum one per window."""
+        """Count an addition per element in each window, or for a maximum one per window."""
         return Flops(pointwise=op.operands[0].numel) if self.operation == "max" else super().flops(op)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:

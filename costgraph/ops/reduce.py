@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REDUCTIONS", "Reduce", "reduce"]
 
-#: Operations of `reduce`; each costs one FLOP per element that is reduced.
+#: Operations for `reduce`; each costs one FLOP per reduced element.
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin")
 
 
@@ -56,7 +56,7 @@ class Reduce(OpKind):
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer one contiguous result, whatever the memory order of the operand."""
+        """Infer one contiguous result, whatever the operand's memory order."""
         rules.need_operands(self, operands, 1)
         x, operation = operands[0], self.operation
         if x.dtype.kind == "complex" and operation not in ("sum", "mean"):
@@ -111,9 +111,9 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
     operation : str
         sum, mean, max, min, prod, any, all, argmax or argmin.
     name : str
-        Op name, by default that of the operation.
+        Op name, by default the operation.
     **sizes : sympy.Expr or int
-        Sizes of split axes.
+        Split axis sizes.
 
     Returns
     -------

@@ -48,7 +48,7 @@ def need_operands(kind: OpKind, operands: Sequence[Tensor], count: int) -> None:
 
 
 def elements(t: Tensor) -> Poly:
-    """Return the number of distinct elements of a tensor, without those outside of its domain."""
+    """Count a tensor's distinct elements within its domain."""
     return points(t, stored=True)
 
 
@@ -78,7 +78,7 @@ def free(kind: OpKind, op: Op) -> Flops:
 
 
 def in_the_body(kind: OpKind, op: Op) -> Flops:
-    """Return no FLOPs: the ops of the body are counted themselves."""
+    """Return no FLOPs: ops in the body are counted themselves."""
     return Flops()
 
 
@@ -97,7 +97,7 @@ def _parts(t: Tensor) -> int:
 
 
 def applied(count: Poly, *functions: Function) -> Flops:
-    """Return the FLOPs of functions applied in sequence at `count` points."""
+    """Return the FLOPs for functions applied in sequence at `count` points."""
     return Flops(
         pointwise=count * sum(f.flops for f in functions),
         transcendental=count * sum(f.transcendentals for f in functions),
@@ -113,12 +113,12 @@ def nothing(kind: OpKind, op: Op) -> tuple[Poly, ...]:
 
 
 def whole(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return the distinct elements of every operand, shared ones once."""
+    """Return the distinct elements in every operand, shared ones once."""
     return once(op, [elements(t) for t in op.operands])
 
 
 def under_the_result(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return the elements of every operand that the result reaches by broadcasting."""
+    """Return the elements that the result reaches in every operand by broadcasting."""
     made = op.results[0]
     if made.domain is None:
         return whole(kind, op)
@@ -143,7 +143,7 @@ def no_operands(kind: OpKind, op: Op) -> tuple[Poly, ...]:
 def reached_by_index(
     op: Op, pattern: Pattern, extents: Mapping[str, Poly], restriction: tuple[Domain, str, str] | None = None
 ) -> tuple[Poly, ...]:
-    """Return the elements of each operand that the index points of a contraction reach."""
+    """Return the elements that a contraction's index points reach in each operand."""
     amounts = []
     for i, t in enumerate(op.operands):
         # an expanded axis repeats the same elements
@@ -169,7 +169,7 @@ def reached_by_index(
 
 
 def _reached(index: Affine, extents: Mapping[str, Poly], size: Poly) -> Poly:
-    """Count the positions of an axis that an affine index reaches, without padding.
+    """Count the positions that an affine index reaches on an axis, without padding.
 
     With `stride*h + dilation*r - padding`, the window positions fall into residue classes modulo the stride. Within a
     class, each starts a run with one position per h.

@@ -1,4 +1,4 @@
-"""Named sharding rules that op kinds assign: correspondences between the axes of operands and results."""
+"""Named sharding rules that op kinds assign: how operand and result axes correspond."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Labels = tuple[tuple[str, ...], ...]
 
 
 def local_of(names: Sequence[tuple[str, ...]], extents: Mapping[str, Poly]) -> Sizes:
-    """Return axis sizes from the sizes of their factors."""
+    """Return axis sizes from factor sizes."""
     return tuple(numel([extents[n] for n in axis]) for axis in names)
 
 
@@ -59,17 +59,17 @@ def alike(
 
 
 def as_it_is(kind: OpKind, op: Op) -> Split:
-    """Let the result inherit the placement of the first operand, regardless of the others."""
+    """Let the result inherit the first operand's placement, regardless of the others."""
     return alike(op, linear=True, others=range(1, len(op.operands)))
 
 
 def same_shape(kind: OpKind, op: Op) -> Split:
-    """Match operands of one shape elementwise, with optional scalars."""
+    """Match operands elementwise, with optional scalars."""
     return alike(op)
 
 
 def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Split:
-    """Return the rule of an op with several blocks along an axis on one side, and one block on the other."""
+    """Extend a rule to an op with several blocks along an axis on one side, and one block on the other."""
 
     def several(labels: Labels) -> Labels:
         return tuple(("n", *names) if i == axis else names for i, names in enumerate(labels))
@@ -81,12 +81,12 @@ def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Spli
 
 
 def summed(kind: OpKind, op: Op) -> Split:
-    """Match operands of one shape elementwise; partial sums give partial sums."""
+    """Match operands elementwise; partial sums give partial sums."""
     return alike(op, linear=True)
 
 
 def across(op: Op, operands: Sequence[Labels], result: Labels, local: Any, **facts: Any) -> Split:
-    """Return the rule of an op with one result; extents are read from axes with a single factor."""
+    """Return a rule for one result; extents are read from axes with a single factor."""
     extents: dict[str, Poly] = {}
     for labels, t in (*zip(operands, op.operands, strict=False), (result, op.results[0])):
         for names, size in zip(labels, t.sizes, strict=True):
@@ -96,7 +96,7 @@ def across(op: Op, operands: Sequence[Labels], result: Labels, local: Any, **fac
 
 
 def fresh(kind: Any, op: Op) -> Split:
-    """Create a tensor with the local sizes of a rank."""
+    """Create a tensor with local sizes."""
     names = tuple((f"a{i}",) for i in range(op.results[0].ndim))
     return across(op, (), names, lambda extents, ranks: replace(kind, sizes=local_of(names, extents)))
 
@@ -104,10 +104,10 @@ def fresh(kind: Any, op: Op) -> Split:
 def refined(
     a: Sizes, b: Sizes, same: Any
 ) -> tuple[dict[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
-    """Return common factors of two shapes with the same number of elements.
+    """Return common factors of two shapes with equal element count.
 
-    Return the size of each factor by name, the factors of each axis of both shapes, and the factors that cannot be
-    split because one shape has no counterpart.
+    Return factor sizes by name, the factors in each axis for both shapes, and the factors that cannot be split because
+    one shape has no counterpart.
     """
     extents: dict[str, Poly] = {}
     left: list[list[str]] = [[] for _ in a]
@@ -123,7 +123,7 @@ def refined(
             right[at].append(name)
         return name
 
-    # long: one case for each order of the axis boundaries of both shapes
+    # long: one case for each order in which axis boundaries may follow
     p = [(i, n) for i, n in enumerate(a) if n != ONE]
     q = [(j, n) for j, n in enumerate(b) if n != ONE]
     while p and q:

@@ -1,4 +1,4 @@
-"""Op kinds of optimizer updates: fused elementwise steps, gradient unscaling and zeroing, all in place."""
+"""Op kinds for optimizer updates: fused elementwise steps, gradient unscaling and zeroing, all in place."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 
 # torch's `addcmul` and `addcdiv` formulas also multiply by 1
 def _product(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Return the gradients of both factors of a scaled product."""
+    """Return the gradients for both factors in a scaled product."""
     return ("mul", "g", ("mul", b, number)), ("mul", "g", ("mul", a, number))
 
 
 def _quotient(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Return the gradients of both parts of a scaled quotient."""
+    """Return the gradients for numerator and denominator in a scaled quotient."""
     return ("mul", "g", ("div", number, b)), ("mul", ("neg", "g"), ("div", ("mul", a, number), ("mul", b, b)))
 
 
@@ -68,7 +68,7 @@ NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no n
 
 
 class Step(NamedTuple):
-    """Elementwise function of registers and scalars."""
+    """Elementwise function on registers and scalars."""
 
     function: Function
     scalars: tuple[complex | Poly | None, ...]
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InPlace(OpKind):
-    """Kind of op that mutates its single tensor, with optional scalar operands."""
+    """In-place op on a single tensor, with optional scalar operands."""
 
     writes = rules.all_results
     placed = sharding_rule.same_shape
@@ -129,7 +129,7 @@ class FusedUpdate(OpKind):
     changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))]
     """Operands that are mutated."""
     updated: Count
-    """Number of operands that are tensors of one shape; the others are scalars."""
+    """Number of equally shaped tensor operands; the others are scalars."""
     reads, writes = rules.whole, rules.all_results
     placed = sharding_rule.same_shape
 
@@ -148,7 +148,7 @@ class FusedUpdate(OpKind):
         return [itself(operands[i], i) for i in self.changed]
 
     def flops(self, op: Op) -> Flops:
-        """Count the FLOPs of all steps per element."""
+        """Sum the FLOPs in all steps, per element."""
         return rules.applied(rules.points(op.operands[0]), *(step.function for step in self.steps))
 
     def overwrites(self) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class FusedUpdate(OpKind):
         return self.changed
 
     def _need_description(self, operands: Sequence[Tensor]) -> None:
-        """Raise GraphError if the fields do not describe an update of the operands."""
+        """Raise GraphError if the fields do not describe an update on the operands."""
         if not self.updated <= len(operands) or not 0 < len(set(self.changed)) == len(self.changed):
             raise GraphError(
                 f"fused update: {shown(self.updated)} tensors, of which {shown(self.changed)} change in place, "

@@ -1,4 +1,4 @@
-"""Elements of a tensor that the ops of a graph read in total: disjoint slices add up, overlapping reads do not."""
+"""Total elements that ops read from a tensor: disjoint slices add up, overlapping reads do not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = [
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:
-    """Return the distinct elements of a tensor that the ops of a graph and its bodies read, also through views.
+    """Return the distinct elements that ops in a graph and its bodies read from a tensor, also through views.
 
-    Of readers that may overlap only the widest counts, so the result is a lower bound.
+    If readers may overlap, only the widest counts, so the result is a lower bound.
     """
     most = ZERO
     slices: dict[int, list[tuple[Poly, Poly, Poly]]] = {}
@@ -70,7 +70,7 @@ def _read_by_loop(loop: Loop, i: int) -> Poly:
 
 
 def together(tensors: Sequence[Tensor]) -> Poly:
-    """Return the distinct elements of tensors in one storage: disjoint slices add up, others may overlap."""
+    """Return the distinct elements in tensors that share a storage: disjoint slices add up, others may overlap."""
     if len(tensors) == 1:
         return points(tensors[0], stored=True)
     cuts = [(t, op.operands[0], op.kind) for t in tensors if (op := t.producer) and isinstance(op.kind, Slice)]
@@ -83,7 +83,7 @@ def together(tensors: Sequence[Tensor]) -> Poly:
 
 
 def _together(parts: list[tuple[Poly, Poly, Poly]]) -> Poly:
-    """Add up slices of one axis that provably do not overlap; otherwise return the widest."""
+    """Add up slices on one axis if they provably do not overlap; otherwise return the widest."""
     parts = list(dict.fromkeys(parts))
     if all(begin.constant is not None for begin, _, _ in parts):
         parts.sort(key=lambda part: part[0].constant or 0)

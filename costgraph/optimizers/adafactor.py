@@ -1,4 +1,4 @@
-"""Adafactor: Adam with the second moments of matrices factored into row and column means."""
+"""Adafactor, which factors second moments into row and column means."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Adafactor(Optimizer):
     lr: float = 1e-2
     implementation: str = "for-loop"  # torch's default for Adafactor
     beta2_decay: float = -0.8
-    """Exponent of the step number in the decay of the second moment."""
+    """Exponent of the step number in the second moment's decay."""
     eps: tuple[float | None, float] = (None, 1e-3)
     """Lower bounds of the second moment, by default the dtype's epsilon, and of a parameter's size."""
     d: float = 1.0
@@ -108,7 +108,7 @@ class Adafactor(Optimizer):
     def _factored(
         self, calls: Calls, g: Column, states: tuple[Column, ...], new: float, eps: float
     ) -> tuple[Column, list[Column]]:
-        """Estimate the second moment of matrices from their row and column means, which are returned too."""
+        """Estimate second moments from row and column means, which are returned too."""
         means, averages = [], []
         for variance, axis in zip(states, (-1, -2), strict=True):
             (mean,) = calls.each("norm", partial(norm, axis=axis), g)
@@ -139,7 +139,7 @@ def _add_scaled(p: Tensor, update: Tensor, rate: Tensor) -> Tensor:
 
 
 def _rate(optimizer: Adafactor, size: Tensor, change: Tensor) -> Tensor:
-    """Return minus the step size: parameter size times learning rate, over the clipping factor of the update."""
+    """Return minus the step size: parameter size times learning rate, over the update's clipping factor."""
     rate = min(optimizer.lr, 1 / optimizer.step**0.5)
     size = pointwise("mul", pointwise("maximum", size, optimizer.eps[1]), -rate)
     return pointwise("div", size, pointwise("maximum", pointwise("div", change, optimizer.d), 1.0))
