@@ -346,7 +346,7 @@ class Placement:
         return tuple(size_of(dim, n) for dim, n in zip(self.dims, sizes, strict=True))
 
     def without(self, axes: Iterable[str], mesh: Mesh) -> Placement:
-        """Return the placement after all-gathering along some mesh axes."""
+        """Return the placement after gathering and reducing along some mesh axes."""
         gone = set(axes)
         dims = tuple(tidy(mesh[f] if f in gone and isinstance(f, str) else f for f in dim) for dim in self.dims)
         return Placement(dims, tuple(p for p in self.partial if p[0] not in gone))
@@ -385,7 +385,7 @@ def size_of(factors: Factors, whole: Poly) -> Poly:
 
 
 def blocks(factors: Factors, axis: str) -> Poly:
-    """Return the number of blocks before a rank's own block on a mesh axis."""
+    """Return the number of blocks that a mesh axis splits one by one; 1 if shards are contiguous."""
     return prod((f for f in factors[: factors.index(axis)] if not isinstance(f, str)), start=ONE)
 
 
@@ -1373,7 +1373,7 @@ class Bindings(dict[str, Poly]):
         if "asked" not in graph.cache:
             graph.cache["asked"] = Conditions(graph.root.relations.relations, conditions(graph))
         self.validity = Validity(graph.cache["asked"], tuple(sorted(values.items(), key=itemgetter(0))))
-        """Where formulas hold after substitution."""
+        """Validity conditions of formulas after substitution."""
 
     @property
     def held(self) -> tuple[Validity, ...]:

@@ -526,7 +526,7 @@ def upsample(
     factor : int
         Scale factor for each axis.
     sizes : sequence of sympy.Expr or int, optional
-        Sizes after the first two axes, if they are up to `factor` - 1 less than `factor` times the input: an odd
+        Sizes of all axes after the first two, if they are up to `factor` - 1 less than `factor` times the input: an odd
         axis before it was halved.
     name : str
         Kernel name.

@@ -367,7 +367,7 @@ def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None
 
 
 def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
-    """Return the first operand domain."""
+    """Return the domain of the first operand that has one."""
     for dims, t in zip(pattern.operands, operands, strict=True):
         if t.domain is not None:
             domain, query, key = t.domain

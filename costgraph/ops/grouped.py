@@ -105,7 +105,7 @@ def _is_above_zero(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(OpKind):
-    """Sort of expert choices by expert."""
+    """Expert choices sorted by expert."""
 
     name = "dispatch"
     experts: Size

@@ -122,7 +122,7 @@ def stop_gradient(x: Tensor, *, name: str = "stop_gradient") -> Tensor:
     Returns
     -------
     Tensor
-        A view of `x`, without FLOPs or bytes. The backward pass skips ops that depend on gradients through it only.
+        A view of `x`, without FLOPs or bytes. Ops whose operands are all constant get no backward pass.
 
     Raises
     ------
