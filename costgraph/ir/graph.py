@@ -1403,7 +1403,7 @@ def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str
 
 
 def stages(graph: Graph) -> tuple[Graph, ...]:
-    """Graphs of the distinct pipeline stages (first, middle, last), or the graph itself without a pipeline."""
+    """Return one graph per kind of pipeline stage (first, middle, last), or the graph itself without a pipeline."""
     return graph.parts or (graph,)
 
 
@@ -1666,8 +1666,8 @@ class Domain:
 
         Notes
         -----
-        Rank r = 0..P-1 has b queries, whose own positions are b keys; of the r*b keys before them it sees as many as
-        its first query does, min(r*b, W - 1), and without `causal` as many of those after rank P - 1 - r. With
+        Rank r = 0..P-1 has b queries, whose own positions are b keys. Of the r*b earlier keys it sees as many as its
+        first query does, min(r*b, W - 1); without `causal`, rank P - 1 - r sees as many later keys. With
         f = min(P - 1, floor((W - 1)/b)) the sum over all ranks is b*f*(f + 1)/2 + (P - 1 - f)*(W - 1).
         """
         if self.ranks:

@@ -51,7 +51,7 @@ __all__ = ["Muon", "has_matrix"]
 
 def has_matrix(slot: Slot) -> bool:
     """Return whether a parameter has two or more axes and is not a bias."""
-    # a bias may have several axes, those of the output that it is added to
+    # a bias may have several axes, as its output does
     return len(slot.axes()) > 1 and base_name(slot.param.storage.name).rpartition("/")[2] != "bias"
 
 
