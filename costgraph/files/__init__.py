@@ -1,1 +1,1 @@
-"""Graphs as files: written, read, and held to what an op may say."""
+"""Saved graphs and checkpoint headers."""

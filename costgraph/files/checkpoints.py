@@ -1,9 +1,8 @@
-"""What a checkpoint holds, read from the headers of its files: names, shapes, formats and bytes, and no data.
+"""Checkpoint headers: tensor names, shapes, dtypes and bytes from safetensors and GGUF files, without the data.
 
-A safetensors file begins with the length of its header in 8 bytes, little-endian, and the header, a JSON object of
-`dtype`, `shape` and `data_offsets` for each tensor; the data follow without a gap
-(https://huggingface.co/docs/safetensors, "Format"). An index names the file of each tensor of a model in several files.
-GGUF is read beside.
+A safetensors file starts with the header length (8 bytes, little-endian) and the header, a JSON object with
+`dtype`, `shape` and `data_offsets` per tensor; the data follow without gaps (https://huggingface.co/docs/safetensors,
+"Format"). An index maps each tensor of a sharded checkpoint to its file.
 """
 
 from __future__ import annotations
@@ -36,21 +35,18 @@ __all__ = [
 ]
 
 
-# -- gguf --------------------------------------------------------------------------------------------------------------
-# What a GGUF file says of itself before its data: fields, and the name, shape, format and place of each tensor.
-#
-# The format is little-endian: a count of tensors and of fields, the fields, the tensors with their sizes from the
-# fastest axis on, and the data behind, each tensor at a multiple of the alignment
-# (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). It is read here, as the package of that name maps whole
-# files into memory and makes an array of each word of a vocabulary.
+# -- GGUF --------------------------------------------------------------------------------------------------------------
+# Little-endian: counts of tensors and metadata fields, the fields, the tensor infos with sizes from the fastest axis
+# on, and the data, with each tensor at a multiple of the alignment
+# (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf package is not used, as it maps whole files into
+# memory and creates an array for each vocabulary entry.
 
-#: Bytes of all that stands before the data: vocabularies of 260,000 words take some 10 MB.
+#: Header limit in bytes: vocabularies with 260,000 words take about 10 MB.
 _LARGEST = 2**26
 _MOST_DIMS, _MOST = 8, 2**63 - 1
 _EXPECTED = "a GGUF file"
 
-#: Formats by their numbers (ggml.h, `ggml_type`): a name, the library's where it has it, and elements and bytes of a
-#: block.
+#: Formats by number (ggml.h, `ggml_type`): name, as in `costgraph.dtypes` if there, elements and bytes of a block.
 FORMATS = {
     0: ("fp32", 1, 4), 1: ("fp16", 1, 2), 2: ("q4_0", 32, 18), 3: ("q4_1", 32, 20), 6: ("q5_0", 32, 22),
     7: ("q5_1", 32, 24), 8: ("q8_0", 32, 34), 9: ("q8_1", 32, 40), 10: ("q2_k", 256, 84), 11: ("q3_k", 256, 110),
@@ -62,7 +58,7 @@ FORMATS = {
     39: ("mxfp4", 32, 17), 40: ("nvfp4", 64, 36), 41: ("q1_0", 128, 18),
 }  # fmt: skip
 
-#: What `general.file_type` says of all matrices (llama.h, `llama_ftype`): a float format, or a mixture.
+#: Dtype or mixture of the matrices by `general.file_type` (llama.h, `llama_ftype`).
 FILE_TYPES = {
     0: "fp32", 1: "fp16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "bf16",
@@ -74,7 +70,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file: its shape as torch has it, outermost axis first."""
+    """Tensor in a GGUF file; the shape is outermost axis first, as in torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,7 +80,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Gguf:
-    """Fields, of those that are arrays their lengths alone, and tensors."""
+    """GGUF header: scalar fields, lengths of array fields, and tensors."""
 
     fields: Mapping[str, Any]
     lengths: Mapping[str, int]
@@ -92,7 +88,7 @@ class Gguf:
 
 
 class _Reader:
-    """The bytes before the data, from which one thing after the other is taken."""
+    """Cursor over the header bytes."""
 
     def __init__(self, raw: bytes, place: str) -> None:
         self.raw, self.place, self.at = raw, place, 0
@@ -128,7 +124,7 @@ class _Reader:
         if of in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[of]}"))
         elif of == _STRING:
-            for _ in range(count):  # each takes 8 bytes at least
+            for _ in range(count):  # each takes at least 8 bytes
                 self.skip(self.number("Q"))
         else:
             raise FormatError(f"{place}: an array of type {of}, expected numbers or texts")
@@ -136,9 +132,9 @@ class _Reader:
 
 
 def read_gguf(path: str) -> Gguf:
-    """Read what stands before the data of a file.
+    """Read a GGUF header.
 
-    FormatError if it cannot be read, or is not as the format says: the text says where.
+    Raise FormatError if it cannot be read or violates the format; the message says where.
     """
     place = place_of(path)
     raw, size = read_start(path, place, _LARGEST, _EXPECTED)
@@ -151,7 +147,7 @@ def read_gguf(path: str) -> Gguf:
         raise FormatError(f"{place}: version {version}, expected 2 or 3, little-endian")
     tensors, fields = reader.number("Q"), reader.number("Q")
     found, lengths = dict[str, Any](), dict[str, int]()
-    for _ in range(fields):  # each takes 12 bytes at least, as a tensor does
+    for _ in range(fields):  # each takes at least 12 bytes, as does a tensor
         name, kind = reader.text(), reader.number("I")
         if name in found or name in lengths:
             raise FormatError(f"{place}: {shorten(name)} twice, expected it once")
@@ -180,7 +176,7 @@ def _tensor(reader: _Reader) -> tuple[Stored, int]:
 
 
 def _check_places(placed: list[tuple[Stored, int]], fields: Mapping[str, Any], end: int, size: int, place: str) -> None:
-    """Refuse tensors of one name, on top of each other, or outside the file."""
+    """Raise FormatError if tensors share a name, overlap, or exceed the file."""
     step = fields.get("general.alignment", 32)
     if type(step) is not int or not 0 < step <= _LARGEST:
         raise FormatError(f"{place}: general.alignment is {shown(step)}, expected a number of bytes")
@@ -196,13 +192,13 @@ def _check_places(placed: list[tuple[Stored, int]], fields: Mapping[str, Any], e
         at = start + tensor.bytes
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+# -- safetensors -------------------------------------------------------------------------------------------------------
 
-#: Bytes of a header or an index: of the largest models they have 10 MB.
+#: Header and index limit in bytes: those of the largest models take 10 MB.
 _LARGEST_HEADER = 2**24
 _MOST_FILES = 2**12
 
-#: Formats by the words of a file: as the library names them where it has them, and bits of an element.
+#: Formats by safetensors dtype: name, as in `costgraph.dtypes` if there, and bits per element.
 _FORMATS = {
     "BOOL": ("bool", 8), "U8": ("uint8", 8), "I8": ("int8", 8), "U16": ("uint16", 16), "I16": ("int16", 16),
     "U32": ("uint32", 32), "I32": ("int32", 32), "U64": ("uint64", 64), "I64": ("int64", 64), "F16": ("fp16", 16),
@@ -216,45 +212,45 @@ _FORMATS = {
 @guarded()
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a checkpoint."""
+    """Checkpoint tensor."""
 
     name: str
-    """as the file has it"""
+    """name in the file"""
     shape: tuple[int, ...]
-    """sizes of its axes, as the file has them"""
+    """shape in the file"""
     format: str
-    """number format, by the library's name where it has it"""
+    """dtype, as in `costgraph.dtypes` if there"""
     bytes: int
-    """bytes that it takes in the file"""
+    """bytes in the file"""
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Weights(Table):
-    """What a checkpoint holds: a table of its tensors, with their number, elements and bytes below."""
+    """Table of checkpoint tensors, with total tensors, elements and bytes."""
 
     rows: tuple[Weight, ...]
-    """one for each tensor"""
+    """one row per tensor"""
     place: str = ""
-    """where it was read"""
+    """path that was read"""
 
     @property
     def elements(self) -> int:
-        """How many elements all tensors have."""
+        """Number of elements in all tensors."""
         return sum(r.elements for r in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors, headers left out."""
+        """Bytes in all tensors, without headers."""
         return sum(r.bytes for r in self.rows)
 
     def by_format(self) -> dict[str, int]:
-        """Return the bytes of each number format."""
+        """Return the bytes per dtype."""
         found: Counter[str] = Counter()
         for row in self.rows:
             found[row.format] += row.bytes
@@ -281,13 +277,13 @@ class Weights(Table):
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read which tensors a checkpoint holds, from its headers alone.
+    """List a checkpoint's tensors, from its headers only.
 
     Parameters
     ----------
     path : str or path-like
-        A safetensors file, the index of several (`model.safetensors.index.json`), a folder with one of the two, or a
-        GGUF file.
+        A safetensors file, a sharded checkpoint's index (`model.safetensors.index.json`), a folder with either, or
+        a GGUF file.
 
     Returns
     -------
@@ -297,9 +293,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     Raises
     ------
     FormatError
-        If a file cannot be read, its header is not what the format says or longer than 16 MiB (64 MiB of
-        GGUF), tensors overlap, leave a
-        gap or do not fill the file, or files and index name different tensors: the text says which.
+        If a file cannot be read, its header is invalid or longer than 16 MiB (64 MiB for GGUF), tensors overlap, leave
+        a gap or do not fill the file, or files and index disagree; the message says which.
 
     Examples
     --------
@@ -333,9 +328,6 @@ def _gguf(path: str) -> list[Weight]:
     return [Weight(t.name, t.shape, t.format, t.bytes) for t in read_gguf(path).tensors]
 
 
-# -- one file ----------------------------------------------------------------------------------------------------
-
-
 def _safetensors(path: str) -> list[Weight]:
     place, expected = place_of(path), "a safetensors file"
     start, size = read_start(path, place, 8, expected)
@@ -365,7 +357,7 @@ def _safetensors(path: str) -> list[Weight]:
 
 
 def _entry(name: str, data: Any, place: str) -> tuple[Weight, int, int]:
-    """Return a tensor of a header, and where its data begin and end."""
+    """Return a tensor from a header, with the begin and end of its data."""
     right = isinstance(data, Mapping) and data.keys() == {"dtype", "shape", "data_offsets"}
     fields: Mapping[str, Any] = data if right else {}
     word, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
@@ -390,9 +382,6 @@ def _object(text: str, place: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FormatError(f"{place}: {shown(data)}, expected an object")
     return data
-
-
-# -- several files -----------------------------------------------------------------------------------------------
 
 
 def _index(path: str) -> list[Weight]:

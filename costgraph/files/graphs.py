@@ -1,6 +1,7 @@
-"""From the data of a file to a graph, op by op, with nothing of the file taken at its word.
+"""Save and load graphs as JSON in networkx's node-link form.
 
-Shapes, layouts and costs are derived again; what a file states of them has to agree.
+Files name op kinds and their attributes; nothing in them is evaluated. Loading rebuilds a graph op by op and derives
+shapes, layouts and costs again; the shapes in the file must agree.
 """
 
 from __future__ import annotations
@@ -69,8 +70,7 @@ __all__ = [
 ]
 
 
-# -- fields ------------------------------------------------------------------------------------------------------------
-# From what a file says of an op to the record of its kind: every field is of the type that the record states.
+# -- op kinds from fields ----------------------------------------------------------------------------------------------
 
 R = TypeVar("R", OpKind, Call)
 
@@ -78,7 +78,7 @@ _known: dict[type[OpKind | Call], dict[str, tuple[Rule, bool]]] = {}
 
 
 def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
-    """Return of each field what it asks, and whether it has to be there."""
+    """Return each field's rule, and whether it is required."""
     if kind not in _known:
         found = hints(kind)
         _known[kind] = {f.name: (rule(found[f.name]), f.default is MISSING) for f in fields(kind)}
@@ -86,9 +86,9 @@ def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
 
 
 def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
-    """Return a record, of fields that are of the right types, none missing.
+    """Return a record from fields, checked against its annotations.
 
-    GraphError if a field is unknown, missing or of another type.
+    Raise GraphError if a field is unknown, missing or has the wrong type.
     """
     known, word = _rules(kind), "call" if kind is Call else kind.name
     odd = next((name for name in facts if name not in known), None)
@@ -104,9 +104,10 @@ def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
 
 
 def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the fields of a file of version 1.
+    """Convert fields from version 1.
 
-    It said of each op that it works in place, called bytes `reads`, and had lookups of rows or along the last axis.
+    Version 1 also stored `inplace` for kinds that always are, called bytes `reads` and `writes`, and had lookups by row
+    or along the last axis instead of `batch`.
     """
     if issubclass(kind, Indexed):
         along = facts.get("mode") == "along" or facts.get("along") is True
@@ -120,7 +121,7 @@ def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequenc
 
 
 def of_version_2(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an op of a file of version 1 or 2: what a trace saw of an op was said by a kind of its own, `aten`."""
+    """Convert an op from version 1 or 2, where recorded calls had their own kind, `aten`."""
     attrs = node.get("attrs")
     if node.get("kind") != "aten" or not isinstance(attrs, Mapping):
         return node
@@ -129,17 +130,16 @@ def of_version_2(node: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**node, "kind": "foreign", "attrs": {k: v for k, v in attrs.items() if k not in called}, "call": call}
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-# Placements and pipeline schedules of per-rank graphs in files.
+# -- placements and schedules ------------------------------------------------------------------------------------------
 
-#: Keys in a file.
+#: Keys for the sharding and the pipeline schedule in a per-rank graph.
 RANKS = ("sharding", "waiting")
 
 Encode = Callable[[Any], Any]
 
 
 def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
-    """Encode the placements and the pipeline schedule of a per-rank graph."""
+    """Encode a per-rank graph's placements and pipeline schedule."""
     out: dict[str, Any] = {}
     if graph.sharding is not None:
         own = graph.sharding
@@ -162,7 +162,7 @@ def _placement_data(at: Placement, encode: Encode) -> list[Any]:
 
 
 def read_ranks(graph: Graph, facts: Mapping[str, Any], decode: Encode) -> None:
-    """Decode placements and a pipeline schedule into a graph; TypeError or similar if they are malformed."""
+    """Decode placements and a pipeline schedule into a graph; raise TypeError or similar if they are malformed."""
     if "sharding" in facts:
         own = facts["sharding"]
         axes, joint = map(decode, own["mesh"])
@@ -202,13 +202,13 @@ def _need(holds: bool, what: str) -> None:
 
 # -- reader ------------------------------------------------------------------------------------------------------------
 
-# What goes wrong underneath where a field says what nothing of its kind can be.
+# Errors that malformed fields cause in the code below.
 MALFORMED = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError, ZeroDivisionError,
     OverflowError,
 )  # fmt: skip
 _PHASES = ("forward", "recompute", "backward", "optimizer")
-# What stands in a file: of a graph, of what is said about one, the outermost one's beside it, and of nodes.
+# Known keys in a graph, in its attributes, in the root graph's attributes, and in nodes.
 _GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
 _FACTS = {"name", "dtype", "outputs", "formals"}
 _ROOT = {"schema", "assumptions", "defaults", "loss", "gradients", "matmul_dtype", "layers", "parts", *RANKS}
@@ -218,17 +218,16 @@ _BY_ROLE = {
     "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "offset", "domain"},
 }  # fmt: skip
 _DEEPEST = 20
-_DEEPEST_REPEAT = 8  # three iterations of each are looked at, so that every level takes three times as long
-_MOST_TERMS = 1 << 18  # of all sizes of a file
-_MOST_ASSUMPTIONS = 1000  # each is held against the others
-_MOST_STATES = 64  # of what was known while a graph was declared: each is worked out from the first assumption on
+_DEEPEST_REPEAT = 8  # three iterations of each are examined, so every level triples the time
+_MOST_TERMS = 1 << 18  # over all sizes of a file
+_MOST_ASSUMPTIONS = 1000  # they are compared pairwise
+_MOST_STATES = 64  # prefixes of the assumptions to try: each is derived from scratch
 
 
 class Known:
-    """What was known of sizes when an op was made: some assumptions were stated already, the first ones.
+    """Assumptions that may have been stated before an op was built: prefixes of the list.
 
-    Most programs state them all before their ops or all behind, so that these come first, and others where they are
-    asked for.
+    Most programs state all of them before their ops or after, so these two come first; others follow on demand.
     """
 
     def __init__(self, relations: Sequence[Relation]) -> None:
@@ -246,12 +245,12 @@ class Known:
 
 
 def node_id(node: Tensor | Op) -> str:
-    """Return what a node is called in a file: an op beside the tensor of its name."""
+    """Return a node's id in the file: ops have a suffix, as a tensor may have the same name."""
     return f"{node.name}()" if isinstance(node, Op) else node.name
 
 
 class Reader:
-    """Rebuilds a graph, op by op, from the data of a file."""
+    """Rebuilds a graph from file data, op by op."""
 
     def __init__(self, place: str, assumptions: Sequence[str], version: int) -> None:
         self.place, self.version = place, version
@@ -262,19 +261,19 @@ class Reader:
         self.sizes: dict[str, Poly] = {}
 
     def error(self, what: str) -> FormatError:
-        """Return an error that names the file."""
+        """Return an error with the file's name."""
         return FormatError(f"{self.place}: {what}")
 
     def need(self, data: Any, key: str, kind: type, where: str) -> Any:
-        """Return what stands under a key, or raise FormatError if it is of another type."""
+        """Return the value under a key, or raise FormatError if it has another type."""
         return need(self.place, data, key, kind, where)
 
     def texts(self, data: Any, key: str, where: str) -> list[str]:
-        """Return the list of names that stands under a key."""
+        """Return the list of names under a key."""
         return texts(self.place, data, key, where)
 
     def size(self, text: Any, where: str) -> Poly:
-        """Read a formula, once for every text: a file has few sizes and writes them often."""
+        """Parse a formula, cached: files repeat few sizes many times."""
         if not isinstance(text, str) or text not in self.sizes:
             found = parse_formula(text, where)
             self.terms += len(found.terms)
@@ -284,7 +283,7 @@ class Reader:
         return self.sizes[text]
 
     def decode(self, data: Any, parent: Graph, where: str) -> Any:
-        """Return an attribute: a plain value, or what its tag says."""
+        """Decode an attribute: a plain value, or a tagged one."""
         if data is None or isinstance(data, bool | int | float | str):
             return data
         if not isinstance(data, dict) or len(data) != 1:
@@ -307,12 +306,12 @@ class Reader:
         return decoders[tag](value)
 
     def domain(self, data: Any, parent: Graph, where: str) -> Domain:
-        """Return a domain: whether it is causal, its window, and the axes of a mesh that split its queries."""
+        """Decode a domain: causal flag, window, and the mesh axes that split its queries."""
         causal, window, *ranks = kept(list, data)
         return Domain(causal, self.decode(window, parent, where), tuple(self.decode(r, parent, where) for r in ranks))
 
     def graph(self, data: Any, parent: Graph | None, where: str) -> Graph:
-        """Return the graph of a file, or the body of an op."""
+        """Rebuild the root graph or an op's body."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise self.error(f"{where}: bodies in bodies, expected at most {_DEEPEST} levels")
@@ -351,13 +350,13 @@ class Reader:
         return graph
 
     def tensor(self, tensors: Mapping[str, Tensor], name: str, where: str) -> Tensor:
-        """Return a tensor that was made before."""
+        """Return an earlier tensor by name."""
         if name not in tensors:
             raise self.error(f"{where}: tensor {shorten(name)} is not there, expected one made before")
         return tensors[name]
 
     def source(self, graph: Graph, node: dict[str, Any], where: str) -> Tensor:
-        """Add a tensor that no op makes."""
+        """Add a tensor without a producer."""
         role, name = node["role"], node["id"]
         allowed = [r for r in SOURCES if r != ("formal" if graph.parent is None else "input")]
         if role not in allowed:
@@ -385,14 +384,14 @@ class Reader:
         return tensor
 
     def pieces(self, node: dict[str, Any], axes: int, where: str) -> int:
-        """Return how many leading axes of a source have a storage for each of their positions."""
+        """Return the number of a source's leading axes with separate allocations."""
         pieces: int = self.need(node, "pieces", int, where) if "pieces" in node else 0
         if not 0 <= pieces <= axes:
             raise self.error(f"{where}: {shown(pieces)} leading axes of pieces, expected 0 to {axes}")
         return pieces
 
     def gradients(self, data: Any, tensors: Mapping[str, Tensor], where: str) -> dict[Tensor, Tensor]:
-        """Return which tensor is the gradient of which source."""
+        """Return each source's gradient."""
         out: dict[Tensor, Tensor] = {}
         for i in range(len(self.need(data, "gradients", list, where)) if "gradients" in data else 0):
             spot = f"{where}: gradient {i + 1}"
@@ -410,13 +409,13 @@ class Reader:
         return out
 
     def claim(self, graph: Graph, name: str, where: str) -> None:
-        """Take a name, which nothing else may have."""
+        """Reserve a unique name."""
         if name in graph.root._taken:
             raise self.error(f"{where}: name {shorten(name)} a second time, expected unique names")
         graph.root._taken[name] = 1
 
     def op(self, graph: Graph, node: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
-        """Add an op; its results are derived, and named as the file has them."""
+        """Add an op; its results are inferred, then renamed as in the file."""
         node = node if self.version > 2 else dict(of_version_2(node))
         kind = KINDS.get(self.need(node, "kind", str, where))
         if kind is None:
@@ -443,13 +442,13 @@ class Reader:
         try:
             facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
             whole = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
-            # a list may have an element for each layer of a stack, and what is kept is not read
+            # recorded calls may take lists of layers, and `keep` does not read its operands
             if whole is not None and not kind.takes_lists and "pieces" not in facts:
                 raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
             op = self.added(graph, kind, facts, operands, name, phase)
             if op.body is not None:
                 op.body.owner, op.body.fused = op, kind is not Repeat
-            op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # what cannot be counted is refused now
+            op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # fail now if it cannot be counted
             if "call" in node:
                 call = {k: self.decode(v, graph, where) for k, v in self.need(node, "call", dict, where).items()}
                 op.call = typed(Call, call)
@@ -467,7 +466,7 @@ class Reader:
     def added(
         self, graph: Graph, kind: type[OpKind], facts: dict[str, Any], operands: list[Tensor], name: str, phase: str
     ) -> Op:
-        """Add an op whose fields are of their types, and say what the operands say."""
+        """Add an op after checking its fields against their types and the operands."""
         try:
             record = typed(kind, facts if self.version > 1 else of_version_1(kind, facts, operands))
             record.verify(operands, self.known)
@@ -476,7 +475,7 @@ class Reader:
             raise GraphError(f"attributes of {kind.name!r} are malformed: {error}") from None
 
     def results(self, op: Op, node: dict[str, Any], name: str, tensors: dict[str, Tensor], where: str) -> None:
-        """Give the results of an op the names that the file has for them."""
+        """Rename an op's results as in the file."""
         names = self.texts(node, "results", where)
         if op.name != name or len(names) != len(op.results):
             raise self.error(f"{where}: {name!r} has {len(op.results)} results, the file names {len(names)}")
@@ -491,7 +490,7 @@ class Reader:
             tensors[given] = t
 
     def agree(self, graph: Graph, data: Any, where: str) -> None:
-        """Compare stated nodes, edges and shapes with the derived ones: a file that disagrees was tampered with."""
+        """Compare stated nodes, edges and shapes with the derived ones; a mismatch means a corrupt or edited file."""
         edges = self.need(data, "edges", list, where)
         stated = Counter((self.need(e, "source", str, where), self.need(e, "target", str, where)) for e in edges)
         for edge in edges:
@@ -515,10 +514,10 @@ class Reader:
 
 
 def _function(data: Any) -> Function:
-    """Return a function of the table by its name, or a record of one's own with all that it says."""
+    """Return a function from the table by name, or a custom record."""
     if not isinstance(data, dict):
         return FUNCTIONS[kept(str, data)]
-    data = {"order": [], **data}  # which older files do not have
+    data = {"order": [], **data}  # missing in older files
     names = [f.name for f in fields(Function)]
     if sorted(data) != sorted(names):
         raise TypeError(f"function {shown(sorted(data))}, expected {', '.join(names)}")
@@ -526,12 +525,12 @@ def _function(data: Any) -> Function:
 
 
 def _tuples(value: Any) -> Any:
-    """Return nested lists, as a file has them, as tuples."""
+    """Convert nested lists to tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:
-    """Return what stands under a key, or raise FormatError if it is of another type."""
+    """Return the value under a key, or raise FormatError if it has another type."""
     value = data.get(key) if isinstance(data, dict) else None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise FormatError(f"{place}: {where}: {key!r} is {shown(value)}, expected {kind.__name__}")
@@ -539,14 +538,14 @@ def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:
 
 
 def keys(place: str, data: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise FormatError if something stands under a key that nobody reads: it is misspelt, or of another version."""
+    """Raise FormatError if there is an unknown key: misspelt, or from another version."""
     odd = next((key for key in data if key not in known), None)
     if odd is not None:
         raise FormatError(f"{place}: {where}: key {shorten(odd)}, expected one of {', '.join(sorted(known))}")
 
 
 def texts(place: str, data: Any, key: str, where: str) -> list[str]:
-    """Return the list of names that stands under a key."""
+    """Return the list of names under a key."""
     values = need(place, data, key, list, where)
     if not all(isinstance(v, str) for v in values):
         raise FormatError(f"{place}: {where}: {key!r} is {shown(values)}, expected a list of names")
@@ -554,40 +553,34 @@ def texts(place: str, data: Any, key: str, where: str) -> list[str]:
 
 
 def kept(kind: type, value: Any) -> Any:
-    """Return a value of this type; a text would else be a list of letters."""
+    """Return a value with the given type; a string would otherwise pass as a list of letters."""
     if not isinstance(value, kind):
         raise TypeError(f"{shown(value)}, expected {kind.__name__}")
     return value
 
 
 def _restriction(found: Any, tensor: Tensor) -> tuple[Domain, int, int] | None:
-    """Return the domain of a body's input, if it is one over two of its axes."""
+    """Return a formal's domain, checked against its axes."""
     if found is None:
         return None
     domain, *axes = found
     inside = all(isinstance(a, int) and not isinstance(a, bool) and 0 <= a < tensor.ndim for a in axes)
     if not isinstance(domain, Domain) or len(axes) != 2 or axes[0] == axes[1] or not inside:
         raise FormatError(f"domain {shown(found)} of {tensor!r}, expected a domain and two axes")
-    domain.points(tensor.sizes[axes[0]], tensor.sizes[axes[1]])  # refuses what it cannot count
+    domain.points(tensor.sizes[axes[0]], tensor.sizes[axes[1]])  # raises if it cannot be counted
     return domain, axes[0], axes[1]
 
 
-# -- write -------------------------------------------------------------------------------------------------------------
-# Graphs as JSON files, in networkx's node-link form. Nothing in a file is evaluated.
-#
-# A file names op kinds and states their attributes; shapes, layouts and costs are derived again when it is loaded, and
-# have to agree with the shapes that it states.
+# -- save and load -----------------------------------------------------------------------------------------------------
 
 _SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2, "costgraph/graph/3": 3}
 _SCHEMA = "costgraph/graph/3"
 _LARGEST = 64 * 2**20
 
-# -- writing -----------------------------------------------------------------------------------------------------
-
 
 def _encode(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
-        return {"float": str(value)}  # JSON has no such number
+        return {"float": str(value)}  # not representable in JSON
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, complex):
@@ -650,7 +643,7 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
 
 
 def _ordered(graph: Graph) -> Iterator[Tensor | Op]:
-    """Yield the nodes of a graph, results behind their op: one that was asked for later stands elsewhere."""
+    """Yield a graph's nodes with results right after their op, also those exported later."""
     for node in graph.nodes:
         if isinstance(node, Op):
             yield node
@@ -694,27 +687,24 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     graph : Graph
-        What is written.
+        Graph to save.
     path : str or path-like
-        File, replaced if it is there.
+        File, overwritten if it exists.
 
     Raises
     ------
     FormatError
-        If the file cannot be written, or an attribute of an op has no form in a file.
+        If the file cannot be written, or an op attribute cannot be serialized.
     """
     write_file(path, text_of(graph, place_of(path)) + "\n")
 
 
 def text_of(graph: Graph, place: str) -> str:
-    """Return what a file of a graph holds, or raise FormatError with the place in front."""
+    """Return a graph as JSON text, or raise FormatError that names the place."""
     try:
         return json.dumps(_graph_data(graph), indent=1, allow_nan=False)
     except (ValueError, TypeError) as error:
         raise FormatError(f"{place}: cannot be written, {error}") from None
-
-
-# -- reading -----------------------------------------------------------------------------------------------------
 
 
 def _refuse_constant(name: str) -> Any:
@@ -732,23 +722,23 @@ def load(path: str | os.PathLike[str]) -> Graph:
     Returns
     -------
     Graph
-        Equal in every cost to the one that was saved.
+        Graph with the same costs as the saved one.
 
     Raises
     ------
     FormatError
-        If the file cannot be read, or is anything else than a graph: the text says where.
+        If the file cannot be read, or is not a valid graph; the message says where.
     """
     place = place_of(path)
     return graph_of(_data(path, place), place)
 
 
 def graph_of(data: Any, place: str) -> Graph:
-    """Return the graph that a file with this content holds, or raise FormatError with the place in front."""
+    """Return the graph in parsed JSON, or raise FormatError that names the place."""
     try:
         with opened(levels=()):  # names in a file are complete
             return _read(place, data)
-    except CostGraphError as error:  # the fact from below, with the place in front of it once
+    except CostGraphError as error:  # prefix the place once
         text = str(error)
         raise FormatError(text if text.startswith(place) else f"{place}: {text}") from None
     except MALFORMED as error:
@@ -756,7 +746,7 @@ def graph_of(data: Any, place: str) -> Graph:
 
 
 def _read(place: str, data: Any) -> Graph:
-    """Return the graph that a file, or a part of one, holds."""
+    """Read a graph, or a stage of a pipeline."""
     facts = need(place, data, "graph", dict, "top")
     schema = facts.get("schema")
     if not isinstance(schema, str) or schema not in _SCHEMAS:

@@ -1,6 +1,7 @@
-"""The graph: a networkx DiGraph with two kinds of node, tensors and ops, in program order.
+"""Intermediate representation: tensors, ops, loops and the graph that holds them in program order.
 
-Program order is the order of the nodes. Ops are added by the functions in `costgraph.ops` and `costgraph.nn`.
+`Graph` is a networkx DiGraph with two kinds of node, tensors and ops; the node order is the program order. Ops are
+added by the functions in `costgraph.ops` and `costgraph.nn`.
 """
 
 from __future__ import annotations
@@ -176,41 +177,41 @@ __all__ = [
 
 
 # -- placement ---------------------------------------------------------------------------------------------------------
-# Where the parts of a tensor lie on a mesh of devices: which axes of the mesh split which of its axes, and how.
+# DTensor-style placements: which mesh axes split which tensor axes, and which mesh axes hold partial sums.
 
-#: A part of an axis of a tensor: a size, or the axis of a mesh whose ranks each have one of as many blocks.
+#: A factor in a tensor axis: a size, or the mesh axis that splits it.
 Factor = Poly | str
-#: An axis of a tensor as its parts, the slowest first; nothing where no axis of a mesh splits it.
+#: A tensor axis as its factors, slowest first; empty if no mesh axis splits it.
 Factors = tuple[Factor, ...]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in a grid with named axes, the outermost first; made by `costgraph.mesh`."""
+    """Device mesh: a grid with named axes, outermost first, built by `costgraph.mesh`."""
 
     axes: tuple[tuple[str, Poly], ...]
-    """Name and number of ranks of each."""
+    """Name and number of ranks for each axis."""
     joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Names for several neighbouring axes together: what is done along all of them is one collective."""
+    """Joint names for groups of neighbouring axes: a collective along all of them is one collective."""
 
     def __getitem__(self, axis: str) -> Poly:
         sizes = dict(self.axes)
         return prod((sizes[a] for a in self.parts(axis)), start=ONE)
 
     def parts(self, axis: str) -> tuple[str, ...]:
-        """Return the axes that a name stands for."""
+        """Return the mesh axes that a name stands for."""
         return dict(self.joint).get(axis, (axis,))
 
     def together(self, axes: Sequence[str]) -> str | None:
-        """Return the name of some axes together, None where they have none."""
+        """Return the joint name of some axes, or None if they have none."""
         return axes[0] if len(axes) == 1 else next((n for n, parts in self.joint if parts == tuple(axes)), None)
 
     def beside(self, axis: str) -> frozenset[str]:
-        """Return the others that have a name together with an axis."""
+        """Return the other axes that share a joint name with an axis."""
         return frozenset(a for _, parts in self.joint if axis in parts for a in parts) - {axis}
 
     def begins(self, axes: Sequence[str]) -> bool:
-        """Whether some axes are the first ones of several that have a name together."""
+        """Return whether some axes lead a joint name."""
         return any(parts[: len(axes)] == tuple(axes) for _, parts in self.joint)
 
     def __iter__(self) -> Iterator[str]:
@@ -221,7 +222,7 @@ class Mesh:
 
     @property
     def devices(self) -> Poly:
-        """How many devices there are."""
+        """Number of devices."""
         return prod((n for _, n in self.axes), start=ONE)
 
     def __str__(self) -> str:
@@ -230,7 +231,7 @@ class Mesh:
 
 
 def tidy(factors: Iterable[Factor]) -> Factors:
-    """Return parts with neighbouring sizes multiplied, nothing where no axis of a mesh is among them."""
+    """Return factors with neighbouring sizes multiplied; empty if no mesh axis is among them."""
     out: list[Factor] = []
     for f in factors:
         if isinstance(f, str) or not out or isinstance(out[-1], str):
@@ -241,121 +242,121 @@ def tidy(factors: Iterable[Factor]) -> Factors:
     return tuple(out) if any(isinstance(f, str) for f in out) else ()
 
 
-#: How many wait beside the micro-batch that runs, for their backward pass and for gradients of weights alone: groups of
-#: layers, and the same of what there is before the layers of a model, and of what there is behind them. The last one is
-#: 1 where all gradients of the one that runs are made at once, though a pass makes those of weights apart.
+#: In-flight micro-batches besides the running one. Three pairs count those that wait for their backward pass and for
+#: their weight gradients alone: in groups of layers, in modules before the layers, in modules after them. The last
+#: entry is 1 if the running micro-batch computes all its gradients at once in a schedule with separate wgrad passes.
 Held = tuple[Poly, Poly, Poly, Poly, Poly, Poly, Poly]
 
 
-#: Order of the passes of a pipeline that does not go back, as in inference.
+#: Pipeline schedule without a backward pass, as in inference.
 FORWARD = "forward"
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank of a pipeline knows of the others, and the micro-batches that wait for their backward pass."""
+    """One rank's pipeline schedule, with its in-flight micro-batches."""
 
     first: tuple[Held, ...]
-    """what it holds while the first one of all runs, at different times"""
+    """in-flight micro-batches while the very first one runs, at several points in time"""
     later: tuple[Held, ...]
-    """while one runs behind which gradients are there already"""
+    """the same once all weight gradients exist"""
     schedule: str
-    """order of forward and backward passes, `FORWARD` where there are none that go back"""
+    """schedule name, `FORWARD` without backward passes"""
     stages: Poly
-    """ranks of the whole pipeline"""
+    """ranks in the whole pipeline"""
     micro_batches: Poly
-    """of a step"""
+    """micro-batches per step"""
     alike: Poly
-    """ranks that do the same, this one included"""
+    """ranks that run the same program, this one included"""
     groups: Poly = ONE
-    """groups of layers of a rank"""
+    """virtual stages: layer groups per rank"""
     asked: tuple[tuple[Poly, str, int], ...] = ()
-    """what has to be a whole number, in words, and its least value"""
+    """formulas that must be integers: formula, description, least value"""
     ranks: tuple[tuple[Poly, Poly], ...] = ()
-    """the first and the last of those neighbours that do the same"""
+    """first and last rank in each run of neighbouring ranks with the same program"""
     handed: bool = False
-    """whether what is handed on lies in buffers of all micro-batches, and stays where it was sent, as under torch"""
+    """whether boundary tensors use receive buffers for all micro-batches and stay alive at the sender, as in torch"""
     ends: tuple[Poly, Poly] = (ZERO, ZERO)
-    """micro-batches that wait at the last forward in a group that receives nothing, and in one that sends nothing"""
+    """in-flight micro-batches at the last forward, in a group that receives nothing and in one that sends nothing"""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the axes of an op's operands and results belong together: its rule of placement, by names of its own.
+    """Sharding rule: how operand and result axes of an op correspond, by factor names local to the rule.
 
-    A name that stands on both sides may be split, each rank doing its part; one of operands alone may be where
-    `reduced` says how the results of the ranks are put together. All others have to be whole.
+    A factor that operands and results share may be split. A factor that only operands have may be split if `reduced`
+    names the reduction over its ranks. All other factors are replicated.
     """
 
     operands: tuple[tuple[tuple[str, ...], ...] | None, ...]
-    """Of each operand the names that make up each axis, the slowest first; None of one that is taken as it lies."""
+    """For each operand, the factors in each axis, slowest first; None for an operand that keeps its placement."""
     results: tuple[tuple[tuple[str, ...], ...], ...]
-    """The same of each result."""
+    """The same for each result."""
     extents: Mapping[str, Poly]
-    """Size of each name."""
+    """Size of each factor."""
     local: Callable[[Mapping[str, Poly], Mapping[str, str]], OpKind]
-    """Makes the record of one rank, of the sizes there and of the axis of the mesh that splits a name."""
+    """Builds one rank's op kind from the local sizes and the mesh axis that splits each factor."""
     reduced: Mapping[str, str] = field(default_factory=dict)
-    """Names that results leave out: sum, mean, max or min; own where the result has a part for each part of them."""
+    """Factors that results reduce: sum, mean, max or min; own if the result has one element per shard."""
     whole: frozenset[str] = frozenset()
-    """Names that cannot be split."""
+    """Factors that cannot be split."""
     fixed: Mapping[str, Factors] = field(default_factory=dict)
-    """Names whose parts are known: rows that each rank has ordered for itself, and what its own indices name."""
+    """Factors with a given placement: rows that each rank orders for itself, and positions of a rank's own indices."""
     paired: frozenset[str] = frozenset()
-    """Names that are split along the axes of those, index by index."""
+    """Factors split along the axes of the fixed ones, index by index."""
     once: frozenset[str] = frozenset()
-    """Names that one axis of a mesh at most can split."""
+    """Factors that at most one mesh axis can split."""
     consecutive: frozenset[str] = frozenset()
-    """Names of which every rank has elements that follow each other."""
+    """Factors whose local elements must be consecutive."""
     linear: bool = False
-    """Whether sums that are pending in all of its operands may be so in its results."""
+    """Whether partial sums in all operands may stay partial in the results."""
     product: bool = False
-    """Whether it is linear in each operand while the others stay as they are."""
+    """Whether the op is linear in each operand separately."""
     scaled: bool = False
-    """Whether a sum that is pending in one operand may be so in the results: a kernel multiplies it by a number."""
+    """Whether a partial sum in one operand may stay partial in the results: the op scales it by a number."""
     into: int | None = None
-    """The operand that what is reduced is added to: it has to hold nothing, or a part of a sum itself."""
+    """Operand that the reduced value is added to: it must be zero, or a partial sum itself."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies on a mesh: DTensor's Shard, Replicate and Partial for each axis of the mesh.
+    """Placement on a mesh: DTensor's Shard, Replicate and Partial for each mesh axis.
 
-    A split axis is a product of parts, in the order of its elements: (tp, F/tp) is F in consecutive blocks, one for
-    each rank of tp; (B, tp, H/tp) is what merging B with a split H makes, as DTensor's strided shard.
+    A split axis is a product of factors in element order. (tp, F/tp) is F in consecutive blocks, one for each rank of
+    tp; (B, tp, H/tp) results from merging B with a split H, as DTensor's strided shard.
     """
 
     dims: tuple[Factors, ...]
-    """Of each axis of the tensor its parts, nothing where it is whole on every rank."""
+    """Factors in each tensor axis, empty if it is replicated."""
     partial: tuple[tuple[str, str], ...] = ()
-    """Axes of the mesh over which the values of the ranks are yet to be reduced, and how: sum, mean, max, min."""
+    """Mesh axes whose ranks hold partial values, with their reduction: sum, mean, max, min."""
 
     @property
     def axes(self) -> frozenset[str]:
-        """Axes of the mesh that split it."""
+        """Mesh axes that split the tensor."""
         return frozenset(f for dim in self.dims for f in dim if isinstance(f, str))
 
     @property
     def pending(self) -> dict[str, str]:
-        """How it is to be reduced, by axis of the mesh."""
+        """Reduction for partial values, by mesh axis."""
         return dict(self.partial)
 
     def dim(self, axis: str) -> int | None:
-        """Return which axis of the tensor an axis of the mesh splits."""
+        """Return the tensor axis that a mesh axis splits, or None."""
         return next((i for i, dim in enumerate(self.dims) if axis in dim), None)
 
     def local(self, sizes: SizeTuple) -> SizeTuple:
-        """Return the sizes on one rank."""
+        """Return the local sizes on one rank."""
         return tuple(size_of(dim, n) for dim, n in zip(self.dims, sizes, strict=True))
 
     def without(self, axes: Iterable[str], mesh: Mesh) -> Placement:
-        """Return where it lies once it is whole along some axes of the mesh."""
+        """Return the placement after gathering and reducing along some mesh axes."""
         gone = set(axes)
         dims = tuple(tidy(mesh[f] if f in gone and isinstance(f, str) else f for f in dim) for dim in self.dims)
         return Placement(dims, tuple(p for p in self.partial if p[0] not in gone))
 
     def with_dims(self, dims: Sequence[Factors]) -> Placement:
-        """Return the same for other axes."""
+        """Return the same placement for other axes."""
         return replace(self, dims=tuple(dims))
 
     def __str__(self) -> str:
@@ -365,49 +366,49 @@ class Placement:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a graph of one rank says of the others."""
+    """Mesh and placements in a per-rank graph."""
 
     mesh: Mesh
     places: Mapping[str, Placement]
-    """Where sources lie, by name."""
+    """Source placements by name."""
     outputs: tuple[Placement, ...]
-    """Where outputs lie."""
+    """Output placements."""
     gradients: Mapping[str, Placement]
-    """Where gradients lie, by name of what they are of."""
+    """Gradient placements, by name of the parameter or input."""
     replicated: tuple[str, ...] = field(default=(), kw_only=True)
-    """Weights of products that tensor parallelism leaves whole on every rank."""
+    """Matmul weights that tensor parallelism leaves replicated."""
     resharded: tuple[str, ...] = ()
-    """What was put together although nobody asked for it, in words."""
+    """Descriptions of all-gathers that the partitioner inserted without being asked."""
     own: tuple[str, ...] = ()
-    """Sources that the graph of all devices does not have."""
+    """Sources that exist in the per-rank graph only."""
 
 
 def size_of(factors: Factors, whole: Poly) -> Poly:
-    """Return the size on one rank of an axis."""
+    """Return the local size along an axis."""
     return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else whole
 
 
 def blocks(factors: Factors, axis: str) -> Poly:
-    """Return how many blocks of every rank stand before a rank's own on its part of an axis."""
+    """Return the number of blocks that a mesh axis splits one by one; 1 if shards are contiguous."""
     return prod((f for f in factors[: factors.index(axis)] if not isinstance(f, str)), start=ONE)
 
 
 def seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
-    """Return the parts of an axis if only some axes of the mesh split it."""
+    """Return an axis's factors, with all but some mesh axes counted as sizes."""
     return tidy(mesh[f] if isinstance(f, str) and f not in axes else f for f in dim)
 
 
 def agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
-    """Whether the axes of the mesh that split both do so in the same way."""
+    """Return whether two axes are split in the same way by the mesh axes that they share."""
     both = frozenset(f for f in a if isinstance(f, str) and f in b)
     return seen(a, both, mesh) == seen(b, both, mesh)
 
 
 def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Factors, ...] | None:
-    """Return the parts of the axes that an axis is made of, None where a part lies across two of them.
+    """Return the factors after unflattening a split axis, or None if a factor crosses two new axes.
 
-    (tp, H*K/tp) as an axis of heads and one within heads is (tp, H/tp) and K: what has to be whole, H/tp here, is
-    looked at when sizes are bound.
+    (tp, H*K/tp) unflattened into heads and head dim is (tp, H/tp) and K. Divisibility, of H by tp here, is checked once
+    sizes are bound.
     """
     if len(sizes) == 1:
         return (factors,)
@@ -447,7 +448,7 @@ def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Fa
 
 
 def _divided(a: Poly, b: Poly) -> Poly | None:
-    """Return a quotient that can be a size."""
+    """Return a/b if it can be a size, else None."""
     if len(b.terms) != 1 and a != b:
         return None
     try:
@@ -458,21 +459,19 @@ def _divided(a: Poly, b: Poly) -> Poly | None:
     return ratio if known is None or (isinstance(known, int) and known >= 1) else None
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
-# Graphs in files of pickle and as deep copies.
-#
-# Tensors and ops name each other and their graph, in chains as long as the graph. A graph is therefore written as its
-# nodes, empty, in a row, and then what is in them; wherever a node is met, its graph and its place in the row stand for
-# it.
+# -- pickling and deep copies ------------------------------------------------------------------------------------------
+# Tensors and ops refer to each other and to their graph, in chains as long as the graph; naive recursion would overflow
+# the stack. A graph is therefore pickled as a list of empty nodes, then their contents; every reference to a node is
+# its graph and its index in that list.
 
-#: Of a graph that is open, or has been asked, no copy has what is only true of this one.
+#: Attributes that are not copied: caches and build state.
 _OF_ONE = ("__networkx_cache__", "_places", "cache", "journal")
 
 
 class Attributes(dict[str, Any]):
-    """What networkx hands on from a graph to its copies and views: entries of users, and what the library knows.
+    """Graph attributes that networkx passes to copies and views: user entries, and the library's facts.
 
-    The latter are beside the entries, as writers of networkx have no form for them.
+    Facts are kept apart from the entries, as networkx's writers cannot serialize them.
     """
 
     def __init__(self, entries: Any = (), facts: Any = ()) -> None:
@@ -480,14 +479,14 @@ class Attributes(dict[str, Any]):
         self.facts: dict[str, Any] = dict(facts)
 
     def update(self, *others: Any, **entries: Any) -> None:
-        """Take over entries, and of the attributes of another graph all that the library knows."""
+        """Merge entries, and the facts of other graphs' attributes."""
         super().update(*others, **entries)
         for other in others:
             if isinstance(other, Attributes):
                 self.facts.update(other.facts)
 
     def copy(self) -> Attributes:
-        """Return others with the same entries."""
+        """Return a copy with the same entries and facts."""
         return Attributes(self, self.facts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
@@ -495,7 +494,7 @@ class Attributes(dict[str, Any]):
 
 
 class Node:
-    """Common part of tensors and ops: how they are copied with their graph."""
+    """Base of tensors and ops: copied together with their graph."""
 
     __slots__ = ()
     graph: Graph
@@ -504,7 +503,7 @@ class Node:
         places = _own(self.graph)[1]
         if self in places:
             return _node, (self.graph, places[self])
-        return _node_of, (type(self),), _contents(self)  # it was removed
+        return _node_of, (type(self),), _contents(self)  # a node removed from its graph
 
     def __copy__(self) -> Any:
         return self
@@ -519,7 +518,7 @@ def _contents(node: Node) -> dict[str, Any]:
 
 
 def _own(graph: Graph) -> tuple[list[Any], dict[Any, int]]:
-    """Return the nodes of a graph that are not another one's, and the place of each."""
+    """Return the nodes that belong to this graph itself, and the index of each."""
     if _own not in graph.cache:
         nodes = [n for n in graph._node if isinstance(n, Node) and n.graph is graph]
         graph.cache[_own] = nodes, {n: i for i, n in enumerate(nodes)}
@@ -528,7 +527,7 @@ def _own(graph: Graph) -> tuple[list[Any], dict[Any, int]]:
 
 
 def reduced(graph: Graph) -> tuple[Any, ...]:
-    """Return what pickle and deepcopy make a graph of."""
+    """Return a graph's `__reduce_ex__` value, for pickle and deepcopy."""
     graph.cache.pop(_own, None)  # networkx may have removed some since
     nodes, _ = _own(graph)
     state = {
@@ -541,7 +540,7 @@ def reduced(graph: Graph) -> tuple[Any, ...]:
 
 
 def filled(graph: Graph, state: Iterable[Any]) -> None:
-    """Put into a graph and into its nodes what they had."""
+    """Restore the state of a graph and its nodes."""
     attributes, contents = state
     graph.__dict__.update(attributes)
     graph.graph = Attributes(*graph.graph)
@@ -565,39 +564,39 @@ def _node(graph: Graph, place: int) -> Node:
     return found
 
 
-# -- scopes ------------------------------------------------------------------------------------------------------------
-# Where an op that is made now goes: the graph that is open, and the module scope that its name starts with.
+# -- build context -----------------------------------------------------------------------------------------------------
+# Target for new ops: the open graph, its module scope, phase and loop suffix.
 
 
-@dataclass(frozen=True, eq=False)  # told apart by identity: one is closed where it stands
+@dataclass(frozen=True, eq=False)  # compared by identity: each is closed on its own
 class Place:
-    """Where an op that is made now goes."""
+    """Target for new ops."""
 
     graph: Graph | None = None
-    """The graph, or the body of one, that is being built."""
+    """Graph or body that is being built."""
     levels: tuple[str, ...] = ()
-    """Levels of the scope that is open."""
+    """Levels in the open scope."""
     phase: str = "forward"
-    """Phase of ops: forward, recompute, backward or optimizer."""
+    """Phase for new ops: forward, recompute, backward or optimizer."""
     suffix: str = ""
     """Suffix for new names: a part of a split loop, or an iteration of an unrolled loop, such as `.i3`."""
 
 
-#: Loop suffix of a name, such as `.cut1.last.i0.i3`: the part of a split loop and the iterations of unrolled loops. The
-#: numbers that make a name unique come after it.
+#: Loop suffix of a name, such as `.cut1.last.i0.i3`: the part of a split loop and the iterations of unrolled loops. It
+#: precedes the numbers that make a name unique.
 _SUFFIX = re.compile(r"(?:\.(?:(?:i|cut|part)\d+|(?:first|last)\d*))+(?=(?:_\d+)*$)")
 
-#: What was opened and is not closed, the innermost last. Generators may close an outer one first.
+#: Stack of open places, innermost last. Generators may close an outer one first.
 _OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
 
 
 def here() -> Place:
-    """Return the innermost place."""
+    """Return the innermost open place."""
     return _OPEN.get()[-1]
 
 
 def current_graph(of: Graph | None = None) -> Graph:
-    """Return the graph that an op added now goes to: the body being built, if it is one of the same graph."""
+    """Return the graph that receives new ops: the body being built, if it belongs to the same root graph."""
     current = here().graph
     if of is None:
         if current is None:
@@ -609,14 +608,14 @@ def current_graph(of: Graph | None = None) -> Graph:
 
 
 def enter(**facts: Any) -> Place:
-    """Open a place that is like the innermost one but for some facts."""
+    """Open a copy of the innermost place with some fields replaced."""
     place = replace(here(), **facts)
     _OPEN.set((*_OPEN.get(), place))
     return place
 
 
 def close(place: Place) -> bool:
-    """Close a place, whether or not it is the innermost one; return whether it was."""
+    """Close a place, innermost or not; return whether it was the innermost."""
     inmost = here() is place
     _OPEN.set(tuple(p for p in _OPEN.get() if p is not place))
     return inmost
@@ -624,7 +623,7 @@ def close(place: Place) -> bool:
 
 @contextmanager
 def opened(**facts: Any) -> Iterator[None]:
-    """Let ops that are made now go where some facts say: graph, levels, phase."""
+    """Build new ops with some fields of the place replaced: graph, levels, phase."""
     place = enter(**facts)
     try:
         yield
@@ -633,7 +632,7 @@ def opened(**facts: Any) -> Iterator[None]:
 
 
 def iterations_of(name: str) -> list[str]:
-    """Return the suffixes of a name that are iterations of unrolled loops, such as `.i0` and `.i3`, outermost first."""
+    """Return the unrolled iterations in a name's loop suffix, such as `.i0` and `.i3`, outermost first."""
     return re.findall(r"\.i\d+", _suffix(name))
 
 
@@ -648,40 +647,40 @@ def _suffix(name: str) -> str:
 
 
 def with_suffix(name: str) -> str:
-    """Return a name for a new op or parameter, with the loop suffix that is open."""
+    """Return a name for a new op or parameter, with the open loop suffix."""
     suffix = here().suffix
     return name + suffix if suffix and not _suffix(name) else name
 
 
 def same_suffix(name: str) -> AbstractContextManager[None]:
-    """Give new ops and parameters the loop suffix that a name ends with."""
+    """Give new ops and parameters a name's loop suffix."""
     suffix = _suffix(name)
     return opened(suffix=suffix) if suffix else nullcontext()
 
 
 def scopes_of(name: str) -> list[str]:
-    """Return the scopes around a name and the name itself, outermost first."""
+    """Return a name's enclosing scopes and the name itself, outermost first."""
     return [*accumulate(name.split("/"), "{}/{}".format)]
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Let ops that are made now belong to a phase."""
+    """Assign a phase to new ops."""
     return opened(phase=name)
 
 
 def building(graph: Graph) -> AbstractContextManager[None]:
-    """Let ops that are made now go to a graph, or to the body of one."""
+    """Build new ops in a graph, or in a body."""
     return opened(graph=graph)
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Prefix the names of ops and parameters made inside: the rows of a cost table are grouped by it.
+    """Prefix the names of new ops and parameters; cost tables group their rows by scope.
 
     Parameters
     ----------
     name : str
-        One or several levels, separated by `/`; a number is the place in a list of layers.
+        One or several levels, separated by `/`; a number is an index in a list of layers.
 
     Raises
     ------
@@ -697,9 +696,9 @@ def scope(name: str) -> Iterator[None]:
 
 @contextmanager
 def module(graph: Graph, name: str) -> Iterator[str]:
-    """Open a scope that no other layer of the graph has, and yield its name: numbered, if one has this name already.
+    """Open a scope that is unique in the graph, numbered if needed, and yield its name.
 
-    A name may have several levels, separated by `/`; GraphError if one is no identifier.
+    A name may have several levels, separated by `/`. Raise GraphError if a level is not an identifier.
     """
     used, number, own = graph.root.modules, 0, name
     while "/".join((*here().levels, str(own))) in used:
@@ -712,22 +711,22 @@ def module(graph: Graph, name: str) -> Iterator[str]:
         yield own
 
 
-# -- showing -----------------------------------------------------------------------------------------------------------
-# Views of a graph that modules imported later make: they register themselves here.
+# -- registered views --------------------------------------------------------------------------------------------------
+# Reports import this module, so they register themselves here instead of being imported.
 
 #: Filled by `costgraph.report.explore` and `costgraph.report.summary`.
 SHOWN: dict[str, Callable[..., Any]] = {}
 
 
 def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any:
-    """Return the page with sliders, as `costgraph.explore`, which a notebook shows.
+    """Return the interactive page from `costgraph.explore`, which notebooks display.
 
     Parameters
     ----------
     path : str or path-like, optional
         HTML file to write.
     views : sequence of str or mapping of str to Graph, optional
-        What can be chosen there.
+        Graphs to choose from on the page.
 
     Returns
     -------
@@ -738,7 +737,7 @@ def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any
 
 
 def summary(self: Graph) -> str:
-    """Return the table of scopes that `print` shows."""
+    """Return the table of scopes, as `print` shows it."""
     text: str = _view("summary")(self)
     return text
 
@@ -750,31 +749,30 @@ def summary_html(self: Graph) -> str:
 
 
 def _view(name: str, module: str = "") -> Callable[..., Any]:
-    if name not in SHOWN:  # imported when it is first asked for
+    if name not in SHOWN:  # imported on first use
         import_module(f"costgraph.report.{module or name}")
     return SHOWN[name]
 
 
 # -- tensor ------------------------------------------------------------------------------------------------------------
-# Tensors: sizes, number format, strides, and the storage that they are a view of.
+# Tensors: sizes, dtype, strides, and the storage that they view.
 
-#: What `+`, `@`, indexing and the like do: filled by `costgraph.ops.operators`, as ops are made of tensors.
+#: Implementations of `+`, `@`, indexing and others, registered by `costgraph.ops.operators` to avoid an import cycle.
 OPERATORS: dict[str, Callable[..., Tensor]] = {}
 
-#: What storages of a body's inputs stand for in the iteration that is looked at: a storage and an offset in it.
+#: Storages of body inputs in the current iteration, each as an outer storage and an offset.
 ALIASES: ContextVar[Mapping[Storage, tuple[Storage, Poly]]] = ContextVar(
     "costgraph_aliases", default=MappingProxyType({})
 )
 
-#: Roles of tensors that no op makes; all but a body's own inputs live from the first op to the last.
+#: Roles of tensors without a producer; all but formals live from the first op to the last.
 SOURCES = ("input", "param", "buffer", "cache", "state", "gradient", "formal")
 
 
 def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
-    """Return the bytes that a dense tensor takes, the scales of block formats included.
+    """Return the bytes in a dense tensor, including the scales in block formats.
 
-    Blocks that share a scale run along the innermost axis, which is the last; elements below a byte are packed without
-    gaps.
+    Blocks that share a scale run along the last axis; elements smaller than a byte are packed without gaps.
     """
     along, across = dtype.padded
     if dtype.padded != (1, 1) and sizes:
@@ -797,7 +795,7 @@ def _bytes_of(bits: int) -> Poly:
 
 
 class Storage:
-    """A block of memory: what lives and dies. Views share the storage of the tensor that they were made from."""
+    """A block of memory, the unit of liveness. Views share their base tensor's storage."""
 
     __slots__ = ("bytes", "elements", "host", "name", "pieces", "role")
 
@@ -805,24 +803,24 @@ class Storage:
         self, name: str, sizes: SizeTuple, dtype: DType, role: str, pieces: int = 0, *, host: bool = False
     ) -> None:
         self.name = name
-        """Name of the tensor that it was made for."""
+        """Base tensor name."""
         self.elements = numel(sizes)
-        """Elements it holds."""
+        """Number of elements."""
         self.bytes = numel(sizes[:pieces]) * nbytes(sizes[pieces:], dtype)
-        """Bytes it takes: blocks of a format end where a piece does."""
+        """Bytes: blocks of a format end where a piece does."""
         self.role = role
-        """input, param, buffer, cache, state (of an optimizer), formal (a body's own input) or activation."""
+        """input, param, buffer, cache, state (in an optimizer), formal (body input) or activation."""
         self.pieces = pieces
-        """Leading axes whose positions are blocks of their own: one for each iteration of that many loops."""
+        """Number of leading axes whose positions are separate allocations: one per iteration of as many loops."""
         self.host = host
-        """Whether it is memory of the host, not of the device."""
+        """Whether it lies in host memory."""
 
 
 class Tensor(Node):
     """A tensor node of a graph.
 
-    Tensors are made by `Graph.input`, `Graph.param` and by ops. `+ - * / @`, `-x`, `x.T`, `x.mT` and indexing with
-    slices work as they do in NumPy.
+    `Graph.input`, `Graph.param` and ops create tensors. `+ - * / @`, `-x`, `x.T`, `x.mT` and indexing with slices work
+    as in NumPy.
     """
 
     __slots__ = (
@@ -863,11 +861,11 @@ class Tensor(Node):
         self.requires_grad = requires_grad
         self.producer: Op | None = None
         self.domain: tuple[Domain, int, int] | None = None
-        """Index points that hold anything: (Domain, query axis, key axis), None for all."""
+        """Attention domain: (Domain, query axis, key axis), or None if every index point holds a value."""
 
     @property
     def role(self) -> str:
-        """Role of the storage."""
+        """Storage role."""
         return self.storage.role
 
     @property
@@ -882,7 +880,7 @@ class Tensor(Node):
 
     @property
     def numel(self) -> Poly:
-        """Number of index points."""
+        """Number of elements."""
         return numel(self.sizes)
 
     @property
@@ -892,17 +890,17 @@ class Tensor(Node):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the strides are those of a fresh tensor."""
+        """Whether the strides are C-contiguous."""
         fresh = contiguous(self.sizes)
         return all(n == 1 or self.graph.same(s, f) for n, s, f in zip(self.sizes, self.strides, fresh, strict=True))
 
     @property
     def touched(self) -> Poly:
-        """Number of different elements: an expanded axis repeats the same ones."""
+        """Number of distinct elements: an expanded axis repeats the same ones."""
         return distinct(self.sizes, self.strides)
 
     def region(self) -> tuple[object, ...]:
-        """Identify the elements that the tensor stands for: equal for views of the same elements."""
+        """Return a key for the viewed elements: equal for views of the same elements."""
         storage, offset = self.storage, self.offset
         for aliases in (ALIASES.get(), self.graph.root.handed):
             while storage in aliases:
@@ -915,14 +913,14 @@ class Tensor(Node):
         return (storage, *told((offset,)), pieces)
 
     def apart(self, other: Tensor) -> bool:
-        """Whether it is a view of the storage of another tensor that is known to share no element with it."""
+        """Return whether it views another tensor's storage but provably shares no element with it."""
         if self.storage is not other.storage or self.dtype != other.dtype:
             return False
         one, two = ((t.sizes, t.strides, t.offset) for t in (self, other))
         return apart(one, two, self.graph.root.relations)
 
     def element_bytes(self) -> Poly:
-        """Return the bytes moved for each element, scales included."""
+        """Return the bytes per element, scales included."""
         if self.dtype.block is None:
             return _bytes_of(self.dtype.bits)
         return self.storage.bytes / self.storage.elements
@@ -975,12 +973,12 @@ class Tensor(Node):
     def __getitem__(self, key: object) -> Tensor:
         return OPERATORS["index"](self, key)
 
-    __array_ufunc__ = None  # NumPy's operands would otherwise go through their own elements one by one
-    __iter__ = None  # indexing would otherwise make it look like an endless sequence
+    __array_ufunc__ = None  # NumPy would otherwise broadcast over its own elements one by one
+    __iter__ = None  # indexing would otherwise make it an endless sequence
 
     @property
     def mT(self) -> Tensor:  # noqa: N802  # torch's name
-        """View with the last two axes exchanged."""
+        """View with the last two axes transposed."""
         return OPERATORS["transpose"](self)
 
     T = mT
@@ -989,55 +987,54 @@ class Tensor(Node):
         return f"{self.name}({', '.join(map(str, self.sizes))}; {self.dtype.name})"
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-# What public functions ask of their arguments before they look inside them.
+# -- argument validation -----------------------------------------------------------------------------------------------
 
 _LONGEST_NAME = 500  # scopes included
-_MOST_AXES = 1000  # a list without an end is no shape
+_MOST_AXES = 1000  # an endless iterable is not a shape
 
 
 def need_tensor(place: str, *values: object) -> None:
-    """Raise GraphError if a value is no tensor."""
+    """Raise GraphError if a value is not a tensor."""
     for value in values:
         if not isinstance(value, Tensor):
             raise GraphError(f"{place}: got {kind_of(value)}, expected a tensor")
 
 
 def need_choice(place: str, value: object, choices: Collection[str]) -> None:
-    """Raise GraphError if a value is none of some words."""
+    """Raise GraphError if a value is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise GraphError(f"{place} {shown(value)}, expected one of {', '.join(choices)}")
 
 
 def need_flag(place: str, **flags: object) -> None:
-    """Raise GraphError if a switch is something else than True or False: a tensor there is a mistake."""
+    """Raise GraphError if a flag is not a bool; passing a tensor is a common mistake."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise GraphError(f"{place}: {name} is {kind_of(value)}, expected True or False")
 
 
 def need_call(place: str, value: object) -> None:
-    """Raise GraphError if a value is no function."""
+    """Raise GraphError if a value is not a function."""
     if not callable(value) or isinstance(value, type):
         raise GraphError(f"{place}: got {kind_of(value)}, expected a function")
 
 
 def need_list(place: str, value: object) -> Sequence[Any]:
-    """Return a list or tuple, or raise GraphError: text and sets have no order that anyone meant."""
+    """Return a list or tuple, or raise GraphError: strings and sets have no meaningful order."""
     if not isinstance(value, list | tuple):
         raise GraphError(f"{place}: got {kind_of(value)}, expected a list")
     return value
 
 
 def need_name(place: str, value: object) -> None:
-    """Raise GraphError if a value cannot name an op: it stands in tables, files and error messages."""
+    """Raise GraphError if a value cannot name an op in tables, files and error messages."""
     text = value if isinstance(value, str) else ""
     if not 0 < len(text) <= _LONGEST_NAME or not text.isprintable() or " " in text:
         raise GraphError(f"{place}: name {shown(value)}, expected text without spaces")
 
 
 def named(name: object, default: str) -> Any:
-    """Return the name, or the default where it is empty."""
+    """Return the name, or the default if it is empty."""
     return default if isinstance(name, str) and not name else name
 
 
@@ -1046,7 +1043,7 @@ def _text(size: Poly) -> str:
 
 
 def positive(place: str, value: object) -> Poly:
-    """Return a size as a polynomial, known to be a positive integer where it is a number."""
+    """Return a size as a polynomial; raise ShapeError if it is not a positive integer."""
     try:
         out = poly(value)
     except CostGraphError as error:
@@ -1056,16 +1053,16 @@ def positive(place: str, value: object) -> Poly:
     return out
 
 
-@cached(1 << 12)  # asked of every axis of every tensor, and they are the same few
+@cached(1 << 12)  # called for every axis in every tensor, with few distinct values
 def _is_no_size(size: Poly) -> bool:
     if size.constant is not None:
         return not isinstance(size.constant, int) or size.constant < 1
     most = lower(-size)
-    return (most is not None and most >= 0) or not _may_be_whole(size)  # -B is below 1 for all sizes
+    return (most is not None and most >= 0) or not _may_be_whole(size)  # -B is below 1 for every B
 
 
 def _may_be_whole(p: Poly) -> bool:
-    """Whether a formula can be a whole number for some sizes: one without a logarithm that nothing rounds."""
+    """Return whether a formula can be an integer for some sizes: unrounded logarithms cannot."""
     return p.constant is not None or (
         bool(p.names()) and not any(_has_log(generator(k)) for k in p.generators() if k[0] == "~")
     )
@@ -1078,7 +1075,7 @@ def _has_log(expr: sympy.Expr) -> bool:
 
 
 def amount(place: str, value: object) -> Poly:
-    """Return stated FLOPs, bytes or elements as a polynomial, not negative where it is a number."""
+    """Return FLOPs, bytes or elements as a polynomial; raise ShapeError if they are negative."""
     try:
         out = poly(value)
     except CostGraphError as error:
@@ -1090,52 +1087,50 @@ def amount(place: str, value: object) -> Poly:
 
 
 def sizes_of(shape: Sequence[object], place: str) -> SizeTuple:
-    """Return a shape as polynomials, each known to be positive where it is a number."""
+    """Return a shape as polynomials; raise ShapeError if a size is not positive."""
     unordered = type(shape) is not tuple and isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor)
     try:
         given = None if unordered else [size for size, _ in zip(shape, range(_MOST_AXES + 1), strict=False)]
-    except TypeError:  # NumPy's scalars look like lists too
+    except TypeError:  # NumPy scalars have __iter__ too
         given = None
     if given is None or len(given) > _MOST_AXES:
         raise GraphError(f"{place}: shape {shown(shape)}, expected a tuple of sizes such as (B, S, D)")
     sizes = [positive(f"{place}: axis {i}", size) for i, size in enumerate(given)]
     try:
         numel(sizes)
-    except ShapeError as error:  # each is a size, but nothing has so many elements
+    except ShapeError as error:  # each is a valid size, but their product is too large
         raise ShapeError(f"{place}: {error}") from None
     return tuple(sizes)
 
 
 def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
-    """Return the sizes that a caller gave by name of the axis."""
+    """Return a caller's axis sizes as polynomials, by name."""
     return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in given.items()}
 
 
-# -- changes -----------------------------------------------------------------------------------------------------------
-# Changes of a graph: which are refused, what they make obsolete, and how they are taken back.
-#
-# A public function that adds to a graph does it whole or not at all: what it notes is taken back where it, or a
-# function that it was given, ends in an error.
+# -- transactions ------------------------------------------------------------------------------------------------------
+# A public function changes a graph completely or not at all: if it raises, or a callback inside does, the undo journal
+# rolls its changes back. Finished graphs refuse changes, and each change invalidates derived results.
 
 T = TypeVar("T")
 
 
 class Journal:
-    """What takes back the changes of a graph since the outermost call that is made whole or not at all."""
+    """A graph's undo journal since the outermost transaction began."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] | None = None
         self.asked = ""
-        """Name of the outermost call."""
+        """Outermost public call, named in error messages."""
 
     def note(self, undo: Callable[[], object]) -> None:
-        """Note what takes back a change that is made now."""
+        """Record a change's undo function."""
         if self._undo is not None:
             self._undo.append(undo)
 
     @contextmanager
     def whole(self, asked: str = "") -> Iterator[None]:
-        """Take back the changes made inside, by a call of some name, if it ends in an error."""
+        """Run a transaction for a named call: roll back its changes if it raises."""
         outermost = self._undo is None
         if outermost:
             self.asked = asked
@@ -1153,7 +1148,7 @@ class Journal:
 
 
 def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Let a function that is refused leave the graph of its operands, or the one that is open, as it was."""
+    """Decorate a function to run as a transaction on its operands' graph, or on the open graph."""
     asked = name or function.__name__
 
     @wraps(function)
@@ -1215,7 +1210,7 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def forget(graph: Graph) -> None:
-    """Forget what was derived of a graph that is changed now, and again where the change is taken back."""
+    """Invalidate results derived from a graph, now and if the change is rolled back."""
     _forget(graph)
     graph.note(partial(_forget, graph))
 
@@ -1227,7 +1222,7 @@ def _forget(graph: Graph | None) -> None:
 
 
 def modify(graph: Graph, asked: str) -> None:
-    """Refuse what was asked for if the graph is finished, else forget what was derived of it."""
+    """Raise GraphError if the graph is finished, else invalidate derived results."""
     if graph.frozen:
         raise GraphError(
             f"{graph.root.journal.asked or asked}: graph {graph.root.name!r} is finished, expected an open one: "
@@ -1237,7 +1232,7 @@ def modify(graph: Graph, asked: str) -> None:
 
 
 def changing(method: Callable[..., None]) -> Callable[..., None]:
-    """Let one of networkx's own ways to change a graph need an open one, and forget what was derived before."""
+    """Wrap a mutating networkx method: it needs an open graph and invalidates derived results."""
 
     @wraps(method)
     def changed(graph: Graph, /, *args: Any, **kwargs: Any) -> None:
@@ -1248,14 +1243,14 @@ def changing(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def append(graph: Graph, tensors: list[Tensor], tensor: Tensor) -> None:
-    """Append to the inputs or outputs of a graph."""
+    """Append to a graph's inputs or outputs."""
     length = len(tensors)
     tensors.append(tensor)
     graph.note(lambda: tensors.__delitem__(slice(length, None)))
 
 
 class Carried(Generic[T]):
-    """An attribute kept in the dictionary that networkx hands on to copies, views and reversed graphs."""
+    """Attribute stored in the dictionary that networkx passes to copies, views and reversed graphs."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -1270,7 +1265,7 @@ class Carried(Generic[T]):
 
 
 class Stated(Carried[T]):
-    """One that is set from outside: what it holds is looked at."""
+    """Carried attribute that users may set: its values are validated."""
 
     def __set__(self, graph: Graph, value: T) -> None:
         asked = rule(get_args(self.__orig_class__)[0])  # type: ignore[attr-defined]  # typing sets it
@@ -1279,14 +1274,14 @@ class Stated(Carried[T]):
         super().__set__(graph, value)
 
 
-#: Facts of a whole graph that name none of its tensors: a transform copies them, it never derives them again.
+#: Graph facts that refer to no tensor: transforms copy them unchanged.
 FACTS = ("relations", "defaults", "loss", "layers", "matmul_dtype", "waiting")
 
 
 def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
-    """Copy the facts of a graph to the graph that a transform builds from it.
+    """Copy a graph's facts to the graph that a transform builds from it.
 
-    Every transform calls this one function, so that a fact that is added to `FACTS` reaches all of them.
+    All transforms call this function, so a fact added to `FACTS` reaches all of them.
 
     Parameters
     ----------
@@ -1295,7 +1290,7 @@ def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
     new : Graph
         Graph that is built.
     **changed : object
-        Facts, by their names in `FACTS`, that differ in the new graph. `loss=None` drops the loss.
+        Facts in `FACTS` that differ in the new graph. `loss=None` drops the loss.
     """
     for name in FACTS:
         fact = changed.pop(name, getattr(old, name))
@@ -1304,22 +1299,22 @@ def carry_facts(old: Graph, new: Graph, **changed: Any) -> None:
     new.modules |= old.modules
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-# Sizes of a graph: which dimensions it has, and what binding some of them makes of it.
+# -- symbols and bindings ----------------------------------------------------------------------------------------------
+# Symbolic dimensions in a graph, the conditions on them, and their bound values.
 
-# No size has so many, and what is multiplied out of them could not be printed.
+# Larger sizes would make unprintable products.
 _MOST_BITS = 1024
 
 
 def _polys(value: object) -> Iterable[Poly]:
-    """Yield the formulas among the attributes of an op."""
+    """Yield the formulas among an op's attributes."""
     if isinstance(value, Poly):
         yield value
     elif isinstance(value, tuple | list):
         for v in value:
             yield from _polys(v)
     elif value is None or isinstance(value, str | int):
-        return  # nearly always, and what is no mapping takes long to find out
+        return  # the common case; the Mapping check is slow
     elif isinstance(value, Mapping):
         for v in value.values():
             yield from _polys(v)
@@ -1328,7 +1323,7 @@ def _polys(value: object) -> Iterable[Poly]:
 
 
 def same(graph: Graph, a: Poly, b: Poly) -> bool:
-    """Whether two sizes are equal, assumptions included."""
+    """Return whether two sizes are equal under the graph's assumptions."""
     if a == b:
         return True
     a, b = graph.told((a, b))
@@ -1336,20 +1331,20 @@ def same(graph: Graph, a: Poly, b: Poly) -> bool:
 
 
 def told(graph: Graph, sizes: SizeTuple) -> SizeTuple:
-    """Return sizes or strides with all that is known put in: what is equal is then the same polynomial.
+    """Return sizes or strides simplified under the graph's assumptions: equal ones become the same polynomial.
 
-    Known are assumed equalities, and that sizes such as D/H are whole: ceiling(D/H) is then D/H.
+    Assumptions are the stated equalities, and that sizes such as D/H are integers: ceiling(D/H) becomes D/H.
     """
     known, whole = graph.root.relations, graph.root.quotients
     sizes = tuple(map(known.reduce, sizes)) if known.relations else sizes
-    if not whole or all(map(is_polynomial, sizes)):  # nearly always: a graph of many quotients is long to look up
+    if not whole or all(map(is_polynomial, sizes)):  # common case; the lookup is slow with many quotients
         return sizes
     whole = frozenset(map(known.reduce, whole)) if known.relations else whole
     return tuple(settled(n, whole) for n in sizes)
 
 
 def known_names(graph: Graph) -> frozenset[str]:
-    """Return the names of all dimensions of a graph, bodies included."""
+    """Return the names of all dimensions in a graph and its bodies."""
     if "names" not in graph.cache:
         found: set[str] = set()
         seen: set[Poly] = set()
@@ -1368,11 +1363,11 @@ def known_names(graph: Graph) -> frozenset[str]:
 
 
 def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
-    """Yield what a graph and its bodies are declared with: formula, place, least value, whether it is whole."""
+    """Yield the constrained formulas in a graph and its bodies: formula, place, least value, whether an integer."""
     for g in graph.bodies():
         none = set(_of_all_iterations(g))
         for t in g.tensors:
-            # the first axes of pieces: as many as a loop has iterations, whose count is looked at
+            # leading axes of stacked residuals equal an iteration count, which is checked itself
             for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
                 yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
         for op in g.ops:
@@ -1389,16 +1384,16 @@ def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
 
 
 def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:
-    """Yield what loops that may have no iteration read and write slices of."""
+    """Yield tensors that loops with possibly zero iterations slice or stack."""
     for op in graph.ops:
         if op.loop is not None and op.loop.kind.least == 0:
             yield from (*op.loop.xs, *op.loop.stacks, *op.loop.pieces)
 
 
 def conditions(graph: Graph) -> tuple[Condition, ...]:
-    """Return what bound sizes may break: sizes that may not be whole or too small, stated amounts below 0.
+    """Return the conditions that bound sizes may violate: sizes must be positive integers, amounts nonnegative.
 
-    Assumptions are not among them: `graph.root.relations` has those.
+    Assumptions are kept separately, in `graph.root.relations`.
     """
     if "conditions" not in graph.cache:
         known, found = graph.root.relations, dict[tuple[Poly, int, bool], str]()
@@ -1414,33 +1409,32 @@ def conditions(graph: Graph) -> tuple[Condition, ...]:
 
 
 def _always(p: Poly, least: int, whole: bool, known: Relations) -> bool:
-    """Whether a formula is known to be large enough, and whole where it has to be."""
+    """Return whether a formula provably satisfies its condition."""
     return (not whole or is_integral(p)) and known.nonnegative(p - least)
 
 
 class Bindings(dict[str, Poly]):
-    """What to put in for each bound symbol, by name."""
+    """Values for bound symbols, by name."""
 
     def __init__(self, graph: Graph, values: Mapping[str, Poly] = MappingProxyType({})) -> None:
         super().__init__(values)
         if "asked" not in graph.cache:
             graph.cache["asked"] = Conditions(graph.root.relations.relations, conditions(graph))
         self.validity = Validity(graph.cache["asked"], tuple(sorted(values.items(), key=itemgetter(0))))
-        """What a formula holds for that they are put into."""
+        """Validity conditions of formulas after substitution."""
 
     @property
     def held(self) -> tuple[Validity, ...]:
-        """The validity as a tuple, empty if no size is bound and open sizes have no conditions."""
+        """The validity as a tuple, empty if nothing is bound and open sizes have no conditions."""
         return (self.validity,) if self.validity.names or self.validity.values else ()
 
 
 def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()) -> Bindings:
-    """Return what to put in for each bound symbol: the graph's defaults, overridden by the given sizes.
+    """Return the value for each bound symbol: the graph's defaults, overridden by the given sizes.
 
-    Those are numbers, and where an assumed equality ties an open symbol to others, a formula in those; of names that
-    are `left_open` the default is not taken. BindingError if a name is not in the graph, a size is not a positive
-    integer or against an assumption, or what the graph is declared with is then no size, or no amount: one of
-    `conditions`.
+    Values are numbers, or formulas if an assumed equality ties an open symbol to others. Names in `left_open` ignore
+    their default. Raise BindingError if a name is not in the graph, a size is not a positive integer or contradicts an
+    assumption, or the values violate one of `conditions`.
     """
     names = known_names(graph)
     for name in dims:
@@ -1457,14 +1451,14 @@ def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str
 
 
 def stages(graph: Graph) -> tuple[Graph, ...]:
-    """One graph a kind of stage of a pipeline, first, middle, last; the graph itself where there is no pipeline."""
+    """Return one graph per kind of pipeline stage (first, middle, last), or the graph itself without a pipeline."""
     return graph.parts or (graph,)
 
 
 def of_stages(
     graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()
 ) -> list[tuple[Graph, Bindings]]:
-    """Return the stages of a graph with what to put in for the symbols that each has; errors as `bindings`."""
+    """Return a graph's stages, each with its bindings; errors as `bindings`."""
     own = [(g, known_names(g)) for g in stages(graph)]
     every = frozenset[str]().union(*(names for _, names in own))
     return [
@@ -1486,34 +1480,34 @@ def dimension_size(name: str, value: object) -> int:
 
 
 def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: str) -> None:
-    """Raise BindingError unless a symbol is a dimension of the graph that is not bound: what is solved for."""
+    """Raise BindingError unless a symbol, the unknown to solve for, is an unbound dimension of the graph."""
     names = known_names(graph)
     if symbol not in names or symbol in dims:
         raise BindingError(f"{question}: {shown(symbol)}, expected an open dimension of {', '.join(sorted(names))}")
 
 
-# -- facts -------------------------------------------------------------------------------------------------------------
-# What the fields of op records may hold: types that say in words, and as a test, what a file has to have there.
+# -- field types -------------------------------------------------------------------------------------------------------
+# Annotated types for op kind fields: each carries a description and a test, used when files are loaded.
 
 
 class Limit(NamedTuple):
-    """What the formulas in a field have to be once sizes are bound; in an annotation, the last one counts."""
+    """Condition on the formulas in a field once sizes are bound; the last one in an annotation counts."""
 
     least: int
     """Least value."""
     whole: bool = True
-    """Whether they have to be whole."""
+    """Whether they must be integers."""
     words: str = ""
-    """What stands before the name of the op where they are not; by default what the field is called."""
+    """Words before the op name in the error message; the field name by default."""
 
 
 _known: dict[type, dict[str, Limit]] = {}
 
 
 def hints(record: type) -> dict[str, Any]:
-    """Return the annotations of a record as what they name.
+    """Return a record's resolved annotations.
 
-    GraphError if one names what its module has for type checkers alone.
+    Raise GraphError if one names a type that is imported for type checkers only.
     """
     try:
         return hints_of(record)
@@ -1524,7 +1518,7 @@ def hints(record: type) -> dict[str, Any]:
 
 
 def limits_of(record: type) -> dict[str, Limit]:
-    """Return the limits of fields, by name; of fields that state none, or several, nothing is asked."""
+    """Return field limits by name; fields with no limit or several have none."""
     if record not in _known:
         limits = {name: _limit(hint) for name, hint in hints(record).items()}
         _known[record] = {name: limit for name, limit in limits.items() if limit is not None}
@@ -1532,7 +1526,7 @@ def limits_of(record: type) -> dict[str, Limit]:
 
 
 def _limit(hint: Any) -> Limit | None:
-    """Return the limit that an annotation states: its own, or the one of what it holds."""
+    """Return an annotation's limit: its own, or the only one among its type arguments."""
     own = [a for a in getattr(hint, "__metadata__", ()) if isinstance(a, Limit)]
     if own:
         return own[-1]
@@ -1551,38 +1545,38 @@ def _passes(check: Callable[[str, object], Poly], value: object) -> bool:
 
 
 def is_size(value: object) -> bool:
-    """Whether it is a size: not known to be less than 1, or broken."""
+    """Return whether a value is a size: a formula not known to be fractional or below 1."""
     return _passes(positive, value)
 
 
 def is_amount(value: object) -> bool:
-    """Whether it is an amount: not known to be negative."""
+    """Return whether a value is an amount: a formula not known to be negative."""
     return _passes(amount, value)
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether it is an integer from `least` on."""
+    """Return whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def all_of(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
-    """Return a test of tuples."""
+    """Return a test for tuples whose items all pass a test."""
     return lambda v: isinstance(v, tuple) and all(map(fits, v))
 
 
 def one_of(*words: str) -> Rule:
-    """Return what a field asks that holds one of some words."""
+    """Return the rule for a field that holds one of some words."""
     text = " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
     return Rule(text, lambda v: isinstance(v, str) and v in words)
 
 
 def optional(expected: str, fits: Callable[[Any], bool]) -> Rule:
-    """Return what a field asks that may be None."""
+    """Return the rule for a field that may be None."""
     return Rule(expected, lambda v: v is None or fits(v))
 
 
 def need(holds: bool, what: str) -> None:
-    """Raise ShapeError where a field says something else than the operands."""
+    """Raise ShapeError if a field contradicts the operands."""
     if not holds:
         raise ShapeError(f"{what}: expected what agrees with the operands")
 
@@ -1591,7 +1585,7 @@ def _is_extents(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(is_size, value.values()))
 
 
-#: Of a result, which is looked at itself when sizes are bound.
+#: Size or shape of a result, which is checked itself when sizes are bound.
 Length = Annotated[Poly, Rule("a positive size", is_size)]
 Shape = Annotated[tuple[Poly, ...], Rule("a tuple of positive sizes", all_of(is_size))]
 
@@ -1604,7 +1598,7 @@ Amounts = Annotated[
     Rule("None or a tuple of amounts", lambda v: v is None or all_of(is_amount)(v)),
     Limit(0, whole=False),
 ]
-#: Where something begins on an axis, and how much of the axis is left behind it.
+#: Offset on an axis, and the remaining length after it.
 Start = Annotated[Amount, Limit(0)]
 Room = Annotated[Amount, Limit(0, words="what is left beyond")]
 Rooms = Annotated[
@@ -1621,8 +1615,7 @@ MemoryFormat = Annotated[
 ]
 
 
-# -- domain ------------------------------------------------------------------------------------------------------------
-# Domains: which pairs of a query and a key position an attention computes, counted exactly.
+# -- attention domain --------------------------------------------------------------------------------------------------
 
 
 def _triangle(n: Poly) -> Poly:
@@ -1633,26 +1626,25 @@ def _triangle(n: Poly) -> Poly:
 @guarded()
 @dataclass(frozen=True)
 class Domain:
-    """Restriction of two axes, query positions s < S and key positions t < T, aligned at their last positions.
+    """Attention mask as a domain: query positions s < S and key positions t < T, aligned at their last positions.
 
     With `causal`, query s sees the keys up to its own position s + T - S. With a `window` of W it sees the last W of
     them; without `causal` it sees the keys less than W positions away on either side.
 
-    On a mesh queries may be split into consecutive blocks, one for each rank: S and what is counted are then those of
-    a rank, T is that of all. What differs from rank to rank is counted as the mean over them: the sum over all ranks
-    is the number without a mesh.
+    On a mesh, queries may be split into consecutive blocks, one per rank: S and all counts are then local, T is global.
+    Counts that differ between ranks are averaged, so their sum over all ranks equals the count without a mesh.
     """
 
     causal: bool
     """Whether later keys are hidden."""
     window: Annotated[Poly | None, READ] = None
-    """How many positions are seen, the own one included, or None for all."""
+    """Number of visible positions, the query's own included, or None for all."""
     ranks: Annotated[tuple[tuple[str, Poly], ...], READ] = ()
-    """Axes of a mesh that split the queries, the outermost first, and how many ranks each has."""
+    """Mesh axes that split the queries, outermost first, each with its number of ranks."""
 
     def __post_init__(self) -> None:
         need_flag("domain", causal=self.causal)
-        if self.window is not None:  # a number or symbol is taken as well
+        if self.window is not None:  # numbers and symbols are accepted too
             object.__setattr__(self, "window", positive("domain: window", self.window))
         pairs = isinstance(self.ranks, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.ranks)
         if not pairs or not all(isinstance(axis, str) for axis, _ in self.ranks):
@@ -1662,7 +1654,7 @@ class Domain:
             raise ShapeError("domain: neither causal nor a window, expected one of them at least")
 
     def points(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
-        """Return the number of pairs (s, t); assumptions may tell that there are as many keys as queries at least.
+        """Return the number of pairs (s, t); `known` may prove that there are at least as many keys as queries.
 
         Notes
         -----
@@ -1689,7 +1681,7 @@ class Domain:
 
     @property
     def parts(self) -> Poly:
-        """How many ranks have some of the queries each."""
+        """Number of ranks that split the queries."""
         return prod((n for _, n in self.ranks), start=ONE)
 
     @property
@@ -1697,13 +1689,13 @@ class Domain:
         return replace(self, ranks=())
 
     def _queries(self, queries: Poly, keys: Poly) -> Poly:
-        """Return how many queries all ranks have: there is a key for each."""
+        """Return the queries on all ranks: one per key."""
         if queries * self.parts != keys:
             raise ShapeError(f"{queries} queries on each of {self.parts} ranks, expected as many in all as {keys} keys")
         return keys
 
     def _beyond(self, b: Poly) -> Poly:
-        """Return how many keys before their own all ranks see."""
+        """Return the number of keys before their own blocks that ranks see, summed over ranks."""
         others = self.parts - 1
         if self.window is None:
             return b * others * self.parts / 2
@@ -1722,8 +1714,8 @@ class Domain:
 
         Notes
         -----
-        Rank r = 0..P-1 has b queries, whose own positions are b keys; of the r*b keys before them it sees as many as
-        its first query does, min(r*b, W - 1), and without `causal` as many of those after rank P - 1 - r. With
+        Rank r = 0..P-1 has b queries, whose own positions are b keys. Of the r*b earlier keys it sees as many as its
+        first query does, min(r*b, W - 1); without `causal`, rank P - 1 - r sees as many later keys. With
         f = min(P - 1, floor((W - 1)/b)) the sum over all ranks is b*f*(f + 1)/2 + (P - 1 - f)*(W - 1).
         """
         if self.ranks:
@@ -1736,7 +1728,7 @@ class Domain:
     def reached(
         self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN, *, query: bool = True, key: bool = True
     ) -> Poly:
-        """Return the positions that pairs of the domain reach in something that has both axes, one of them or none."""
+        """Return the number of positions that pairs reach in a tensor with both axes, one of them or none."""
         if query and key:
             return self.points(queries, keys, known)
         if query:
@@ -1744,14 +1736,14 @@ class Domain:
         return self.keys_used(queries, keys, known) if key else ONE
 
 
-# -- around ------------------------------------------------------------------------------------------------------------
-# Bodies and what is around them: tensors of the one stand for tensors of the other.
+# -- capture -----------------------------------------------------------------------------------------------------------
+# Bodies refer to outer tensors through formals, and pass results out through outputs.
 
 
 def formal(
     graph: Graph, like: Tensor, name: str, sizes: SizeTuple, strides: SizeTuple, pieces: int | None = None
 ) -> Tensor:
-    """Add an input of a body, which stands for a tensor outside."""
+    """Add a formal to a body: the input that stands for an outer tensor."""
     pieces = like.storage.pieces if pieces is None else pieces
     tensor = Tensor(graph, graph.unique(name), sizes, like.dtype, role="formal", strides=strides, pieces=pieces,
                     host=like.storage.host)  # fmt: skip
@@ -1762,7 +1754,7 @@ def formal(
 
 
 def adopt(graph: Graph, tensor: Tensor) -> Tensor:
-    """Return the tensor as this graph sees it: itself, a captured one, or what a finished kernel hands out."""
+    """Return a tensor as seen from this graph: itself, its formal if captured, or the result that a kernel exports."""
     home = tensor.graph
     if home is graph or tensor in graph:
         return tensor
@@ -1783,7 +1775,7 @@ def adopt(graph: Graph, tensor: Tensor) -> Tensor:
 
 
 def capture(graph: Graph, outer: Tensor) -> Tensor:
-    """Return this body's input that stands for a tensor of the graph around it."""
+    """Return this body's formal for a tensor in the enclosing graph, created on first use."""
     found = graph._captured.get(outer)
     if found is None:
         found = graph._captured[outer] = formal(graph, outer, f"{outer.name}.in", outer.sizes, outer.strides)
@@ -1793,7 +1785,7 @@ def capture(graph: Graph, outer: Tensor) -> Tensor:
 
 
 def export(graph: Graph, tensor: Tensor) -> Tensor:
-    """Return the outer tensor for one made inside this fused body: read outside, it has to reach memory."""
+    """Return the outer tensor for one made inside this fused body: an outside read forces it to memory."""
     owner = graph.owner
     assert owner is not None
     if tensor in graph.outputs:
@@ -1808,12 +1800,11 @@ def export(graph: Graph, tensor: Tensor) -> Tensor:
     return owner.results[-1]
 
 
-# -- call --------------------------------------------------------------------------------------------------------------
-# A call of one of torch's ops, as a trace saw it: what runs again where the graph is lowered as it is.
+# -- recorded torch calls ----------------------------------------------------------------------------------------------
 
 
 def _is_argument(value: object) -> bool:
-    """Whether it is what an op of torch can be called with: a number, a text, a tensor by its place, or a list."""
+    """Return whether a value is a torch op argument: a number, a string, an operand by index, or a list."""
     if isinstance(value, dict):
         shapes: dict[str, Callable[[object], bool]] = {
             "operand": is_count,
@@ -1830,7 +1821,7 @@ def _is_argument(value: object) -> bool:
 
 
 def _places_in(value: Any) -> Iterator[int]:
-    """Yield the places of operands among arguments."""
+    """Yield the operand indices among arguments."""
     if isinstance(value, Mapping):
         if "operand" in value:
             yield value["operand"]
@@ -1841,67 +1832,67 @@ def _places_in(value: Any) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op of torch."""
+    """A torch op call recorded by a trace, replayed when the graph is lowered eagerly."""
 
     target: Annotated[
         str, Rule("the name of an op of torch with its overload", lambda v: isinstance(v, str) and "." in v)
     ]
-    """The op, as `torch.ops.aten` names it, with its namespace before it where that is another one."""
+    """Overload name as in `torch.ops.aten`, prefixed by its namespace if that is another one."""
     arguments: Annotated[tuple[Any, ...], Rule("a tuple of arguments", all_of(_is_argument))]
-    """What it was called with, `{"operand": i}` standing for tensors."""
+    """Positional arguments, with `{"operand": i}` in place of tensors."""
     keywords: Annotated[
         Mapping[str, Any],
         Rule("arguments by name", lambda v: isinstance(v, dict) and all(map(_is_argument, v.values()))),
     ]
     places: Annotated[tuple[int, ...], Rule("a tuple of integers of at least -1", all_of(lambda v: is_count(v, -1)))]
-    """Where each result stands in what it returns, -1 for an operand that it wrote into."""
+    """Each result's index among the outputs of the call, -1 for an operand that it mutates."""
     rule: Annotated[str, Rule("the name of a rule", lambda v: isinstance(v, str))] = ""
-    """The rule by which it is what another device runs, empty where it ran as it stands here."""
+    """Rule that replaced the call by another device's kernel, empty if it ran as recorded."""
     why: Annotated[str, Rule("a text", lambda v: isinstance(v, str))] = ""
-    """What that rule went by."""
+    """Reason for the rule."""
 
     @property
     def name(self) -> str:
-        """Name of the op without its overload."""
+        """Op name without its overload."""
         return self.target.partition(".")[0]
 
     def verify(self, operands: int, results: int) -> None:
-        """Raise ShapeError where it is the call of an op of other tensors."""
+        """Raise ShapeError if the call does not match the number of operands and results."""
         need(len(self.places) == results, f"{len(self.places)} places of {results} results")
         for i in _places_in((*self.arguments, *self.keywords.values())):
             need(i < operands, f"argument {i} of {operands} operands")
 
 
 # -- op ----------------------------------------------------------------------------------------------------------------
-# Op nodes, and the records that say what they do.
+# Op nodes and op kinds.
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an op kind infers of one of its results."""
+    """Inferred metadata for one result."""
 
     sizes: SizeTuple
     """Shape."""
     dtype: DType
     """Number format."""
     strides: SizeTuple | None = None
-    """Elements between neighbours along each axis; None for a fresh dense tensor."""
+    """Strides in elements; None for a new contiguous tensor."""
     of: int | None = None
-    """Index of the operand whose storage it shares, None for a storage of its own."""
+    """Index of the operand that it views, or None if it has its own storage."""
     offset: Poly = ZERO
-    """First element within the storage."""
+    """Offset of the first element within the storage."""
     domain: tuple[Domain, int, int] | None = None
-    """Restriction of its index points, as in Tensor."""
+    """Attention domain, as in Tensor."""
     pieces: int = 0
-    """Leading axes whose positions are storages of their own, as in Storage."""
+    """Number of leading axes with separate allocations, as in Storage."""
     host: bool | None = None
-    """Whether it lies in memory of the host; None where that is said by the operands, which lie there or not."""
+    """Whether it lies in host memory; None to inherit this from the operands."""
     spare: Poly = ZERO
-    """Bytes of its storage beyond its elements."""
+    """Bytes that its storage has beyond the elements."""
 
 
 def itself(t: Tensor, of: int = 0) -> Result:
-    """Return the result that is an operand: another name of it, or what it holds once an op has written into it."""
+    """Return the result that aliases an operand: a rename, or its value after an in-place write."""
     return Result(t.sizes, t.dtype, t.strides, of=of, offset=t.offset, domain=t.domain)
 
 
@@ -1911,12 +1902,12 @@ kinds: dict[str, type[OpKind]] = {}
 
 @dataclass
 class Flops:
-    """FLOPs by the unit of the hardware that does them: formulas, and numbers where they are counted."""
+    """FLOPs by hardware unit: formulas, or numbers once counted."""
 
     matmul: Poly = ZERO
-    """multiplies and adds of contractions, as executed"""
+    """multiplies and adds in contractions, as executed"""
     full: Poly = None  # type: ignore[assignment]  # never None once it is made
-    """the same with every domain ignored: what is executed unless it is said"""
+    """the same with every domain ignored; equal to `matmul` by default"""
     pointwise: Poly = ZERO
     """single arithmetic operations"""
     transcendental: Poly = ZERO
@@ -1938,81 +1929,80 @@ class Flops:
         return Flops(self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times)
 
     def by_kind(self, count: str = "executed") -> dict[str, Poly]:
-        """Return them by kind; those of contractions as executed, or with every domain ignored."""
+        """Return the FLOPs by kind; matmul FLOPs as executed, or with every domain ignored."""
         matmul = self.full if count == "full" else self.matmul
         return {"matmul": matmul, "pointwise": self.pointwise, "transcendental": self.transcendental}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpKind:
-    """What an op does: facts in fields, and the rules of its kind. A kind is a subclass; no rule counts as zero.
+    """Op kind: attributes as fields, and rules as methods. Missing rules raise, they never count as zero.
 
-    `costgraph.ops.rules` has the rules that many kinds share: `flops = rules.free` in the body of a class takes one.
-    A kind that lacks one is an error where an op of it is counted.
+    `costgraph.ops.rules` has rules that many kinds share: assign `flops = rules.free` in the class body.
     """
 
     name: ClassVar[str]
-    """Name of the kind in tables and files."""
+    """Kind name in tables and files."""
     restricted: ClassVar[bool] = False
-    """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
+    """Whether operands may have an attention domain, which `infer` propagates; they are refused otherwise."""
     takes_complex: ClassVar[bool] = False
-    """Whether its FLOPs are those of complex numbers as well; a kind with others refuses such operands."""
+    """Whether its FLOPs also hold for complex numbers; other kinds with FLOPs refuse complex operands."""
     crosses: ClassVar[bool] = False
-    """Whether some of its operands may lie in memory of the host and others in that of the device."""
+    """Whether its operands may lie in host and device memory at once."""
     renames: ClassVar[bool] = False
-    """Whether it is another name for an operand that has been written to, and reads nothing of it itself."""
+    """Whether it only renames an operand after an in-place write, without reading it."""
     takes_lists: ClassVar[bool] = False
-    """Whether it takes what has a storage for each iteration, outside of any loop."""
+    """Whether it accepts stacked residuals (one storage per iteration) outside a loop."""
     passes_gradients: ClassVar[bool] = True
-    """Whether a backward pass goes through it at all."""
+    """Whether it is differentiable."""
     save: Flag = field(default=False, repr=False)
-    """Whether a kernel around it writes its result as well where a backward pass reads it."""
+    """Whether an enclosing fused kernel also writes its result for the backward pass."""
     again: Flag = field(default=False, repr=False)
-    """Whether it is computed again for a backward pass."""
+    """Whether it is recomputed in the backward pass."""
     no_grad: Flag = field(default=False, repr=False)
-    """Whether it ran without autograd, which saves no tensors for it."""
+    """Whether it ran under `no_grad`, so that autograd saves no tensors."""
     saved_operands: Places = field(default=(), repr=False)
-    """Operands that autograd saves because the backward kernel has them as arguments, even if only for their shapes."""
+    """Operands that autograd saves because the backward kernel takes them, even if only for their shapes."""
     grad_memory_format: MemoryFormat = field(default="", repr=False)
-    """Memory format into which the backward kernel copies an incoming gradient: contiguous, that of the grad itself or
-    of the operand, where channels may be last, or (batch, sequence, heads, width) of attention; or none."""
+    """Memory format into which the backward kernel copies the incoming gradient: contiguous, grad (its own), operand
+    (channels-last if the operand is), bshd (batch, sequence, heads, width) for attention, or empty for no copy."""
     copies_grad_input: Flag = field(default=False, repr=False)
-    """Whether the backward kernel computes in that format and copies the result into the format of the operand."""
+    """Whether the backward kernel computes in that format and copies the result back into the operand's."""
     copies_matmul_operands: Flag = field(default=False, repr=False)
-    """Whether matrix products of the backward pass copy operands whose layout BLAS does not accept, one at a time."""
+    """Whether backward matmuls copy operands whose layout BLAS does not accept, one at a time."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Shapes, formats and layouts of the results; raises where operands do not fit."""
+        """Infer result shapes, dtypes and layouts; raise if the operands do not fit."""
         raise self._lacks("infer")
 
     def flops(self, op: Op) -> Flops:
-        """FLOPs of an op."""
+        """Return the op's FLOPs."""
         raise self._lacks("flops")
 
     def reads(self, op: Op) -> Sequence[Poly]:
-        """Elements that an op reads of each operand."""
+        """Return the elements read from each operand."""
         raise self._lacks("reads")
 
     def writes(self, op: Op) -> Sequence[Poly]:
-        """Elements that an op writes of each result."""
+        """Return the elements written to each result."""
         raise self._lacks("writes")
 
     def overwrites(self) -> tuple[int, ...]:
-        """Places of operands that it writes into, which hold other values afterwards."""
+        """Return the indices of mutated operands."""
         return ()
 
     def parts(self, op: Op) -> Loop | None:
-        """Return the parts of a loop, of kinds that repeat a body."""
+        """Return the loop if the op repeats a body, else None."""
         return None
 
     def placed(self, op: Op) -> Split | None:
-        """Say how the axes of operands and results belong together; None where all have to be whole on each rank."""
+        """Return the sharding rule; None if all operands must be replicated."""
         return None
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Raise where a field says something else than the operands; what `infer` finds is left to it.
+        """Raise if a field contradicts the operands; `infer` checks the rest.
 
-        `known` is what may have been known of sizes when the record was made, one case after the other.
+        `known` yields alternative relations between sizes under which the record may have been built.
         """
 
     def facts(self) -> dict[str, Any]:
@@ -2020,21 +2010,20 @@ class OpKind:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def limits(self) -> Mapping[str, Limit]:
-        """Return what the formulas in fields have to be once sizes are bound, by name of the field."""
+        """Return the conditions on fields once sizes are bound, by field name."""
         return limits_of(type(self))
 
     def stated(self) -> dict[str, Any]:
-        """Return the fields that say something: those that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not f.default and v != f.default}
 
     def results_of(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Infer the results, of operands that the kind takes.
+        """Check the operands and infer the results.
 
         Raises
         ------
         CostGraphError
-            If an operand does not fit, is restricted to a domain where that means nothing, or is written into where
-            several of its index points are one element.
+            If an operand does not fit, has a domain that the kind cannot handle, or is expanded and written in place.
         """
         limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
         if limited is not None:
@@ -2051,18 +2040,18 @@ class OpKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Working(OpKind):
-    """A kind whose ops may need memory while they run, beside operands and results."""
+    """Kind of op with a workspace: temporary memory besides operands and results."""
 
     workspace: Amount = ZERO
-    """Bytes."""
+    """Workspace in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bodied(OpKind):
-    """A kind whose ops run the ops of a graph."""
+    """Kind of op that runs a body graph."""
 
     body: Graph
-    """Its formals stand for the operands, its outputs for the results."""
+    """Body; its formals stand for the operands, its outputs for the results."""
 
 
 class Op(Node):
@@ -2081,30 +2070,30 @@ class Op(Node):
         self.scope = scope
         self.phase = phase
         self.call: Call | None = None
-        """What a trace saw here: made again, in place of what the kind says, where the graph is run as it was."""
+        """Torch call that a trace recorded; eager lowering replays it instead of the kind."""
 
     @property
     def body(self) -> Graph | None:
-        """The graph that a kernel fuses or a loop repeats."""
+        """Body of a fused kernel or loop."""
         return self.kind.body if isinstance(self.kind, Bodied) else None
 
     @property
     def loop(self) -> Loop | None:
-        """What is repeated and how, by the names of its parts; None where it is no loop."""
+        """Loop view, None if it is not a loop."""
         return self.kind.parts(self)
 
     @property
     def workspace(self) -> Poly:
-        """Bytes that it needs while it runs, beside operands and results."""
+        """Temporary bytes needed while it runs, besides operands and results."""
         return self.kind.workspace if isinstance(self.kind, Working) else ZERO
 
     @property
     def on_host(self) -> bool:
-        """Whether the host runs it: what it reads and makes lies there. A transfer is of neither side."""
+        """Whether it runs on the host; transfers run on neither side."""
         return not self.kind.crosses and any(t.storage.host for t in (*self.operands, *self.results))
 
     def state(self, **facts: Any) -> None:
-        """Take a record with other facts in place of the op's own."""
+        """Replace fields in the op's kind."""
         before = self.kind
         self.kind = replace(before, **facts)
         self.graph.note(lambda: setattr(self, "kind", before))
@@ -2114,43 +2103,43 @@ class Op(Node):
 
 
 # -- loop --------------------------------------------------------------------------------------------------------------
-# Loops: a body that runs again and again, and the names of what goes in, comes out and is handed on.
+# Loops in the style of `jax.lax.scan`: a body with carries, sliced inputs and stacked outputs.
 
-# 0 only where 'least' says so
+# 0 is allowed only with `least=0`
 _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat(Bodied):
-    """Runs its body `count` times; operands and outputs stand in the order in which `Loop` names them."""
+    """Run a body `count` times; operands and outputs are ordered as in `Loop`."""
 
     name = "repeat"
     restricted = crosses = True
     count: _Times
     """Iterations."""
     carries: Index
-    """How many tensors an iteration hands to the next one."""
+    """Number of carries."""
     xs: Index
-    """How many tensors are read slice by slice."""
+    """Number of operands that are sliced along their first axis."""
     saved: Index = 0
-    """How many results have a storage for each iteration, or are an operand whose slices it has written."""
+    """Number of stacked residuals: results with a storage per iteration, or operands that the slices are written to."""
     reverse: Flag = False
-    """Whether the last slice comes first."""
+    """Whether iterations run from the last slice to the first."""
     until: Flag = False
-    """Whether it runs the iterations before the one of the loop around."""
+    """Whether it runs the iterations before the enclosing loop's current one."""
     least: Annotated[int, Rule("0, or nothing", lambda v: v == 0 and is_count(v))] = 1
-    """0 where it may run no iteration at all."""
+    """Least iteration count: 0 if the loop may be empty."""
 
     def limits(self) -> Mapping[str, Limit]:
-        """Return that of the count, which may be 0 where the record says so."""
+        """Return the conditions on fields; the count may be 0 if `least` is."""
         return {**super().limits(), "count": Limit(self.least)}
 
     def parts(self, op: Op) -> Loop:
-        """Return the parts of the loop."""
+        """Return the op's loop view."""
         return Loop(op, self)
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Carries as they came, stacks of slices, and what each iteration leaves behind."""
+        """Infer final carries, stacked outputs and stacked residuals."""
         outputs = self.body.outputs
         out: list[Result] = []
         for i, t in enumerate(outputs):
@@ -2174,7 +2163,7 @@ class Repeat(Bodied):
         return out
 
     def _left_behind(self, operands: Sequence[Tensor], t: Tensor) -> Result:
-        """Return what an iteration leaves in a storage of its own, or has written into one of an operand's."""
+        """Infer a stacked residual: a storage per iteration, or a slice of an operand written in place."""
         first = self.carries
         for i, f in enumerate(self.body.formals[first : first + self.xs], first):
             outer = operands[i]
@@ -2189,19 +2178,19 @@ class Repeat(Bodied):
         return Result(sizes, t.dtype, domain=domain, pieces=pieces, host=t.storage.host)
 
     def flops(self, op: Op) -> Flops:
-        """Return none of its own: those of the body are counted where they stand."""
+        """Return zero: ops in the body are counted themselves."""
         return Flops()
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return nothing of its own."""
+        """Return zeros: ops in the body are counted themselves."""
         return (ZERO,) * len(op.operands)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return nothing of its own."""
+        """Return zeros: ops in the body are counted themselves."""
         return (ZERO,) * len(op.results)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the body's inputs and outputs against the operands."""
+        """Check the body's inputs and outputs against the operands."""
         body, count, carries, xs, saved = self.body, self.count, self.carries, self.xs, self.saved
         need(self.least == 0 or count.constant != 0, "count 0")
         need_formals(operands, body)
@@ -2226,11 +2215,11 @@ class Repeat(Bodied):
 
 
 class Loop:
-    """An op that repeats a body, by the names of its parts.
+    """View of an op that repeats a body, with names for its operands, results and body tensors.
 
-    Outside, `starts` are what the first iteration is handed, `xs` are read slice by slice and `shared` whole by each
-    iteration; `lasts` is what the last one hands on, `stacks` hold a slice of each, `pieces` a storage of each. Inside,
-    the body is given `carries`, `slices` and `captured`, and returns `nexts`, `ys` and `saved`.
+    Outside, `starts` are the initial carries, `xs` are sliced along their first axis and each iteration reads all of
+    `shared`. `lasts` are the final carries, `stacks` the stacked outputs and `pieces` the stacked residuals. The body
+    takes `carries`, `slices` and `captured`, and returns `nexts`, `ys` and `saved`.
     """
 
     def __init__(self, op: Op, kind: Repeat) -> None:
@@ -2243,74 +2232,74 @@ class Loop:
 
     @cached_property
     def carries(self) -> tuple[Tensor, ...]:
-        """What an iteration is handed by the one before."""
+        """Body inputs: the carries."""
         return tuple(self.body.formals[: self.kind.carries])
 
     @cached_property
     def slices(self) -> tuple[Tensor, ...]:
-        """What it is given of each of `xs`."""
+        """Body inputs: the slices of `xs`."""
         return tuple(self.body.formals[self.kind.carries : self.kind.carries + self.kind.xs])
 
     @cached_property
     def captured(self) -> tuple[Tensor, ...]:
-        """What stands in it for `shared`."""
+        """Body inputs: the formals of `shared`."""
         return tuple(self.body.formals[self.kind.carries + self.kind.xs :])
 
     @cached_property
     def nexts(self) -> tuple[Tensor, ...]:
-        """What it hands to the next iteration."""
+        """Body outputs: the next carries."""
         return tuple(self.body.outputs[: self.kind.carries])
 
     @cached_property
     def ys(self) -> tuple[Tensor, ...]:
-        """What it writes into its slice of each of `stacks`."""
+        """Body outputs: the slices of `stacks`."""
         return tuple(self.body.outputs[self.kind.carries : len(self.body.outputs) - self.kind.saved])
 
     @cached_property
     def saved(self) -> tuple[Tensor, ...]:
-        """What it leaves behind in a storage of its own."""
+        """Body outputs: one iteration's residuals."""
         return tuple(self.body.outputs[len(self.body.outputs) - self.kind.saved :])
 
     def revised(self, i: int) -> Tensor | None:
-        """Return the operand that one of `pieces` is, once each iteration has written its slice; None of others."""
+        """Return the operand that `pieces[i]` aliases, if each iteration writes its slice in place, else None."""
         left, made = self.saved[i], self.pieces[i]
         around = zip(self.slices, self.xs, strict=True)
         return None if made.storage.pieces else next((x for f, x in around if f.storage is left.storage), None)
 
     def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
-        """Return which results are what the loop was given: a carry as it came, or something from outside of it."""
+        """Return the final carries that alias loop inputs: an unchanged carry, or a captured outer tensor."""
         found = {}
         for i, left in enumerate(self.nexts):
             around = ((self.carries[i], self.starts[i]), *zip(self.captured, self.shared, strict=True))
             for given, outer in around:
-                if given.storage is left.storage:  # in the same order, as all that a loop hands on
+                if given.storage is left.storage:  # axis order is unchanged, as for all carries
                     found[self.lasts[i].storage] = outer.storage, outer.offset + left.offset - given.offset
         return found
 
 
 def loops(graph: Graph) -> Iterator[Loop]:
-    """Yield the loops of a graph, those inside bodies included."""
+    """Yield the loops in a graph and its bodies."""
     for op in graph.walk():
         if op.loop is not None:
             yield op.loop
 
 
 def is_pass(body: Graph) -> bool:
-    """Whether a graph or body is a whole pass, forward and back, as each micro-batch does one."""
+    """Return whether a body is a complete forward and backward pass, as for one micro-batch."""
     return {"forward", "backward"} <= {op.phase for op in body.ops}
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements of a storage, in the same order and of one shape."""
+    """Return whether two tensors view the same elements in a storage, in the same order and shape."""
     alike = a.storage is b.storage and (a.sizes, a.offset) == (b.sizes, b.offset)
     return alike and all(n == ONE or s == t for n, s, t in zip(a.sizes, a.strides, b.strides, strict=True))
 
 
-# -- agreement with the operands ---------------------------------------------------------------------------------
+# -- body signature ----------------------------------------------------------------------------------------------
 
 
 def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:
-    """Compare a body's input with what it stands for; strides of axes of size 1 mean nothing."""
+    """Raise ShapeError unless a formal matches its outer tensor; strides of size-1 axes are ignored."""
     fits = inner.dtype == outer.dtype and inner.sizes == outer.sizes[drop:]
     fits = fits and inner.storage.host == outer.storage.host
     places = zip(inner.sizes, inner.strides, outer.strides[drop:], strict=fits)
@@ -2319,18 +2308,18 @@ def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:
 
 
 def need_formals(operands: Sequence[Tensor], body: Graph) -> None:
-    """Compare the inputs of a body with its formals, and with the operands."""
+    """Raise ShapeError unless the body's inputs, its formals and the operands match."""
     inputs = [t for t in body.tensors if t.role == "formal" and t.producer is None]
     need(len(body.formals) == len(inputs) and set(body.formals) == set(inputs), "inputs of the body")
     need(len(body.formals) == len(operands), f"{len(body.formals)} inputs of the body, {len(operands)} operands")
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-# What a graph must keep: looked at when its context closes, when it is loaded and when it is frozen.
+# -- validation --------------------------------------------------------------------------------------------------------
+# Invariants, checked when a graph's context closes, and when it is loaded or frozen.
 
 
 def check(graph: Graph) -> None:
-    """Raise GraphError where a graph, or a body inside it, breaks a rule."""
+    """Raise GraphError if a graph or one of its bodies violates an invariant."""
     for g in graph.bodies():
         _check_nodes(g)
         _check_order(g)
@@ -2360,9 +2349,9 @@ def _check_order(graph: Graph) -> None:
 
 
 def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
-    """Yield the storages that a tensor may lie in: its own, and that of a carry which a loop only hands on.
+    """Yield the storages that a tensor may alias: its own, and carries that a loop forwards.
 
-    `first` has the tensor that each storage was made for, where that is known: of a sum in place there are many views.
+    `first` maps a storage to its base tensor, if known: in-place accumulation creates long chains of views.
     """
     t = first.get(t.storage, t)
     while t.is_view and t.producer is not None:
@@ -2374,13 +2363,13 @@ def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -
     inputs = {f.storage: o for f, o in zip(loop.body.formals, loop.op.operands, strict=True)}
     handed = [inputs[s] for s in _behind(loop.body.outputs[loop.op.results.index(t)]) if s in inputs]
     carries = loop.starts
-    # carries that change places may have been in any of them
+    # swapped carries may alias any initial carry
     for o in dict.fromkeys((*handed, *(carries if any(h in carries for h in handed) else ()))):
         yield from _behind(o, first)
 
 
 def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> list[Storage]:
-    """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
+    """Return the operand storages that an op mutates: itself, or through the carries in its iterations."""
     written = op.kind.overwrites()
     if written:
         return [s for i in written for s in _behind(op.operands[i], first)]
@@ -2391,9 +2380,9 @@ def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({}
 
 
 def _is_left(t: Tensor, op: Op) -> bool:
-    """Whether what an op writes into is another part of a tensor's storage."""
+    """Return whether an op mutates only elements that a tensor does not view."""
     parts = [op.operands[i] for i in op.kind.overwrites()]
-    if op.loop is not None:  # each iteration its slice of something
+    if op.loop is not None:  # each iteration writes its slice
         written = {s for inner in op.loop.body.ops for s in overwritten_by(inner)}
         around = zip(op.loop.body.formals, op.operands, strict=True)
         parts = [o for f, o in around if f.storage in written]
@@ -2403,7 +2392,7 @@ def _is_left(t: Tensor, op: Op) -> bool:
 
 
 def _check_overwritten(graph: Graph) -> None:
-    """An op in place leaves nothing of the old values that it writes over: whoever reads them afterwards is wrong."""
+    """Raise GraphError if an op or output reads a value that an in-place op has overwritten."""
     gone: dict[Tensor, Op] = {}
     first: dict[Storage, Tensor] = {}
     by_storage: dict[Storage, list[Tensor]] = {}
@@ -2426,12 +2415,12 @@ def _check_overwritten(graph: Graph) -> None:
         raise GraphError(f"output {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
 
 
-# -- adding ------------------------------------------------------------------------------------------------------------
-# Nodes that come to a graph: sources that are declared, ops with their results, and the names of them all.
+# -- builder -----------------------------------------------------------------------------------------------------------
+# Adding sources and ops, and making their names unique.
 
 
 def unique(graph: Graph, base: str) -> str:
-    """Return the name, numbered if it is taken."""
+    """Return a unique name: the given one, numbered if it is taken."""
     taken = graph.root._taken
     number = taken.get(base, 0)
     name = base
@@ -2444,7 +2433,7 @@ def unique(graph: Graph, base: str) -> str:
 
 
 def _take(graph: Graph, name: str, number: int = 1) -> None:
-    """Take a name, with the number that the next one of it gets."""
+    """Reserve a name, with the number of its next duplicate."""
     taken = graph.root._taken
     before = taken.get(name)
     taken[name] = number
@@ -2452,7 +2441,7 @@ def _take(graph: Graph, name: str, number: int = 1) -> None:
 
 
 def home(graph: Graph) -> Graph:
-    """Return where a parameter declared now belongs: the innermost body being built that is not fused."""
+    """Return the graph that owns new parameters: the innermost open body that is not fused."""
     found = current_graph(graph)
     while found.fused and found.parent is not None:
         found = found.parent
@@ -2468,7 +2457,7 @@ def source(
     *,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Declare a tensor that no op makes."""
+    """Declare a tensor without a producer."""
     modify(graph, f"{role} {shorten(str(name))}")
     if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
         raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
@@ -2496,7 +2485,7 @@ def add_node(graph: Graph, /, node: Tensor | Op, **attr: object) -> None:
 
 
 def add_result(graph: Graph, op: Op, result: Result, name: str | None = None) -> None:
-    """Attach one more result to an op."""
+    """Attach another result to an op."""
     base = op.operands[result.of] if result.of is not None else None
     tensor = Tensor(
         graph,
@@ -2520,12 +2509,12 @@ def add_result(graph: Graph, op: Op, result: Result, name: str | None = None) ->
 
 
 def add_op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None = None) -> Op:
-    """Append an op; its results are inferred."""
+    """Append an op and infer its results."""
     need_name(kind.name, name)
     operands = tuple(operands)
     foreign = next((t for t in operands if graph.frozen and t.graph.root is not graph.root), None)
     if foreign is not None:
-        graph.adopt(foreign)  # which says more than that this one is finished
+        graph.adopt(foreign)  # raises the more specific error
     modify(graph, name)
     with graph.whole():
         return _op(graph, kind, operands, name, phase)
@@ -2556,7 +2545,7 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
 
 
 def need_one_memory(kind: OpKind, operands: Sequence[Tensor]) -> None:
-    """Refuse operands of which some lie on the host and others on the device."""
+    """Raise GraphError if operands lie in both host and device memory."""
     away = [t for t in operands if t.storage.host]
     here = next((t for t in operands if not t.storage.host), None)
     if away and here is not None and not kind.crosses:
@@ -2566,7 +2555,7 @@ def need_one_memory(kind: OpKind, operands: Sequence[Tensor]) -> None:
 
 
 def _need_complex(op: Op) -> None:
-    """Refuse an op whose FLOPs are counted for real numbers alone."""
+    """Raise UnsupportedError for a complex op whose FLOPs are defined for real numbers only."""
     counted = op.kind.flops(op).by_kind()
     if any(counted.values()) and not op.kind.takes_complex:
         raise UnsupportedError(
@@ -2576,7 +2565,7 @@ def _need_complex(op: Op) -> None:
 
 
 def _share_scales(op: Op) -> None:
-    """Give inputs of a body the same number of scales per element as the operands that they stand for."""
+    """Give formals in block formats the same scale bytes per element as their operands."""
     assert op.body is not None
     pairs = [(f, t) for f, t in zip(op.body.formals, op.operands, strict=False) if f.dtype == t.dtype]
     scaled = [(f, t) for f, t in pairs if t.dtype.block is not None]
@@ -2594,15 +2583,14 @@ def _hand(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
 
 
 def added_since(graph: Graph, nodes: int) -> list[Op]:
-    """Return the ops that were added since a graph had so many nodes, in program order."""
-    added = [*islice(reversed(graph._node), len(graph) - nodes)]  # what networkx keeps nodes in
+    """Return the ops added since a graph had the given number of nodes, in program order."""
+    added = [*islice(reversed(graph._node), len(graph) - nodes)]  # networkx's ordered node dictionary
     return [node for node in reversed(added) if isinstance(node, Op)]
 
 
 # -- graph -------------------------------------------------------------------------------------------------------------
 
 
-# what the library itself calls for each op is not checked
 #: Members that completion offers: networkx's own methods work, but a reader of a model needs few of them.
 PUBLIC_MEMBERS = (
     "assume", "bodies", "buffer", "copy", "defaults", "dtype", "edges", "explore", "freeze", "frozen", "gradients",
@@ -2611,28 +2599,29 @@ PUBLIC_MEMBERS = (
 )  # fmt: skip
 
 
+# builder methods run once per op: their arguments are not validated
 @guarded(
     "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "told",
     "whole", "note",
 )  # fmt: skip
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
-    """A model: tensors and ops in program order.
+    """Model graph: tensors and ops in program order.
 
-    A graph is open while its `with` block is, and finished once that is left: tensors and ops are neither added nor
-    removed then, until it is entered again. What is stated of it, outputs, assumptions, defaults and the loss, may
-    still be. One that was never entered is open, and so is a copy.
+    A graph is open inside its `with` block and finished after it. Tensors and ops can be added or removed only while it
+    is open; enter it again to reopen it. Outputs, assumptions, defaults and the loss can be set at any time. A graph
+    that was never entered is open, and so is a copy.
 
     Parameters
     ----------
     name : str
         Name in reports.
     dtype : str or DType
-        Number format of inputs and parameters that name none.
+        Default dtype for inputs and parameters.
 
     Raises
     ------
     FormatError
-        If the number format is unknown.
+        If the dtype is unknown.
 
     Examples
     --------
@@ -2644,7 +2633,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     >>> cg.flops(g)
     2*B*D*F
 
-    A finished graph goes on in another block:
+    Reopen a finished graph to extend it:
 
     >>> with g:
     ...     g.outputs = [cg.relu(g.outputs[0])]
@@ -2653,26 +2642,26 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """
 
     frozen = False
-    """Whether it is finished: networkx's name, which `networkx.is_frozen` asks for."""
+    """Whether it is finished; the attribute that `networkx.is_frozen` reads."""
     graph_attr_dict_factory = Attributes
     dtype = Carried[DType]()
     outputs = Carried[list[Tensor]]()
     relations = Carried[Relations]()
     defaults = Stated[dict[str, int]]()
     gradients = Carried[dict[Tensor, Tensor]]()
-    """Gradients of parameters and inputs: they live from the first contribution to the end."""
+    """Gradients of parameters and inputs; they live from the first contribution to the end."""
     loss = Stated[str | None]()
     handed = Carried[dict[Storage, tuple[Storage, Poly]]]()
-    """Storages of carries that a loop hands on as they came, each with what it started from."""
+    """Carry storages that loops forward unchanged, each with the initial storage and an offset."""
     sharding = Carried[Sharding | None]()
-    """Of the graph of one rank, where its tensors lie on the mesh."""
+    """Mesh and placements in a per-rank graph."""
     parts = Carried[tuple["Graph", ...]]()
     waiting = Carried[Waiting | None]()
-    """Of a stage of a pipeline, the micro-batches that wait for their backward pass."""
+    """Schedule and in-flight micro-batches in a pipeline stage."""
     matmul_dtype = Stated[str | None]()
-    """Name of the format in which the precision policy of the graph runs products; None for what was declared."""
+    """Dtype in which the precision policy runs matmuls; None for the declared one."""
     layers = Carried[frozenset[str]]()
-    """Scopes that are one layer each, of stacks whose loops run through a period of several."""
+    """Scopes that are one layer each, if a loop iterates over a period with several layers."""
 
     add_nodes_from = changing(nx.DiGraph.add_nodes_from)
     add_edge = changing(nx.DiGraph.add_edge)
@@ -2695,12 +2684,12 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self._captured: dict[Tensor, Tensor] = {}
         self._taken: dict[str, int] = {}
         self.quotients: frozenset[Poly] = frozenset()
-        """Sizes that are whole only because they are sizes, such as D/H; of the outermost graph."""
+        """Sizes such as D/H that are integers only by assumption; stored on the root graph."""
         self.modules: set[str] = set()
-        """Scopes that a layer or a Repeat has for itself."""
+        """Scopes taken by a layer or a Repeat."""
         self._places: list[Place] = []
         self.journal = Journal()
-        # networkx's own functions make graphs of this class with no argument, or with data to copy
+        # networkx calls the constructor without arguments, or with data to copy
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts: dict[str, Any] = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}}
@@ -2709,7 +2698,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.graph.facts = facts | self.graph.facts
 
     def copy(self, as_view: bool = False) -> Graph:
-        """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
+        """Return a copy with the same nodes, from which nodes can be removed; new ops still go to the original."""
         out: Graph = super().copy(as_view=as_view)
         if not as_view:
             for kept in (out.graph, out.graph.facts):
@@ -2720,7 +2709,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def ops(self) -> list[Op]:
-        """Ops in program order, those inside bodies left out."""
+        """Ops in program order, without those in bodies."""
         return [n for n in self.nodes if isinstance(n, Op)]
 
     @property
@@ -2730,21 +2719,21 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def root(self) -> Graph:
-        """The outermost graph."""
+        """Outermost graph."""
         out = self
         while out.parent is not None:
             out = out.parent
         return out
 
     def walk(self) -> Iterator[Op]:
-        """Yield every op, those inside bodies included, an op before its body's."""
+        """Yield every op, bodies included; an op precedes its body."""
         for op in self.ops:
             yield op
             if op.body is not None:
                 yield from op.body.walk()
 
     def bodies(self) -> Iterator[Graph]:
-        """Yield this graph and every graph inside it."""
+        """Yield this graph and all nested bodies."""
         yield self
         for op in self.ops:
             if op.body is not None:
@@ -2752,7 +2741,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def params(self) -> list[Tensor]:
-        """Parameters, those of bodies included: a body's belong to each of its iterations."""
+        """Parameters, bodies included: a loop body has one set per iteration."""
         return [t for g in self.bodies() for t in g.tensors if t.role == "param" and t.producer is None]
 
     def __repr__(self) -> str:
@@ -2769,7 +2758,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Tensors that the caller owns, in the order of their declaration."""
+        """Input tensors in declaration order."""
         return [t for t in self.tensors if t.role == "input"]
 
     # -- declaring -----------------------------------------------------------------------------------------------
@@ -2777,7 +2766,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def input(
         self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = False
     ) -> Tensor:
-        """Declare a tensor that the caller owns.
+        """Declare an input, a tensor that the caller owns.
 
         Parameters
         ----------
@@ -2786,9 +2775,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         shape : sequence of sympy.Expr or int
             Sizes; `()` for a scalar.
         dtype : str or DType, optional
-            Number format, the graph's by default.
+            Dtype, the graph's by default.
         grad : bool
-            True where the backward pass should make its gradient.
+            Whether the backward pass computes its gradient.
 
         Returns
         -------
@@ -2798,7 +2787,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         Raises
         ------
         GraphError, ShapeError, FormatError
-            If the name is taken, a size is no size, or the format is unknown.
+            If the name is taken, a size is invalid, or the dtype is unknown.
         """
         need_flag(f"input {name!r}", grad=grad)
         return source(self.root, name, shape, dtype, "input", requires_grad=grad)
@@ -2806,7 +2795,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def param(
         self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = True
     ) -> Tensor:
-        """Declare a parameter; inside the body of a Repeat, one for each iteration.
+        """Declare a parameter; inside the body of a Repeat, one per iteration.
 
         Parameters
         ----------
@@ -2815,9 +2804,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         shape : sequence of sympy.Expr or int
             Sizes.
         dtype : str or DType, optional
-            Number format, the graph's by default.
+            Dtype, the graph's by default.
         grad : bool
-            False for a frozen parameter, which gets no gradient.
+            False for a frozen parameter, which has no gradient.
 
         Returns
         -------
@@ -2835,22 +2824,22 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def buffer(
         self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, role: str = "buffer"
     ) -> Tensor:
-        """Declare what lives throughout and is no parameter: constants, or with role cache or state what is kept."""
+        """Declare a persistent tensor that is not a parameter: a constant, or a cache or optimizer state by role."""
         need_choice(f"buffer {name!r}: role", role, ("buffer", "cache", "state", "gradient"))
         return source(home(self), name, shape, dtype, role)
 
     def output(self, *tensors: Tensor) -> None:
-        """Declare results of the graph: they live from birth to the end.
+        """Declare graph outputs: they live from their producer to the end.
 
         Parameters
         ----------
         *tensors : Tensor
-            Tensors of this graph; several calls add up.
+            Tensors in this graph; repeated calls append.
 
         Raises
         ------
         GraphError
-            If one is no tensor, or of another graph.
+            If a value is not a tensor in this graph.
         """
         forget(self)
         with self.whole():
@@ -2860,7 +2849,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
                 append(self, self.outputs, self.adopt(t))
 
     def assume(self, *relations: Annotated[str, READ]) -> None:
-        """State what is known of sizes, so that formulas narrow and bound sizes are checked.
+        """State relations between sizes; formulas simplify under them, and bound sizes must satisfy them.
 
         Parameters
         ----------
@@ -2870,23 +2859,23 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         Raises
         ------
         PatternError
-            If a text is no relation, or contradicts what is known.
+            If a text is not a relation, or contradicts an earlier one.
         """
         known = self.root.relations.relations
         self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
 
     def freeze(self) -> Graph:
-        """Validate and finish, as the end of a `with` block does."""
+        """Validate and finish the graph, as the end of a `with` block does."""
         self.validate()
         self._finish()
         return self
 
-    # -- as a context --------------------------------------------------------------------------------------------
+    # -- context manager -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Graph:
         if self.frozen and self.parent is None:
             self._reopen()
-        # a graph that is declared while another one is open starts with no scope of that one
+        # a graph opened inside another one does not inherit its scope
         self._places.append(enter(graph=self, levels=()))
         return self
 
@@ -2894,10 +2883,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         inmost = close(self._places.pop())
         outermost = self.parent is None and not self._places
         if outermost:
-            self._finish()  # whatever it ended with: nothing is added to it by accident
+            self._finish()  # also after an error, so that nothing is added by accident
         if kind is not None:
             return
-        if not inmost:  # ops of both may have got the scope of the other one
+        if not inmost:  # ops of either graph may have the other one's scope
             raise GraphError(
                 f"graph {self.name!r} is closed while what was opened later is still open, expected the innermost one "
                 "first: two generators that run by turns cannot both hold a graph open"
@@ -2907,7 +2896,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def _finish(self) -> None:
         for g in self._own_bodies():
-            g.cache.clear()  # its lists and dictionaries may have been changed in place
+            g.cache.clear()  # its lists and dictionaries may have been mutated
             g.frozen = True
 
     def _reopen(self) -> None:
@@ -2917,10 +2906,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             g.frozen = False
 
     def _own_bodies(self) -> Iterator[Graph]:
-        """Yield this graph and every graph inside it, nothing of a view, which has all from another graph."""
+        """Yield this graph and all nested bodies; nothing for a networkx view, which shares another graph's."""
         return iter(()) if hasattr(self, "_graph") else self.bodies()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return reduced(self)
@@ -2932,11 +2921,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return self.copy()
 
     def whole(self, asked: str = "") -> AbstractContextManager[None]:
-        """Take back every change made inside, to this graph or to another part of the same one, if it is refused."""
+        """Run a transaction: roll back all changes to the root graph if it raises."""
         return self.root.journal.whole(asked)
 
     def note(self, undo: Callable[[], object]) -> None:
-        """Note what takes back a change that is made now."""
+        """Record a change's undo function."""
         self.root.journal.note(undo)
 
     add_node = add_node
@@ -2954,11 +2943,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     @property
     def captured(self) -> tuple[Tensor, ...]:
-        """Tensors of the graph around that ops in here read."""
+        """Tensors in the enclosing graph that ops in this body read."""
         return tuple(self._captured)
 
     def start_body(self, name: str, *, fused: bool) -> Graph:
-        """Return an empty body graph of this one."""
+        """Return an empty body graph."""
         modify(self, name)
         body = Graph(name, dtype=self.dtype)
         body.parent = self
@@ -2966,25 +2955,25 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return body
 
     def validate(self) -> None:
-        """Check that the graph means something.
+        """Check the graph's invariants.
 
         Raises
         ------
         GraphError
-            If program order is broken, a kernel has no result that anyone reads, or a tensor is read after an op has
-            overwritten it in place.
+            If program order is broken, no kernel result is used, or a tensor is read after an in-place op has
+            overwritten it.
         """
         check(self)
 
 
 def need_graph(place: str, graph: object) -> None:
-    """Raise GraphError if a question is asked of something else than a graph."""
+    """Raise GraphError if a value is not a graph."""
     if not isinstance(graph, Graph):
         raise GraphError(f"{place}: got {kind_of(graph)}, expected a graph")
 
 
 def apply(kind: OpKind, operands: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
-    """Append an op of some kind to the graph of its operands and return its results."""
+    """Append an op to its operands' graph and return its results."""
     for i, t in enumerate(operands):
         if not isinstance(t, Tensor):
             raise GraphError(f"{kind.name}: operand {i + 1} is {kind_of(t)}, expected a tensor")

@@ -1,6 +1,6 @@
-"""Sizes and strides of tensors, with symbols in them: which view is free and which needs a copy.
+"""Symbolic sizes and strides: contiguity, views without copies, and elementwise result layouts.
 
-The rules are torch's, each symbol taken as larger than 1; a size that is literally 1 has no say in them.
+The rules are torch's, with each symbol assumed to be larger than 1; axes with literal size 1 do not constrain a layout.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _product(sizes: Sizes) -> Poly:
 
 
 def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
-    """Return ceiling((size - spare) / stride), a window's places along an axis, with no ceiling inside another one.
+    """Return ceiling((size - spare) / stride), the number of windows along an axis, without nested ceilings.
 
-    A size is whole wherever it is bound, D/H too: there is nothing to round where the stride is 1.
+    Bound sizes are integers, also D/H: stride 1 needs no rounding.
     """
     if stride == 1:
         return size - spare
@@ -61,13 +61,13 @@ def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
 
 
 def is_polynomial(p: Poly) -> bool:
-    """Whether a formula has symbols alone, no floor and no other atom."""
+    """Return whether a formula has symbols only, no floor or other atom."""
     return all(key[0] != "~" for m in p.terms for key, _ in m)
 
 
 @cached(1 << 14)
 def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
-    """Return a formula without the floors and ceilings of what is whole where all of some sizes are."""
+    """Return a formula without the floors and ceilings of terms that are integers whenever the given sizes are."""
     new = {}
     for key in p.generators():
         expr = generator(key) if key[0] == "~" else None
@@ -82,19 +82,19 @@ def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
 
 @cached(1 << 14)
 def _fractional(p: Poly) -> Poly:
-    """Return the terms that need not be whole numbers."""
+    """Return the terms that may be fractional."""
     return Poly({m: c for m, c in p.terms.items() if not _is_integral(m, c)})
 
 
 @cached(1 << 12)
 def united(a: frozenset[Poly], b: frozenset[Poly]) -> frozenset[Poly]:
-    """Return a union, the same object for equal ones: graphs of one model then share what was derived of it."""
+    """Return the union, as one object for equal arguments: graphs of one model then share cached results."""
     return a | b
 
 
 @cached(1 << 14)
 def is_integral(p: Poly) -> bool:
-    """Whether a size is whole for whatever whole numbers its symbols are."""
+    """Return whether a formula is an integer for all integer values of its symbols."""
     return not _fractional(p).terms
 
 
@@ -110,7 +110,7 @@ def _is_multiple(p: Poly, of: Poly) -> bool:
 
 @cached(1 << 14)
 def contiguous(sizes: Sizes) -> Sizes:
-    """Return the strides of a dense tensor whose last axis is the fastest."""
+    """Return C-contiguous strides."""
     out = [ONE]
     for size in reversed(sizes[1:]):
         out.append(out[-1] * size)
@@ -118,7 +118,7 @@ def contiguous(sizes: Sizes) -> Sizes:
 
 
 def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
-    """Return the strides of a dense tensor of other sizes with its axes in the same order, None where there is none."""
+    """Return dense strides of other sizes in the same axis order, or None if the tensor is not dense."""
     order = memory_order(sizes, strides)
     if order is None:
         return None
@@ -126,7 +126,7 @@ def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
 
 
 def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
-    """Return the axes of a dense tensor from the slowest to the fastest, None where it is not dense."""
+    """Return a dense tensor's axes from slowest to fastest, or None if it is not dense."""
     left, order, step = list(range(len(sizes))), list[int](), ONE
     while left:
         axis = next((i for i in reversed(left) if sizes[i] == ONE or strides[i] == step), None)
@@ -139,9 +139,9 @@ def memory_order(sizes: Sizes, strides: Sizes) -> tuple[int, ...] | None:
 
 
 def memory_format(sizes: Sizes, strides: Sizes) -> tuple[int, ...]:
-    """Return the axes from the slowest to the fastest as torch's `suggest_memory_format`: channels last, or in order.
+    """Return the axes from slowest to fastest as torch's `suggest_memory_format`: channels last, or in order.
 
-    Only images and volumes, (batch, channels, *window), can have their channels last in memory; gaps are allowed.
+    Only images and volumes, (batch, channels, *window), can be channels-last; gaps are allowed.
     """
     rank = len(sizes)
     axes = tuple(range(rank))
@@ -156,19 +156,19 @@ def memory_format(sizes: Sizes, strides: Sizes) -> tuple[int, ...]:
 
 
 def dense_in(sizes: Sizes, order: Sequence[int]) -> Sizes:
-    """Return the strides of a dense tensor with its axes in an order, from the slowest to the fastest."""
+    """Return dense strides for an axis order, given from slowest to fastest."""
     steps = dict(zip(order, contiguous(tuple(sizes[i] for i in order)), strict=True))
     return tuple(steps[i] for i in range(len(sizes)))
 
 
 def is_contiguous_in(sizes: Sizes, strides: Sizes, order: Sequence[int]) -> bool:
-    """Whether a tensor lies in memory without gaps, with its axes in the given order."""
+    """Return whether a tensor is dense with its axes in the given order."""
     dense = dense_in(sizes, order)
     return all(n == ONE or stride == step for n, stride, step in zip(sizes, strides, dense, strict=True))
 
 
 def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether BLAS accepts the last two axes as a matrix: one of them has stride 1, and none is expanded."""
+    """Return whether BLAS accepts the last two axes as a matrix: one has stride 1, none is expanded."""
     if len(sizes) < 2:
         return True
     rows, columns = sizes[-2:]
@@ -177,24 +177,24 @@ def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
-    """Return the number of different elements behind a view: an expanded axis repeats the same ones."""
+    """Return the number of distinct elements in a view: an expanded axis repeats the same ones."""
     return numel([n for n, s in zip(sizes, strides, strict=True) if s])
 
 
 def apart(one: tuple[Sizes, Sizes, Poly], other: tuple[Sizes, Sizes, Poly], known: Relations | None = None) -> bool:
-    """Whether two views of one storage, each its sizes, strides and offset, are known to have no element in common.
+    """Return whether two views of one storage, each (sizes, strides, offset), provably share no element.
 
-    They have none where, of all that is taken in steps of some number of elements, one lies wholly before the other.
+    They share none if, modulo some common stride, one view ends before the other begins.
     """
-    if one[2] == other[2]:  # the first element of both: nearly always, and that nothing is proved takes long
+    if one[2] == other[2]:  # common case: they share the first element, and failing to prove it is slow
         return False
     return _apart(one[:2], other[:2], other[2] - one[2], known)
 
 
-# rows of a tensor that are written one by one are held against each other, and most lie as others do
+# rows written one by one are compared pairwise, with few distinct layouts: cache them
 @cached(1 << 14)
 def _apart(one: tuple[Sizes, Sizes], other: tuple[Sizes, Sizes], ahead: Poly, known: Relations | None) -> bool:
-    """Whether two views have no element in common, of which the other's begins so many elements behind the one's."""
+    """Return whether two views share no element; the second starts `ahead` elements after the first."""
     axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (one, other)]
     steps = {s for own in axes for _, s in own}
     for step in (None, *steps):
@@ -210,7 +210,7 @@ def _apart(one: tuple[Sizes, Sizes], other: tuple[Sizes, Sizes], ahead: Poly, kn
 
 
 def _is_room(n: Poly, known: Relations | None) -> bool:
-    """Whether there are no fewer than no elements."""
+    """Return whether a number of elements is provably nonnegative."""
     least = lower(n, known)
     if least is None or least >= 0 or known is None or not known.relations:
         return least is not None and least >= 0
@@ -218,9 +218,9 @@ def _is_room(n: Poly, known: Relations | None) -> bool:
 
 
 def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
-    """Return the strides under which the same memory has the sizes `new`, or None if that needs a copy.
+    """Return the strides of a view with the sizes `new`, or None if it needs a copy.
 
-    torch's `computeStride`: axes that lie in one piece of memory may be merged and split, others may not.
+    Follows torch's `computeStride`: only axes that are contiguous with each other may be merged and split.
     """
     old = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE]
     chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each piece
@@ -257,23 +257,23 @@ def _compare(a: Poly, b: Poly) -> int:
 
 
 def _at_least_one(ratio: Poly) -> bool:
-    """Whether a ratio of two strides, or two sizes, is known to be 1 or more."""
+    """Return whether a ratio of two strides or sizes is provably at least 1."""
     if len(ratio.terms) == 1:
         ((factors, coefficient),) = ratio.terms.items()
         if coefficient >= 1 and all(power > 0 and not is_reciprocal(key) for key, power in factors):
-            return True  # a product of sizes, none of which is 0: of a ceiling alone that could not be said
+            return True  # a product of sizes, all nonzero; a bare ceiling could be 0
     least = lower(ratio)
     return least is not None and least >= 1
 
 
 def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
-    """Return the strides of an elementwise result: the order of the operands' axes is kept.
+    """Return an elementwise result's strides, which keep the operands' axis order.
 
-    torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
+    Follows torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
     """
     full = [s for n, s in operands if n == sizes]
     if full and all(s == contiguous(sizes) for s in full):
-        # the ordinary case; a broadcast operand alone cannot reorder what it does not have
+        # common case; broadcast operands alone cannot reorder axes that they lack
         return contiguous(sizes)
     rank = len(sizes)
     aligned = [_aligned(rank, n, s) for n, s in operands]
@@ -295,7 +295,7 @@ def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
 
 
 def _aligned(rank: int, sizes: Sizes, strides: Sizes) -> list[Poly]:
-    """Strides of an operand under broadcasting: 0 where it is repeated."""
+    """Return an operand's strides under broadcasting: 0 along repeated axes."""
     return [ZERO] * (rank - len(sizes)) + [ZERO if n == ONE else s for n, s in zip(sizes, strides, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Layers, written with the public ops."""
+"""Neural network layers, composed of public ops; their costs follow from these ops."""
 
 from ..ops.elementwise import dropout
 from .activations import (

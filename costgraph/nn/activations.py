@@ -1,4 +1,4 @@
-"""Softmax and its logarithm along one axis. Everything here is made of the ops below it; no cost is stated."""
+"""Activations, softmax and log-softmax, and the helper that runs a function as one kernel."""
 
 from __future__ import annotations
 
@@ -29,75 +29,72 @@ __all__ = [
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
-# What stands between layers: elementwise functions under the names that models give them.
 
 
 def relu(x: Tensor, *, inplace: bool = False) -> Tensor:
-    """max(x, 0): 1 FLOP an element."""
+    """Return max(x, 0): 1 FLOP per element."""
     return pointwise("relu", x, inplace=inplace)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU: 5 FLOPs an element with erf, 9 with `approximate="tanh"`, one of them transcendental."""
+    """Return GELU: 5 FLOPs per element with erf, 9 with `approximate="tanh"`, one of them transcendental."""
     need_choice("gelu: approximate", approximate, ("none", "tanh"))
     return pointwise("gelu" if approximate == "none" else "gelu_tanh", x)
 
 
 def silu(x: Tensor, *, inplace: bool = False) -> Tensor:
-    """X / (1 + exp(-x)): 4 FLOPs an element, one of them transcendental."""
+    """Return x / (1 + exp(-x)): 4 FLOPs per element, one of them transcendental."""
     return pointwise("silu", x, inplace=inplace)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)): 4 FLOPs an element, one of them transcendental."""
+    """Return 1 / (1 + exp(-x)): 4 FLOPs per element, one of them transcendental."""
     return pointwise("sigmoid", x)
 
 
 def tanh(x: Tensor) -> Tensor:
-    """tanh(x): one transcendental an element."""
+    """Return tanh(x): one transcendental per element."""
     return pointwise("tanh", x)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
-# Layers that are one kernel: ops whose results in between never reach memory.
 
 
 def one_kernel(
     name: str, function: Callable[..., Tensor], *operands: Tensor, backward: str = "", **options: object
 ) -> Tensor:
-    """Run a function of tensors that returns one of them inside a kernel (`fused`)."""
+    """Run a function that returns a single tensor as one kernel (`fused`)."""
     made = fused(name, function, *operands, backward=backward, **options)
     assert isinstance(made, Tensor)
     return made
 
 
-# -- segments ----------------------------------------------------------------------------------------------------------
-# Softmax over segments: rows that belong together by an index, as the edges that end at one node of a graph.
+# -- segment softmax ---------------------------------------------------------------------------------------------------
 
 
 def segment_softmax(x: Tensor, segments: Tensor, count: object, *, name: str = "segment_softmax") -> Tensor:
-    """Exponentials that add up to 1 over the rows of each segment, as attention over the edges of a graph needs them.
+    """Apply softmax over the rows of each segment, as attention over the edges of a graph does.
 
     Parameters
     ----------
     x : Tensor
         Rows along its first axis, (E, ...).
     segments : Tensor
-        The segment of each row, (E,) in an integer format.
+        Segment of each row, (E,) integers.
     count : sympy.Expr or int
-        How many segments there are.
+        Number of segments.
     name : str
         Scope of the ops.
 
     Returns
     -------
     Tensor
-        Shape of `x`. Made of a maximum and a sum by segment, two lookups and three elementwise ops, a kernel each.
+        Shape of `x`. Seven kernels: a maximum and a sum per segment, two lookups and three elementwise ops.
 
     Raises
     ------
     GraphError, ShapeError
-        If one is no tensor, or the segments are not one integer a row.
+        If an argument is not a tensor, or `segments` is not one integer per row.
 
     Examples
     --------
@@ -112,7 +109,7 @@ def segment_softmax(x: Tensor, segments: Tensor, count: object, *, name: str = "
     shape = (positive("segment_softmax: count", count), *x.sizes[1:])
     with scope(name):
         lowest = fill(shape, float("-inf"), x.dtype, name="lowest")
-        # the largest are kept apart from what they start from, which a backward pass compares them with
+        # not in place: the backward pass compares the maxima with their initial values
         largest = scatter(lowest, segments, x, "max", inplace=False, name="largest")
         e = pointwise("exp", x - gather(largest, segments, name="largest_of_each"))
         total = scatter(fill(shape, 0, x.dtype, name="nothing"), segments, e, "add", name="sum")
@@ -132,26 +129,26 @@ def along(x: Tensor, axis: int) -> tuple[str, str]:
 
 
 def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax") -> Tensor:
-    """Exponentials that add up to 1, in one kernel.
+    """Apply softmax along an axis, in one kernel.
 
     Parameters
     ----------
     x : Tensor
         Any shape.
     axis : int
-        Axis along which they add up to 1.
+        Axis along which the results sum to 1.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------
     Tensor
-        FLOPs an element: maximum, subtraction, sum and division, and one exp (derived from the ops inside).
+        FLOPs per element: maximum, subtraction, sum and division, and one exp (derived from the ops inside).
 
     Raises
     ------
     ShapeError
-        If there is no such axis.
+        If the axis does not exist.
 
     Examples
     --------
@@ -172,7 +169,7 @@ def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax"
 
 
 def log_softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "log_softmax") -> Tensor:
-    """Logarithm of the softmax, in one kernel."""
+    """Apply log-softmax along an axis, in one kernel."""
     names, kept = along(x, axis)
 
     def body(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: as separate ops, or as one kernel that never writes the scores."""
+"""Scaled dot-product attention and its variants: flash or eager, windowed, cross and latent attention."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- self-attention ----------------------------------------------------------------------------------------------------
 
 _SCORES = "b g r s k, b g t k -> b g r s t"
 _REDUCE = "b g r s t, b g t v -> b g r s v"
-# flash kernels write the heads of a position side by side, so that merging them afterwards is a view
+# flash kernels write (batch, position, head, width), so that merging heads afterwards is a view
 _FLASH_REDUCE = "b g r s t, b g t v -> b s g r v"
 
 
@@ -76,32 +76,33 @@ def attention(
     q : Tensor
         Shape (b, h, s, k).
     k, v : Tensor
-        Shapes (b, g, t, k) and (b, g, t, v); g divides h, each group of h/g heads shares one.
+        Shapes (b, g, t, k) and (b, g, t, v); g divides h, and each group of h/g query heads shares one.
     causal : bool
         Hide later keys; queries and keys are aligned at their last positions.
     window : sympy.Expr or int, optional
-        See only the last `window` keys, the own one included; without `causal`, less than that away on either side.
+        Number of last keys to see, including the query's own; without `causal`, keys less than `window` away on either
+        side.
     kernel : str
-        flash: one kernel that computes exactly the pairs that are seen and reads and writes q, k, v and the result
-        alone. eager: an op each for scores, scale, mask, softmax and reduction; the whole square is computed whatever
-        the mask, and the scores of size (b, h, s, t) reach memory.
+        flash: one kernel that computes exactly the visible pairs, and reads and writes q, k, v and the result only.
+        eager: separate ops for scores, scale, mask, softmax and reduction; the full square is computed whatever the
+        mask, and the (b, h, s, t) scores reach memory.
     softcap : float, optional
-        Bound the scores by c*tanh(scores/c).
+        Cap the scores: c*tanh(scores/c).
     bias : Tensor, optional
-        What is added to the scores, relative positions say: of a shape that broadcasts to (b, h, s, t). flash reads
-        what belongs to the pairs that are seen.
+        Added to the scores, such as relative positions; broadcasts to (b, h, s, t). flash reads the values of visible
+        pairs only.
     sinks : Tensor, optional
-        A logit for each head, (h,), in the sum of the softmax beside those of the keys: what attends to nothing
+        Logits (h,), one per head, that join the denominator of the softmax so that queries can attend to nothing
         (GPT-OSS).
     p : float
-        Dropout of the probabilities; flash draws it inside the kernel.
+        Dropout of the probabilities, inside the kernel for flash.
     name : str
-        Scope of the ops, or name of the kernel.
+        Scope of the ops, or kernel name.
 
     Returns
     -------
     Tensor
-        Shape (b, h, s, v). FLOPs of kind matmul: 2*(k + v) for each batch, head and pair of positions.
+        Shape (b, h, s, v). FLOPs of kind matmul: 2*(k + v) per batch, head and visible pair.
 
     Raises
     ------
@@ -164,41 +165,40 @@ def self_attention(
     cached: bool = True,
     name: str = "attention",
 ) -> Tensor:
-    """Attend within a sequence, with the four linear layers around: queries, keys, values and the way back.
+    """Attend within a sequence, including the query, key, value and output projections.
 
     Parameters
     ----------
     x : Tensor
         Shape (b, s, d).
     heads, size : sympy.Expr or int
-        Heads of queries, and elements of a head: their product need not be d.
+        Query heads and head dimension; their product need not be d.
     groups : sympy.Expr or int, optional
-        Heads of keys and values (grouped-query attention; 1 for multi-query attention); as many as of queries by
-        default.
+        Key and value heads (grouped-query attention; 1 for multi-query attention); equal to `heads` by default.
     packed : bool
-        One linear layer makes queries, keys and values, which are views of its result.
+        Whether one linear layer computes queries, keys and values, which are views of its result.
     rope : pair of Tensor, optional
-        Cosines and sines from `rotary_tables`, by which queries and keys are rotated.
+        Cosines and sines from `rotary_tables`, to rotate queries and keys.
     causal, window, kernel, softcap : object
         As in `attention`.
     bias : bool
-        Biases of the layers of queries, keys and values.
+        Whether the query, key and value projections have biases.
     key_bias : bool, optional
-        Bias of the layer of keys where it differs: it adds as much to all scores of a query, which changes nothing.
+        Bias of the key projection if it differs; it shifts all scores of a query equally, so softmax cancels it.
     out_bias : bool
-        Bias of the layer back.
+        Whether the output projection has a bias.
     score_bias : Tensor, optional
-        What is added to the scores, as `bias` of `attention`.
+        Added to the scores, as `bias` of `attention`.
     sinks : bool
-        Let a parameter for each head stand in the sum of the softmax, as `sinks` of `attention`.
+        Whether the softmax has one learned sink logit per head, as `sinks` of `attention`.
     qk_norm : str
-        none; head: RMSNorm of each head of queries and keys; all: of all heads together.
+        none; head: RMSNorm over each query and key head; all: over all heads together.
     p : float
         As in `attention`.
     cached : bool
-        Mark keys and values as what inference keeps (`cache`).
+        Whether inference caches keys and values (`cache`).
     name : str
-        Scope of the layers, and name of the kernel.
+        Scope of the layers, and kernel name.
 
     Returns
     -------
@@ -208,7 +208,7 @@ def self_attention(
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
@@ -239,13 +239,13 @@ def self_attention(
 
 
 def merged(y: Tensor, d: Poly, *, bias: bool, name: str) -> Tensor:
-    """Put the results of all heads, (b, h, s, k), side by side, and multiply them: to (b, s, d)."""
+    """Merge the heads of (b, h, s, k) and apply the output projection, to (b, s, d)."""
     y = rearrange(y, "b h s k -> b s (h k)", name=f"{name}/merge")
     return linear(y, "b s e -> b s d", d=d, bias=bias, name=f"{name}/proj")
 
 
 def _by_head(y: Tensor, norm: str, name: str) -> Tensor:
-    """Return (b, h, s, k), normalised head by head or all of them at once."""
+    """Return (b, h, s, k), normalized per head or over all heads."""
     if norm == "all":
         count = y.sizes[2]
         y = rms_norm(rearrange(y, "b s h k -> b s (h k)"), name=name)
@@ -254,7 +254,7 @@ def _by_head(y: Tensor, norm: str, name: str) -> Tensor:
 
 
 def _apart(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
-    """Return queries, keys and values (b, s, h, k), each of a layer of its own."""
+    """Return queries, keys and values (b, s, h, k) from separate projections."""
     return tuple(
         linear(x, "b s d -> b s h k", h=count, k=size, bias=shifted, name=f"{name}/{what}")
         for what, count, shifted in zip("qkv", counts, biases, strict=True)
@@ -262,7 +262,7 @@ def _apart(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[b
 
 
 def _packed(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
-    """Return queries, keys and values (b, s, h, k), views of what one layer makes."""
+    """Return queries, keys and values (b, s, h, k), views of one projection."""
     if len(set(biases)) > 1:
         raise GraphError(f"attention {name!r}: packed with another bias of keys, expected one for all")
     parts = [positive(f"attention {name!r}: heads", count) for count in counts]
@@ -271,7 +271,7 @@ def _packed(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[
 
 
 def _checked(place: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return queries, keys and values as the open graph sees them."""
+    """Check queries, keys and values, and adopt them into the open graph."""
     need_tensor(place, *tensors)
     for what, t in zip("qkv", tensors, strict=True):
         if t.ndim != 4:
@@ -285,7 +285,7 @@ def _checked(place: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _grouped(place: str, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return what is added to scores with its heads in groups, as those of the queries are."""
+    """Return the score bias with its heads grouped as those of the queries."""
     need_tensor(f"{place}: bias", bias)
     bias = q.graph.adopt(bias)
     wanted = (q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2])
@@ -297,7 +297,7 @@ def _grouped(place: str, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _shared_out(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return logits of heads with these in groups, and the same for all positions."""
+    """Return the sink logits with their heads grouped, broadcast over positions."""
     need_tensor(f"{place}: sinks", sinks)
     sinks = q.graph.adopt(sinks)
     if sinks.ndim != 1 or not q.graph.same(sinks.sizes[0], q.sizes[1]):
@@ -306,13 +306,13 @@ def _shared_out(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _added(added: tuple[Tensor, ...], biased: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return what is added to the scores, and the logits that stand beside them."""
+    """Return the score bias and the sink logits."""
     rest = added[int(biased) :]
     return (added[0] if biased else None), (rest[0] if rest else None)
 
 
 def _softmax(x: Tensor, sinks: Tensor | None) -> Tensor:
-    """Exponentials that add up to 1, or with sinks to what these leave."""
+    """Return the softmax, with sink logits in its denominator if there are any."""
     if sinks is None:
         return softmax(x)
 
@@ -334,7 +334,7 @@ def _flash(
     softcap: float | None,
     p: float,
 ) -> Tensor:
-    # nothing outside the domain is computed, by the first product or by those that read it
+    # no kernel computes anything outside of the domain
     restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul", **restricted)
@@ -357,7 +357,7 @@ def _eager(
         scores = einsum(q, k, _SCORES, name="matmul")
     bias, sinks = _added(added, biased)
     y = _scaled(scores, softcap, bias)
-    if domain is not None:  # which keys are hidden changes no cost of an op on the whole square
+    if domain is not None:  # hidden keys change no cost of an op on the full square
         (y,) = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=domain), [y], "mask")
     return _reduced(dropout(_softmax(y, sinks), p), v, _REDUCE)
 
@@ -373,12 +373,12 @@ def _reduced(y: Tensor, v: Tensor, pattern: str) -> Tensor:
         return einsum(y, v, pattern, name="matmul")
 
 
-# -- windows -----------------------------------------------------------------------------------------------------------
-# Attention within windows of an image: cutting and shifting windows, what is added to their scores, merging.
+# -- windowed attention ------------------------------------------------------------------------------------------------
+# Swin Transformer: partition and shift of windows, relative position bias, patch merging.
 
 
 def _padded(x: Tensor, multiple: Poly, name: str) -> Tensor:
-    """Append zeros to rows and columns of (b, h, w, c) up to a multiple, in one kernel; a copy where there are none."""
+    """Pad rows and columns of (b, h, w, c) with zeros to a multiple, in one kernel; a copy even without padding."""
     sizes = [multiple * windows_along(size, 0, multiple) for size in x.sizes[1:3]]
     return one_kernel(name, lambda x: pad(pad(x, 1, 0, sizes[0]), 2, 0, sizes[1]), x)
 
@@ -392,17 +392,17 @@ def _window(place: str, x: Tensor, side: object, shift: object) -> tuple[Poly, P
 
 
 def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = "windows") -> Tensor:
-    """Cut images into square windows, for attention within each (Liu et al. 2021, arXiv 2103.14030, section 3.2).
+    """Partition images into square windows for windowed attention (Liu et al. 2021, arXiv 2103.14030, section 3.2).
 
     Parameters
     ----------
     x : Tensor
-        Shape (b, h, w, c). Rows and columns are padded with zeros up to a multiple of `side`: a copy, as torch's `pad`
-        makes one even where nothing is added.
+        Shape (b, h, w, c). Rows and columns are zero-padded to a multiple of `side`: a copy even without padding, as
+        torch's `pad`.
     side : sympy.Expr or int
-        Rows and columns of a window.
+        Window size in rows and columns.
     shift : sympy.Expr or int
-        Rows and columns by which the image is rolled towards its start before.
+        Number of rows and columns by which the image is rolled towards its start first.
     name : str
         Scope of the ops.
 
@@ -410,12 +410,12 @@ def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = 
     -------
     Tensor
         Shape (b*n, side*side, c) with n = ceiling(h/side)*ceiling(w/side). No FLOPs: the image is read and written once
-        for padding, once an axis for a shift, and once to put the positions of a window side by side.
+        for padding, once per axis for a shift, and once for the partition.
 
     Raises
     ------
     GraphError, ShapeError
-        If `x` has another number of axes, or a size is none.
+        If `x` has another number of axes, or a size is invalid.
 
     Examples
     --------
@@ -437,23 +437,23 @@ def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = 
 
 
 def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, name: str = "merge") -> Tensor:
-    """Put windows together again: the reverse of `window_partition`.
+    """Merge windows into images: the reverse of `window_partition`.
 
     Parameters
     ----------
     y : Tensor
         Windows, shape (b*n, side*side, c).
     like : Tensor
-        What was partitioned, shape (b, h, w, c) but for its channels.
+        Partitioned tensor, (b, h, w, c); its channels may differ.
     side, shift : sympy.Expr or int
-        As they were there.
+        As in `window_partition`.
     name : str
         Scope of the ops.
 
     Returns
     -------
     Tensor
-        Shape (b, h, w, c), a view without what was padded. No FLOPs.
+        Shape (b, h, w, c), a view without the padding. No FLOPs.
 
     Raises
     ------
@@ -488,33 +488,33 @@ def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, na
 def window_bias(
     side: object, heads: object, *, images: object = 1, masks: object = None, name: str = "window_bias"
 ) -> Tensor:
-    """Make what is added to the scores of attention within windows (Liu et al. 2021, arXiv 2103.14030, equation 4).
+    """Create the relative position bias of windowed attention (Liu et al. 2021, arXiv 2103.14030, equation 4).
 
     Parameters
     ----------
     side : sympy.Expr or int
-        Rows and columns of a window.
+        Window size in rows and columns.
     heads : sympy.Expr or int
-        Heads of queries.
+        Query heads.
     images : sympy.Expr or int
-        Number of images; asked for with `masks` alone.
+        Number of images, needed with `masks` only.
     masks : sympy.Expr or int, optional
-        Windows of an image where it was shifted: a buffer hides from each other positions that the shift brought
-        together, (masks, side*side, side*side) numbers of the graph's format.
+        Windows per image, if it was shifted: a buffer (masks, side*side, side*side) in the graph's dtype masks pairs of
+        positions that are not neighbours in the image.
     name : str
         Scope of the parameter, the buffers and the ops.
 
     Returns
     -------
     Tensor
-        Shape (1, heads, side*side, side*side), with masks (images*masks, heads, side*side, side*side): a learned number
-        for each head and each of (2*side-1)**2 distances, looked up by a buffer of indices. FLOPs: 1 for each
-        element of the sum with the masks.
+        Shape (1, heads, side*side, side*side), or with masks (images*masks, heads, side*side, side*side): a learned
+        number per head and each of (2*side-1)**2 offsets, looked up through an index buffer. FLOPs: 1 per element of
+        the sum with the masks.
 
     Raises
     ------
     GraphError, ShapeError
-        If no graph is open, or a size is none.
+        If no graph is open, or a size is invalid.
 
     Examples
     --------
@@ -540,20 +540,20 @@ def window_bias(
 
 
 def patch_merging(x: Tensor, *, name: str = "downsample") -> Tensor:
-    """Halve the sides of images and double their channels (Liu et al. 2021, arXiv 2103.14030, section 3.1).
+    """Merge patches: halve image sides, double channels (Liu et al. 2021, arXiv 2103.14030, section 3.1).
 
     Parameters
     ----------
     x : Tensor
-        Shape (b, h, w, c). Odd rows and columns are padded with zeros; the copy is made in any case.
+        Shape (b, h, w, c). Odd rows and columns are zero-padded; the copy is made in any case.
     name : str
-        Scope of the parameters and of the ops.
+        Scope of the parameters and ops.
 
     Returns
     -------
     Tensor
-        Shape (b, ceiling(h/2), ceiling(w/2), 2*c): four neighbours side by side, LayerNorm, a linear layer without
-        bias. FLOPs of kind matmul: 16 * b * c**2 for each position of the result.
+        Shape (b, ceiling(h/2), ceiling(w/2), 2*c): four neighbours concatenated, LayerNorm, and a linear layer without
+        bias. FLOPs of kind matmul: 16 * b * c**2 per position of the result.
 
     Raises
     ------
@@ -577,8 +577,7 @@ def patch_merging(x: Tensor, *, name: str = "downsample") -> Tensor:
         return linear(layer_norm(y), "... c -> ... d", d=2 * x.sizes[3], name="reduction")
 
 
-# -- cross attention ---------------------------------------------------------------------------------------------------
-# Attention from one sequence to another: a decoder's to the results of an encoder.
+# -- cross-attention ---------------------------------------------------------------------------------------------------
 
 
 def cross_attention(
@@ -597,18 +596,18 @@ def cross_attention(
     cached: bool = True,
     name: str = "cross",
 ) -> Tensor:
-    """Attend from one sequence to all of another, such as the results of an encoder, with the linear layers around.
+    """Attend from one sequence to all of another, such as encoder outputs, including the projections.
 
     Parameters
     ----------
     x : Tensor
-        Shape (b, s, d): what asks.
+        Source of the queries, (b, s, d).
     memory : Tensor
-        Shape (b, m, e): what keys and values are made from.
+        Source of keys and values, (b, m, e).
     heads, size, groups, kernel, bias, key_bias, out_bias, score_bias, p : object
         As in `self_attention`.
     cached : bool
-        Mark keys and values as what `prefill` makes once and `decode` reads (`cache` without an axis that grows).
+        Whether `prefill` computes keys and values once for `decode` to read (`cache` without a growing axis).
     name : str
         As in `self_attention`.
 
@@ -620,7 +619,7 @@ def cross_attention(
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
@@ -648,8 +647,7 @@ def cross_attention(
     return merged(y, x.sizes[2], bias=out_bias, name=name)
 
 
-# -- latent ------------------------------------------------------------------------------------------------------------
-# Multi-head latent attention: keys and values of all heads from one short vector, which alone is cached.
+# -- multi-head latent attention ---------------------------------------------------------------------------------------
 
 
 def latent_attention(
@@ -671,40 +669,40 @@ def latent_attention(
     contiguous: bool = False,
     name: str = "attention",
 ) -> Tensor:
-    """Attend within a sequence by keys and values that come from one latent vector a position (MLA).
+    """Attend within a sequence, with keys and values from one latent vector per position (MLA).
 
-    A key has a part of its own for each head, made from the latent vector, and a rotated part that all heads share.
-    Inference keeps the latent vector and the rotated part: `latent + rotated` elements a position, for all heads.
+    A key has one part per head, projected from the latent vector, and a rotary part that all heads share. Inference
+    caches the latent vector and the rotary part: `latent + rotated` elements per position, for all heads together.
 
     Parameters
     ----------
     x : Tensor
         Shape (b, s, d).
     heads : sympy.Expr or int
-        Heads of queries, and of the keys and values that are made.
+        Number of heads.
     latent : sympy.Expr or int
-        Elements of the latent vector (kv_lora_rank).
+        Latent dimension (kv_lora_rank).
     nope, rotated, value : sympy.Expr or int
-        Elements of a head: of queries and keys without positions, of those with rotary positions, and of values.
+        Head dimensions: of queries and keys without positions, of their rotary part, and of values.
     rope : pair of Tensor
-        Cosines and sines of `rotated` elements, from `rotary_tables`.
+        Cosines and sines for `rotated` elements, from `rotary_tables`.
     query_latent : sympy.Expr or int, optional
-        Elements of a latent vector that queries are made from (q_lora_rank); by default straight from `x`.
+        Latent dimension of the queries (q_lora_rank); by default they are projected from `x` directly.
     absorbed : bool
-        False: keys and values of all heads are made from the latent vectors, of every position that is seen. True: the
-        matrix of the keys is applied to the queries and that of the values to the results, and all heads attend to the
-        latent vectors themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): more FLOPs for each pair of
-        positions, none for each position of the cache.
+        False: keys and values of all heads are projected from the latent vectors of every visible position. True: the
+        key projection is absorbed into the queries and the value projection into the results, and all heads attend to
+        the latent vectors themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): more FLOPs per pair of positions,
+        none per cached position.
     causal, kernel : object
         As in `self_attention`.
     bias : bool
-        Add biases to the layers that make the latent vectors, and to the layer back.
+        Whether the latent projections and the output projection have biases.
     p : float
         As in `self_attention`.
     cached : bool
-        Mark what inference keeps (`cache`): two tensors, or with `absorbed` one that holds both side by side.
+        Whether inference caches (`cache`) two tensors, or with `absorbed` their concatenation.
     contiguous : bool
-        Copy values that are made, so that the product whose other part is in the keys is not kept whole, as
+        Whether values are copied, so that the packed projection of keys and values is freed, as in
         `MultiLatentAttention` of Megatron-LM (megatron/core/transformer/multi_latent_attention.py). By default they
         are a view of it.
     name : str
@@ -718,7 +716,7 @@ def latent_attention(
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
@@ -775,7 +773,7 @@ def _made(
     q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
     kernel: str, p: float, name: str, contiguous: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend with keys and values of all heads, made from what is cached."""
+    """Attend with keys and values of all heads, projected from the cached latent vectors."""
     heads, own = q_own.sizes[1], q_own.sizes[3]
     if cached:
         with scope(name):
@@ -794,7 +792,7 @@ def _absorbed(
     q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
     kernel: str, p: float, name: str,
 ) -> Tensor:  # fmt: skip
-    """Attend to what is cached itself: one key for all heads, whose first part is the value."""
+    """Attend to the cached latent vectors: one key for all heads, whose first part is the value."""
     heads, own, held = q_own.sizes[1], q_own.sizes[3], vector.sizes[2]
     graph = current_graph(vector.graph)
     with module(graph, f"{name}/kv_b"):

@@ -1,4 +1,4 @@
-"""Convolution and pooling: windows that slide over named axes."""
+"""Convolution, transposed convolution, pooling and resizing."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 
-# -- conv --------------------------------------------------------------------------------------------------------------
+# -- convolution and pooling -------------------------------------------------------------------------------------------
 
-#: One number for all axes of a window, or one for each.
+#: One number for all window axes, or one per axis.
 Extents = Annotated[int | Sequence[int], READ]
 
 
 def each_axis(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
-    """Return a number for each axis of a window, of which one stands for all."""
+    """Return one number per window axis; a single number applies to all."""
     values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
     if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
         raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
@@ -63,7 +63,7 @@ def each_axis(value: object, rank: int, what: str, least: int) -> tuple[int, ...
 def _slid(
     x: Tensor, window: tuple[int, ...], stride: object, padding: object, dilation: object
 ) -> tuple[list[Affine], list[Poly]]:
-    """Return the indices of the last axes and the sizes that they make (torch's formula for Conv2d)."""
+    """Return the window indices of the last axes and the output sizes (torch's formula for Conv2d)."""
     rank = len(window)
     steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
     same = isinstance(padding, str) and padding == "same"
@@ -77,7 +77,7 @@ def _slid(
     indices, sizes = [], []
     for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
         size = x.sizes[x.ndim - rank + i]
-        # floor((n - 1)/s) + 1 is ceiling(n/s) for whole n: one atom instead of a sum
+        # floor((n - 1)/s) + 1 equals ceiling(n/s) for integers: one atom instead of a sum
         made = size if same else windows_along(size, g * (w - 1) - 2 * p, s)
         if made.constant is not None and made.constant < 1:
             raise ShapeError(
@@ -102,34 +102,34 @@ def conv(
     name: str = "conv",
     **sizes: object,
 ) -> Tensor:
-    """Convolve: a contraction over a window and the input channels of a group.
+    """Convolve: contract a window and a group's input channels.
 
     Parameters
     ----------
     x : Tensor
-        Batch and channels first, the axes that the window slides over last, one to three of them.
+        Batch and channels first, then one to three sliding axes.
     pattern : str
-        Axes before and after: `"b c h w -> b o h w"`. The one that the right side leaves out is the input channel,
-        the one that it adds the output channel.
+        Axes before and after: `"b c h w -> b o h w"`. The axis missing on the right is the input channel, the added one
+        the output channel.
     window : int or sequence of int
-        Size of the window along each sliding axis; an integer is for all of them.
+        Window size per sliding axis; an integer applies to all.
     stride, padding, dilation : int or sequence of int
         As in torch.nn.Conv2d; `padding="same"` keeps the size. `padding="causal"`, over one axis, sees no later
-        positions: as torch.nn.Conv1d with `padding=dilation*(window - 1)`, of whose result the first positions are
-        taken. `decode` then keeps the last `dilation*(window - 1)` inputs.
+        positions: torch.nn.Conv1d with `padding=dilation*(window - 1)`, cut to the first positions. `decode` then
+        caches the last `dilation*(window - 1)` inputs.
     groups : sympy.Expr or int
-        Groups of channels that do not mix; as many as channels for a depthwise convolution.
+        Number of channel groups; the number of channels for a depthwise convolution.
     bias : bool
-        Add a parameter of the output channels, in the same kernel.
+        Whether to add a bias per output channel, in the same kernel.
     name : str
-        Scope of the parameters and of the op.
+        Scope of the parameters and op.
     **sizes : sympy.Expr or int
-        Size of the output channel.
+        Number of output channels.
 
     Returns
     -------
     Tensor
-        FLOPs: 2 * output points * window * input channels of a group. Padded positions count, as torch counts them.
+        FLOPs: 2 * output points * window * input channels per group. Padded positions count, as in torch.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def conv(
             y = one_kernel("conv", product, x, weight, graph.param("bias", (made,)), backward="ops")
         else:
             y = product(x, weight)
-        # behind the positions of x lie those that its padding makes
+        # drop the trailing positions that come from padding
         return slice_axis(y, -1, 0, x.sizes[-1], name="seen") if padding == "causal" else y
 
 
@@ -176,7 +176,7 @@ def convolved(
     dilation: Extents = 1,
     groups: Poly = ONE,
 ) -> Tensor:
-    """Return the convolution of a tensor with weights of shape (out, in / groups, *window), and what is added to it."""
+    """Convolve with weights of shape (out, in / groups, *window), and add a bias if given."""
     made, share, *window = weight.sizes
     spans, place = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1
     indices, out = _slid(x, spans, stride, padding, dilation)
@@ -197,7 +197,7 @@ def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:
 def _channel(
     x: Tensor, pattern: str, window: int | Sequence[int], name: str, sizes: Mapping[str, object]
 ) -> tuple[int, tuple[int, ...], Poly]:
-    """Return the place of the channel, the window of the axes after it, and how many channels are made."""
+    """Return the index of the channel axis, the window sizes of the axes after it, and the output channels."""
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
         raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
@@ -218,7 +218,7 @@ def _channel(
 
 
 def _extents(kept: Sequence[Poly], out: Sequence[Poly], window: Sequence[int]) -> dict[str, Poly]:
-    """Return the sizes of axes that stay, of those that a window makes, and of the window's own."""
+    """Return the sizes of unchanged axes, output axes and window axes, by name."""
     return {
         **{f"n{i}": size for i, size in enumerate(kept)},
         **{f"o{i}": size for i, size in enumerate(out)},
@@ -227,7 +227,7 @@ def _extents(kept: Sequence[Poly], out: Sequence[Poly], window: Sequence[int]) -
 
 
 def _contraction(place: int, indices: Sequence[Affine]) -> Pattern:
-    """Return the pattern of a convolution: batch axes, channels in groups, then the sliding axes."""
+    """Return the convolution pattern: batch axes, grouped channels, then sliding axes."""
     batch = [Axes((f"n{i}",)) for i in range(place)]
     taps = [Axes((f"w{i}",)) for i in range(len(indices))]
     out = [Axes((f"o{i}",)) for i in range(len(indices))]
@@ -246,7 +246,7 @@ def pool(
     padding: Extents = 0,
     name: str = "",
 ) -> Tensor:
-    """Reduce windows of the last axes to their maximum or mean.
+    """Take the maximum or mean of windows over the last axes.
 
     Parameters
     ----------
@@ -255,16 +255,16 @@ def pool(
     operation : str
         max or mean.
     window : int or sequence of int
-        Size of the window along each sliding axis; an integer is for all axes after the first two.
+        Window size per sliding axis; an integer applies to all axes after the first two.
     stride, padding : int or sequence of int
         As in torch.nn.MaxPool2d; the stride is the window by default.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        FLOPs: one for each element of each window.
+        FLOPs: one per element in each window.
 
     Raises
     ------
@@ -273,12 +273,12 @@ def pool(
     """
     need_tensor("pool", x)
     need_choice("pool: operation", operation, ("max", "mean"))
-    # an integer is for all axes after batch and channel
+    # an integer applies to all axes after batch and channel
     spans = each_axis(window, len(window) if isinstance(window, list | tuple) else max(x.ndim - 2, 1), "window", 1)
     if not spans:
         raise ShapeError(f"window={window!r}: expected one axis at least")
     for span, pad in zip(spans, each_axis(padding, len(spans), "padding", 0), strict=True):
-        if 2 * pad > span:  # a window could lie in the padding alone
+        if 2 * pad > span:  # a window could consist of padding only
             raise ShapeError(f"pool: padding {pad}, expected at most half of the window of {span}")
     graph = current_graph(x.graph)
     x = graph.adopt(x)
@@ -291,15 +291,14 @@ def pool(
 def pooling(
     x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents, *, inside: bool = False
 ) -> Pool:
-    """Return the record of a pooling of windows of the last axes."""
+    """Return the op kind for pooling over the last axes."""
     indices, out = _slid(x, spans, stride, padding, 1)
     kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
     return Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation, inside=inside)
 
 
-# -- transposed --------------------------------------------------------------------------------------------------------
-# Transposed convolution: each element is spread over a window, and what lands on one place is added up.
+# -- transposed convolution --------------------------------------------------------------------------------------------
 
 _NAME = "conv_transpose"
 
@@ -319,12 +318,12 @@ def conv_transpose(
     name: str = "conv_transpose",
     **sizes: object,
 ) -> Tensor:
-    """Convolve the other way round: the map that the gradient of a convolution is, as in decoders of images.
+    """Apply a transposed convolution, the gradient of a convolution, as in image decoders.
 
     Parameters
     ----------
     x : Tensor
-        Batch and channels first, the axes that the window slides over last.
+        Batch and channels first, sliding axes last.
     pattern : str
         Axes before and after, as in `conv`: `"b c h w -> b o h w"`.
     window : int or sequence of int
@@ -338,7 +337,7 @@ def conv_transpose(
     Returns
     -------
     Tensor
-        FLOPs: 2 * input points * window * input channels of a group * output channels, what falls on padding included.
+        FLOPs: 2 * input points * window * input channels per group * output channels, including cropped positions.
 
     Raises
     ------
@@ -388,7 +387,7 @@ def spread(
     dilation: Extents = 1,
     groups: Poly = ONE,
 ) -> Tensor:
-    """Return what weights of shape (in, out / groups, *window) spread a tensor over, and what is added to it."""
+    """Apply a transposed convolution with weights of shape (in, out / groups, *window), and add a bias if given."""
     channels, share, *window = weight.sizes
     spans, place, made = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1, share * groups
     indices, out = _spread(x, spans, stride, padding, output_padding, dilation)
@@ -402,7 +401,7 @@ def spread(
 
 
 def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
-    """Return the place of the channels, and the name of those that come out."""
+    """Return the index of the channel axis and the name of the output channel."""
     parsed = parse_pattern(pattern, (x.ndim,))
     plain = all(isinstance(a, Axes) and len(a.names) == 1 for a in (*parsed.operands[0], *parsed.result))
     before, after = parsed.operand_names(0), parsed.result_names
@@ -417,7 +416,7 @@ def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
 def _spread(
     x: Tensor, spans: tuple[int, ...], stride: object, padding: object, more: object, dilation: object
 ) -> tuple[list[Affine], list[Poly]]:
-    """Return where each element of a window lands on the last axes, and their sizes."""
+    """Return the output indices for window elements on the last axes, and the output sizes."""
     rank = len(spans)
     steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
     pads, rests = each_axis(padding, rank, "padding", 0), each_axis(more, rank, "output_padding", 0)
@@ -442,32 +441,31 @@ def _transposed_contraction(place: int, indices: list[Affine]) -> Pattern:
 
 
 # -- resizing ----------------------------------------------------------------------------------------------------------
-# Images made smaller or larger: windows that divide an axis into a given number of parts, and repeated neighbours.
 
 
 def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_pool") -> Tensor:
-    """Average windows that divide the last axes into a given number of parts, as torch.nn.AdaptiveAvgPool2d.
+    """Average the last axes over a given number of windows, as torch.nn.AdaptiveAvgPool2d.
 
     Parameters
     ----------
     x : Tensor
-        The axes that are divided last.
+        Pooled axes last.
     sizes : sequence of sympy.Expr or int
-        Parts of each of them. Window i of k runs from floor(i*n/k) to ceil((i + 1)*n/k), and overlaps its neighbours
-        where k does not divide n.
+        Number of windows per axis. Window i of k runs from floor(i*n/k) to ceil((i + 1)*n/k); windows overlap if k does
+        not divide n.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        FLOPs: one for each element of each window. One part of each axis is a reduction, parts of a numeric axis that
-        they divide are a pooling, all else is an op that states this amount.
+        FLOPs: one per element in each window. A single window per axis is a reduction, windows that divide a numeric
+        axis are a pooling, all else is an opaque op with these FLOPs.
 
     Raises
     ------
     ShapeError
-        If there are more parts than axes, or the number of parts is a symbol and need not divide the axis.
+        If there are more sizes than axes, or a symbolic number of windows may not divide the axis.
 
     Examples
     --------
@@ -492,17 +490,17 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
         return pool(x, "mean", window=[int(w or 0) for w in windows], name=name)
     reached = prod((_reached(x, n, k) for n, k in zip(axes, parts, strict=True)), start=prod(kept, start=ONE))
     made = prod(parts, start=prod(kept, start=ONE)) * x.element_bytes()
-    # of what was pooled the gradient needs the shape alone, but torch keeps it all the same
+    # the gradient needs only the input shape, but torch saves all of it
     backward = {"flops": reached.expr, "saves": {"inputs": [0]}, "reads": [made.expr, 0]}
     out: Tensor = opaque(name, [x], ([n.expr for n in (*kept, *parts)], x.dtype), flops=reached.expr, backward=backward)
     return out
 
 
 def _reached(x: Tensor, whole: Poly, parts: Poly) -> Poly:
-    """Return the sizes of the windows of one axis, added up.
+    """Return the total window size on one axis.
 
-    Each boundary between two windows that is no whole number lies within an element which belongs to both, and
-    gcd(n, k) - 1 of the k - 1 boundaries are whole.
+    A boundary between windows that is not an integer lies within an element shared by both. gcd(n, k) - 1 of the k - 1
+    boundaries are integers.
     """
     n, k = whole.constant, parts.constant
     if isinstance(n, int) and isinstance(k, int):
@@ -519,29 +517,29 @@ def _reached(x: Tensor, whole: Poly, parts: Poly) -> Poly:
 def upsample(
     x: Tensor, factor: Annotated[int, READ] = 2, *, sizes: Sequence[object] | None = None, name: str = "upsample"
 ) -> Tensor:
-    """Repeat each element along all axes after the first two: the nearest neighbour, in one kernel.
+    """Upsample all axes after the first two by nearest neighbour, in one kernel.
 
     Parameters
     ----------
     x : Tensor
         Shape (b, c, ...).
     factor : int
-        How often along each axis.
+        Scale factor for each axis.
     sizes : sequence of sympy.Expr or int, optional
-        Sizes of the axes after the first two where they are not `factor` times as large but up to `factor` - 1 less:
-        what an odd axis had before it was halved.
+        Sizes of all axes after the first two, if they are up to `factor` - 1 less than `factor` times the input: an odd
+        axis before it was halved.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------
     Tensor
-        No FLOPs; reads each element once. The gradient adds one for each element of `factor` times the size.
+        No FLOPs; reads each element once. The gradient adds one FLOP per upsampled element.
 
     Raises
     ------
     ShapeError
-        If the factor is no integer of at least 1, or the sizes are not as many as the axes.
+        If the factor is not a positive integer, or there is not one size per axis.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What tokens, positions, times and images become before the first layer, and what a table makes behind the last."""
+"""Embeddings for tokens, positions, diffusion times and image patches, and the tied output head."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def embedding(ids: Tensor, table: Tensor, *, name: str = "embedding") -> Tensor:
-    """Look up rows of a table: no FLOPs, reads the rows and the indices (see `gather`)."""
+    """Look up rows of an embedding table: no FLOPs, reads the rows and the indices (see `gather`)."""
     return gather(table, ids, name=name)
 
 
 def tied_head(x: Tensor, table: Tensor, *, name: str = "head") -> Tensor:
-    """Logits from the table of embeddings: (b, s, d) and (v, d) to (b, s, v), a parameter that counts once."""
+    """Return logits from a tied embedding table: (b, s, d) and (v, d) to (b, s, v); the parameter counts once."""
     need_tensor("tied_head", x, table)
     with module(current_graph(x.graph), name):
         return einsum(x, table, "... d, v d -> ... v", name="matmul")
@@ -51,36 +51,36 @@ def relative_bias(
     dtype: str | DType | None = None,
     name: str = "relative_bias",
 ) -> Tensor:
-    """Make what T5 adds to attention scores: a learned number for each head and bucket of distances.
+    """Return T5's relative position bias: a learned number per head and distance bucket.
 
-    Raffel et al. 2020 (arXiv 1910.10683), section 2.1. Half of the buckets are distances of their own, the others
-    ranges that grow with the logarithm of the distance.
+    Raffel et al. 2020 (arXiv 1910.10683), section 2.1. Half of the buckets are single distances, the others ranges on a
+    logarithmic scale.
 
     Parameters
     ----------
     queries, keys : Tensor
-        Positions, integers of shape (s,) and (t,): `arange(S)` and `arange(S, context=True)`.
+        Integer positions of shape (s,) and (t,): `arange(S)` and `arange(S, context=True)`.
     heads : sympy.Expr or int
-        Heads of queries.
+        Query heads.
     buckets : sympy.Expr or int
-        Rows of the table.
+        Number of buckets, the table rows.
     bidirectional : bool
-        Later keys have buckets apart from earlier ones; otherwise all of them share the one of distance 0.
+        Whether later keys have their own buckets; otherwise they all share the distance-0 bucket.
     dtype : str or DType, optional
-        Format of the table, the graph's by default.
+        Table dtype, the graph's by default.
     name : str
-        Scope of the table and of the ops.
+        Scope for the table and ops.
 
     Returns
     -------
     Tensor
-        Shape (1, heads, s, t), a view of what was looked up, for `bias` of `attention`. FLOPs: the buckets' alone,
-        10 pointwise and 1 transcendental for each pair of positions (2 pointwise more with `bidirectional`).
+        Shape (1, heads, s, t), a view of the looked-up rows, for `bias` of `attention`. FLOPs: only those of the
+        buckets, 10 pointwise and 1 transcendental per pair of positions (2 pointwise more with `bidirectional`).
 
     Raises
     ------
     ShapeError
-        If positions are no integers of one axis, or a size is none.
+        If positions are not one-dimensional integers, or a size is invalid.
 
     Examples
     --------
@@ -97,15 +97,15 @@ def relative_bias(
         if t.dtype.kind != "int" or t.ndim != 1:
             raise ShapeError(f"relative_bias: positions {t!r}, expected integers of one axis")
     rows = positive("relative_bias: buckets", buckets)
-    # whole numbers, rounded down: what is added to an index is one
-    own = windows_along(rows, 1, 2) if bidirectional else rows  # buckets of a direction
-    exact = windows_along(own, 1, 2)  # those of a distance of their own
+    # rounded down: bucket counts are added to integer indices
+    own = windows_along(rows, 1, 2) if bidirectional else rows  # buckets per direction
+    exact = windows_along(own, 1, 2)  # single-distance buckets
 
     def body(queries: Tensor, keys: Tensor) -> Tensor:
         away = rearrange(keys, "t -> 1 t") - rearrange(queries, "s -> s 1")
         later = pointwise("less", 0, away) if bidirectional else None
         away = pointwise("abs", away) if bidirectional else -pointwise("minimum", away, 0)
-        # the base of the logarithm, which the largest distance sets, changes no cost
+        # the maximal distance sets the base of the logarithm, which changes no cost
         growing = pointwise("log", cast(away, "fp32") / exact) / 1.0 * (own - exact)
         far = pointwise("minimum", cast(growing, "int64") + exact, own - 1)
         found = pointwise("where", pointwise("less", away, exact), away, far)
@@ -118,28 +118,28 @@ def relative_bias(
 
 
 def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, name: str = "timesteps") -> Tensor:
-    """Make the sinusoids of diffusion times: cosines and sines of time times a frequency.
+    """Return sinusoidal embeddings for diffusion times: cosines and sines of time times frequency.
 
     Parameters
     ----------
     times : Tensor
-        Shape (b,), of any format.
+        Shape (b,), any dtype.
     size : sympy.Expr or int
-        Elements of an embedding, even: half of them cosines, half sines.
+        Embedding dimension, even: half cosines, half sines.
     dtype : str or DType, optional
-        Format of the result, the graph's by default; in between it is fp32.
+        Result dtype, the graph's by default; intermediates are fp32.
     name : str
-        Scope of the frequencies, a buffer in fp32, and of the ops.
+        Scope for the frequencies, an fp32 buffer, and the ops.
 
     Returns
     -------
     Tensor
-        Shape (b, size). FLOPs: half a product and one cosine or sine for each element.
+        Shape (b, size). FLOPs per element: half a product and one cosine or sine.
 
     Raises
     ------
     ShapeError
-        If `times` has another number of axes, or the size is none.
+        If `times` has another number of axes, or the size is invalid.
 
     Examples
     --------
@@ -163,31 +163,31 @@ def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, nam
 
 
 def patch_embedding(x: Tensor, size: int, d: object, *, bias: bool = True, name: str = "patches") -> Tensor:
-    """Cut images into squares and map each of them to a vector: a convolution whose stride is its window.
+    """Embed image patches by a convolution whose stride equals its window.
 
     Parameters
     ----------
     x : Tensor
         Images, shape (b, c, h, w).
     size : int
-        Side of a patch; what is left over at the end of an axis belongs to none.
+        Patch side; a remainder at the end of an axis is dropped.
     d : sympy.Expr or int
-        Elements of a vector.
+        Embedding dimension.
     bias : bool
-        Add a parameter of size d.
+        Whether there is a bias with size d.
     name : str
-        Scope of the parameters and of the ops.
+        Scope of the parameters and ops.
 
     Returns
     -------
     Tensor
         Shape (b, n, d), patches row by row, n = floor(h/size) * floor(w/size). FLOPs: 2 * b * n * d * c * size**2, and
-        with a bias 1 for each element.
+        with a bias 1 per element.
 
     Raises
     ------
     ShapeError
-        If `x` has another number of axes, or a size is none.
+        If `x` has another number of axes, or a size is invalid.
 
     Examples
     --------
@@ -205,25 +205,24 @@ def patch_embedding(x: Tensor, size: int, d: object, *, bias: bool = True, name:
     return rearrange(y, "b d h w -> b (h w) d", name=f"{name}/tokens")
 
 
-# -- rotary ------------------------------------------------------------------------------------------------------------
-# Rotary position embeddings.
+# -- rotary position embeddings ----------------------------------------------------------------------------------------
 
 
 def rotary_tables(
     positions: Tensor, size: object, *, base: float = 10000.0, name: str = "rope"
 ) -> tuple[Tensor, Tensor]:
-    """Make the cosines and sines of rotary position embeddings, once for all layers.
+    """Return cosines and sines for rotary position embeddings, once for all layers.
 
     Parameters
     ----------
     positions : Tensor
-        Integers of shape (S,).
+        Integers, shape (S,).
     size : sympy.Expr or int
-        Size of a head, even.
+        Head dimension, even.
     base : float
-        Of the geometric progression of frequencies; it changes no cost.
+        Base for the geometric progression of frequencies; it changes no cost.
     name : str
-        Scope of the frequencies, a buffer in fp32.
+        Scope for the frequencies, an fp32 buffer.
 
     Returns
     -------
@@ -244,22 +243,22 @@ def rotary_tables(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tensor:
-    """Rotate pairs of the last axis by an angle for each position, in one kernel (Su et al. 2021, eq. 34).
+    """Apply rotary position embeddings to pairs on the last axis, in one kernel (Su et al. 2021, eq. 34).
 
     Parameters
     ----------
     x : Tensor
         Shape (..., S, K).
     cos, sin : Tensor
-        Shape (S, R/2), from `rotary_tables`. R is K, or less for partial rotary positions: the first R elements are
-        rotated and the others passed on.
+        Shape (S, R/2), from `rotary_tables`. R is K, or less for partial rotary embeddings: only the first R elements
+        are rotated.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------
     Tensor
-        FLOPs: 3 for each element that is rotated (two products, and a sum or difference).
+        FLOPs: 3 per rotated element (two products, and a sum or difference).
 
     Raises
     ------

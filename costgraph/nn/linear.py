@@ -1,4 +1,4 @@
-"""Linear layers, and what is made of two or three of them. It is made of the ops below it; no cost is stated."""
+"""Linear layers and MLPs."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ def linear(
     name: str = "linear",
     **sizes: object,
 ) -> Tensor:
-    """Multiply by a weight: axes that the right side leaves out are contracted, those that it adds are new.
+    """Apply a linear layer: axes missing on the right side are contracted with a weight, added ones are new.
 
     Parameters
     ----------
     x : Tensor
         Activations.
     pattern : str
-        Axes before and after: `"b s d -> b s f"`, or with heads apart `"b s d -> b s h k"`.
+        Axes before and after: `"b s d -> b s f"`, or with separate heads `"b s d -> b s h k"`.
     bias : bool
-        Add a parameter of the new axes, in the same kernel as the product.
+        Whether to add a bias over the new axes, in the same kernel.
     weight : Tensor, optional
-        A tied weight, with the contracted axes first and the new ones last; by default a new parameter.
+        Tied weight, contracted axes first and new ones last; by default a new parameter.
     name : str
-        Scope of the parameters and of the op.
+        Scope of the parameters and op.
     **sizes : sympy.Expr or int
         Sizes of the new axes.
 
     Returns
     -------
     Tensor
-        FLOPs: 2 for each index point of the pattern, and 1 for each element of the result with a bias.
+        FLOPs: 2 per index point of the pattern, and with a bias 1 per element of the result.
 
     Raises
     ------
     PatternError, ShapeError
-        If nothing is contracted or new, or sizes do not fit.
+        If no axis is contracted or none is new, or sizes do not fit.
 
     Examples
     --------
@@ -102,7 +102,7 @@ def linear(
 
 
 def _axes(place: str, pattern: str, parsed: Pattern) -> tuple[list[str], list[str]]:
-    """Return the axes that are contracted and those that are new."""
+    """Return the contracted and the new axes."""
     before, after = parsed.operand_names(0), parsed.result_names
     if any(isinstance(a, Affine) for a in parsed.operands[0]):
         raise PatternError(f"{place}: pattern {pattern!r} has an index such as h*2+r, expected conv for that")
@@ -116,7 +116,7 @@ def _axes(place: str, pattern: str, parsed: Pattern) -> tuple[list[str], list[st
 def _extents(
     place: str, pattern: str, x: Tensor, parsed: Pattern, axes: list[str], weight: Tensor | None, given: dict[str, Poly]
 ) -> dict[str, Poly]:
-    """Return the sizes of all axes, those of the weight's among them."""
+    """Return the sizes of all axes, including those of the weight."""
     extents = extents_of(x.graph, parsed, [x], given)
     unused = sorted(set(extents) - {*parsed.operand_names(0), *parsed.result_names})
     if unused:
@@ -138,7 +138,7 @@ def mlp(
     p: float = 0,
     name: str = "mlp",
 ) -> Tensor:
-    """Two linear layers with an activation between them: (b, s, d) to (b, s, f) and back."""
+    """Apply two linear layers with an activation in between: (b, s, d) to (b, s, f) and back."""
     need_tensor("mlp", x)
     need_call("mlp: activation", activation)
     with module(current_graph(x.graph), name):
@@ -156,24 +156,24 @@ def gated_mlp(
     fused: bool = False,
     name: str = "mlp",
 ) -> Tensor:
-    """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x)).
+    """Apply a gated MLP (Shazeer 2020): down(activation(gate(x)) * up(x)).
 
     Parameters
     ----------
     x : Tensor
         Shape (..., d).
     f : sympy.Expr or int
-        Elements of the gate, and of what it is multiplied with.
+        Hidden width.
     activation : callable
-        What the gate goes through.
+        Activation of the gate.
     bias : bool
-        Biases of all layers.
+        Whether the layers have biases.
     packed : bool
-        One linear layer makes gate and up, of which both are views.
+        Whether one linear layer computes gate and up, which are views of its result.
     fused : bool
-        activation(gate) * up is one kernel, whose backward pass makes what is between anew: gate and up alone are kept
-        for it, as by `SwiGLUFunction` of Megatron-LM (megatron/core/fusions/fused_bias_swiglu.py). By default
-        activation(gate) is kept as well.
+        Whether activation(gate) * up is one kernel whose backward pass recomputes intermediates: only gate and up are
+        saved, as by `SwiGLUFunction` of Megatron-LM (megatron/core/fusions/fused_bias_swiglu.py). By default
+        activation(gate) is saved as well.
     name : str
         Scope of the layers.
 
@@ -185,7 +185,7 @@ def gated_mlp(
     Raises
     ------
     GraphError, ShapeError
-        If a size or an argument is none.
+        If an argument is invalid.
 
     Examples
     --------

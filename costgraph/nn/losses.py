@@ -1,4 +1,4 @@
-"""What is minimised in training. Everything here is made of the ops below it; no cost is stated."""
+"""Training losses."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["binary_cross_entropy", "cross_entropy"]
 
 
 def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cross_entropy") -> Tensor:
-    """Mean of minus the log-probability of targets that are 0 or 1, in one kernel, as torch.nn.BCELoss.
+    """Return the mean binary cross-entropy in one kernel, as torch.nn.BCELoss.
 
     Parameters
     ----------
     p : Tensor
-        Probabilities of 1, of any shape.
+        Probabilities of class 1, any shape.
     targets : Tensor
-        Of the same shape.
+        Targets, same shape.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------
     Tensor
-        A scalar. FLOPs an element: 2 logarithms and 7 others, the mean included.
+        A scalar. FLOPs per element: 2 logarithms and 7 others, including the mean.
 
     Raises
     ------
@@ -57,27 +57,27 @@ def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cros
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy") -> Tensor:
-    """Mean over all positions of minus the log-probability of the target.
+    """Return the mean cross-entropy over all positions.
 
     Parameters
     ----------
     logits : Tensor
         Shape (..., V).
     targets : Tensor
-        Integers of shape (...); nothing is shifted.
+        Integers, shape (...); they are not shifted.
     name : str
         Scope of the two kernels.
 
     Returns
     -------
     Tensor
-        A scalar. As in torch, a kernel writes all log-probabilities, of the size of the logits, and a second one
-        picks the targets' and averages them.
+        A scalar. As in torch, one kernel writes the log-probabilities, as large as the logits, and a second one selects
+        and averages those of the targets.
 
     Raises
     ------
     ShapeError
-        If shapes do not fit, or the targets are no integers.
+        If shapes do not fit, or the targets are not integers.
     """
     need_tensor("cross_entropy", logits, targets)
     with module(current_graph(logits.graph), name):

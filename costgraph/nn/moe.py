@@ -1,7 +1,7 @@
-"""Mixtures of experts: a router, rows ordered by expert, one product for all of them, and the sum for each token.
+"""Mixture of experts: router, dispatch to experts with grouped matmuls, and weighted combination.
 
-How many experts a pass touches depends on where its tokens go. What is assumed of it has a name (`routing`), and what
-follows from the name follows the tokens of the pass: B*S of them in training, B times the new ones in decode.
+The experts that a pass touches depend on its tokens: B*S in training, B times the new ones in decode. `routing` names
+the assumption about their distribution.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .linear import linear
 
 __all__ = ["experts", "moe", "router"]
 
-#: How the weights of the experts of a token come from its scores.
+#: How router scores become expert weights.
 SCORES = ("softmax", "sigmoid", "chosen")
-#: What is multiplied by them.
+#: Where the weights are multiplied.
 WEIGHED = ("results", "inside")
 
 
@@ -57,42 +57,43 @@ def router(
     fp32: bool = False,
     name: str = "router",
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts for each token, and how much each of them has to say.
+    """Choose experts for each token, with their weights.
 
     Parameters
     ----------
     x : Tensor
         Shape (..., d).
     experts, chosen : sympy.Expr or int
-        How many there are, and how many of them a token chooses.
+        Number of experts, and experts per token.
     score : str
-        softmax: of all experts, the weights are those of the chosen ones (Mixtral, Qwen). sigmoid: of each expert by
-        itself (DeepSeek-V3). chosen: the largest products are chosen, and the softmax is over these alone (GPT-OSS).
+        softmax: over all experts, with the chosen ones as weights (Mixtral, Qwen). sigmoid: per expert (DeepSeek-V3).
+        chosen: top-k of the logits first, then softmax over these (GPT-OSS).
     normalize : bool
-        Divide the weights of a token by their sum.
+        Whether to divide a token's weights by their sum.
     scale : float, optional
-        Multiply the weights by a number.
+        Factor on the weights.
     bias : bool
-        Add a parameter to the products.
+        Whether the logits have a bias.
     correction : bool
-        Add a buffer to the scores by which is chosen, and not to the weights (loss-free balancing of DeepSeek-V3).
+        Whether a buffer is added to the scores for the choice only, not to the weights (loss-free balancing of
+        DeepSeek-V3).
     groups, kept_groups : sympy.Expr or int, optional
-        Experts stand in groups, and a token chooses within the best of them: by the best expert of each (DeepSeek-V2),
-        with `correction` by the sum of the best two (DeepSeek-V3).
+        Number of expert groups, and how many of them a token may choose from: the best by their best expert
+        (DeepSeek-V2), or with `correction` by the sum of their best two (DeepSeek-V3).
     fp32 : bool
-        Calculate the product in fp32, whatever the format of the model.
+        Whether to compute the logits in fp32, whatever the model's dtype.
     name : str
         Scope.
 
     Returns
     -------
     tuple of Tensor
-        Weights and indices of experts, (..., chosen) each. FLOPs of kind matmul: 2*d*experts for each token.
+        Weights and expert indices, (..., chosen) each. FLOPs of kind matmul: 2*d*experts per token.
 
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
@@ -141,7 +142,7 @@ def _products(x: Tensor, experts: Poly, *, bias: bool, fp32: bool) -> Tensor:
 def _best(
     place: str, scores: Tensor, chosen: object, *, correction: bool, groups: object, kept: object
 ) -> tuple[Tensor, Tensor]:
-    """Choose by the scores, or by what is made of them, and return the scores of what is chosen."""
+    """Choose by the scores, corrected and limited to groups, and return the raw scores of the chosen experts."""
     graph = current_graph(scores.graph)
     by = scores
     if correction:
@@ -153,7 +154,7 @@ def _best(
 
 
 def _limited(place: str, scores: Tensor, groups: Poly, kept: object, *, best: int) -> Tensor:
-    """Hide the experts of all groups but the best ones, with 0: no score that is left is below it."""
+    """Set scores outside the best groups to 0; no remaining score is lower."""
     size = (scores.sizes[-1] / groups).constant
     if size is not None and (not isinstance(size, int) or size < best):
         raise ShapeError(
@@ -198,10 +199,10 @@ def experts(
     weigh: str = "results",
     name: str = "experts",
 ) -> Tensor:
-    """Send each token to the experts that it chose, and add up what they make of it.
+    """Send each token to its chosen experts, and sum their results.
 
-    Rows are gathered in the order of their experts, each product is one kernel for all experts, and each token gathers
-    its rows back: nothing is multiplied by a one-hot matrix.
+    Rows are gathered in expert order, each projection is one kernel for all experts, and each token gathers its rows
+    back: no one-hot matmuls.
 
     Parameters
     ----------
@@ -210,41 +211,40 @@ def experts(
     weights, ids : Tensor
         From `router`, (..., k) each: T tokens choose k experts.
     count : sympy.Expr or int
-        How many experts there are, E.
+        Number of experts, E.
     f : sympy.Expr or int
-        Width of an expert.
+        Expert width.
     routing : str
-        Where rows go, and so of how many experts the weights are read. balanced: the T*k rows are spread evenly, over
-        Min(E, T*k) experts. expected: tokens choose independently and evenly, E*(1 - (1 - k/E)**T) experts in the
-        mean. capacity: each expert computes ceiling(capacity*T*k/E) rows, filled up or dropped; all are read.
+        Token distribution, which sets how many experts' weights are read. balanced: the T*k rows are spread evenly over
+        Min(E, T*k) experts. expected: independent uniform choices, E*(1 - (1 - k/E)**T) experts on average. capacity:
+        each expert computes ceiling(capacity*T*k/E) rows, padded or dropped; all experts are read.
     capacity : number or sympy.Expr, optional
-        The factor of `routing="capacity"`, which needs one.
+        Capacity factor, required by `routing="capacity"`.
     activation : callable
-        Of the gate, or of the only projection up.
+        Activation for the gate, or for the only up-projection.
     gate : callable, optional
-        `gate(gate, up)`: joins the two halves where that is not activation(gate) * up.
+        `gate(gate, up)`, to replace activation(gate) * up.
     gated : bool
-        Whether there is a gate; both projections up are one parameter (E, d, 2*f), "gate_up".
+        Whether there is a gate; gate and up-projection are one parameter (E, d, 2*f), "gate_up".
     bias : bool
-        Add parameters (E, 2*f) and (E, d) to the products.
+        Whether the projections have biases, (E, 2*f) and (E, d).
     weigh : str
-        What is multiplied by the weights of a token. results: what experts make, which is kept for the gradient of the
-        weights. inside: what goes into the last product, in one kernel with the activation, which makes what it needs
-        anew in the backward pass: `weighted_bias_swiglu_impl` of Megatron-LM
-        (megatron/core/fusions/fused_bias_swiglu.py), where each weight goes with its row.
+        Where weights are multiplied. results: expert outputs, which are saved for the weight gradient. inside: the
+        input of the down-projection, in one kernel with the activation that recomputes its intermediates in the
+        backward pass, as `weighted_bias_swiglu_impl` in Megatron-LM (megatron/core/fusions/fused_bias_swiglu.py).
     name : str
         Scope.
 
     Returns
     -------
     Tensor
-        Shape of `x`. FLOPs of kind matmul: 2*d*f for each of the matrices of an expert (three with a gate) and each
-        row: T*k, or those of all capacities.
+        Shape of `x`. FLOPs of kind matmul: 2*d*f per expert matrix (three with a gate) and row; there are T*k rows, or
+        as many as all capacities.
 
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
     """
     place = f"experts {name!r}"
     _check(place, x, weights, ids, routing, capacity)
@@ -291,7 +291,7 @@ def _check(place: str, x: Tensor, weights: Tensor, ids: Tensor, routing: str, ca
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return tokens in rows."""
+    """Flatten tokens into rows."""
     if x.ndim == 2:
         return x
     names = " ".join(f"a{i}" for i in range(x.ndim - 1))
@@ -299,7 +299,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _weighed(join: Callable[..., Tensor], parts: Sequence[Tensor], of_rows: Tensor, x: Tensor) -> Tensor:
-    """Join what was projected up and multiply each row by its weight, in one kernel."""
+    """Combine the up-projections and multiply rows by their weights, in one kernel."""
 
     def body(of_rows: Tensor, *parts: Tensor) -> Tensor:
         return cast(join(*parts) * rearrange(of_rows, "r -> r 1"), x.dtype)
@@ -308,7 +308,7 @@ def _weighed(join: Callable[..., Tensor], parts: Sequence[Tensor], of_rows: Tens
 
 
 def _combined(rows: Tensor, places: Tensor, weights: Tensor | None, x: Tensor, dropped: Tensor | None = None) -> Tensor:
-    """Gather the rows of each token and add them up, by weights or but for those that are dropped, in one kernel."""
+    """Gather and sum each token's rows, weighted or without dropped ones, in one kernel."""
     by = dropped if weights is None else weights
 
     def body(rows: Tensor, places: Tensor, *by: Tensor) -> Tensor:
@@ -343,13 +343,13 @@ def moe(
     x : Tensor
         Shape (..., d).
     experts, chosen, f : sympy.Expr or int
-        How many experts there are, how many of them a token chooses, and how wide each is.
+        Number of experts, experts per token, and expert width.
     routing, capacity, activation, gate, gated, bias, weigh : object
-        As in `experts`; `bias` is that of the experts.
+        As in `experts`; `bias` belongs to the experts.
     name : str
         Scope.
     **options
-        What else `router` takes; its bias is `router_bias`.
+        Other arguments for `router`; its bias is `router_bias`.
 
     Returns
     -------
@@ -359,11 +359,11 @@ def moe(
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
-    Of 8 experts a token meets 2; a batch of one token reads two of them, a large one all.
+    With 2 of 8 experts per token, a batch of one token reads two experts, a large batch all of them.
 
     >>> import costgraph as cg
     >>> T, D, F = cg.dims("T D F")

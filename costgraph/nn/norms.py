@@ -1,4 +1,4 @@
-"""Norms: of tokens over their last axis, of images over the batch and over groups of channels."""
+"""Normalization: layer norm, RMS norm, batch norm and group norm."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ __all__ = [
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return what statistics are taken of: a kernel calculates in fp32 at least."""
+    """Return x cast to the dtype of statistics: kernels compute in fp32 at least."""
     return cast(x, promote(x.dtype, find_dtype("fp32"))) if x.dtype.kind == "float" else x
 
 
 def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str = "layer_norm") -> Tensor:
-    """Normalise the last axis to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
+    """Normalize the last axis to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
 
     Parameters
     ----------
     x : Tensor
-        The last axis is normalised.
+        Normalized along the last axis.
     affine, bias : bool
-        Whether there is a scale, and with it a shift, of the size of the last axis.
+        Whether there is a scale, and with it a shift, along the last axis.
     name : str
-        Scope of the parameters, and name of the kernel.
+        Scope of the parameters, and kernel name.
 
     Returns
     -------
     Tensor
-        FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift.
+        FLOPs per element: mean, subtraction, square, mean, product, and one each for scale and shift.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
 def normalised(
     x: Tensor, rows: str, weight: Tensor | None = None, shift: Tensor | None = None, *, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows of mean 0 and variance 1, scaled and shifted, with the mean and reciprocal deviation of each.
+    """Normalize rows to mean 0 and variance 1, then scale and shift; also return mean and reciprocal deviation.
 
     `rows` is the pattern that reduces a row to size 1.
     """
@@ -97,16 +97,16 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
     Parameters
     ----------
     x : Tensor
-        The last axis is normalised.
+        Normalized along the last axis.
     affine : bool
-        Whether there is a scale of the size of the last axis.
+        Whether there is a scale along the last axis.
     name : str
-        Scope of the parameter, and name of the kernel.
+        Scope of the parameter, and kernel name.
 
     Returns
     -------
     Tensor
-        FLOPs an element: square, mean, product, and one for the scale.
+        FLOPs per element: square, mean, product, and one for the scale.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
 
 
 def of_root(x: Tensor, rows: str, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return rows by their root mean square, scaled, with its reciprocal; `rows` reduces a row to size 1."""
+    """Divide rows by their root mean square and scale; also return its reciprocal. `rows` reduces a row to size 1."""
     wide = _wide(x)
     scale = save(pointwise("rsqrt", reduce(pointwise("square", wide), rows, "mean") + epsilon))
     y = wide * scale
@@ -134,33 +134,33 @@ def of_root(x: Tensor, rows: str, weight: Tensor | None = None, *, epsilon: floa
 
 
 def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name: str = "batch_norm") -> Tensor:
-    """Normalise each channel to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
+    """Normalize each channel to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
 
     Parameters
     ----------
     x : Tensor
-        Shape (b, c, ...): the second axis is that of the channels, all others are normalised together.
+        Shape (b, c, ...): channels on the second axis; statistics are over all other axes.
     affine : bool
-        Whether there are a scale and a shift for each channel.
+        Whether there are a scale and a shift per channel.
     statistics : str
-        Which mean and variance. running: those of the buffers, as a torch module takes after `eval()`. batch: those of
-        `x`, with which the buffers are then updated, as after `train()`. auto: running in the graph that is declared,
-        batch in a `training_step` made of it; a norm that is frozen while others train is `running`.
+        Source of mean and variance. running: the buffers, as a torch module after `eval()`. batch: `x` itself, and the
+        buffers are then updated, as after `train()`. auto: running in the declared graph, batch in a `training_step`
+        derived from it; use `running` for a norm that stays frozen in training.
     name : str
         Scope of the parameters and buffers.
 
     Returns
     -------
     Tensor
-        Shape of `x`. FLOPs an element: subtraction and product, one each for scale and shift, and with statistics of
-        the batch mean, square and mean. FLOPs a channel: addition and reciprocal root, and 3 for each of the two
-        updates. Statistics and buffers are fp32. A third buffer counts the batches, an int64; the addition of 1 to
-        it is not counted.
+        Shape of `x`. FLOPs per element: subtraction and product, one each for scale and shift, and with batch
+        statistics mean, square and mean. FLOPs per channel: addition and reciprocal root, and 3 for each of the two
+        updates. Statistics and buffers are fp32. A third buffer counts the batches in int64; its increment is not
+        counted.
 
     Raises
     ------
     GraphError, ShapeError
-        If `x` has less than two axes, or an argument is none.
+        If `x` has fewer than two axes, or an argument is invalid.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
     graph = current_graph(x.graph)
 
     def body(*given: Tensor) -> Tensor:
-        # in this order they are its operands
+        # in the order of the kernel's operands
         x, mean, variance, *params = map(current_graph(graph).adopt, given)
         return of_running(x, mean, variance, params)
 
@@ -195,10 +195,10 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
 
 
 def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, name: str = "batch_norm") -> Tensor:
-    """Normalise (b, c, ...) with the statistics of a batch, in a kernel that writes what running ones are then as well.
+    """Normalize (b, c, ...) with batch statistics, in a kernel that also returns the new running statistics.
 
-    Running statistics, and scale and shift where there are any, are of shape (c,). The new ones are written beside the
-    buffers, not into them: a pass that is computed again reads them once more.
+    Running statistics, and scale and shift if given, have shape (c,). The buffers are not overwritten, as a recomputed
+    pass reads them again.
     """
 
     def body(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
@@ -210,7 +210,7 @@ def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, n
 
 
 def of_the_batch(x: Tensor, params: Sequence[Tensor | None], *, epsilon: float = 1e-5) -> tuple[Tensor, ...]:
-    """Return channels of mean 0 and variance 1, scaled and shifted, with mean, variance and reciprocal deviation."""
+    """Normalize channels with batch statistics, scale and shift; also return mean, variance, reciprocal deviation."""
     pattern = f"{' '.join(f'a{i}' for i in range(x.ndim))} -> a1"
     wide = _wide(x)
     average = save(reduce(wide, pattern, "mean"))
@@ -223,36 +223,36 @@ def of_the_batch(x: Tensor, params: Sequence[Tensor | None], *, epsilon: float =
 def of_running(
     x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor | None], *, epsilon: float = 1e-5
 ) -> Tensor:
-    """Return channels normalised by given statistics, scaled and shifted."""
+    """Normalize channels with given statistics, scale and shift."""
     centred = _wide(x) - _along_channels(mean, x)
     scale = pointwise("rsqrt", variance + epsilon)
     return _affine(centred * _along_channels(scale, x), params, x)
 
 
 def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "group_norm") -> Tensor:
-    """Normalise groups of channels, each sample by itself, then scale and shift each channel, in one kernel.
+    """Normalize groups of channels per sample, then scale and shift each channel, in one kernel.
 
     Parameters
     ----------
     x : Tensor
-        Shape (b, c, ...): the second axis is that of the channels.
+        Shape (b, c, ...): channels on the second axis.
     groups : sympy.Expr or int
-        Groups of c/groups channels.
+        Number of groups, with c/groups channels each.
     affine : bool
-        Whether there are a scale and a shift for each channel.
+        Whether there are a scale and a shift per channel.
     name : str
-        Scope of the parameters, and name of the kernel.
+        Scope of the parameters, and kernel name.
 
     Returns
     -------
     Tensor
-        Shape of `x`. FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift;
-        FLOPs a group: addition and reciprocal root. Statistics are fp32 at least.
+        Shape of `x`. FLOPs per element: mean, subtraction, square, mean, product, and one each for scale and shift;
+        FLOPs per group: addition and reciprocal root. Statistics are fp32 at least.
 
     Raises
     ------
     GraphError, ShapeError
-        If `x` has less than two axes, or its channels make no such groups.
+        If `x` has fewer than two axes, or its channels cannot be divided into such groups.
 
     Examples
     --------
@@ -282,7 +282,7 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
 def of_groups(
     x: Tensor, groups: Poly, params: Sequence[Tensor | None], *, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return groups of mean 0 and variance 1, scaled and shifted by channel, with mean and reciprocal deviation."""
+    """Normalize groups, then scale and shift by channel; also return mean and reciprocal deviation."""
     rows = f"{' '.join(f'a{i}' for i in range(x.ndim + 1))} -> a0 a1"
     each = (x.sizes[0], groups, *(1,) * (x.ndim - 1))
     wide = reshape(_wide(x), (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:]))
@@ -298,12 +298,12 @@ def _need_channels(place: str, x: Tensor) -> None:
 
 
 def _along_channels(t: Tensor, x: Tensor) -> Tensor:
-    """Return one number a channel, of shape (c, 1, ...), that it goes with (b, c, ...)."""
+    """Reshape per-channel values to (c, 1, ...), to broadcast with (b, c, ...)."""
     return reshape(t, (t.sizes[0], *(1,) * (x.ndim - 2)))
 
 
 def _affine(y: Tensor, params: Sequence[Tensor | None], x: Tensor) -> Tensor:
-    """Scale and shift each channel, and go back to the format of what came in."""
+    """Scale and shift each channel, and cast back to the input's dtype."""
     weight, shift = params or (None, None)
     y = y if weight is None else y * _along_channels(weight, x)
     return cast(y if shift is None else y + _along_channels(shift, x), x.dtype)

@@ -1,4 +1,4 @@
-"""What recommendation models are written with. Everything here is made of ops; no cost is stated."""
+"""Layers for recommendation models: embedding bags and feature interactions."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ __all__ = ["dot_interaction", "embedding_bag"]
 
 
 def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = "embedding_bag") -> Tensor:
-    """Look up several rows of a table for each sample and add them up, in one kernel.
+    """Look up and reduce several rows of a table per sample, in one kernel.
 
     Parameters
     ----------
     ids : Tensor
-        Indices of an integer format, shape (b, n): n lookups a sample.
+        Integer indices, shape (b, n): n lookups per sample.
     table : Tensor
         Shape (v, d).
     mode : str
-        sum, mean or max over the lookups of a sample.
+        Reduction over a sample's lookups: sum, mean or max.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------
     Tensor
-        Shape (b, d). FLOPs: 1 for each element looked up. Reads the indices and the rows that they name, not the table;
-        writes the result alone. The gradient of the table is dense, of its size, as torch makes it with `sparse=False`.
+        Shape (b, d). FLOPs: 1 per looked-up element. Reads the indices and the selected rows, not the table; writes
+        only the result. The table gradient is dense, as in torch with `sparse=False`.
 
     Raises
     ------
     GraphError, ShapeError
-        If the indices are no integers, shapes do not fit, or the mode is unknown.
+        If the indices are not integers, shapes do not fit, or the mode is unknown.
 
     Examples
     --------
@@ -66,27 +66,27 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
 
 
 def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction") -> Tensor:
-    """Take the dot product of every pair of vectors of a sample (Naumov et al. 2019, arXiv 1906.00091).
+    """Return the dot products of all vector pairs in a sample (Naumov et al. 2019, arXiv 1906.00091).
 
     Parameters
     ----------
     x : Tensor
         Shape (b, n, d).
     itself : bool
-        Count a vector with itself as a pair as well.
+        Whether to include each vector's product with itself.
     name : str
-        Scope of the ops, and of the places of the pairs, a buffer.
+        Scope for the ops and the pair indices, a buffer.
 
     Returns
     -------
     Tensor
-        Shape (b, n*(n-1)/2), with `itself` (b, n*(n+1)/2). FLOPs of kind matmul: 2 * b * n**2 * d, because one batched
-        product makes the whole square, of which the pairs are then picked.
+        Shape (b, n*(n-1)/2), with `itself` (b, n*(n+1)/2). FLOPs of kind matmul: 2 * b * n**2 * d, as one batched
+        matmul computes all products, from which the pairs are selected.
 
     Raises
     ------
     GraphError, ShapeError
-        If `x` has another number of axes, or fewer than two vectors are known to be there.
+        If `x` has another number of axes, or is known to have fewer than two vectors.
 
     Examples
     --------

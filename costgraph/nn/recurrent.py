@@ -1,4 +1,4 @@
-"""Recurrences over the positions of a sequence, and what the layers around them are made of."""
+"""Recurrent layers: scans over positions, causal convolutions, running sums, LSTM and GRU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-# -- recurrent ---------------------------------------------------------------------------------------------------------
+# -- recurrence --------------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -52,35 +52,34 @@ def recurrence(
 def recurrence(
     step: Callable[..., tuple[Carry, Carry]], start: Carry, xs: Carry, *, axis: int = 1, name: str = "time"
 ) -> Carry:
-    """Carry a state along the positions of a sequence: a `scan` over an axis that need not be the first.
+    """Scan over sequence positions, on any axis, carrying a state.
 
-    `decode` goes on from the state that the positions before have left, one iteration for each new position, where
-    `start` comes from `initial_state`. Inside `cg.kernel(...)` the states never reach memory.
+    If `start` comes from `initial_state`, `decode` continues from the last state with one iteration per new position.
+    Inside `cg.kernel(...)` the states never reach memory.
 
     Parameters
     ----------
     step : callable
-        `step(state, x) -> (state, y)`: `x` is one position of `xs`, a view. Tuples stand for several tensors on
-        either place.
+        `step(state, x) -> (state, y)`: `x` is one position of `xs`, a view. Both may be tuples of tensors.
     start : Tensor or tuple of Tensor
-        State before the first position.
+        Initial state.
     xs : Tensor or tuple of Tensor
-        What each position reads; all of them with the positions on the same axis.
+        Inputs, with the positions on the same axis.
     axis : int
-        Axis of positions, of `xs` and of what is returned.
+        Position axis, in `xs` and in the result.
     name : str
-        Name of the loop.
+        Loop name.
 
     Returns
     -------
     Tensor or tuple of Tensor
-        What each position returns, with the positions on that axis: FLOPs and bytes are those of `step`, as many
-        times as there are positions.
+        Outputs at all positions, stacked on that axis. FLOPs and bytes are those of `step` times the number of
+        positions.
 
     Raises
     ------
     GraphError, ShapeError
-        If one is no tensor, there is no such axis, or `step` returns something else than it was given.
+        If an argument is not a tensor, the axis does not exist, or the results from `step` do not match its arguments.
 
     Examples
     --------
@@ -107,7 +106,7 @@ def recurrence(
 
 
 def _moved(place: str, t: Tensor, axis: int, *, first: bool) -> Tensor:
-    """Return a view with the axis of positions first, or with the first axis put back in its place."""
+    """Return a view with the position axis moved to the front, or back."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -t.ndim <= axis < t.ndim:
         raise ShapeError(f"{place}: axis {axis!r} of {t!r}, expected an integer from {-t.ndim} to {t.ndim - 1}")
     names = [f"a{i}" for i in range(t.ndim)]
@@ -119,19 +118,19 @@ def _moved(place: str, t: Tensor, axis: int, *, first: bool) -> Tensor:
 
 @contextmanager
 def scan_kernel(name: str, scan: str) -> Iterator[None]:
-    """Open a kernel in which the states of a recurrence stay, or none, so that ops write each of them to memory.
+    """Open a kernel in which recurrent states stay on chip, or no kernel, so that ops write them to memory.
 
     Parameters
     ----------
     name : str
-        Name of the kernel.
+        Kernel name.
     scan : str
-        kernel: one kernel with all that is made inside. ops: an op each.
+        kernel: one kernel for everything inside. ops: separate ops.
 
     Raises
     ------
     GraphError
-        If `scan` is neither, or no graph is open.
+        If `scan` is neither of these, or no graph is open.
 
     Examples
     --------
@@ -156,29 +155,29 @@ def scan_kernel(name: str, scan: str) -> Iterator[None]:
 
 
 def causal_conv(x: Tensor, window: int, *, bias: bool = True, name: str = "conv") -> Tensor:
-    """Convolve each channel with those of the positions before it, its own included: (b, s, d) to (b, s, d).
+    """Convolve each channel over its own and earlier positions: (b, s, d) to (b, s, d).
 
     Parameters
     ----------
     x : Tensor
         Shape (b, s, d).
     window : int
-        Positions that each sees; `decode` keeps the last `window - 1` of `x`.
+        Number of positions in the window; `decode` caches the last `window - 1` of `x`.
     bias : bool
-        Add a parameter of the channels.
+        Whether to add a bias per channel.
     name : str
         Scope of the parameters.
 
     Returns
     -------
     Tensor
-        FLOPs of kind matmul: 2*window*b*d*(s + window - 1), as torch.nn.Conv1d with `padding=window - 1`, whose last
-        `window - 1` results are dropped.
+        FLOPs of kind matmul: 2*window*b*d*(s + window - 1), as torch.nn.Conv1d with `padding=window - 1` and its last
+        `window - 1` results dropped.
 
     Raises
     ------
     GraphError, ShapeError
-        If it has not three axes, or the window is no positive integer.
+        If `x` does not have three axes, or the window is not a positive integer.
     """
     need_tensor(f"causal_conv {name!r}", x)
     if x.ndim != 3:
@@ -190,26 +189,26 @@ def causal_conv(x: Tensor, window: int, *, bias: bool = True, name: str = "conv"
 
 
 def token_shift(x: Tensor, *, name: str = "shift") -> Tensor:
-    """Give each position what stands at the one before it, zeros at the first: (b, s, d) to (b, s, d).
+    """Shift a sequence by one position, with zeros at the first: (b, s, d) to (b, s, d).
 
-    `decode` keeps the last position of `x`.
+    `decode` caches the last position of `x`.
 
     Parameters
     ----------
     x : Tensor
-        Positions on its second axis.
+        Sequence with positions on its second axis.
     name : str
-        Name of the op, and of what is kept.
+        Name of op and cache.
 
     Returns
     -------
     Tensor
-        No FLOPs; one read of `x`, and one write of it and of a position of zeros in front of it.
+        No FLOPs; one read of `x`, and one write of `x` with a position of zeros before it.
 
     Raises
     ------
     GraphError, ShapeError
-        If it is no tensor, or has less than two axes.
+        If `x` is not a tensor, or has fewer than two axes.
     """
     need_tensor(f"token_shift {name!r}", x)
     if x.ndim < 2:
@@ -219,26 +218,26 @@ def token_shift(x: Tensor, *, name: str = "shift") -> Tensor:
 
 
 def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -> Tensor:
-    """Add up an axis, each position with all before it, in one kernel.
+    """Return the cumulative sum along an axis, in one kernel.
 
     Parameters
     ----------
     x : Tensor
         Any shape.
     axis : int
-        Axis along which it adds up.
+        Axis to sum along.
     name : str
-        Name of the kernel.
+        Kernel name.
 
     Returns
     -------
     Tensor
-        Of the same shape: one FLOP an element, one read and one write.
+        Same shape: one FLOP per element, one read and one write.
 
     Raises
     ------
     GraphError, ShapeError
-        If it is no tensor, or there is no such axis.
+        If `x` is not a tensor, or the axis does not exist.
 
     Examples
     --------
@@ -255,7 +254,7 @@ def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -
 
 
 def running(x: Tensor, axis: int, function: str, first: float, name: str, backward: str = "") -> Tensor:
-    """Join each position of an axis with what all before it have made, in one kernel; `first` stands before them."""
+    """Accumulate a binary function along an axis in one kernel, starting from `first`."""
 
     def body(x: Tensor) -> Tensor:
         start = fill(_moved(name, x, axis, first=True).shape[1:], first, dtype=x.dtype)
@@ -270,26 +269,26 @@ def running(x: Tensor, axis: int, function: str, first: float, name: str, backwa
 
 
 def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tensor:
-    """Normalise each head to mean 0 and variance 1, then scale all of them by parameters: (..., h, k) to (..., h*k).
+    """Normalize each head to mean 0 and variance 1, then scale by parameters: (..., h, k) to (..., h*k).
 
     Parameters
     ----------
     x : Tensor
-        Heads, and elements of each, on the last two axes.
+        Heads and their elements on the last two axes.
     bias : bool
-        Whether there is a shift as well.
+        Whether there is a shift too.
     name : str
-        Scope of the parameters, h*k each, and name of the kernel.
+        Scope of the parameters, h*k each, and kernel name.
 
     Returns
     -------
     Tensor
-        FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift.
+        FLOPs per element: mean, subtraction, square, mean, product, and one each for scale and shift.
 
     Raises
     ------
     GraphError, ShapeError
-        If it is no tensor, or has less than two axes.
+        If `x` is not a tensor, or has fewer than two axes.
 
     Examples
     --------
@@ -320,8 +319,7 @@ def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tens
         return one_kernel("norm", body, x, *params)
 
 
-# -- lstm --------------------------------------------------------------------------------------------------------------
-# Recurrent layers whose gates read the state of the position before: LSTM and GRU as torch has them.
+# -- LSTM and GRU ------------------------------------------------------------------------------------------------------
 
 
 def lstm(x: Tensor, hidden: object, *, bias: bool = True, name: str = "lstm") -> Tensor:
@@ -332,22 +330,22 @@ def lstm(x: Tensor, hidden: object, *, bias: bool = True, name: str = "lstm") ->
     x : Tensor
         Shape (b, s, d).
     hidden : sympy.Expr or int
-        Width of the state.
+        State width.
     bias : bool
-        Both of torch's biases, of 4*hidden each.
+        Whether there are both torch biases, 4*hidden each.
     name : str
-        Scope of the layer.
+        Layer scope.
 
     Returns
     -------
     Tensor
-        FLOPs of kind matmul: 2*b*s*4*hidden*(d + hidden). The product with `x` is one for all positions; each
-        position multiplies its state, and updates it in one kernel.
+        FLOPs of kind matmul: 2*b*s*4*hidden*(d + hidden). One matmul covers the inputs at all positions; each position
+        then multiplies its state and updates it in one kernel.
 
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
@@ -373,17 +371,17 @@ def gru(x: Tensor, hidden: object, *, bias: bool = True, name: str = "gru") -> T
     Parameters
     ----------
     x, hidden, bias, name : object
-        As of `lstm`; biases are of 3*hidden each.
+        As in `lstm`; biases have 3*hidden elements each.
 
     Returns
     -------
     Tensor
-        FLOPs of kind matmul: 2*b*s*3*hidden*(d + hidden), in the same order as of `lstm`.
+        FLOPs of kind matmul: 2*b*s*3*hidden*(d + hidden), in the same order as in `lstm`.
 
     Raises
     ------
     GraphError, ShapeError
-        If shapes do not fit, or an argument is none.
+        If shapes do not fit, or an argument is invalid.
 
     Examples
     --------
@@ -414,7 +412,7 @@ def _recurrent_layer(
     bias: bool,
     name: str,
 ) -> Tensor:
-    """Run a layer whose gates are linear in its input and its state: `cell(of the state, of the input, last state)`."""
+    """Run a layer whose gates are linear in input and state; `cell` takes (state gates, input gates, last state)."""
     need_tensor(name, x)
     need_flag(name, bias=bias)
     if x.ndim != 3:

@@ -1,4 +1,4 @@
-"""Stacks of layers that differ in a pattern, such as window and full attention in turn."""
+"""Layer stacks with several kinds of layer, such as alternating window and full attention."""
 
 from __future__ import annotations
 
@@ -61,33 +61,33 @@ def layers(
     rest: int = 0,
     name: str = "layers",
 ) -> Carry:
-    """Apply layers of several kinds in turn, the count a symbol if one likes.
+    """Apply layers whose kinds alternate periodically; the count may be a symbol.
 
     Parameters
     ----------
     count : sympy.Expr or int
-        Number of layers in all: `rest`, and a multiple of the length of `kinds` that is 1 at the least.
+        Total number of layers: `rest`, plus a positive multiple of `len(kinds)`.
     bodies : mapping of str to callable
-        One layer of each kind, `body(x) -> x` as in `repeat`; called once for each run of equal kinds.
+        One layer per kind, `body(x) -> x` as in `repeat`; called once per run of equal kinds.
     x : Tensor or tuple of Tensor
-        What the first layer starts from; a tuple is passed as several arguments.
+        First layer's input; a tuple is passed as several arguments.
     kinds : sequence of str
-        The kinds of the layers of one period. They are the scopes of those layers, where there are several.
+        Layer kinds in one period; several kinds are also scopes.
     rest : int
-        How many layers of a further period follow the last whole one.
+        Number of layers in an incomplete last period.
     name : str
-        Scope of the layers; of those that follow it is `name` with `_rest`.
+        Layer scope; an incomplete period has the suffix `_rest`.
 
     Returns
     -------
     Tensor or tuple of Tensor
-        What the last layer returns.
+        Last layer's output.
 
     Raises
     ------
     GraphError, ShapeError
-        If an argument is none, or a body returns something else than it was given. That `count` is no such number
-        is a BindingError once it is bound.
+        If an argument is invalid, or a body's results do not match its arguments. An invalid `count` is a
+        BindingError once it is bound.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def layers(
 
 
 def _steps(place: str, bodies: object) -> dict[str, _Step]:
-    """Return the bodies as functions that always return a tuple."""
+    """Return the bodies as functions from tuples to tuples."""
     if not isinstance(bodies, Mapping) or not bodies or not all(isinstance(k, str) and is_name(k) for k in bodies):
         raise GraphError(f"{place}: bodies {shown(bodies)}, expected a mapping of identifiers to functions")
 
@@ -141,7 +141,7 @@ def _steps(place: str, bodies: object) -> dict[str, _Step]:
 
 
 def _run(kinds: Sequence[str], steps: Mapping[str, _Step], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Layers one after the other; equal neighbours are a repeat of their own."""
+    """Apply layers in order; runs of equal kinds become a repeat."""
 
     def layer(kind: str, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         root = current_graph(x[0].graph).root

@@ -1,4 +1,4 @@
-"""What convolutional networks for images are written with. Everything here is made of ops; no cost is stated."""
+"""Blocks of convolutional image networks: stochastic depth, squeeze-and-excitation, inverted residuals."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ __all__ = ["inverted_residual", "squeeze_excitation", "stochastic_depth"]
 
 
 def stochastic_depth(x: Tensor, p: float, *, name: str = "stochastic_depth") -> Tensor:
-    """Zero whole samples at random and scale the others (Huang et al. 2016, arXiv 1603.09382); free with `p=0`.
+    """Drop whole samples at random and scale the others (Huang et al. 2016, arXiv 1603.09382); free with `p=0`.
 
     Parameters
     ----------
     x : Tensor
-        What a block adds to its input, samples along the first axis.
+        Residual branch of a block, with samples along the first axis.
     p : float
-        Probability that a sample is zeroed, 0 <= p < 1; no cost depends on it.
+        Probability that a sample is dropped, 0 <= p < 1; costs do not depend on it.
     name : str
         Scope of the ops.
 
     Returns
     -------
     Tensor
-        Shape of `x`. FLOPs: 1 an element, and what `dropout` charges for one number of each sample.
+        Shape of `x`. FLOPs: 1 per element, and those of `dropout` for one number per sample.
 
     Raises
     ------
     GraphError, ShapeError
-        If `p` is no probability, or `x` has no axis.
+        If `p` is not a probability, or `x` has no axis.
 
     Examples
     --------
@@ -74,29 +74,28 @@ def squeeze_excitation(
     gate: str = "sigmoid",
     name: str = "squeeze_excitation",
 ) -> Tensor:
-    """Scale channels by what two layers make of their means (Hu et al. 2018, arXiv 1709.01507).
+    """Squeeze and excite: scale channels by a two-layer MLP of their means (Hu et al. 2018, arXiv 1709.01507).
 
     Parameters
     ----------
     x : Tensor
         Images, shape (b, c, h, w).
     squeezed : sympy.Expr or int
-        Channels between the two layers.
+        Hidden channels.
     activation, gate : str
-        Elementwise functions, of `costgraph.ops.elementwise`, after the first layer and after the second.
+        Elementwise functions from `costgraph.ops.elementwise`, after the first and the second layer.
     name : str
-        Scope of the parameters and of the ops.
+        Scope of the parameters and ops.
 
     Returns
     -------
     Tensor
-        Shape of `x`. FLOPs of kind matmul: 4 * b * c * squeezed; one more for each element of the mean and of the
-        product.
+        Shape of `x`. FLOPs of kind matmul: 4 * b * c * squeezed; one more per element for each of mean and product.
 
     Raises
     ------
     GraphError, ShapeError
-        If `x` has another number of axes, a size is none, or a function is unknown.
+        If `x` has another number of axes, a size is invalid, or a function is unknown.
 
     Examples
     --------
@@ -137,44 +136,44 @@ def inverted_residual(
     p: float = 0,
     name: str = "block",
 ) -> Tensor:
-    """Expand channels, convolve each on its own, and project back: the block of MobileNet V2, V3 and EfficientNet.
+    """Apply an inverted residual, the block of MobileNet V2, V3 and EfficientNet: expand, depthwise convolve, project.
 
-    Sandler et al. 2018 (arXiv 1801.04381), figure 3; Howard et al. 2019 (arXiv 1905.02244), figure 4, with squeeze and
-    excitation after the depthwise convolution.
+    Sandler et al. 2018 (arXiv 1801.04381), figure 3; Howard et al. 2019 (arXiv 1905.02244), figure 4, with
+    squeeze-and-excitation after the depthwise convolution.
 
     Parameters
     ----------
     x : Tensor
         Images, shape (b, c, h, w).
     expanded, out : sympy.Expr or int
-        Channels in the middle and at the end.
+        Hidden and output channels.
     window, stride, dilation : int
-        Of the depthwise convolution, which is padded to the size of its input over the stride, rounded up. The window
-        is odd.
+        As in `conv`, for the depthwise convolution, which is padded so that the output is the input over the stride,
+        rounded up. The window is odd.
     activation : str
-        Elementwise function of `costgraph.ops.elementwise`, after expansion and depthwise convolution.
+        Elementwise function from `costgraph.ops.elementwise`, after expansion and depthwise convolution.
     squeezed : sympy.Expr or int, optional
-        Channels inside squeeze and excitation; none without.
+        Hidden channels of squeeze-and-excitation, which is omitted by default.
     squeeze_activation, gate : str
-        Functions of `squeeze_excitation`.
+        As in `squeeze_excitation`.
     expand : bool
-        False where the block starts with the depthwise convolution; `expanded` is then the channels of `x`.
+        False if the block starts with the depthwise convolution; `expanded` must then equal the channels of `x`.
     residual : bool
-        Add `x` to the result, which then has its shape.
+        Whether to add `x` to the result; shapes must match.
     p : float
-        Stochastic depth of what is added.
+        Stochastic depth of the residual branch.
     name : str
-        Scope of the parameters and of the ops.
+        Scope of the parameters and ops.
 
     Returns
     -------
     Tensor
-        Shape (b, out, ceiling(h/stride), ceiling(w/stride)); every convolution is followed by a norm over the batch.
+        Shape (b, out, ceiling(h/stride), ceiling(w/stride)); a batch norm follows every convolution.
 
     Raises
     ------
     GraphError, ShapeError
-        If a size or an argument does not fit.
+        If a size or another argument does not fit.
 
     Examples
     --------

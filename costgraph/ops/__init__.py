@@ -1,6 +1,6 @@
-"""Op kinds, one file a family. The functions here are those that models need beside the ones of `costgraph` itself."""
+"""Op kinds and the functions that build them, beyond those exported by `costgraph` itself."""
 
-# every kind is registered once this package is there; these have no function that models call
+# imported to register their op kinds; models call no function of these
 from . import (  # noqa: F401  # isort: skip
     opaque,
     collectives,

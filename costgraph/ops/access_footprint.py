@@ -1,4 +1,4 @@
-"""Which elements index points reach, and what an op leaves of a restriction to a domain."""
+"""Access footprints (elements reached by index points), and propagation of attention domains."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 
 
 def at_least(a: Poly, b: Poly) -> bool:
-    """Whether `a >= b` is known of two amounts for all sizes."""
-    if a == b or not b:  # amounts are never negative
+    """Return whether `a >= b` holds for all sizes, for nonnegative amounts."""
+    if a == b or not b:  # amounts are nonnegative
         return True
     least = lower(a - b)
     return least is not None and least >= 0
 
 
 def larger(a: Poly, b: Poly) -> Poly:
-    """Return the larger of two amounts, a Max where it depends on the sizes."""
+    """Return the larger amount, as a Max if it depends on sizes."""
     if not a:
         return b
     return a if at_least(a, b) else b if at_least(b, a) else poly(Max(a.expr, b.expr))
 
 
 def points(t: Tensor, *, stored: bool = False) -> Poly:
-    """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
+    """Count a tensor's index points within its domain; `stored` counts expanded axes once."""
     return reached(t, t.sizes, t.domain, [bool(s) or not stored for s in t.strides])
 
 
 def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequence[bool]) -> Poly:
-    """Return how many positions of a tensor's own axes the index points of a shape reach, broadcast from the right.
+    """Count the positions in a tensor that a shape's index points reach by broadcasting.
 
-    The shape has as many axes as the tensor at least; `restriction` says which points of it there are, and `runs` of
-    each axis of the tensor whether its positions count, or are one.
+    The shape has at least as many axes as the tensor, and `restriction` is its domain. `runs` tells which axes of the
+    tensor count; positions along the others coincide.
     """
-    # of an axis of size 1, all positions of a longer one are the same
+    # an axis of size 1 is broadcast: all positions of the longer axis reach the same element
     moving = {i + len(sizes) - t.ndim: n for i, n in enumerate(t.sizes) if runs[i] and n != ONE}
     if restriction is None:
         return numel(list(moving.values()))
@@ -69,13 +69,13 @@ def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequ
     return rest * domain.reached(sizes[query], sizes[key], t.graph.root.relations, **own)
 
 
-# -- what is left of a restriction -------------------------------------------------------------------------------
+# -- domain propagation ------------------------------------------------------------------------------------------
 
 
 def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
-    """Return the restriction of an elementwise result: that of its operands, at whose points alone it is computed.
+    """Return an elementwise result's domain: the operands', since only those points are computed.
 
-    ShapeError if operands are restricted to different domains, or one is repeated along an axis of its own.
+    Raise ShapeError if operands have different domains, or a domain axis is broadcast.
     """
     found = None
     for t in operands:
@@ -92,9 +92,9 @@ def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
 
 
 def alike(operands: Sequence[Tensor]) -> Restriction | None:
-    """Return the restriction that operands which are written to one place have: one for all of them.
+    """Return the operands' common domain.
 
-    ShapeError if they are restricted to different domains, or some of them to none.
+    Raise ShapeError if their domains differ, or only some have one.
     """
     first = operands[0]
     for t in operands[1:]:
@@ -104,9 +104,9 @@ def alike(operands: Sequence[Tensor]) -> Restriction | None:
 
 
 def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
-    """Follow a restriction to where its two axes have gone; `places` are the old axes of the new ones.
+    """Return the domain after axes have moved; `places` has the old axis of each new one.
 
-    ShapeError if one of them is not there as it was.
+    Raise ShapeError if a domain axis is lost or changed.
     """
     if x.domain is None:
         return None
@@ -119,9 +119,9 @@ def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
 def carried_parts(
     x: Tensor, split: int | None, joined: int | None, ranks: tuple[str, Poly]
 ) -> tuple[Domain, int, int] | None:
-    """Follow a restriction to the parts of ranks: one axis is split over an axis of a mesh, and one put together.
+    """Return a local shard's domain, after one axis is split along a mesh axis and another is gathered.
 
-    ShapeError if a restricted axis has no blocks that follow each other then.
+    Raise ShapeError if a domain axis is no longer in consecutive blocks.
     """
     if x.domain is None:
         return None
@@ -134,16 +134,16 @@ def carried_parts(
 
 
 def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
-    """Return the restriction of a reduction: that of its operand where both axes stay; each row has a result."""
+    """Return the operand's domain after a reduction if both axes remain, else None."""
     if x.domain is None or not {*x.domain[1:]} <= set(places):
         return None
     return carried(x, places)
 
 
 def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
-    """Return where axes of a shape are in another one of as many elements, None where they are not.
+    """Return the index of each axis in another shape with equal element count, or None.
 
-    Which of several axes of size 1 it is cannot be told by elements: there are as many of them behind it.
+    Element counts cannot tell several size-1 axes apart; they are matched in order.
     """
 
     def alike(shape: Sizes, size: Poly, behind: Poly) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sizes of the axes of a pattern, from the shapes of the operands."""
+"""Pattern axis sizes: inference from operand shapes, and checks for patterns with windows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 
-# -- extents -----------------------------------------------------------------------------------------------------------
+# -- inference ---------------------------------------------------------------------------------------------------------
 
 
 def extents_of(
     graph: Graph, pattern: Pattern, operands: Sequence[Tensor], given: Mapping[str, Poly] | None = None
 ) -> dict[str, Poly]:
-    """Return the size of every axis of a pattern; the graph's assumptions say which sizes are equal.
+    """Return the size of every pattern axis, up to the graph's assumptions.
 
-    `given` are sizes that the shapes alone do not tell. ShapeError if a name has two sizes, the number of axes differs,
-    or a size cannot be told.
+    `given` are sizes that shapes do not determine. Raise ShapeError if sizes of a name disagree, the number of axes
+    differs, or a size cannot be inferred.
     """
     extents: dict[str, Poly] = dict(given or {})
     origin: dict[str, int | None] = dict.fromkeys(extents)
@@ -70,7 +70,7 @@ def extents_of(
 
 
 class _UnfitError(Exception):
-    """What does not fit of one axis: its operand is named where it is known."""
+    """Mismatch on one axis; the caller adds the operand to the message."""
 
 
 def _split(graph: Graph, dim: Axes, size: Poly, extents: dict[str, Poly], bind: Callable[[str, Poly], None]) -> None:
@@ -88,8 +88,7 @@ def _split(graph: Graph, dim: Axes, size: Poly, extents: dict[str, Poly], bind: 
         raise _UnfitError(f"an axis of size {size}, but {dim} makes {known}")
 
 
-# -- indexing ----------------------------------------------------------------------------------------------------------
-# Agreement of a pattern with the shapes of its operands, windows included.
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def need_indexed(
@@ -99,10 +98,10 @@ def need_indexed(
     sizes: Sizes | None = None,
     rooms: Sequence[Poly] = (),
 ) -> None:
-    """Hold the pattern of a contraction or a pooling against the shapes, and the extents against both.
+    """Check a contraction or pooling pattern and its extents against the operand shapes.
 
-    `sizes` are those of the result where they are stated, `rooms` what stated outputs leave over of an axis. ShapeError
-    if something does not agree.
+    `sizes` is the shape of the result if it is given, `rooms` the positions after the last window of outputs with given
+    sizes. Raise ShapeError on a mismatch.
     """
     need(
         [len(o) for o in pattern.operands] == [t.ndim for t in operands], f"pattern {shown(str(pattern))}: its operands"
@@ -132,7 +131,7 @@ def need_indexed(
 
 
 def need_plain(pattern: Pattern) -> None:
-    """Refuse indices and diagonals on the right side, which only a contraction with stated sizes may have."""
+    """Raise ShapeError if the result has indices or diagonals, which need a contraction with given sizes."""
     plain = all(isinstance(a, Axes) for a in pattern.result) and len(set(pattern.result_names)) == len(
         pattern.result_names
     )

@@ -1,4 +1,4 @@
-"""What ranks of a mesh do together, as one of them sees it, and the part of a tensor that is its own."""
+"""Collectives on a device mesh as seen by one rank: reductions, gathers, point-to-point, local shards."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ __all__ = [
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
-#: Collectives and what each does to an axis: times the number of ranks, divided by it, or nothing.
+#: Collectives; the size of an axis is multiplied by the number of ranks to the given power.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
-#: Those that put the values of all ranks together.
+#: Collectives that reduce.
 REDUCING = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meshed(OpKind):
-    """What is said along an axis of a mesh: of a tensor's axis `dim`, each of some blocks is split or put together."""
+    """Op along a mesh axis, which gathers or splits each block on the tensor axis `dim`."""
 
     restricted = True
     ranks: Size
     axis: str = ""
-    """Name of the axis of the mesh."""
+    """Mesh axis name."""
     dim: Index = 0
-    """The axis of the tensor that is put together or split."""
+    """Tensor axis that is gathered or split."""
     blocks: Size = ONE
-    """Blocks of that axis, of each of which every rank has a part: 1 where its part is one piece."""
+    """Blocks on that axis, each distributed over all ranks: 1 if a shard is contiguous."""
 
 
 def _are_limits(value: object) -> bool:
@@ -82,36 +82,36 @@ def _are_limits(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Collective(Meshed):
-    """What ranks do together, as one of them sees it."""
+    """Collective along a mesh axis, as seen by one rank."""
 
     name = "collective"
     collective: Annotated[str, one_of(*COLLECTIVES)]
     operation: Annotated[str, one_of("sum", "mean", "max", "min")] = "sum"
-    """How a reduction puts values together."""
+    """Reduction operation."""
     source: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
-    """The axis that an all-to-all puts together, None where it is the one that it splits."""
+    """Axis that an all-to-all gathers, None if it is the one that it splits."""
     source_blocks: Size = ONE
-    """Its blocks."""
+    """Blocks on the source axis."""
     inplace: Flag = False
-    """Whether it writes where its operand is: an all-gather into the storage of which that is a part, a reduction into
-    the operand, of which a reduce-scatter's result is the rank's own part."""
+    """Whether it works in place: an all-gather into the storage around its operand, a reduction into the operand, of
+    which a reduce-scatter returns the local shard."""
     bucket: Annotated[tuple[int, ...], Rule("two numbers of bytes, or nothing", _are_limits)] = ()
-    """Bytes from which on a message of several reductions is full, the first one and all others: what is reduced goes
-    with others of its format; nothing where each is a message."""
+    """Bucket sizes in bytes, for the first and for all other reductions: a full bucket is sent. Tensors of one dtype
+    share buckets; empty if each is sent on its own."""
     ring: Flag = False
-    """Whether each rank uses a part as it passes by in a ring, or adds to it: sends to the next rank, one by one."""
+    """Whether it is a ring in steps, overlapped with compute: each shard is used, or added to, as it passes by."""
     writes = rules.all_results
 
     @property
     def sends(self) -> Poly:
-        """How often a rank of a ring sends a part: all parts but its own pass by, a sum comes home as well."""
+        """Number of ring steps: all other shards pass by, and a sum also returns home."""
         return self.ranks if self.collective in REDUCING else self.ranks - 1
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what each rank gets."""
+        """Infer one rank's result."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
-        if x.domain is not None and not self.axis:  # what lies on a mesh has its parts elsewhere
+        if x.domain is not None and not self.axis:  # on a mesh, the placement accounts for the domain
             raise ShapeError(f"collective of {x!r}, which is restricted to a domain: expected a whole tensor")
         places = [i for i in (self.dim, self.source) if i is not None]
         if x.ndim and max(places) >= x.ndim:
@@ -132,17 +132,17 @@ class Collective(Meshed):
         return [Result(tuple(sizes), x.dtype, domain=domain)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what the rank brings, of a ring all that passes by."""
+        """Return the operand's elements, or for a ring those of all passing shards."""
         if self.ring and self.collective == "all_gather":
             return (rules.elements(op.results[0]),)
         return rules.whole(self, op)
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the operand where what the others bring is written into it or beside it."""
+        """Return the operand if the op works in place."""
         return (0,) if self.inplace else ()
 
     def flops(self, op: Op) -> Flops:
-        """Count one addition for each element and each rank but one, spread evenly over the ranks."""
+        """Count one addition per element and rank but one, spread evenly over the ranks."""
         if self.collective not in REDUCING:
             return Flops()
         return Flops(pointwise=rules.points(op.operands[0]) * (self.ranks - 1) / self.ranks)
@@ -151,13 +151,13 @@ class Collective(Meshed):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Part(Meshed):
-    """The part of a tensor that is a rank's own: a view where it is one piece, else a copy."""
+    """Local shard: a view if it is contiguous, else a copy."""
 
     name = "part"
     flops = rules.free
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the part of the first rank, which lies as those of the others do."""
+        """Infer the first rank's shard; all ranks share its layout."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim:
@@ -169,25 +169,25 @@ class Part(Meshed):
         return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what is copied."""
+        """Return the copied elements."""
         (x,) = op.operands
         return (rules.elements(x) / self.ranks,) if self.blocks != ONE else rules.nothing(self, op)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the copy."""
+        """Return the copied elements."""
         return rules.all_results(self, op) if self.blocks != ONE else rules.nothing(self, op)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Around(Meshed):
-    """The tensor of which another one is a rank's own part, one piece: a view, beside the part whatever is there."""
+    """Full tensor around a contiguous local shard: a view, uninitialized outside the shard."""
 
     name = "around"
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what the part of the first rank begins."""
+        """Infer the tensor that begins with the first rank's shard."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.dim >= x.ndim or self.blocks != ONE:
@@ -198,89 +198,84 @@ class Around(Meshed):
 
 
 def need_of_all(place: str, graph: Graph) -> None:
-    """Refuse the graph of one rank of a mesh: what the others do to it is in there already.
-
-    GraphError if it is that of one rank, or no graph.
-    """
+    """Raise GraphError unless a value is an all-device graph, not a per-rank graph."""
     need_graph(place, graph)
     if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
         raise GraphError(f"{place}: graph {graph.name!r} is that of one rank already, expected one of all devices")
 
 
 def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
-    """Declare a collective over some ranks: its reduction's FLOPs and what it reads and writes on one rank.
+    """Declare a collective, with the FLOPs for its reduction and the bytes read and written on one rank.
 
     Parameters
     ----------
     x : Tensor
-        What each rank brings.
+        Operand on each rank.
     collective : str
         One of `COLLECTIVES`; all_gather multiplies the first axis by the ranks, reduce_scatter divides it.
     ranks : sympy.Expr or int
         Number of ranks.
     name : str
-        Name of the op, by default the collective's.
+        Op name, by default the collective's.
 
     Returns
     -------
     Tensor
-        What each rank gets.
+        Result on each rank.
 
     Notes
     -----
-    Collectives that follow from where tensors lie on a mesh are derived: `costgraph.shard`. Of one that is declared the
-    ranks are next to each other, where a time is asked for.
+    `costgraph.shard` derives collectives from placements. The ranks of a declared one are assumed to be neighbours when
+    its time is estimated.
     """
     need_choice("collective", collective, tuple(COLLECTIVES))
     kind = Collective(collective=collective, ranks=positive("collective: ranks", ranks))
     return apply(kind, [x], named(name, collective))[0]
 
 
-# -- hops --------------------------------------------------------------------------------------------------------------
-# What stages of a pipeline hand to their neighbours, as one of them sees it.
+# -- point-to-point ----------------------------------------------------------------------------------------------------
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Receive(Fresh):
-    """A tensor that a neighbour along an axis of the mesh has sent."""
+    """Tensor received from a neighbouring pipeline stage."""
 
     name = "receive"
     axis: str = "pp"
-    """Name of the axis."""
+    """Mesh axis name."""
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Send(OpKind):
-    """A tensor that goes to a neighbour along an axis of the mesh; its result is the tensor, which stays here."""
+    """Tensor sent to a neighbouring pipeline stage; the result is the tensor itself, which stays alive."""
 
     name = "send"
     axis: str = "pp"
-    """Name of the axis."""
+    """Mesh axis name."""
     flops, reads, writes = rules.free, rules.whole, rules.nothing
     placed = splits.as_it_is
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the tensor."""
+        """Infer the operand itself."""
         rules.need_operands(self, operands, 1)
         return [itself(operands[0])]
 
 
-# -- pack --------------------------------------------------------------------------------------------------------------
-# Tensors beside each other in one buffer: what a collective of many of them brings.
+# -- flat buffers ------------------------------------------------------------------------------------------------------
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Pack(OpKind):
-    """The elements of all further operands, one after the other, written into the first."""
+    """Flattened copy into the buffer for a bucketed collective, the first operand."""
 
     name = "pack"
     flops, writes = rules.free, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the buffer."""
+        """Infer the buffer."""
         if len(operands) < 2:
             raise ShapeError(f"pack of {len(operands)} operands, expected a buffer and a tensor at least")
         buffer, *parts = operands
@@ -294,38 +289,37 @@ class Pack(OpKind):
         return (0,)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return all parts, and nothing of the buffer."""
+        """Return the elements in all parts; the buffer is not read."""
         return (rules.nothing(self, op)[0], *rules.whole(self, op)[1:])
 
 
-# -- merge -------------------------------------------------------------------------------------------------------------
-# Rows that ranks have sent to those that have their experts, put in order there.
+# -- expert-parallel tokens --------------------------------------------------------------------------------------------
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Merge(OpKind):
-    """Rows that came from several ranks, those of each ordered by expert, as one list that is ordered by expert.
+    """Merge rows from several ranks, each sorted by expert, into one list sorted by expert.
 
-    It is given where on each rank the rows of this one's experts end, rank by rank. As many rows come from each.
+    The operand holds the local experts' row offsets, rank by rank. Each rank sends the same number of rows.
     """
 
     name = "merge"
     restricted = True
     ranks: Size
-    """How many they are."""
+    """Number of ranks."""
     axis: str
-    """The axis of a mesh that they are on."""
+    """Mesh axis with the ranks."""
     rows: Size
-    """How many rows have come."""
+    """Number of received rows."""
     chosen: Amount
-    """How many of the experts here a token chooses, in the mean."""
+    """Mean number of local experts that a token chooses."""
     owners: Flag = False
-    """Whether the expert of each row is wanted as well: its number here."""
+    """Whether to also return each row's local expert index."""
     reads, writes = rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Where the rows of each expert end, which row stands where, and where each one is."""
+        """Infer the experts' end offsets, the source row for each position, and its inverse."""
         rules.need_operands(self, operands, 1)
         (ends,) = operands
         if ends.ndim != 1 or ends.dtype.kind != "int":
@@ -334,5 +328,5 @@ class Merge(OpKind):
         return [Result((ends.sizes[0] / self.ranks,), ends.dtype), *rows]
 
     def flops(self, op: Op) -> Flops:
-        """Count one for each row to order it, and the sums over experts of all ranks: where rows end."""
+        """Count one per row for sorting, and the sums of row offsets over ranks."""
         return Flops(pointwise=self.rows + rules.elements(op.operands[0]))

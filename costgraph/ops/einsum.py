@@ -1,4 +1,4 @@
-"""The record of a contraction: what it computes, where it is restricted, and what that costs."""
+"""Einsum: contraction orders, the op kind with its costs, and the public function."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ __all__ = [
 ]
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
-# In which order a product of several tensors is contracted: the cheapest for all sizes, or all that may be.
+# -- contraction order -------------------------------------------------------------------------------------------------
+# Pairwise contraction order: the cheapest for all sizes, or the Min over all that may be.
 
-# 2**n subsets, each split in two: 8 operands are 3,000 splits
+# 2**n subsets, each split in two: 3,000 splits for 8 operands
 _MOST_OPERANDS = 8
 
 Path = tuple[tuple[int, int], ...]
@@ -71,22 +71,22 @@ Tree = tuple["Tree", "Tree"] | int
 
 
 class Orders(NamedTuple):
-    """Contraction orders that no other one beats for all sizes."""
+    """Contraction orders that no other order dominates."""
 
     paths: list[Path]
-    """Pairs of positions, as opt_einsum writes them."""
+    """Position pairs, as in opt_einsum."""
     flops: Poly
-    """FLOPs: of the one path, or the Min over them."""
+    """FLOPs: of the only path, or the Min over all."""
     workspace: Poly
-    """Elements of the intermediates that live at once, the most over the paths that are best for sizes above 1."""
+    """Peak elements in live intermediates, the maximum over the paths that are optimal for sizes above 1."""
 
 
 def best_orders(
     axes: Sequence[frozenset[str]], result: frozenset[str], extents: Mapping[str, Poly], relations: Relations
 ) -> Orders:
-    """Find the orders by dynamic programming over subsets, keeping what dominance cannot decide.
+    """Find the best orders by dynamic programming over subsets, pruned by dominance.
 
-    GraphError if there are more operands than are searched: the caller has to give the order.
+    Raise GraphError if there are too many operands to search; the caller has to give the order.
     """
     n = len(axes)
     if n > _MOST_OPERANDS:
@@ -121,14 +121,14 @@ def best_orders(
 
 
 def _ordinary(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
-    """Leave out orders that are best only where sizes are 1: an outer product there is as small as anything."""
+    """Drop orders that are optimal only for size 1, where an outer product is as small as any other."""
     names = {k for p, _ in orders for k in p.generators() if k[0] != "~"}
     larger = {k: Poly({((k, 1),): 1}) + 1 for k in names}
     return [tree for _, tree in prune([(p.substitute(larger), tree) for p, tree in orders], largest=False)]
 
 
 def _path(tree: Tree, n: int) -> Path:
-    """Write a tree as positions in a list from which each pair is taken and to whose end its product goes."""
+    """Return a tree as a path: each step removes a pair of positions and appends its product."""
     steps: list[tuple[int, int]] = []
     places: list[object] = list(range(n))
 
@@ -153,7 +153,7 @@ def _space(
     kept: Callable[[frozenset[int]], frozenset[str]],
     extents: Mapping[str, Poly],
 ) -> tuple[frozenset[int], Poly]:
-    """Return the operands under a tree and the elements of the intermediates made under it, itself left out."""
+    """Return a tree's operands and the elements in its intermediates, without its own result."""
     if isinstance(tree, int):
         return frozenset([tree]), ZERO
     (a, x), (b, y) = (_space(t, axes, kept, extents) for t in tree)
@@ -161,9 +161,9 @@ def _space(
     return a | b, sum([x, y, *own], start=ZERO)
 
 
-# -- contraction -------------------------------------------------------------------------------------------------------
+# -- op kind -----------------------------------------------------------------------------------------------------------
 
-#: A domain, and the axes that it is over by name.
+#: A domain, with its query and key axes by name.
 Restricted = tuple[Domain, str, str]
 
 
@@ -174,38 +174,38 @@ def _is_restriction(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Einsum(Working):
-    """A contraction over named axes."""
+    """Contraction over named axes."""
 
     name = "einsum"
     restricted = takes_complex = True
     pattern: Pattern
     extents: Extents
-    """Size of every axis of the pattern."""
+    """Size of every pattern axis."""
     domain: Annotated[Restricted | None, optional("None, or a domain and two axes", _is_restriction), Limit(1)] = None
-    """Which index points there are of two of its axes."""
+    """Attention domain over two axes."""
     dtype: DType
-    """Number format of the result."""
+    """Result dtype."""
     orders: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
-    """FLOPs of three operands or more where no contraction order is always the best."""
+    """FLOPs with three or more operands if no contraction order is optimal for all sizes."""
     rooms: Rooms = ()
-    """What stated outputs of windows leave over of an axis."""
+    """Positions after the last window, for outputs with a given size."""
     sizes: Shape | None = None
-    """Shape of a result whose indices alone do not tell it: zeros where nothing lands."""
+    """Shape of a result that indices write to: zeros where nothing is written."""
     order: Places = ()
-    """Operands in the order of their gradients, () from the first to the last."""
+    """Operands in gradient order; () means from first to last."""
     causal: Flag = False
-    """Whether its windows see earlier positions alone, which `decode` keeps."""
+    """Whether windows see earlier positions only, which `decode` caches."""
     writes = rules.all_results
 
     @property
     def summed(self) -> bool:
-        """Whether a sum is made: an axis is left out, or an index of several puts points on one place."""
+        """Whether it adds: an axis is contracted, or several index points map to one element."""
         return bool(set(self.extents) - set(self.pattern.result_names)) or any(
             isinstance(a, Affine) and len(a.terms) > 1 for a in self.pattern.result
         )
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One dense result."""
+        """Infer one contiguous result."""
         pattern, extents = self.pattern, self.extents
         for i, t in enumerate(operands):
             for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
@@ -222,9 +222,9 @@ class Einsum(Working):
         return [Result(sizes, self.dtype, domain=domain)]
 
     def flops(self, op: Op) -> Flops:
-        """Count 2 for every index point where a sum is made, 1 where none is: a product alone.
+        """Count 2 per index point if it adds, else 1 for the product alone.
 
-        Of complex numbers 8 and 6.
+        With complex operands, count 8 and 6.
         """
         if any(t.dtype.kind == "complex" for t in op.operands):
             return self._of_numbers(op) * (4 if self.summed else 6)
@@ -241,13 +241,12 @@ class Einsum(Working):
         return Flops(matmul=2 * executed, full=2 * full) if self.summed else Flops(pointwise=executed)
 
     def least(self, op: Op) -> Poly:
-        """Return the matmul FLOPs of the algorithm that needs the fewest, of those that windows have.
+        """Return the matmul FLOPs of the convolution algorithm with the fewest products, without its transforms.
 
-        F(n, r) of Winograd 1980 (Arithmetic Complexity of Computations, theorem 5a) makes n outputs of a window of r
-        with n + r - 1 products, and none does with fewer; so does the gradient by either operand. Here n is the whole
-        axis, which is the limit of tiles F(m, r): F(2x2, 3x3) needs 16/36 of the products of each tile, F(4x4, 3x3)
-        36/144 (Lavin and Gray 2015, arXiv 1509.09308), and a Fourier transform more than the limit. What the
-        transforms add is left out.
+        F(n, r) in Winograd 1980 (Arithmetic Complexity of Computations, theorem 5a) computes n outputs of a window of r
+        with n + r - 1 products, which is optimal; so does the gradient by either operand. Here n is the whole axis,
+        the limit of tiles F(m, r): F(2x2, 3x3) needs 16/36 of the products of each tile, F(4x4, 3x3) 36/144 (Lavin and
+        Gray 2015, arXiv 1509.09308), and a Fourier transform more than the limit.
         """
         executed = self.flops(op).matmul
         if self.orders is not None or self.domain is not None or not executed:
@@ -258,17 +257,17 @@ class Einsum(Working):
         return prod(found.values(), start=others)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what its index points reach."""
+        """Return the elements that index points reach in each operand."""
         return rules.reached_by_index(op, self.pattern, self.extents, self.domain)
 
     def placed(self, op: Op) -> Split:
-        """Split any axis that is no part of an index, each contracted one into parts of a sum."""
+        """Split axes outside affine indices; a split contracted axis gives partial sums."""
         pattern = self.pattern
         dims = [d for o in (*pattern.operands, pattern.result) for d in o]
         whole = {n for d in dims if isinstance(d, Affine) for n in d.names}
         for side in (*pattern.operands, pattern.result):
             names = [n for d in side for n in d.names]
-            whole |= {n for n in names if names.count(n) > 1}  # of a diagonal
+            whole |= {n for n in names if names.count(n) > 1}  # diagonals
         inside = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
         labels = [tuple(d.names if isinstance(d, Axes) else () for d in o) for o in (*pattern.operands, pattern.result)]
 
@@ -297,7 +296,7 @@ class Einsum(Working):
         )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold pattern, extents, domain and orders against the operands."""
+        """Check pattern, extents, domain and orders against the operands."""
         pattern, restriction, several = self.pattern, self.domain, len(operands) > 2
         need(bool(operands), "no operand")
         need((self.orders is not None) == several, f"orders of {len(operands)} operands")
@@ -310,9 +309,9 @@ class Einsum(Working):
         if restriction is not None:
             domain, query, key = restriction
             need({query, key} <= set(self.extents), f"domain over {shown(query)} and {shown(key)}")
-            domain.points(self.extents[query], self.extents[key])  # refuses what it cannot count
+            domain.points(self.extents[query], self.extents[key])  # raises if it cannot be counted
         need(restriction is not None or all(t.domain is None for t in operands), "no domain, where an operand has one")
-        if several:  # FLOPs of a product of several tensors are derived again: else they would be taken at their word
+        if several:  # derive the FLOPs of several operands again instead of trusting the file
             affine = any(isinstance(a, Affine) for o in pattern.operands for a in o)
             need(not affine and restriction is None, f"{len(operands)} operands with an index or a domain")
             axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
@@ -321,7 +320,7 @@ class Einsum(Working):
 
 
 def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[tuple[tuple[str, str], Poly]]:
-    """Return pairs of axes that slide along each other, with the products of the fewest: one of each has either."""
+    """Yield the axis pairs of sliding windows with their minimal products; each tensor has one axis per pair."""
     tensors = [*pattern.operands, pattern.result]
     if len(tensors) != 3:
         return
@@ -336,7 +335,7 @@ def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[
 
 
 def _products(outer: tuple[Poly, int], inner: tuple[Poly, int]) -> Poly:
-    """Return the fewest products of two axes with their steps: of a stride, a window falls into one for each phase."""
+    """Return the minimal products of a window; a strided one splits into one window per phase."""
     (n, stride), (r, gap) = outer, inner
     if stride == 1 < gap:
         (n, stride), (r, gap) = (r, gap), (n, stride)
@@ -347,7 +346,7 @@ def _products(outer: tuple[Poly, int], inner: tuple[Poly, int]) -> Poly:
 
 
 def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, graph: Graph) -> Sizes:
-    """Return the sizes of a result whose indices alone do not tell them: they stay where nothing lands, as zeros."""
+    """Return the given shape of a result that indices write to, checked against the pattern."""
     if len(sizes) != len(pattern.result):
         raise ShapeError(f"result of {len(sizes)} axes, the pattern {pattern} has {len(pattern.result)}")
     for dim, size in zip(pattern.result, sizes, strict=True):
@@ -359,7 +358,7 @@ def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, g
 def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
     if restriction is None:
         return None
-    # a place that an index makes is another position than that of its axis
+    # a position made by an index differs from its axis position
     places = [a.names if isinstance(a, Axes) else None for a in pattern.result]
     domain, query, key = restriction
     if (query,) in places and (key,) in places:
@@ -368,7 +367,7 @@ def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None
 
 
 def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
-    """Return the restriction of the first operand that has one."""
+    """Return the domain of the first operand that has one."""
     for dims, t in zip(pattern.operands, operands, strict=True):
         if t.domain is not None:
             domain, query, key = t.domain
@@ -380,7 +379,7 @@ def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str
 
 
 def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: tuple[Domain, str, str] | None) -> None:
-    """Refuse operands that hold something elsewhere than at the index points of the contraction."""
+    """Raise ShapeError if an operand has values outside the contraction's domain."""
     for dims, t in zip(pattern.operands, operands, strict=True):
         if inherited(Pattern((dims,), ()), [t]) not in (None, restriction):
             raise ShapeError("operands restricted to two different domains, expected one")
@@ -389,14 +388,13 @@ def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: 
         raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an index: expected axes")
 
 
-# -- einsum ------------------------------------------------------------------------------------------------------------
-# Contractions with named axes: products, sums, convolutions, attention scores.
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> tuple[Poly, ...]:
-    """Find the extents of outputs that only an affine index names: as many windows as fit, padding on both sides.
+    """Infer the extents of outputs that occur in an affine index only, as many windows as fit after padding both sides.
 
-    Returns what stated outputs leave over of each axis: looked at again when sizes are bound.
+    Return the positions that remain for outputs with a given size, checked again when sizes are bound.
     """
     rooms = []
     for i, t in enumerate(operands):
@@ -409,7 +407,7 @@ def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly
                 names = " and ".join(n for n, _ in unknown)
                 raise ShapeError(f"{where}: sizes of {names} are not known, expected all but one")
             last = sum((step * (extents[n] - 1) for n, step in dim.terms if n in extents), start=poly(0))
-            # padding is on both sides, positions that an index skips are at the start alone
+            # a negative offset pads both sides, a positive one skips positions at the start only
             room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
             if unknown:
                 name, step = unknown[0]
@@ -442,30 +440,30 @@ def einsum(
         Operands first, the pattern last, as in einops: `einsum(x, w, "b s d, d f -> b s f")`. An axis may be merged
         or split in brackets, or be an index such as `h*2+r-1` (a convolution with stride 2 and padding 1).
     order : sequence of pairs, optional
-        For three operands or more, which two to contract next, as in opt_einsum: positions in the list of what is
-        left, the result appended at its end. By default the order that is cheapest for all sizes, and if there is
-        none, one op whose FLOPs are the Min over the orders.
+        For three or more operands, the pairs to contract, as in opt_einsum: positions in the list of remaining
+        operands, with each product appended. By default the order that is cheapest for all sizes, or else one op with
+        the Min over the orders as its FLOPs.
     domain : Domain, optional
-        Which pairs of two axes are computed, such as `costgraph.Domain(causal=True)`.
+        Position pairs to compute on two axes, such as `costgraph.Domain(causal=True)`.
     over : pair of str
         The two axes, queries first: `over=("s", "t")`.
     dtype : str or DType, optional
-        Number format of the result, by default the common one of the operands.
+        Result dtype, by default promoted from the operands.
     name : str
-        Name of the op.
+        Op name.
     **sizes : sympy.Expr or int
-        Sizes that the shapes do not tell: of split axes and of outputs of affine indices.
+        Sizes that shapes do not determine: for split axes and for outputs in affine indices.
 
     Returns
     -------
     Tensor
-        Dense, with the axes of the pattern's right side. FLOPs: 2 for every index point where an axis is summed, 1
-        where none is (derived: one multiply and one add for each point).
+        Contiguous, with the axes of the pattern's right side. FLOPs: 2 per index point if an axis is summed, else 1
+        (derived: one multiply and one add per point).
 
     Raises
     ------
     PatternError, ShapeError, GraphError
-        If the pattern cannot be read, sizes disagree, or something else than tensors is given.
+        If the pattern is invalid, sizes disagree, or an operand is not a tensor.
 
     Examples
     --------
@@ -503,13 +501,13 @@ def einsum(
 
 
 def contract(tensors: Sequence[Tensor], kind: Einsum, *, name: str = "einsum") -> Tensor:
-    """Contract tensors by a pattern that may have indices, diagonals and axes of its own on the right side.
+    """Contract tensors by a pattern with affine indices, diagonals or new axes on its right side.
 
-    With `sizes` of the result it is zero where no index point lands, and the sum of those that land on one place.
+    With `sizes`, the result is zero where no index point lands, and sums points that land on one element.
     """
     pattern, extents = kind.pattern, kind.extents
     if len(tensors) <= 2:
-        # a gradient can be restricted where what it is of is not
+        # a gradient may have a domain although its primal has none
         return apply(replace(kind, domain=kind.domain or inherited(pattern, tensors)), tensors, name)[0]
     graph = current_graph(tensors[0].graph)
     names = tuple(dict.fromkeys(n for i in range(len(tensors)) for n in pattern.operand_names(i)))
@@ -524,7 +522,7 @@ def contract(tensors: Sequence[Tensor], kind: Einsum, *, name: str = "einsum") -
 
 
 def _single(x: Tensor, pattern: Pattern, text: str, name: str) -> Tensor:
-    # nothing is multiplied: a sum or a view
+    # no product: a sum or a view
     if any(isinstance(a, Affine) for a in pattern.operands[0]):
         raise PatternError(f"pattern {text!r}: an index such as h*2+r needs a second operand")
     if len(set(pattern.operand_names(0))) < len(pattern.operand_names(0)):
@@ -556,7 +554,7 @@ def _domain(domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]
         raise PatternError(
             f"einsum: domain={domain!r} over {over!r}, expected a Domain and two axes of the pattern such as ('s', 't')"
         )
-    domain.points(extents[over[0]], extents[over[1]])  # refuses what it cannot count
+    domain.points(extents[over[0]], extents[over[1]])  # raises if it cannot be counted
     return domain, over[0], over[1]
 
 
@@ -572,7 +570,7 @@ def _format(tensors: Sequence[Tensor], wanted: object) -> DType:
 def _chain(
     graph: Graph, tensors: list[Tensor], kind: Einsum, order: Sequence[Sequence[int]] | None, name: str
 ) -> Tensor:
-    """Contract three operands or more in pairs."""
+    """Contract three or more operands pairwise."""
     pattern, extents = kind.pattern, kind.extents
     axes = [frozenset(pattern.operand_names(i)) for i in range(len(tensors))]
     result = frozenset(pattern.result_names)
@@ -581,7 +579,7 @@ def _chain(
     if order is None:
         found = best_orders(axes, result, extents, graph.root.relations)
         if len(found.paths) > 1:
-            space = found.workspace * kind.dtype.bits / 8  # bytes of the elements
+            space = found.workspace * kind.dtype.bits / 8  # in bytes
             return apply(replace(kind, orders=found.flops, workspace=space), tensors, name)[0]
         order = found.paths[0]
     need_list("einsum: order", order)

@@ -1,4 +1,4 @@
-"""Elementwise functions with broadcasting."""
+"""Elementwise functions with broadcasting, dropout, and constant tensors."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ __all__ = [
 ]
 
 
-# -- pointwise ---------------------------------------------------------------------------------------------------------
+# -- pointwise op ------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
-#: Functions whose result has the format of the first operand: a mask and what fills it have no say.
+#: Functions that keep the first operand's dtype, whatever the mask and fill value.
 _FILLS = ("masked_fill", "masked_scale")
-#: Functions of which the sum of results is the result of sums.
+#: Linear functions: they map a partial sum to a partial sum.
 _LINEAR = ("add", "sub", "neg", "copy", "cast")
 
 
@@ -99,7 +99,7 @@ def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None
         return wanted
     if function.result == "bool":
         return find_dtype("bool")
-    # a condition, a mask and what fills it have no say in the format of what is selected
+    # conditions, masks and fill values do not take part in type promotion
     voters = operands[1:] if function.name == "where" else operands[:1] if function.name in _FILLS else operands
     common = fold(promote, (t.dtype for t in voters))
     if function.name not in _FILLS:
@@ -110,7 +110,7 @@ def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None
 
 
 def _with_numbers(common: DType, numbers: str) -> DType:
-    """Return the format after numbers have had their say: torch's rule, only a kind above the tensors' counts."""
+    """Return the dtype after promotion with scalars: as in torch, only a higher category than the tensors' counts."""
     if numbers == "complex" and common.kind != "complex":
         return find_dtype("complex128" if common.name == "fp64" else "complex64")
     if numbers == "float" and common.kind in ("int", "bool"):
@@ -119,7 +119,7 @@ def _with_numbers(common: DType, numbers: str) -> DType:
 
 
 def _kind_of(numbers: Sequence[object]) -> str:
-    """Return the highest kind among numbers: complex, float, int or bool."""
+    """Return the highest category among scalars: complex, float, int or bool."""
     if any(isinstance(n, complex) for n in numbers):
         return "complex"
     if all(isinstance(n, bool | np.bool_) for n in numbers):
@@ -128,13 +128,13 @@ def _kind_of(numbers: Sequence[object]) -> str:
 
 
 def _is_whole(number: object) -> bool:
-    if isinstance(number, sympy.Expr) and not number.is_number:  # D/H is a float, as it is in Python
+    if isinstance(number, sympy.Expr) and not number.is_number:  # D/H is a float, as in Python
         return is_integral(poly(_exact(number)))
-    return isinstance(number, Integral | Poly)  # a size is whole
+    return isinstance(number, Integral | Poly)  # sizes are integers
 
 
 def _plain(place: str, number: object) -> complex | Poly:
-    """Return a number as one of Python's own, or a formula of sizes: what a file can hold."""
+    """Return a number as a Python number, or as a formula: both can be saved in files."""
     if isinstance(number, sympy.Expr):
         return _formula(place, number)
     if isinstance(number, np.generic):
@@ -145,7 +145,7 @@ def _plain(place: str, number: object) -> complex | Poly:
 
 
 def _formula(place: str, expr: sympy.Expr) -> int | float | Poly:
-    """Return a formula that becomes a number with the sizes in it, floats taken for the decimals that they print."""
+    """Return a formula of sizes, or its value if it has none; floats count as the decimals that they print."""
     try:
         found = poly(_exact(expr))
         if found.names():
@@ -166,7 +166,7 @@ def _is_scalar(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Pointwise(OpKind):
-    """An elementwise function of tensors and numbers."""
+    """Elementwise function of tensors and scalars."""
 
     name = "pointwise"
     restricted = True
@@ -176,26 +176,26 @@ class Pointwise(OpKind):
         tuple[int | float | complex | Poly | None, ...],
         Rule("a tuple of numbers, formulas and None", all_of(_is_scalar)),
     ] = ()
-    """Arguments of the function, None where a tensor stands; nothing where all are tensors."""
+    """Function arguments, None in place of each tensor; empty if all are tensors."""
     numbers: Annotated[str, Rule("bool, int, float or complex", ("bool", "int", "float", "complex").__contains__)] = (
         "bool"
     )
-    """The highest kind among the numbers, which has a say in the format of the result."""
+    """Highest category among the scalars, for type promotion."""
     inplace: Flag = False
-    """Whether it writes into the storage of its first operand."""
+    """Whether it writes into its first operand."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
-    """Format of the result, None for torch's common one."""
+    """Result dtype, None for torch's promotion."""
     masked: Annotated[Domain | None, optional("a domain", lambda v: isinstance(v, Domain))] = None
-    """What a causal mask leaves."""
+    """Domain that a causal mask keeps."""
     reads, writes = rules.under_the_result, rules.all_results
 
     def arguments(self, operands: Sequence[T]) -> tuple[complex | Poly | T | None, ...]:
-        """Return the arguments of the function: operands, and numbers between them."""
+        """Return the function's arguments: operands and scalars in order."""
         left = iter(operands)
         return tuple(next(left) if s is None else s for s in self.scalars or (None,) * len(operands))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One result of the common shape."""
+        """Infer one result with the broadcast shape."""
         function = self.function
         need(bool(operands), "no operand")
         numbers = [n for n in self.scalars if n is not None]
@@ -204,7 +204,7 @@ class Pointwise(OpKind):
         if len(operands) + len(numbers) != function.arity:
             raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
         sizes = _broadcast(operands)
-        # the gradient of a mask is zero where the operand holds nothing
+        # a mask's gradient is zero outside the operand's domain
         domain = None if function.name == "causal_mask_backward" else shared(operands, sizes)
         result = _format(function, operands, self.dtype, self.numbers)
         if self.inplace:
@@ -219,21 +219,21 @@ class Pointwise(OpKind):
         return [Result(sizes, result, strides, domain=domain)]
 
     def flops(self, op: Op) -> Flops:
-        """Count what the table of functions says for each index point of the result."""
+        """Count the function's FLOPs for each result element."""
         complex_ = any(t.dtype.kind == "complex" for t in (*op.operands, *op.results))
         return rules.applied(rules.points(op.results[0]), of_complex(self.function) if complex_ else self.function)
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the first operand where it works in place."""
+        """Return the first operand if the op works in place."""
         return (0,) if self.inplace else ()
 
     def placed(self, op: Op) -> Split:
-        """Split any axis but the keys of a mask, or both axes of one that is not known."""
+        """Split any axis but a mask's keys; for a mask without a known domain also not the queries."""
         last = range(op.results[0].ndim)[-2:] if self.function.name.startswith("causal_mask") else ()
         last = last[1:] if self.masked is not None else last
         scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
         scaled = scaled and self.scalars[:1] == (None,)
-        real = op.results[0].dtype.kind in ("float", "complex")  # what is rounded, or compared, is no sum
+        real = op.results[0].dtype.kind in ("float", "complex")  # rounding and comparing are not linear
         plain = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
         product = real and self.function.name == "mul" and len(op.operands) == 2
         numbers = op.graph.fused and bool(op.operands[0].ndim) and not any(t.ndim for t in op.operands[1:])
@@ -249,30 +249,30 @@ def pointwise(
     dtype: object = None,
     name: str = "",
 ) -> Tensor:
-    """Apply an elementwise function, shapes broadcast from the right as in NumPy.
+    """Apply an elementwise function, with NumPy broadcasting.
 
     Parameters
     ----------
     function : str or Function
-        A name of `FUNCTIONS`, or a record of one's own.
+        Name in `FUNCTIONS`, or a custom record.
     *operands : Tensor, number or sympy.Expr
-        At least one tensor; a number is free to read. A formula of sizes is one: `scores * K**-0.5`.
+        At least one tensor; scalars are free to read and may be formulas of sizes: `scores * K**-0.5`.
     inplace : bool
-        Write into the storage of the first operand.
+        Whether to write into the first operand.
     dtype : str or DType, optional
-        Format of the result, by default torch's common one.
+        Result dtype, by default torch's promotion.
     name : str
-        Name of the op, by default the function's.
+        Op name, by default the function's.
 
     Returns
     -------
     Tensor
-        FLOPs: the function's for each element of the result. The order of the operands' axes in memory is kept.
+        Broadcast shape, in the operands' memory order. FLOPs: the function's per element.
 
     Raises
     ------
     GraphError, ShapeError
-        If the function is unknown, sizes do not broadcast, or a formula has anything but sizes in it.
+        If the function is unknown, sizes do not broadcast, or a formula contains other symbols than sizes.
 
     Examples
     --------
@@ -288,7 +288,7 @@ def pointwise(
         raise GraphError(f"pointwise: function {shown(function)}, expected one of {', '.join(FUNCTIONS)}")
     tensors = [t for t in operands if isinstance(t, Tensor)]
     numbers = [t for t in operands if not isinstance(t, Tensor)]
-    # a formula of sizes is a number that is known once they are bound
+    # formulas of sizes become numbers when sizes are bound
     if not tensors or not all(isinstance(n, Real | complex | np.bool_ | Poly | sympy.Expr) for n in numbers):
         given = ", ".join(map(shown, operands))
         raise GraphError(f"{record.name}: operands ({given}), expected tensors and numbers, one tensor at least")
@@ -306,14 +306,13 @@ def pointwise(
 
 
 def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:
-    """Convert to another number format: no FLOPs, one read and one write; free if it has the format already."""
+    """Cast to another dtype: no FLOPs, one read and one write; free if `x` has that dtype."""
     need_tensor("cast", x)
     wanted = find_dtype(dtype)
     return x if x.dtype == wanted else pointwise("cast", x, dtype=wanted, name=name)
 
 
-# -- stochastic --------------------------------------------------------------------------------------------------------
-# Dropout: the one op that needs random numbers.
+# -- dropout -----------------------------------------------------------------------------------------------------------
 
 _DROPOUT = Function("dropout", 1, 2, formula="x * mask * scale")
 
@@ -321,20 +320,20 @@ _DROPOUT = Function("dropout", 1, 2, formula="x * mask * scale")
 @register
 @dataclass(frozen=True, kw_only=True)
 class Dropout(OpKind):
-    """Zeros at random places, and the mask that says where."""
+    """Dropout: zeros random elements and scales the rest; also returns the mask."""
 
     name = "dropout"
     restricted = True
     function: Elementwise = _DROPOUT
     mask: Annotated[str, Rule("the name of a number format", lambda v: v in DTYPES)]
-    """Format of the mask."""
+    """Mask dtype."""
     p: Annotated[float, Rule("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1)]
     """Probability that an element is zeroed."""
     reads, writes = rules.whole, rules.all_results
     placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the elements that are left, and the mask."""
+        """Infer the result and the mask."""
         rules.need_operands(self, operands, 1)
         x, name = operands[0], self.function.name
         need(self.function.arity == 1, f"function {name!r} of {self.function.arity} operands")
@@ -343,7 +342,7 @@ class Dropout(OpKind):
         return [Result(x.sizes, x.dtype, strides, domain=x.domain), mask]
 
     def flops(self, op: Op) -> Flops:
-        """Count what the function does with each element."""
+        """Count the function's FLOPs for each element."""
         return rules.applied(rules.points(op.results[0]), self.function)
 
 
@@ -355,22 +354,21 @@ def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropo
     x : Tensor
         Any shape.
     p : float
-        Probability that an element is zeroed, 0 <= p < 1; no cost depends on it.
+        Probability that an element is zeroed, 0 <= p < 1; costs do not depend on it.
     mask : str or DType
-        Format of the mask that the kernel writes beside its result: bool as torch on a GPU, or that of `x` as torch
-        on a CPU.
+        Mask dtype; the kernel also writes the mask. bool as torch on a GPU, or the dtype of `x` as torch on a CPU.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        FLOPs: 2 an element; random numbers are not counted.
+        FLOPs: 2 per element; random number generation is not counted.
 
     Raises
     ------
     GraphError
-        If `p` is no probability.
+        If `p` is not a probability.
     """
     if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= p < 1:
         raise GraphError(f"dropout: p={p!r}, expected a number from 0 to below 1")
@@ -379,65 +377,64 @@ def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropo
     return apply(Dropout(mask=find_dtype(mask).name, p=float(p)), [x], name)[0]
 
 
-# -- elementwise -------------------------------------------------------------------------------------------------------
-# Elementwise functions by their own names: comparisons, choices, exponentials, and tensors of one number.
+# -- functions by name -------------------------------------------------------------------------------------------------
 
-#: A tensor, or a number, which is free to read.
+#: A tensor, or a scalar, which is free to read.
 Operand = Tensor | Annotated[float, REAL]
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e to the power of each element: one transcendental each."""
+    """Return e**x elementwise: one transcendental per element."""
     return pointwise("exp", x)
 
 
 def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of each element: one transcendental each."""
+    """Return the elementwise natural logarithm: one transcendental per element."""
     return pointwise("log", x)
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Return the square root of each element: one transcendental each."""
+    """Return the elementwise square root: one transcendental per element."""
     return pointwise("sqrt", x)
 
 
 def maximum(a: Operand, b: Operand) -> Tensor:
-    """Return the larger of two, element by element: 1 FLOP each."""
+    """Return the elementwise maximum: 1 FLOP per element."""
     return pointwise("maximum", a, b)
 
 
 def minimum(a: Operand, b: Operand) -> Tensor:
-    """Return the smaller of two, element by element: 1 FLOP each."""
+    """Return the elementwise minimum: 1 FLOP per element."""
     return pointwise("minimum", a, b)
 
 
 def equal(a: Operand, b: Operand) -> Tensor:
-    """Whether two are equal, element by element, a bool: 1 FLOP each. `==` of tensors asks if they are the same one."""
+    """Return elementwise `a == b` as bool: 1 FLOP per element. The operator `==` compares tensors by identity."""
     return pointwise("eq", a, b)
 
 
 def less(a: Operand, b: Operand) -> Tensor:
-    """Whether `a < b`, element by element, a bool: 1 FLOP each."""
+    """Return elementwise `a < b` as bool: 1 FLOP per element."""
     return pointwise("less", a, b)
 
 
 def less_equal(a: Operand, b: Operand) -> Tensor:
-    """Whether `a <= b`, element by element, a bool: 1 FLOP each."""
+    """Return elementwise `a <= b` as bool: 1 FLOP per element."""
     return pointwise("less_equal", a, b)
 
 
 def greater(a: Operand, b: Operand) -> Tensor:
-    """Whether `a > b`, element by element, a bool: 1 FLOP each."""
+    """Return elementwise `a > b` as bool: 1 FLOP per element."""
     return pointwise("less", b, a)
 
 
 def greater_equal(a: Operand, b: Operand) -> Tensor:
-    """Whether `a >= b`, element by element, a bool: 1 FLOP each."""
+    """Return elementwise `a >= b` as bool: 1 FLOP per element."""
     return pointwise("less_equal", b, a)
 
 
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
-    """Return the element of `a` where the condition holds, else that of `b`: 1 FLOP each.
+    """Select elements from `a` where the condition holds, else from `b`: 1 FLOP per element.
 
     Examples
     --------
@@ -453,10 +450,10 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def full(shape: Sequence[object], value: float, dtype: object = None, *, name: str = "full") -> Tensor:
-    """Make a tensor of one number, in the graph's number format by default: no FLOPs, one write."""
+    """Create a tensor filled with one value, in the graph's dtype by default: no FLOPs, one write."""
     return fill(shape, value, current_graph().root.dtype if dtype is None else dtype, name=name)
 
 
 def zeros(shape: Sequence[object], dtype: object = None, *, name: str = "zeros") -> Tensor:
-    """Make a tensor of zeros, in the graph's number format by default: no FLOPs, one write."""
+    """Create a tensor of zeros, in the graph's dtype by default: no FLOPs, one write."""
     return full(shape, 0, dtype, name=name)

@@ -1,4 +1,4 @@
-"""Ops that write memory whatever was in it: a constant, another tensor's elements, elements with zeros around them."""
+"""Constants, assignment and padding: ops that write memory without reading its previous contents."""
 
 from __future__ import annotations
 
@@ -58,34 +58,33 @@ __all__ = [
 ]
 
 
-# -- fresh -------------------------------------------------------------------------------------------------------------
-# What kinds share whose results come from nothing: a shape and a number format.
+# -- base class --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fresh(OpKind):
-    """Makes a dense tensor, and reads nothing."""
+    """Kind of op that creates a contiguous tensor from a shape and dtype, without operands."""
 
     sizes: Shape
     dtype: DType
     host: Flag = False
-    """Whether it is made in memory of the host."""
+    """Whether it is created in host memory."""
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
     placed = splits.fresh
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return it."""
+        """Infer the new tensor."""
         rules.need_operands(self, operands, 0)
         return [Result(self.sizes, self.dtype, host=self.host)]
 
 
-# -- fill --------------------------------------------------------------------------------------------------------------
+# -- op kinds ----------------------------------------------------------------------------------------------------------
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Fill(Fresh):
-    """A tensor of one number."""
+    """Tensor filled with one value."""
 
     name = "fill"
     value: Annotated[
@@ -96,7 +95,7 @@ class Fill(Fresh):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Assign(OpKind):
-    """Another tensor's elements, written into a target."""
+    """Copy into a target with the same shape."""
 
     name = "assign"
     restricted = True
@@ -104,7 +103,7 @@ class Assign(OpKind):
     placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the target with other values."""
+        """Infer the target."""
         rules.need_operands(self, operands, 2)
         target, value = operands
         if target.ndim != value.ndim or not all(map(target.graph.same, target.sizes, value.sizes)):
@@ -113,7 +112,7 @@ class Assign(OpKind):
         return [itself(target)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the value: what was in the target has no say."""
+        """Return the value; the target is not read."""
         return ZERO, rules.elements(op.operands[1])
 
     def overwrites(self) -> tuple[int, ...]:
@@ -124,20 +123,20 @@ class Assign(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Revised(OpKind):
-    """A tensor after some positions of one or several axes have been written: a name that says on what it depends."""
+    """Tensor after a write to some of its positions along given axes: a rename that depends on the write."""
 
     name = "revised"
     renames = True
     axes: Annotated[tuple[int, ...], Rule("a tuple of axes", all_of(is_count))]
     starts: Annotated[tuple[Poly, ...], Rule("a tuple of amounts", all_of(is_amount)), Limit(0)]
-    """First position of each of these axes."""
+    """First position on each axis."""
     steps: Annotated[tuple[int, ...], Rule("a tuple of integers of at least 1", all_of(lambda v: is_count(v, 1)))]
     unseen: Flag = False
-    """Whether a backward pass knows nothing of it: its gradient is that of the tensor as it was."""
+    """Whether the write is invisible to autograd, which sees the tensor before it."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the first operand, of which the second is a part that has been written."""
+        """Infer the first operand; the second is the part that has been written."""
         rules.need_operands(self, operands, 2)
         (x, part), axes = operands, self.axes
         need(len(axes) == len(self.starts) == len(self.steps), f"{len(axes)} axes, starts and steps")
@@ -152,7 +151,7 @@ class Revised(OpKind):
 
     @property
     def places(self) -> list[tuple[int, Poly, int]]:
-        """Axis, first position and step of each axis along which the part is not whole."""
+        """Axis, first position and step, for each axis that the part does not cover."""
         return list(zip(self.axes, self.starts, self.steps, strict=True))
 
     def placed(self, op: Op) -> Split:
@@ -163,7 +162,7 @@ class Revised(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Pad(OpKind):
-    """A tensor with zeros around it and between its positions, along one axis."""
+    """Tensor with zeros around it and between its positions, along one axis."""
 
     name = "pad"
     restricted = True
@@ -172,13 +171,13 @@ class Pad(OpKind):
     step: Count
     full: Length
     room: Room
-    """Positions left behind the last one, looked at when sizes are bound."""
+    """Positions after the last one, checked when sizes are bound."""
     causal: Flag = False
-    """Whether the zeros at the start stand for earlier positions, which `decode` keeps."""
+    """Whether zeros at the start stand for earlier positions, which `decode` caches."""
     flops, reads, writes = rules.free, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One dense result."""
+        """Infer one contiguous result."""
         rules.need_operands(self, operands, 1)
         (x,), axis, start, step, full = operands, self.axis, self.start, self.step, self.full
         need(axis < x.ndim, f"axis {axis} of {x!r}")
@@ -192,13 +191,13 @@ class Pad(OpKind):
         return splits.alike(op, whole=[self.axis], linear=True)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the room against the axis."""
+        """Check the room against the axis."""
         left = room(self.full, self.start, operands[0].sizes[self.axis], self.step)
         need(self.room == left, f"room {shown(str(self.room))}")
 
 
 def fill(shape: Sequence[object], value: complex | Poly = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
-    """Make a tensor of one number, or a formula of sizes, in the graph that is open: no FLOPs, one write.
+    """Create a tensor filled with a number, or a formula of sizes, in the open graph: no FLOPs, one write.
 
     Examples
     --------
@@ -217,9 +216,9 @@ def fill(shape: Sequence[object], value: complex | Poly = 0, dtype: object = "fp
 
 
 def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:
-    """Write a tensor into the elements of another one, or of a view, as torch's `copy_`: one read, one write, no FLOPs.
+    """Copy a tensor into a target or a view, as torch's `copy_`: one read, one write, no FLOPs.
 
-    The shapes are the same; numbers are converted to the target's format.
+    Both have the same shape; values are cast to the target's dtype.
 
     Examples
     --------
@@ -238,10 +237,10 @@ def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:
 def pad(
     x: Tensor, axis: int, start: object, full: object, step: int = 1, *, causal: bool = False, name: str = "pad"
 ) -> Tensor:
-    """Put a tensor into zeros: at `start`, `start + step`, ... of an axis of size `full`. The reverse of `slice_axis`.
+    """Pad with zeros: place a tensor at `start`, `start + step`, ... on an axis of size `full`; reverses `slice_axis`.
 
-    The result is dense: no FLOPs, one read of `x`, one write of the result. `causal` says whether the axis is that of
-    positions and the zeros at its start stand for earlier ones, which `decode` keeps.
+    The result is contiguous: no FLOPs, one read of `x`, one write of the result. Set `causal` if the axis holds
+    positions and the zeros at its start stand for earlier ones, which `decode` caches.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Complex numbers as what they are made of, and Fourier transforms."""
+"""Complex views and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
     "view_as",
 ]
 
-#: How a transform is scaled: not at all, by the root of its number of points, or by that number.
+#: Transform scaling: none, by the square root of the number of points, or by that number.
 SCALES = ("none", "root", "points")
 _COMPLEX = {"fp32": DTYPES["complex64"], "fp64": DTYPES["complex128"]}
 
@@ -57,9 +57,9 @@ _COMPLEX = {"fp32": DTYPES["complex64"], "fp64": DTYPES["complex128"]}
 @register
 @dataclass(frozen=True, kw_only=True)
 class ViewAs(OpKind):
-    """A view of the same memory: of complex numbers as pairs of real ones, the other way round, or conjugates.
+    """View as another dtype: complex numbers as real pairs, real pairs as complex numbers, or the conjugate.
 
-    The sign of a conjugate is turned by what reads it, as torch does it: it costs nothing.
+    Conjugation is lazy as in torch: readers flip the sign, at no cost.
     """
 
     name = "view_as"
@@ -68,7 +68,7 @@ class ViewAs(OpKind):
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the operand with another last axis, of the two parts of each number, or as it is."""
+        """Infer the view."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.what == "complex":
@@ -84,43 +84,43 @@ class ViewAs(OpKind):
         return [Result((*x.sizes, poly(2)), DTYPES[x.dtype.element], strides, of=0, offset=2 * x.offset)]
 
     def placed(self, op: Op) -> Split:
-        """Split any axis but that of the parts."""
+        """Split any axis but the real pairs."""
         return _around(op, min((op.operands[0], op.results[0]), key=lambda t: t.ndim).ndim)
 
 
 def _around(op: Op, count: int, whole: Sequence[int] = ()) -> Split:
-    """Split the first axes of operand and result, which are the same, but some that are whole."""
+    """Return a rule that splits the leading axes, common to operand and result, except those in `whole`."""
     names = [() if i in whole else (f"a{i}",) for i in range(count)]
     left, right = ((*names, *(() for _ in range(t.ndim - count))) for t in (op.operands[0], op.results[0]))
     return splits.across(op, [left], right, lambda extents, ranks: op.kind, linear=True)
 
 
 def transform_flops(points: Poly, length: Poly) -> Poly:
-    """Return 5 for each point and stage, log2(n) stages rounded up (Cooley and Tukey 1965; FFTW's benchmarks)."""
+    """Return 5 FLOPs per point and stage, with ceil(log2(n)) stages (Cooley and Tukey 1965; FFTW's benchmarks)."""
     return 5 * points * poly(sympy.ceiling(sympy.log(length.expr, 2)))
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Fourier(OpKind):
-    """A discrete Fourier transform along some axes: of complex numbers, or with real ones on one side."""
+    """Discrete Fourier transform along some axes: complex, real to complex, or complex to real."""
 
     name = "fft"
     takes_complex = True
     axes: Annotated[tuple[int, ...], Rule("a tuple of different axes, one at least", all_of(is_count))]
-    """The last one is that of which one side may have half."""
+    """Transformed axes; a real transform stores half of the last one."""
     inverse: Flag = False
-    """Whether exponents are positive."""
+    """Whether the exponents are positive."""
     scale: Annotated[str, one_of(*SCALES)] = "none"
     last: Annotated[Poly | None, optional("None or a positive size", lambda v: v is None or is_size(v)), Limit(1)] = (
         None
     )
-    """Points of the last axis of the result where those of one side are half of them, which tell the others. Of
-    complex numbers the result is real then."""
+    """Size of the result's last axis, for transforms with half of the points on one side. The result is real if
+    the operand is complex."""
     reads, writes = rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One dense result."""
+        """Infer one contiguous result."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         need(bool(self.axes) and len(set(self.axes)) == len(self.axes), f"axes {self.axes} of a transform")
@@ -144,7 +144,7 @@ class Fourier(OpKind):
         return [Result(tuple(sizes), _COMPLEX[x.dtype.name])]
 
     def flops(self, op: Op) -> Flops:
-        """Count 5*n*ceil(log2(n)) for each transform, half of it where one side is real."""
+        """Count 5*n*ceil(log2(n)) per transform, half of it for real transforms."""
         (x,), (y,) = op.operands, op.results
         real = next((t for t in (x, y) if t.dtype.kind != "complex"), None)
         whole = x if real is None else real
@@ -158,7 +158,7 @@ class Fourier(OpKind):
 
 
 class Laid(Protocol):
-    """Sizes, strides and format: a tensor, or the specification of one."""
+    """Layout: sizes, strides and dtype, from a tensor or a tensor specification."""
 
     @property
     def sizes(self) -> Sizes: ...
@@ -169,9 +169,9 @@ class Laid(Protocol):
 
 
 def joined(operand: Laid, axes: Sequence[int]) -> Poly:
-    """Return the bytes of the copy that a transform makes of its operand.
+    """Return the bytes for a transform's contiguous copy of its operand, 0 if none is needed.
 
-    The axes that are not transformed have to be one, in the order in memory. An expanded operand is copied as well.
+    No copy is needed if the other axes can be merged into one. Expanded operands are always copied.
     """
     copy = prod(operand.sizes, start=ONE) * operand.dtype.bytes
     if any(n != ONE and not step for n, step in zip(operand.sizes, operand.strides, strict=True)):
@@ -183,10 +183,10 @@ def joined(operand: Laid, axes: Sequence[int]) -> Poly:
 
 
 def view_as(x: Tensor, what: str, *, name: str = "") -> Tensor:
-    """Return complex numbers as pairs of `real` ones, pairs as `complex` numbers, or the `conjugate`: a view."""
+    """View complex numbers as `real` pairs, real pairs as `complex` numbers, or the `conjugate`."""
     return apply(ViewAs(what=what), [x], name or ("conj" if what == "conjugate" else f"view_as_{what}"))[0]
 
 
 def real_part(x: Tensor) -> Tensor:
-    """Return the real part of complex numbers: a view."""
+    """Return the real part as a view."""
     return index(view_as(x, "real"), (Ellipsis, 0))

@@ -1,4 +1,4 @@
-"""The table of elementwise functions: what one element costs, and the gradient of each operand."""
+"""Table of elementwise functions: FLOPs per element, and the gradient of each operand."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ __all__ = ["COMPLEX", "FUNCTIONS", "POWERS", "Elementwise", "Function", "names_i
 
 @dataclass(frozen=True)
 class Function:
-    """An elementwise function: what one element costs."""
+    """Elementwise function with its cost per element."""
 
     name: str
     """Name in tables, files and `costgraph.ops.elementwise`."""
     arity: int
     """Number of operands."""
     flops: int
-    """Adds, multiplies, divides, comparisons and selections."""
+    """FLOPs: adds, multiplies, divides, comparisons and selections."""
     transcendentals: int = 0
-    """exp, log, sqrt, sin, tanh, erf and the like, one each."""
+    """Transcendentals: exp, log, sqrt, sin, tanh, erf and the like, 1 per call."""
     result: str = "same"
-    """Format of the result: same as the operands', float, or bool."""
+    """Result dtype: same as the operands', float, or bool."""
     formula: str = ""
-    """What is computed."""
+    """Formula, for display."""
     grad: tuple[Any, ...] | None = None
-    """Gradient of each operand, None where it is zero: "g" is the gradient of the result, "y" the result, "a" to "d"
-    are the operands, numbers stand for themselves, and `("mul", "g", "b")` applies a function of the table, with
-    an underscore behind its name in place. Equal parts of one gradient are computed once, as a variable of torch's
-    formula, `("one", expression)` is one kernel, temporaries of `("call", expression)` die at its end, and
-    `("again", "a")` is the function itself. Complex numbers stand for their conjugates; inside `("conj", expression)`
-    they do not, and the value is conjugated. Gradients that have `("shared", expression)` come from one function of
-    torch, in the order of operands: its temporaries live until all of them exist, and the value is computed once, as a
-    call. None for a function whose gradient is not stated."""
+    """Gradient expression of each operand, None where it is zero; None as a whole if no gradient is defined.
+
+    "g" is the incoming gradient, "y" the result, "a" to "d" the operands; numbers are literals. `("mul", "g", "b")`
+    applies a function of the table, in place if its name ends in an underscore. Equal subexpressions of one gradient
+    are computed once, as a variable of torch's formula. `("one", expression)` is one kernel; temporaries of
+    `("call", expression)` die at its end; `("again", "a")` is the function itself. Complex names stand for conjugates;
+    inside `("conj", expression)` they do not, and its value is conjugated. Gradients with `("shared", expression)` come
+    from one torch function, in operand order: its temporaries live until all of them exist, and the value is computed
+    once, as a call.
+    """
     order: tuple[int, ...] = ()
-    """Operands in the order of their gradients, which torch computes by the names of its arguments; () from the last
-    to the first."""
+    """Operands in the order in which torch computes their gradients, by argument name; () means from last to first."""
 
 
 def _is_function(value: object) -> bool:
@@ -63,14 +64,14 @@ def _is_function(value: object) -> bool:
 
 
 def _is_gradient(value: object) -> bool:
-    """Whether it is an expression of the gradient of a function."""
+    """Return whether a value is a gradient expression."""
     if isinstance(value, tuple):
         return len(value) > 1 and isinstance(value[0], str) and all(map(_is_gradient, value[1:]))
     return value in ("g", "y", "a", "b", "c", "d") if isinstance(value, str) else isinstance(value, int | float)
 
 
 def names_in(expression: Any) -> Iterator[str]:
-    """Yield the names in the gradient of a function."""
+    """Yield the names in a gradient expression."""
     if isinstance(expression, tuple):
         for part in expression[1:]:
             yield from names_in(part)
@@ -78,11 +79,11 @@ def names_in(expression: Any) -> Iterator[str]:
         yield expression
 
 
-#: A function as a field of an op has it.
+#: A function as a field of an op kind.
 Elementwise = Annotated[Function, Rule("an elementwise function", _is_function)]
 
 
-def _arithmetic() -> list[Function]:  # a table, which may be longer than other functions
+def _arithmetic() -> list[Function]:  # a table
     f = Function
     return [
         f("copy", 1, 0, formula="x", grad=("g",)),
@@ -127,7 +128,7 @@ def _arithmetic() -> list[Function]:  # a table, which may be longer than other 
 
 
 def _extreme(a: str, b: str) -> tuple[Any, ...]:
-    """Where operands are equal, each gets a half, as torch has it."""
+    """Return the gradients of a maximum or minimum: equal operands get half each, as in torch."""
     halved = ("where", ("eq", "a", "b"), ("div", "g", 2), "g")
     return ("masked_fill_", halved, ("less", a, b)), ("masked_fill_", halved, ("less", b, a))
 
@@ -173,7 +174,7 @@ def _activations() -> list[Function]:
 
 
 def _backward() -> list[Function]:
-    """Gradients that are one kernel each; of the gradient of a gradient nothing is stated."""
+    """Return the functions that are backward kernels; second derivatives are not defined."""
     f = Function
     return [
         f("causal_mask_backward", 1, 1, formula="g, or 0 where the query does not see the key"),
@@ -203,7 +204,7 @@ FUNCTIONS: dict[str, Function] = {
     row.name: row for row in (*_arithmetic(), *_transcendental(), *_activations(), *_backward())
 }
 
-#: Exponents for which torch's kernel of powers multiplies or takes a root.
+#: Exponents for which torch's power kernel multiplies or takes a root.
 POWERS: dict[float, tuple[str, ...]] = {
     0: (), 1: ("copy",), 2: ("square",), 3: ("cubed",), 0.5: ("sqrt",), -0.5: ("rsqrt",), -1: ("reciprocal",),
     -2: ("square", "reciprocal"),
@@ -211,7 +212,7 @@ POWERS: dict[float, tuple[str, ...]] = {
 
 _MODULUS = (3, 1)  # a*a, b*b, their sum and its root
 
-#: What a function costs of complex numbers z = a + b*i: arithmetic of their parts (FLOPs), and transcendentals.
+#: Costs on complex numbers z = a + b*i: FLOPs of real arithmetic, and transcendentals.
 COMPLEX: dict[str, tuple[int, int]] = {
     "copy": (0, 0),
     "cast": (0, 0),
@@ -228,19 +229,19 @@ COMPLEX: dict[str, tuple[int, int]] = {
     "fma": (8, 0),
     "lerp": (10, 0),
     "cubed": (12, 0),
-    "reciprocal": (6, 0),  # a and -b by the square of the modulus
-    "div": (11, 0),  # z * conj(w), both parts by the square of the modulus of w
+    "reciprocal": (6, 0),  # a and -b divided by the squared modulus
+    "div": (11, 0),  # z * conj(w), both parts divided by the squared modulus of w
     "abs": _MODULUS,
     "sign": (_MODULUS[0] + 2, 1),
     "exp": (2, 3),  # exp(a) * (cos(b), sin(b))
-    "log": (_MODULUS[0], 3),  # logarithm of the modulus, and the angle
+    "log": (_MODULUS[0], 3),  # log of the modulus, and the angle
     "sqrt": (_MODULUS[0] + 4, 2),  # t = sqrt((|z| + |a|) / 2), b / (2*t)
     "pow": (_MODULUS[0] + 8, 6),  # exp(w * log(z))
 }
 
 
 def of_complex(function: Function) -> Function:
-    """Return the function as it is of complex numbers; UnsupportedError where nothing says what it costs."""
+    """Return a function with its complex costs; raise UnsupportedError if they are not defined."""
     if function.name not in COMPLEX:
         raise UnsupportedError(
             f"{function.name} of complex numbers: no rule says what it costs, expected one of {', '.join(COMPLEX)}"

@@ -1,4 +1,4 @@
-"""Choosing among experts, ordering rows by the expert that they go to, and one product for all experts."""
+"""Mixture-of-experts ops: top-k, token dispatch to experts, and grouped matmuls."""
 
 from __future__ import annotations
 
@@ -52,40 +52,40 @@ __all__ = [
     "top_k",
 ]  # fmt: skip
 
-#: What can be assumed of which experts the rows of a pass go to.
+#: Assumptions about how tokens are routed to experts.
 ROUTINGS = ("balanced", "expected", "capacity")
 
 
 class Dispatched(NamedTuple):
-    """Where each row goes, and where it is to be found again."""
+    """Rows sorted by expert, and each choice's row."""
 
     tokens: Tensor
-    """(R,) the token that each row is, rows ordered by expert"""
+    """(R,) each row's token, rows sorted by expert"""
     ends: Tensor
-    """(E,) where the rows of each expert end"""
+    """(E,) each expert's end offset"""
     places: Tensor
-    """(..., k) the row of each choice"""
+    """(..., k) each choice's row"""
     owners: Tensor | None = None
-    """(R,) the expert of each row, where it was asked for"""
+    """(R,) each row's expert, if requested"""
     dropped: Tensor | None = None
-    """(..., k) whether a choice found no room, where experts have a capacity"""
+    """(..., k) whether a choice exceeds the expert's capacity"""
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class TopK(OpKind):
-    """The largest elements along the last axis, and where they are."""
+    """Largest elements along the last axis, with their indices."""
 
     name = "top_k"
     k: Size
     room: Room | None = None
-    """Elements beside them, looked at when sizes are bound."""
+    """Number of other elements, checked when sizes are bound."""
     smallest: Flag = False
-    """Whether they are the smallest ones, the smallest of them first."""
+    """Whether to return the smallest elements, in ascending order."""
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Values and indices."""
+        """Infer values and indices."""
         (x,) = operands
         left = None if x.ndim == 0 else (x.sizes[-1] - self.k).constant
         if x.ndim == 0 or (left is not None and left < 0):
@@ -105,18 +105,18 @@ def _is_above_zero(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(OpKind):
-    """Choices of experts, ordered by expert."""
+    """Expert choices sorted by expert."""
 
     name = "dispatch"
     experts: Size
     capacity: Annotated[Poly | None, optional("an amount above 0", _is_above_zero), Limit(0, whole=False)] = None
-    """Times its even share, for how many rows an expert has room; None where it takes all that come."""
+    """Capacity factor: an expert's rows relative to an even share; None for no limit."""
     owners: Flag = False
-    """Whether the expert of each row is wanted as well."""
+    """Whether to also return each row's expert."""
     reads, writes = rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Rows, where they end, and where each choice is."""
+        """Infer rows, end offsets and each choice's row."""
         (ids,) = operands
         if ids.dtype.kind != "int" or ids.ndim == 0:
             raise ShapeError(f"dispatch of {ids!r}: expected indices of experts (..., k) in an integer format")
@@ -128,8 +128,8 @@ class Dispatch(OpKind):
         return made + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
 
     def placed(self, op: Op) -> Split | None:
-        """Split the choices: each rank orders its own, and rows, ends and places are those of its part."""
-        if self.capacity is not None:  # room is rounded up for all of them
+        """Split the choices: each rank sorts its own, with local rows, offsets and places."""
+        if self.capacity is not None:  # capacities are rounded up globally
             return None
         names = tuple((f"i{i}",) for i in range(op.operands[0].ndim))
         rows = (tuple(n for (n,) in names),)
@@ -138,12 +138,12 @@ class Dispatch(OpKind):
         return Split((names,), results, extents, lambda own, ranks: self, whole=frozenset({"e", *names[-1]}))
 
     def flops(self, op: Op) -> Flops:
-        """Count one for each choice to order it, one to count it, and the sum over experts: where rows end."""
+        """Count one per choice to sort it, one to count it, and the prefix sum over experts."""
         return Flops(pointwise=2 * rules.elements(op.operands[0]) + self.experts)
 
 
 def _products(kind: OpKind, op: Op) -> Flops:
-    """Count 2 for each row and element of its expert's matrix."""
+    """Count 2 per row and column of its expert's matrix."""
     rows, other, _ = op.operands
     return Flops(matmul=2 * numel(rows.sizes) * other.sizes[-1])
 
@@ -151,25 +151,25 @@ def _products(kind: OpKind, op: Op) -> Flops:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Grouped(OpKind):
-    """Rows (R, D), ordered by expert, by the matrix (E, D, F) of the expert of each."""
+    """Grouped matmul: rows (R, D), sorted by expert, times the expert matrices (E, D, F)."""
 
     name = "grouped"
     routing: Annotated[str, one_of(*ROUTINGS)]
-    """Of how many experts the weights are read."""
+    """Routing assumption, which sets how many experts' weights are read."""
     chosen: Annotated[Poly, Rule("an amount above 0", _is_above_zero), Limit(0, whole=False)]
-    """Experts that a token chooses; of those of one rank in the mean."""
+    """Experts that a token chooses; on one rank, the mean number of local ones."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
-    """Number format of the result, None for the common one."""
+    """Result dtype, None to promote."""
     unpacked: Index = 0
-    """Operations on each element of the weights that it reads, such as a product with the scale of a group."""
+    """Operations to unpack each weight element that is read, such as a multiply by a group scale."""
     writes = rules.all_results
 
     def flops(self, op: Op) -> Flops:
-        """Count 2 for each row and element of its expert's matrix, and what weights take that are stored packed."""
+        """Count 2 per row and column of its expert's matrix, and operations to unpack weights."""
         return _products(self, op) + Flops(pointwise=self.unpacked * self.reads(op)[1])
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One row for each row."""
+        """Infer one row per input row."""
         rows, weights, ends = operands
         same = rows.graph.same
         fits = (rows.ndim, weights.ndim, ends.ndim) == (2, 3, 1) and ends.dtype.kind == "int"
@@ -182,14 +182,14 @@ class Grouped(OpKind):
         return [Result((rows.sizes[0], weights.sizes[2]), dtype)]
 
     def placed(self, op: Op) -> Split:
-        """Split both axes of the matrices; which rows are of which expert is known of all together."""
+        """Split both matrix axes; rows and experts stay whole, as the offsets are global."""
         operands = ((("r",), ("d",)), (("e",), ("d",), ("f",)), (("e",),))
         return sharding_rule.across(
             op, operands, (("r",), ("f",)), lambda own, ranks: self, reduced={"d": "sum"}, whole=frozenset("er")
         )
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return all rows, and of the weights those of the experts that rows go to."""
+        """Return all rows, and the weights of experts that receive rows."""
         rows, weights, ends = rules.whole(self, op)
         experts, count = op.operands[1].sizes[0], op.operands[0].sizes[0]
         if self.routing == "balanced":
@@ -200,9 +200,9 @@ class Grouped(OpKind):
 
 
 def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
-    """Return the mean number of different experts that tokens choose, each of them independently and evenly.
+    """Return the mean number of distinct experts chosen by tokens with independent uniform routing.
 
-    A token leaves an expert out with probability 1 - k/E.
+    A token misses an expert with probability 1 - k/E.
     """
     return experts * (ONE - power(ONE - chosen / experts, tokens))
 
@@ -210,13 +210,13 @@ def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
 @register
 @dataclass(frozen=True, kw_only=True)
 class GroupedOuter(OpKind):
-    """The sum over the rows of each expert of products of a row of one (R, D) and a row of the other (R, F)."""
+    """Sum of outer products per expert: rows (R, D) times rows (R, F), a grouped matmul's weight gradient."""
 
     name = "grouped_outer"
     flops, reads, writes = _products, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One matrix for each expert."""
+        """Infer one matrix per expert."""
         a, b, ends = operands
         fits = (a.ndim, b.ndim, ends.ndim) == (2, 2, 1) and ends.dtype.kind == "int"
         if not fits or not a.graph.same(a.sizes[0], b.sizes[0]):
@@ -226,7 +226,7 @@ class GroupedOuter(OpKind):
         return [Result((ends.sizes[0], a.sizes[1], b.sizes[1]), promote(a.dtype, b.dtype))]
 
     def placed(self, op: Op) -> Split:
-        """Split both axes of the matrices."""
+        """Split both matrix axes."""
         operands = ((("r",), ("d",)), (("r",), ("f",)), (("e",),))
         return sharding_rule.across(
             op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, reduced={"r": "sum"}, whole=frozenset("er")
@@ -237,26 +237,26 @@ class GroupedOuter(OpKind):
 
 
 def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]:
-    """Find the largest elements along the last axis, as `torch.topk`.
+    """Return the largest elements along the last axis, as `torch.topk`.
 
     Parameters
     ----------
     x : Tensor
         Shape (..., n).
     k : sympy.Expr or int
-        How many of them, n at the most: looked at again when sizes are bound.
+        Number of elements, at most n; checked again when sizes are bound.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     tuple of Tensor
-        Values in the format of `x` and indices in int64, (..., k) each. FLOPs: 1 for each element of `x`.
+        Values with the dtype of `x` and indices in int64, both (..., k). FLOPs: 1 per element of `x`.
 
     Raises
     ------
     GraphError, ShapeError
-        If `x` is no tensor, or has fewer elements along its last axis.
+        If `x` is not a tensor, or its last axis is too short.
 
     Examples
     --------
@@ -276,31 +276,31 @@ def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]
 def dispatch(
     ids: Tensor, experts: object, *, capacity: object = None, owners: bool = False, name: str = "dispatch"
 ) -> Dispatched:
-    """Order the choices of all tokens by expert: which token each row is, and in which row each choice is.
+    """Sort the expert choices from all tokens by expert.
 
     Parameters
     ----------
     ids : Tensor
-        Experts that tokens have chosen, (..., k) in an integer format.
+        Expert indices, (..., k) in an integer dtype.
     experts : sympy.Expr or int
-        How many experts there are.
+        Number of experts.
     capacity : number or sympy.Expr, optional
-        Each expert has room for ceiling(capacity * T * k / experts) rows, filled up where fewer come; what comes
-        beyond is dropped. By default it takes all that come.
+        Capacity factor: each expert has ceiling(capacity * T * k / experts) rows, padded if fewer tokens arrive, and
+        further tokens are dropped. By default there is no limit.
     owners : bool
-        Whether the expert of each row is wanted as well.
+        Whether to also return each row's expert.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Dispatched
-        Integers, and of dropped choices a mask. FLOPs: 2 for each choice and 1 for each expert, in one kernel.
+        Integer tensors, and a mask for dropped choices. FLOPs: 2 per choice and 1 per expert, in one kernel.
 
     Raises
     ------
     GraphError, ShapeError
-        If an argument is none.
+        If an argument is invalid.
 
     Examples
     --------
@@ -324,11 +324,11 @@ def dispatch(
 
 
 def _factor(place: str, value: object) -> Poly:
-    """Return a number above 0, a decimal fraction as it is written, or a formula."""
+    """Return a positive number or formula; floats count as the decimals that they print."""
     wrong = GraphError(f"{place} {shown(value)}, expected a number above 0")
     try:
         found = poly(Fraction(str(value)) if isinstance(value, float) else value)
-    except (ShapeError, ValueError):  # ValueError of inf and nan
+    except (ShapeError, ValueError):  # ValueError for inf and nan
         raise wrong from None
     if found.constant is not None and found.constant <= 0:
         raise wrong
@@ -338,28 +338,28 @@ def _factor(place: str, value: object) -> Poly:
 def grouped(
     rows: Tensor, weights: Tensor, ends: Tensor, chosen: object, *, routing: str = "balanced", name: str = "grouped"
 ) -> Tensor:
-    """Multiply each row by the matrix of its expert, in one kernel (torch's `grouped_mm`).
+    """Multiply each row by its expert's matrix, in one kernel, as torch's `grouped_mm`.
 
     Parameters
     ----------
     rows : Tensor
-        Shape (R, d), ordered by expert.
+        Shape (R, d), sorted by expert.
     weights : Tensor
         Shape (E, d, f).
     ends : Tensor
-        Where the rows of each expert end, (E,) from `dispatch`.
+        Each expert's end offset, (E,) from `dispatch`.
     chosen : sympy.Expr or int
-        Experts that a token chooses: R/chosen tokens are on the way.
+        Experts that a token chooses: the rows belong to R/chosen tokens.
     routing : str
-        Of how many experts the weights are read: balanced, Min(E, R); expected, E*(1 - (1 - k/E)**(R/k)), the mean
-        over independent even choices of k; capacity, E.
+        Assumption on how many experts' weights are read: balanced, Min(E, R); expected, E*(1 - (1 - k/E)**(R/k)), the
+        mean for independent uniform choices; capacity, E.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        Shape (R, f). FLOPs of kind matmul: 2*R*d*f; every row is computed, those that fill up a capacity too.
+        Shape (R, f). FLOPs of kind matmul: 2*R*d*f, including rows that pad a capacity.
 
     Raises
     ------
@@ -383,9 +383,9 @@ def grouped(
 
 
 def grouped_outer(a: Tensor, b: Tensor, ends: Tensor, *, name: str = "grouped_outer") -> Tensor:
-    """Add up products of rows by expert: (R, d) and (R, f) to (E, d, f), the gradient of the weights of experts.
+    """Sum outer products per expert: (R, d) and (R, f) to (E, d, f), the gradient of expert weights.
 
-    FLOPs of kind matmul: 2*R*d*f. Experts without rows get zeros: all of the result is written.
+    FLOPs of kind matmul: 2*R*d*f. Experts without rows get zeros, so the whole result is written.
     """
     need_tensor("grouped_outer", a, b, ends)
     return apply(GroupedOuter(), [a, b, ends], name)[0]

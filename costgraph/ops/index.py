@@ -1,4 +1,4 @@
-"""Lookups and updates by index: rows touched, not the table."""
+"""Indexed reads and writes, index ranges and sorting: costs count the rows touched, not the table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-# -- index -------------------------------------------------------------------------------------------------------------
+# -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
 def _need_integers(ids: Tensor) -> None:
@@ -82,26 +82,26 @@ Axes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed(OpKind):
-    """What looks up rows of a table, or writes them: those of axis `batch`, the axes before it shared with the indices.
+    """Indexed access to table rows along axis `batch`; tables and indices share the axes before it.
 
-    With `batch` 0 any index means a row of the whole table; with that of the last axis, rows are single elements. Of
-    several tensors of indices, all of one shape, each is for an axis of the table, from the first one on.
+    With `batch` 0, indices select rows of the whole table; if `batch` is the last axis, rows are single elements.
+    Several index tensors, all with one shape, each index one table axis, from the first on.
     """
 
     after: ClassVar[int] = 0
-    """Operands behind the indices."""
+    """Number of operands after the indices."""
     batch: Index = 0
     passed: Annotated[int | None, optional("the number of a row", is_count)] = None
-    """A row that gradients pass by, as that of torch's `padding_idx`: nothing is added to it."""
+    """Row that receives no gradient, as torch's `padding_idx`."""
     part: str = ""
-    """The axis of a mesh that splits the rows: those of other ranks are zeros here, and nothing is written to them."""
+    """Mesh axis that splits the rows: other ranks' rows read as zeros, and writes to them are skipped."""
 
     def places(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors of indices."""
+        """Return the index tensors."""
         return operands[1 : len(operands) - self.after]
 
     def names(self, op: Op) -> tuple[Axes, Axes, tuple[str, ...]]:
-        """Return names of the axes of a table and of indices, and those of rows that indices name."""
+        """Return the factors of table axes and index axes, and the indexed ones among them."""
         count, table, ids = len(self.places(op.operands)), op.operands[0], op.operands[1]
         batch = tuple((f"b{i}",) for i in range(self.batch))
         rows = tuple(f"v{i}" for i in range(count))
@@ -113,37 +113,37 @@ class Indexed(OpKind):
         )
 
     def row(self, operands: Sequence[Tensor]) -> slice:
-        """Return which axes of the table are those of a row."""
+        """Return a row's table axes, as a slice."""
         return slice(self.batch + len(self.places(operands)), None)
 
     def different(self, ids: Sequence[Tensor]) -> Poly:
-        """Return how many different places indices may name: an expanded axis of all of them is one again."""
+        """Return the maximal number of distinct indexed positions; expanded axes count once."""
         strides = [next((s for s in at if s), ZERO) for at in zip(*(t.strides for t in ids), strict=True)]
         return distinct(ids[0].sizes[self.batch :], strides[self.batch :]) if ids else ONE
 
 
 def _in_part(kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
-    """Return the record of a rank that has some of the rows."""
+    """Return the op kind for a rank with a shard of the rows."""
     return replace(kind, part=ranks.get(rows[0], "")) if rows else kind
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Gather(Indexed):
-    """Rows of a table by index."""
+    """Table rows, selected by index."""
 
     name = "gather"
     flops, writes = rules.free, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what is looked up."""
+        """Infer the selected rows."""
         rules.need_operands(self, operands[:2], 2)
         table, ids = operands[0], self.places(operands)
         _need_batch(table, ids, self.batch)
         return [Result((*ids[0].sizes, *table.sizes[self.row(operands)]), table.dtype)]
 
     def placed(self, op: Op) -> Split:
-        """Split rows, indices and what rows hold: each rank looks up what it has, and the others add nothing."""
+        """Split rows, indices and row contents; with split rows, results are partial sums over ranks."""
         table, ids, rows = self.names(op)
         result = (*ids, *table[self.batch + len(rows) :])
         reduced = dict.fromkeys(rows, "sum") if len(rows) == 1 else {}
@@ -157,9 +157,9 @@ class Gather(Indexed):
         )
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the rows of a table that are looked up, not the table, and the indices."""
+        """Return the selected rows, not the table, and the indices."""
         (table, *ids), batch, row = op.operands, self.batch, self.row(op.operands)
-        # all rows of an expanded table are one
+        # rows in an expanded table are all the same
         moving = [t for t, stride in zip(ids, table.strides[batch:], strict=False) if stride]
         lead = zip(ids[0].sizes[:batch], ids[0].strides[:batch], table.strides[:batch], strict=True)
         rows = prod((n for n, i, t in lead if t or (i and moving)), start=ONE)
@@ -170,16 +170,16 @@ class Gather(Indexed):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Scatter(Indexed):
-    """Updates that are added to rows of a target, written over them, or compared with them."""
+    """Updates that are added to target rows, replace them, or are maximized with them."""
 
     name = "scatter"
     after = 1
     mode: Annotated[str, one_of("add", "set", "max")]
     inplace: Flag = False
-    """Whether it writes into the target's storage, else into a copy."""
+    """Whether it writes into the target, else into a copy."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the target with the updates in it."""
+        """Infer the updated target."""
         rules.need_operands(self, operands[:3], 3)
         (target, *_, updates), (ids, *more) = operands, self.places(operands)
         _need_batch(target, [ids, *more], self.batch)
@@ -195,7 +195,7 @@ class Scatter(Indexed):
         return [itself(target) if self.inplace else Result(target.sizes, target.dtype)]
 
     def placed(self, op: Op) -> Split:
-        """Split rows and what they hold; updates where all are added to nothing, or to a part of a sum."""
+        """Split rows and their contents; split updates only if the target is zero or a partial sum."""
         table, ids, rows = self.names(op)
         behind = table[self.batch + len(rows) :]
         own = {n for axis in ids for n in axis} - {n for axis in table for n in axis}
@@ -206,25 +206,25 @@ class Scatter(Indexed):
         )  # fmt: skip
 
     def flops(self, op: Op) -> Flops:
-        """Count an addition, or a comparison, for each element that is scattered."""
+        """Count an addition or comparison for each update element."""
         return Flops() if self.mode == "set" else Flops(pointwise=rules.points(op.operands[-1]))
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return indices and updates, and what the result starts as: rows that are read first, or a copied target."""
+        """Return indices and updates, and the target: its rows if they are read in place, or all of a copy."""
         target, *rest = op.operands
         rows = ZERO if self.mode == "set" else self._rows(op)
         return (rows if self.inplace else rules.elements(target)), *map(rules.elements, rest)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the rows that change, or a result of its own whole."""
+        """Return the changed rows, or the whole copy."""
         return (self._rows(op),) if self.inplace else rules.all_results(self, op)
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the target where it works in place."""
+        """Return the target if the op works in place."""
         return (0,) if self.inplace else ()
 
     def _rows(self, op: Op) -> Poly:
-        """Return the elements of its target that it reaches."""
+        """Return the number of target elements that updates reach."""
         sizes, found = op.operands[0].sizes, self.different(self.places(op.operands))
         return prod((*sizes[: self.batch], *sizes[self.row(op.operands)]), start=found)
 
@@ -238,42 +238,42 @@ class Arange(OpKind):
     size: Length
     dtype: DType
     context: Flag = False
-    """Whether these are positions of keys: in `decode` then all that are cached, otherwise the new ones alone."""
+    """Whether these are key positions: in `decode`, key positions cover the cache, others only the new tokens."""
     start: Start = ZERO
     back: Flag = False
-    """Whether they go down from the start, one by one."""
+    """Whether they count down from the start."""
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return them."""
+        """Infer the integers."""
         rules.need_operands(self, operands, 0)
         return [Result((self.size,), self.dtype)]
 
 
 def gather(table: Tensor, ids: Tensor, *, batch: int = 0, name: str = "gather") -> Tensor:
-    """Look up rows: `table[ids]`, shape of `ids` followed by that of a row.
+    """Select rows by index: `table[ids]`, with the index axes first, then the row axes.
 
     Parameters
     ----------
     table : Tensor
-        Rows along the axis behind those of the batch.
+        Rows along the axis after the batch axes.
     ids : Tensor
-        Indices of an integer format.
+        Integer indices.
     batch : int
-        How many leading axes table and indices have in common: with 1, each sequence of a batch picks among its own
+        Number of leading axes that table and indices share: with 1, each sequence in a batch selects among its own
         positions, (B, T, D) by (B, K) to (B, K, D).
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        No FLOPs; reads one row for each index and the indices, writes the rows.
+        No FLOPs; reads the indices and one row per index, writes the rows.
 
     Raises
     ------
     GraphError, ShapeError
-        If the indices are no integers, or the axes of the batch differ.
+        If the indices are not integers, or the batch axes differ.
 
     Examples
     --------
@@ -295,13 +295,13 @@ def _batch(place: str, batch: int) -> int:
 
 
 def take_along(x: Tensor, ids: Tensor, *, name: str = "take_along") -> Tensor:
-    """Pick elements along the last axis: `numpy.take_along_axis(x, ids, -1)`, as a loss picks its targets."""
+    """Select elements along the last axis: `numpy.take_along_axis(x, ids, -1)`, as a loss selects its targets."""
     need_tensor("take_along", x, ids)
     return apply(Gather(batch=_last(x, ids)), [x, ids], name)[0]
 
 
 def reverse(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return some axes from their ends to their starts."""
+    """Reverse some axes, as `numpy.flip`: a copy by index."""
     for axis in axes:
         n, order = x.sizes[axis], [axis, *(i for i in range(x.ndim) if i != axis)]
         (places,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=n - 1, back=True), [], "arange")
@@ -328,36 +328,36 @@ def scatter(
     along: bool = False,
     name: str = "scatter",
 ) -> Tensor:
-    """Add rows to those of a target, overwrite them, or keep the larger: the reverse of `gather`.
+    """Add updates to target rows, replace rows, or take the maximum: the reverse of `gather`.
 
     Parameters
     ----------
     target : Tensor
-        Rows along the axis behind those of the batch.
+        Rows along the axis after the batch axes.
     ids : Tensor
-        Which row each update belongs to.
+        Row index for each update.
     updates : Tensor
-        Shape of `ids` followed by that of a row.
+        Updates, with the index axes first, then the row axes.
     mode : str
-        add (one FLOP for each element of the updates), max (a comparison each) or set (none).
+        add (one FLOP per update element), max (a comparison per element) or set (no FLOPs).
     inplace : bool
-        Write into the target's storage; otherwise into a copy of it.
+        Whether to write into the target instead of a copy.
     batch : int
-        How many leading axes target and indices have in common, as in `gather`.
+        Number of leading axes that target and indices share, as in `gather`.
     along : bool
-        Indices are positions along the last axis, as in `take_along`: the other axes are those of the batch.
+        Whether indices are positions along the last axis, as in `take_along`; all other axes are batch axes.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        The target with the updates in it.
+        The updated target.
 
     Raises
     ------
     GraphError, ShapeError
-        If the mode is unknown, or shapes or formats do not fit.
+        If the mode is unknown, or shapes or dtypes do not fit.
     """
     need_choice("scatter: mode", mode, ("add", "set", "max"))
     need_flag("scatter", inplace=inplace, along=along)
@@ -367,18 +367,18 @@ def scatter(
 
 
 def arange(size: object, dtype: object = "int64", *, context: bool = False, name: str = "arange") -> Tensor:
-    """Make 0, 1, ..., size - 1: no FLOPs, one write. The graph is the one that is open.
+    """Create the integers 0 to size - 1 in the open graph: no FLOPs, one write.
 
     Parameters
     ----------
     size : sympy.Expr or int
-        How many.
+        Number of integers.
     dtype : str or DType
-        Number format.
+        Dtype.
     context : bool
-        Whether these are positions of keys: in `decode` then all that are cached, otherwise the new ones alone.
+        Whether these are key positions: in `decode`, key positions cover the cache, others only the new tokens.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
@@ -390,21 +390,20 @@ def arange(size: object, dtype: object = "int64", *, context: bool = False, name
     return apply(kind, [], name)[0]
 
 
-# -- ordering ----------------------------------------------------------------------------------------------------------
-# Ordering along an axis.
+# -- sorting -----------------------------------------------------------------------------------------------------------
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Sort(OpKind):
-    """The elements along the last axis in order, and where each of them was."""
+    """Elements sorted along the last axis, with their original indices."""
 
     name = "sort"
     descending: Flag = False
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Values and indices."""
+        """Infer values and indices."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if not x.ndim:
@@ -417,27 +416,27 @@ class Sort(OpKind):
 
 
 def sort(x: Tensor, *, descending: bool = False, name: str = "sort") -> tuple[Tensor, Tensor]:
-    """Order the elements along the last axis, as `torch.sort`.
+    """Sort the elements along the last axis, as `torch.sort`.
 
     Parameters
     ----------
     x : Tensor
         Shape (..., n).
     descending : bool
-        The largest first.
+        Whether the largest comes first.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     tuple of Tensor
-        Values in the format of `x` and indices in int64, each of its shape. FLOPs: 1 for each element, as `top_k`: how
-        often elements are compared depends on the algorithm, and radix sorts compare none.
+        Values with the dtype of `x` and indices in int64, both with its shape. FLOPs: 1 per element, as `top_k`; the
+        number of comparisons depends on the algorithm, and radix sorts need none.
 
     Raises
     ------
     GraphError, ShapeError
-        If it is no tensor, or has no axis.
+        If `x` is not a tensor, or has no axis.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Views that say something: what lives until here, in which format, and what a backward pass does not go through."""
+"""Views with side information: extended lifetimes, requested dtypes, and gradients that stop."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = [
 @register
 @dataclass(frozen=True, kw_only=True)
 class Keep(OpKind):
-    """A view of its first operand, before which the others cannot be given back."""
+    """View of its first operand that keeps the others alive until here."""
 
     name = "keep"
     restricted = crosses = takes_lists = True
     asked: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
-    """Number format that a program asks for here, which the first operand has: in another one it would be cast."""
+    """Dtype that the program requests here, equal to that of the first operand: another dtype would be cast."""
     fixed: Flag = False
-    """Whether it asks for that one whatever format its model is in."""
+    """Whether it is requested independently of the model's dtype."""
     pulled_by: Annotated[str, optional("the name of a function", lambda v: isinstance(v, str))] = ""
-    """Function of a program that states the gradient of the first operand, or why that is a leaf of autograd."""
+    """Function of the program that defines the operand's gradient, or the reason why it is an autograd leaf."""
     leaf: Flag = False
-    """Whether the program makes a leaf of autograd here, whose gradient belongs to no parameter of the graph."""
+    """Whether it is an autograd leaf whose gradient belongs to no parameter of the graph."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.as_it_is
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the first operand."""
+        """Infer the first operand itself."""
         if not operands:
             raise GraphError("keep of nothing, expected one operand at least")
         x = operands[0]
@@ -52,7 +52,7 @@ class Keep(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class StopGradient(OpKind):
-    """A view of its operand through which no gradient passes."""
+    """View that blocks gradients."""
 
     name = "stop_gradient"
     restricted = True
@@ -61,36 +61,36 @@ class StopGradient(OpKind):
     placed = splits.as_it_is
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the operand."""
+        """Infer the operand itself."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         return [itself(x)]
 
 
 def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
-    """Let other tensors live until here, as what a variable of a program still names.
+    """Keep other tensors alive until here, as program variables do.
 
-    A tensor dies at the last op that reads it. In eager code a variable, or the arguments of a call that has not
-    returned, can name it longer: `keep` stands where they let go.
+    A tensor dies after its last reader. In eager code a variable, or an argument of a pending call, can keep it alive
+    longer: put `keep` where the last reference is dropped.
 
     Parameters
     ----------
     x : Tensor
-        What is returned.
+        Tensor to return.
     *others : Tensor
-        What lives at least as long as it takes to make `x`.
+        Tensors that stay alive at least until `x` exists.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        A view of `x`: no FLOPs and no bytes. Gradients pass to `x` alone.
+        A view of `x`, without FLOPs or bytes. Gradients pass to `x` only.
 
     Raises
     ------
     GraphError
-        If something else than tensors is given.
+        If an argument is not a tensor.
 
     Examples
     --------
@@ -110,24 +110,24 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
 
 
 def stop_gradient(x: Tensor, *, name: str = "stop_gradient") -> Tensor:
-    """Let no gradient pass: `x.detach()` in torch, `stop_gradient` in JAX.
+    """Stop gradients: `x.detach()` in torch, `stop_gradient` in JAX.
 
     Parameters
     ----------
     x : Tensor
-        What is a constant from here on.
+        Tensor to treat as a constant.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        A view of `x`: no FLOPs and no bytes. Of what is computed from it alone, a backward pass computes nothing.
+        A view of `x`, without FLOPs or bytes. Ops whose operands are all constant get no backward pass.
 
     Raises
     ------
     GraphError
-        If it is no tensor.
+        If `x` is not a tensor.
 
     Examples
     --------

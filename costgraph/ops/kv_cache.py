@@ -1,4 +1,4 @@
-"""What inference keeps between steps: marks of what is cached, the start of a recurrence, appending to a cache."""
+"""State that inference keeps between steps: cached tensors, recurrent state, and appending to a KV cache."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ __all__ = [
 @register
 @dataclass(frozen=True, kw_only=True)
 class Cache(OpKind):
-    """A view of what is kept between steps of inference."""
+    """View that marks a tensor as cached between inference steps."""
 
     name = "cache"
     axis: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
-    """The axis that grows, None of what is written once."""
+    """Axis that grows; None if the cache is written once."""
     window: Size | None = None
-    """How many of the last positions are kept."""
+    """Number of last positions to keep."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the operand."""
+        """Infer the operand itself."""
         (x,) = operands
         return [itself(x)]
 
@@ -66,7 +66,7 @@ class Cache(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class InitialState(Fresh):
-    """What a recurrence starts from: zeros in training, in inference what the last step left."""
+    """Initial recurrent state: zeros in training, the previous step's state in inference."""
 
     name = "initial_state"
 
@@ -74,17 +74,17 @@ class InitialState(Fresh):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Append(OpKind):
-    """New positions behind those that a cache holds, in its own storage and number format."""
+    """Write new positions at the end of a cache, in its storage and dtype."""
 
     name = "append"
     axis: Index
-    """The axis of positions."""
+    """Position axis."""
     part: str = ""
-    """The axis of a mesh that splits the positions of the cache, "" for none; the new ones are behind all of them."""
+    """Mesh axis that splits the cached positions, "" for none; the last rank takes the new ones."""
     flops = rules.free
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the cache."""
+        """Infer the cache."""
         rules.need_operands(self, operands, 2)
         held, new = operands
         axis = self.axis
@@ -96,15 +96,15 @@ class Append(OpKind):
         return [itself(held)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the positions that it takes; of ranks, those of the one that has the last ones."""
+        """Return the new positions that fit; on a mesh, only the last rank takes them."""
         return ZERO, distinct(self._latest(op), op.operands[1].strides)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the positions that it takes; of ranks, those of the one that has the last ones."""
+        """Return the new positions that fit; on a mesh, only the last rank takes them."""
         return (numel(self._latest(op)),)
 
     def placed(self, op: Op) -> Split:
-        """Split all axes; of other positions than those that are new, each rank takes those that it has of these."""
+        """Split all axes; new positions are split only if they replace the whole cache."""
         rule, (held, new), axis = splits.alike(op), op.operands, self.axis
         if held.graph.same(held.sizes[axis], new.sizes[axis]):
             return rule
@@ -123,7 +123,7 @@ class Append(OpKind):
         return (0,)
 
     def _latest(self, op: Op) -> tuple[Poly, ...]:
-        """Shape of what a cache takes: of more positions than it has room for, the last ones."""
+        """Return the shape written: the last new positions that the cache has room for."""
         (held, new), axis = op.operands, self.axis
         return (*new.sizes[:axis], smaller(new.sizes[axis], held.sizes[axis]), *new.sizes[axis + 1 :])
 
@@ -131,34 +131,34 @@ class Append(OpKind):
 def cache(
     x: Tensor, pattern: PatternText, /, *, along: str | None = None, window: object = None, name: str = "cache"
 ) -> Tensor:
-    """Mark what inference keeps between steps: keys and values, a latent vector, the results of an encoder.
+    """Mark a tensor that inference caches: keys and values, a latent vector, encoder outputs.
 
-    In training nothing happens here. `prefill` also writes the tensor to a cache; `decode` appends the new positions
-    to the cache and reads it whole.
+    In training this does nothing. `prefill` also writes the tensor to a cache; `decode` appends the new positions to
+    the cache and reads it whole.
 
     Parameters
     ----------
     x : Tensor
-        What is kept.
+        Tensor to cache.
     pattern : str
-        Names of its axes: `"b g t k"`.
+        Axis names: `"b g t k"`.
     along : str, optional
-        The axis of positions, that grows. Without it the cache is written once, by `prefill`, and neither `x` nor
-        what it alone is made from is computed in `decode`: keys and values of an encoder's results.
+        Position axis, which grows. Without it, `prefill` writes the cache once, and `decode` computes neither `x`
+        nor tensors used for `x` alone, such as the keys and values of encoder outputs.
     window : sympy.Expr or int, optional
-        How many of the last positions are kept, the one of the query included; all by default.
+        Number of last positions to keep, including the query's; all by default.
     name : str
-        Name of the op, and of the cache.
+        Name of op and cache.
 
     Returns
     -------
     Tensor
-        A view of `x`: no FLOPs and no bytes.
+        A view of `x`, without FLOPs or bytes.
 
     Raises
     ------
     PatternError, ShapeError
-        If the pattern does not name the axes of `x` once each, or `along` is none of them.
+        If the pattern does not name each axis of `x` once, or `along` is not one of them.
 
     Examples
     --------
@@ -187,37 +187,37 @@ def cache(
 
 
 def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = "state") -> Tensor:
-    """Make what a recurrence starts from, as the carry of a `scan` over positions.
+    """Create a recurrence's initial state, the carry for a `scan` over positions.
 
-    In training it is zeros. In `prefill` the last carry is written to a cache, from which `decode` goes on.
+    In training it is zeros. `prefill` writes the final carry to a cache, from which `decode` continues.
 
     Parameters
     ----------
     shape : sequence of sympy.Expr or int
         Sizes.
     dtype : str or DType, optional
-        Number format, the graph's by default.
+        Dtype, the graph's by default.
     name : str
-        Name of the op, and of the cache.
+        Name of op and cache.
 
     Returns
     -------
     Tensor
-        No FLOPs, one write.
+        Zeros: no FLOPs, one write.
 
     Raises
     ------
     GraphError, ShapeError, FormatError
-        If no graph is open, a size is none, or the format is unknown.
+        If no graph is open, or a size or the dtype is invalid.
     """
     format_ = current_graph().root.dtype if dtype is None else find_dtype(dtype)
     return apply(InitialState(sizes=sizes_of(shape, f"state {name!r}"), dtype=format_), [], name)[0]
 
 
 def append(held: Tensor, new: Tensor, axis: int, *, name: str = "append") -> Tensor:
-    """Write new positions behind those that a cache holds: one read and one write of them, in the cache's storage.
+    """Write new positions at the end of a cache: one read and one write of them, in the cache's storage.
 
-    The numbers are converted to the cache's format; of more positions than it has room for, the last ones are written.
+    Values are cast to the cache's dtype; if the cache has too little room, only the last positions are written.
     """
     need_tensor("append", held, new)
     return apply(Append(axis=axis), [held, new], name)[0]

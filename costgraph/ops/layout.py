@@ -1,4 +1,4 @@
-"""Records of ops that move or rename elements: of views, of copies where strides allow no view, of joins."""
+"""Ops that move or rename elements: rearrange, reshape, slice, expand, concat. A view is free, a copy is not."""
 
 from __future__ import annotations
 
@@ -76,21 +76,21 @@ __all__ = [
 ]
 
 
-# -- moves -------------------------------------------------------------------------------------------------------------
+# -- op kinds ----------------------------------------------------------------------------------------------------------
 
 
 def _is_places(value: object) -> bool:
     return isinstance(value, tuple) and [type(v) for v in value] == [Domain, int, int] and bool(value[1] != value[2])
 
 
-#: A domain over two axes by their places, or none.
+#: An attention domain with the indices of its query and key axes, or None.
 DomainAxes = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
 
 
 def _grouped(
     sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]
 ) -> list[list[int]] | None:
-    """Return which consecutive parts make up each size, None where some do not."""
+    """Return each size's consecutive factors, or None if a size is not a product of them."""
     out: list[list[int]] = []
     at = 0
     for size in sizes:
@@ -111,46 +111,46 @@ def _grouped(
 
 
 def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
-    """Return how many positions are left behind the last one of a slice."""
+    """Return the number of positions after a slice."""
     return whole - start - (size - 1) * step - 1
 
 
 def need_within(place: str, axis: int, expected: str, **values: Poly) -> None:
-    """Raise ShapeError where a place on an axis is known to be negative, or no whole number."""
+    """Raise ShapeError if a position on an axis is known to be negative or fractional."""
     for what, value in values.items():
         if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
             raise ShapeError(f"{place}: {what} is {value} on axis {axis}, expected {expected}")
 
 
 def need_places(domain: tuple[Domain, int, int] | None, sizes: Sequence[Poly]) -> None:
-    """Raise ShapeError where a domain is over other axes than a shape has."""
+    """Raise ShapeError unless a domain's axes exist."""
     if domain is not None:
         seen, query, key = domain
         need(0 <= query < len(sizes) and 0 <= key < len(sizes), f"domain over {shown([query, key])}")
-        seen.points(sizes[query], sizes[key])  # refuses what it cannot count
+        seen.points(sizes[query], sizes[key])  # raises if it cannot be counted
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Rearrange(OpKind):
-    """Axes split, permuted and merged: a view where strides allow it, else a dense copy."""
+    """Split, permuted and merged axes: a view if strides allow it, else a contiguous copy."""
 
     name = "rearrange"
     restricted = True
     pattern: Annotated[Pattern | None, optional("a pattern", lambda v: isinstance(v, Pattern))] = None
-    """What was asked for; None of a reshape."""
+    """The caller's pattern; None for a reshape."""
     split: Sizes
-    """Shape with all axes apart."""
+    """Shape with all axes split."""
     order: Annotated[tuple[int, ...], Rule("a tuple of integers", all_of(is_count))]
-    """Which of these stands on each place."""
+    """Permutation of the split axes."""
     merged: Shape
-    """Shape of the result."""
+    """Result shape."""
     copy: Flag = False
-    """Whether a copy is asked for."""
+    """Whether to copy although a view is possible."""
     flops, reads, writes = rules.free, rules.moved_if_copied, rules.written_if_copied
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return a view, or what is copied."""
+        """Infer a view or a copy."""
         rules.need_operands(self, operands, 1)
         (x,), split, merged = operands, self.split, self.merged
         need(sorted(self.order) == list(range(len(split))), f"order {shown(self.order)} of {len(split)} axes")
@@ -167,7 +167,7 @@ class Rearrange(OpKind):
         return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
 
     def _parts(self, op: Op) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
-        """Return the parts that operand and result are both made of."""
+        """Return the factors common to operand and result."""
         x, same = op.operands[0], op.graph.same
         names = [f"s{i}" for i in range(len(self.split))]
         groups = [_grouped(sizes, parts, same) for sizes, parts in (
@@ -183,7 +183,7 @@ class Rearrange(OpKind):
         return splits.refined(x.sizes, self.merged, same)
 
     def placed(self, op: Op) -> Split:
-        """Split the parts that axes are made of."""
+        """Split the common factors."""
         extents, left, right, whole = self._parts(op)
 
         def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
@@ -196,7 +196,7 @@ class Rearrange(OpKind):
         return Split((tuple(left),), (tuple(right),), extents, local, whole=frozenset(whole), linear=True)
 
     def _axes(self, x: Tensor) -> list[int | None]:
-        """Return of each axis of the result which axis of a restriction it is, None of others."""
+        """Return the operand's domain axis that each result axis is, or None."""
         places: list[int | None] = [None] * len(self.merged)
         if x.domain is not None:
             told, axes, order = x.graph.told, x.domain[1:], self.order
@@ -209,7 +209,7 @@ class Rearrange(OpKind):
         return places
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the pattern against the sizes."""
+        """Check the pattern against the sizes."""
         if self.pattern is None:
             return
         (x,), pattern = operands, self.pattern
@@ -227,7 +227,7 @@ class Rearrange(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Slice(OpKind):
-    """Some positions of one axis: a view."""
+    """Positions on one axis with a step: a view."""
 
     name = "slice"
     restricted = True
@@ -236,13 +236,13 @@ class Slice(OpKind):
     size: Length
     step: Count
     room: Room | None = None
-    """Positions left behind the last one, where they are looked at when sizes are bound."""
+    """Positions after the last one, checked when sizes are bound."""
     split: Flag = False
-    """Whether it is a part of a split, whose gradients are joined by one op."""
+    """Whether it comes from a split, whose gradients one op concatenates."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the positions as a view."""
+        """Infer the view."""
         rules.need_operands(self, operands, 1)
         (x,), axis, start, size, step = operands, self.axis, self.start, self.size, self.step
         need(axis < x.ndim, f"axis {axis} of {x!r}")
@@ -255,12 +255,12 @@ class Slice(OpKind):
         return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis], domain=domain)]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the room against the axis."""
+        """Check the room against the axis."""
         left = room(operands[0].sizes[self.axis], self.start, self.size, self.step)
         need(self.room in (None, left), f"room {shown(str(self.room))}")
 
     def placed(self, op: Op) -> Split:
-        """Split the other axes, and the own one where it is cut into equal blocks of which this is one."""
+        """Split the other axes, and the sliced one if this is one of several equal blocks."""
         (x,) = op.operands
         blocks, at = x.sizes[self.axis] / self.size, self.start / self.size
         if self.step != 1 or not all(isinstance(n.constant, int) for n in (blocks, at)):
@@ -275,29 +275,29 @@ class Slice(OpKind):
         return splits.in_blocks(rule, self.axis, blocks, of_operand=True)
 
     def span(self) -> tuple[Poly, Poly]:
-        """Return where it begins and ends on its axis."""
+        """Return where the slice begins and ends on its axis."""
         return self.start, self.start + (self.size - 1) * self.step + 1
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Expand(OpKind):
-    """A tensor repeated along new axes or axes of size 1, without a copy."""
+    """View repeated along new axes or size-1 axes."""
 
     name = "expand"
     restricted = True
     sizes: Shape
-    """Shape of the result."""
+    """Result shape."""
     kept: Annotated[
         tuple[int | None, ...], Rule("a tuple of integers and None", all_of(lambda v: v is None or is_count(v)))
     ]
-    """Which axis of the operand each is, None for a new one."""
+    """Operand axis for each result axis, None for a new one."""
     domain: DomainAxes = None
-    """Of what a gradient is wanted, None where the restriction of the operand goes on."""
+    """Result domain where the expanded gradient is needed; None to keep the operand's."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return a view whose strides are zero along what is repeated."""
+        """Infer a view with stride 0 along repeated axes."""
         rules.need_operands(self, operands, 1)
         (x,), used = operands, [i for i in self.kept if i is not None]
         need(len(self.kept) == len(self.sizes), f"kept {shown(self.kept)} of {len(self.sizes)} axes")
@@ -313,7 +313,7 @@ class Expand(OpKind):
         return [Result(self.sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
 
     def placed(self, op: Op) -> Split:
-        """Split what is kept, and what is repeated where a reader wants a part of it."""
+        """Split the kept axes, and repeated axes if a consumer wants a shard."""
         (x,) = op.operands
         names = tuple((f"a{i}",) for i in range(len(self.sizes)))
         moved = {at: i for i, at in enumerate(self.kept) if at is not None and x.sizes[at] == self.sizes[i]}
@@ -323,7 +323,7 @@ class Expand(OpKind):
         )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold what is kept, and the domain, against the operand."""
+        """Check the kept axes and the domain against the operand."""
         (x,) = operands
         left = all(x.sizes[i] == ONE for i in range(x.ndim) if i not in self.kept)
         need(left, f"kept {shown(self.kept)} leaves out axes of {x!r}")
@@ -334,19 +334,19 @@ class Expand(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Concat(OpKind):
-    """Tensors joined along an axis; of what a loop has left in a storage an iteration, all of them in their order."""
+    """Concatenation along an axis; stacked residuals contribute one part per iteration, in order."""
 
     name = "concat"
     restricted = takes_lists = True
     axis: Index
     stacked: Flag = False
-    """Whether it is an axis that they do not have, where each is one position."""
+    """Whether the axis is new, with one position per part."""
     reverse: Flag = False
-    """Whether of what a loop has left the last iteration's comes first."""
+    """Whether stacked residuals are concatenated from the last iteration to the first."""
     flops, reads, writes = rules.free, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One dense result."""
+        """Infer one contiguous result."""
         axis, new = self.axis, int(self.stacked)
         shapes = [t.sizes[t.storage.pieces :] for t in operands]
         need(bool(operands) and axis < len(shapes[0]) + new, f"axis {axis}")
@@ -367,12 +367,12 @@ class Concat(OpKind):
         return [Result(sizes, first.dtype, domain=domain)]
 
     def extents(self, operands: Sequence[Tensor]) -> list[Poly]:
-        """Return how much of the axis each operand takes."""
+        """Return the size along the axis that each operand contributes."""
         each = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
         return [prod(t.sizes[: t.storage.pieces], start=n) for n, t in zip(each, operands, strict=True)]
 
     def _of_lists(self, op: Op) -> Split:
-        """Split the other axes: those of operands without the own one, and behind one of iterations."""
+        """Return the rule for stacked parts: all axes but the concatenated and the iteration axes may be split."""
         made, axis, own, operands = [(f"a{i}",) for i in range(op.results[0].ndim)], self.axis, {f"a{self.axis}"}, []
         for k, t in enumerate(op.operands):
             lead, middle = [(f"l{k}_{i}",) for i in range(t.storage.pieces)], [] if self.stacked else [(f"o{k}",)]
@@ -381,7 +381,7 @@ class Concat(OpKind):
         return splits.across(op, operands, tuple(made), lambda extents, ranks: self, whole=frozenset(own), linear=True)
 
     def placed(self, op: Op) -> Split:
-        """Split the other axes, and the own one where what is joined is equally long."""
+        """Split the other axes, and the concatenated one if all parts have the same size."""
         first = op.operands[0]
         if self.stacked or any(t.storage.pieces for t in op.operands):
             return self._of_lists(op)
@@ -392,8 +392,7 @@ class Concat(OpKind):
         return splits.in_blocks(replace(rule, extents=extents), self.axis, poly(len(op.operands)), of_operand=False)
 
 
-# -- layout ------------------------------------------------------------------------------------------------------------
-# Ops that move or rename elements: rearrange, reshape, slice, expand, concat. A view is free, a copy is not.
+# -- functions ---------------------------------------------------------------------------------------------------------
 
 
 def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **sizes: object) -> Tensor:
@@ -402,18 +401,18 @@ def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **
     Parameters
     ----------
     x : Tensor
-        What is rearranged.
+        Operand.
     pattern : str
         Such as `"b s (h k) -> b h s k"`.
     name : str
-        Name of the op.
+        Op name.
     **sizes : sympy.Expr or int
         Sizes of split axes.
 
     Returns
     -------
     Tensor
-        A view where strides allow it, which costs nothing, else a dense copy, which is one read and one write.
+        A view if strides allow it, which is free, else a contiguous copy: one read and one write.
 
     Raises
     ------
@@ -452,20 +451,20 @@ def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **
 
 
 def reshape(x: Tensor, shape: Sequence[object], *, name: str = "reshape") -> Tensor:
-    """Give a tensor another shape with as many elements: a view where strides allow it, else a copy."""
+    """Give a tensor another shape with as many elements: a view if strides allow it, else a copy."""
     need_tensor("reshape", x)
     sizes = sizes_of(shape, f"reshape of {x!r}")
     return apply(Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=sizes), [x], name)[0]
 
 
 def permute(x: Tensor, order: Sequence[int], *, name: str = "permute") -> Tensor:
-    """Give a tensor its axes in another order: a view."""
+    """Permute axes: a view."""
     places = tuple(i % x.ndim for i in order)
     return apply(Rearrange(split=x.sizes, order=places, merged=tuple(x.sizes[i] for i in places)), [x], name)[0]
 
 
 def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
-    """Return the tensor itself if it is dense in the order of its axes, else such a copy."""
+    """Return the tensor itself if it is contiguous, else a contiguous copy."""
     need_tensor("contiguous", x)
     if x.is_contiguous:
         return x
@@ -474,7 +473,7 @@ def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
 
 
 def copied_into(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a dense tensor with its axes in an order, from the slowest to the fastest: a copy if x lies otherwise."""
+    """Return a tensor that is dense in an axis order, from slowest to fastest: a copy unless `x` already is."""
     if is_contiguous_in(x.sizes, x.strides, order):
         return x
     moved = contiguous_copy(x if list(order) == [*range(x.ndim)] else permute(x, order))
@@ -482,19 +481,19 @@ def copied_into(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def axis_of(x: Tensor, axis: int) -> int:
-    """Return the place of an axis, which may be counted from the end."""
+    """Return the index of an axis, which may be negative."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
     return axis % x.ndim
 
 
 def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1, *, name: str = "slice") -> Tensor:
-    """Take `size` positions of one axis from `start` on, every `step`-th: a view.
+    """Take `size` positions on one axis, from `start` in steps of `step`: a view.
 
     Raises
     ------
     ShapeError
-        If the positions are known to lie outside.
+        If positions are known to be out of bounds.
     """
     need_tensor("slice", x)
     return _cut(x, axis, start, size, step, name)
@@ -504,13 +503,13 @@ def _cut(x: Tensor, axis: int, start: object, size: object, step: int, name: str
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
     at, first, count = axis_of(x, axis), poly(start), poly(size)
-    # the room is looked at again when sizes are bound, as is the start
+    # start and room are checked again when sizes are bound
     left = room(x.sizes[at], first, count, step)
     return apply(Slice(axis=at, start=first, size=count, step=step, room=left, split=split), [x], name)[0]
 
 
 def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "split") -> tuple[Tensor, ...]:
-    """Cut one axis into consecutive parts: views.
+    """Split one axis into consecutive parts: views.
 
     Raises
     ------
@@ -522,34 +521,34 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
     at = axis_of(x, axis)
     if not current_graph(x.graph).same(total(parts), x.sizes[at]):
         raise ShapeError(f"split of {x!r}: parts {list(parts)} add up to {total(parts)}, expected {x.sizes[at]}")
-    # parts of one split: their gradients are joined by one op
+    # flagged as one split, so that one op concatenates their gradients
     starts = [total(parts[:i]) for i in range(len(parts))]
     return tuple(_cut(x, at, start, part, 1, name, split=True) for start, part in zip(starts, parts, strict=True))
 
 
 def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Tensor:
-    """Move the elements along an axis, and what leaves it at one end in at the other, as `numpy.roll`.
+    """Roll elements along an axis, as `numpy.roll`.
 
     Parameters
     ----------
     x : Tensor
-        What is rolled.
+        Operand.
     shift : sympy.Expr or int
         Positions towards the end of the axis, at most its size; negative towards its start.
     axis : int
-        Axis that is rolled.
+        Axis to roll along.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        Shape of `x`, dense. No FLOPs: one read of `x` and one write; a shift of 0 or of the whole axis is `x`.
+        Contiguous, with the shape of `x`. No FLOPs: one read of `x` and one write; a shift of 0 or a full turn is free.
 
     Raises
     ------
     GraphError, ShapeError
-        If it is no tensor, or the shift is known to be larger than the axis.
+        If `x` is not a tensor, or the shift is known to be larger than the axis.
 
     Examples
     --------
@@ -574,12 +573,12 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
 
 
 def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes: object) -> Tensor:
-    """Repeat along new axes or axes of size 1, without a copy: `expand(x, "s d -> b s d", b=B)`.
+    """Repeat along new axes or size-1 axes, as a view: `expand(x, "s d -> b s d", b=B)`.
 
     Raises
     ------
     PatternError, ShapeError
-        If the pattern merges axes, or leaves one out.
+        If the pattern merges or drops axes.
     """
     need_tensor("expand", x)
     parsed = parse_pattern(pattern, (x.ndim,))
@@ -607,18 +606,18 @@ def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes:
 
 
 def broadcast(x: Tensor, sizes: Sequence[Poly], *, name: str = "expand") -> Tensor:
-    """Repeat a tensor along new leading axes, and along axes of size 1, without a copy."""
+    """Broadcast a tensor along new leading axes and size-1 axes, as a view."""
     kept = (*(None for _ in range(len(sizes) - x.ndim)), *range(x.ndim))
     return apply(Expand(sizes=tuple(sizes), kept=kept), [x], name)[0]
 
 
 def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -> Tensor:
-    """Join tensors along an axis: one read of each and one write of the result.
+    """Concatenate tensors along an axis: one read per operand, and one write of the result.
 
     Raises
     ------
     GraphError, ShapeError
-        If there is no tensor, or shapes or formats differ.
+        If there is no tensor, or shapes or dtypes differ.
     """
     need_tensor("concat", *need_list("concat", tensors))
     if not tensors:
@@ -627,13 +626,13 @@ def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -
 
 
 def stack(tensors: Sequence[Tensor], *, name: str = "stack") -> Tensor:
-    """Join tensors along a new first axis."""
+    """Stack tensors along a new first axis."""
     need_tensor("stack", *need_list("stack", tensors))
     return concat([reshape(t, (1, *t.sizes)) for t in tensors], 0, name=name)
 
 
 def index(x: Tensor, key: object) -> Tensor:
-    """Apply what stands in `x[...]`: integers, slices, None and Ellipsis, all of them views."""
+    """Apply basic indexing, `x[...]`, with integers, slices, None and Ellipsis: all views."""
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
     used = sum(k is not None and k is not Ellipsis for k in keys)

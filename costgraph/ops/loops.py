@@ -1,4 +1,4 @@
-"""Ops with a body: fused kernels, and repeats whose count may be a symbol."""
+"""Fused kernels and loops: op kinds with a body, loop accumulators and stacks, and the loop executor."""
 
 from __future__ import annotations
 
@@ -86,36 +86,36 @@ __all__ = [
 ]
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
-# What iterations of a loop leave behind, one storage each, and sums that they add to.
+# -- accumulators and slices -------------------------------------------------------------------------------------------
+# Initial values for accumulators that a loop carries or stacks, and operand slices.
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Absent(Fresh):
-    """What a loop adds to before there is anything: it takes no memory, and the first term becomes it."""
+    """Uninitialized loop accumulator: it takes no memory, and the first term becomes the sum."""
 
     name = "absent"
     pieces: Index = 0
-    """Leading axes whose positions are storages of their own."""
+    """Number of leading axes with separate allocations, one per iteration."""
     domain: DomainAxes = None
     writes = rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the sum."""
+        """Infer the accumulator."""
         return [replace(made, pieces=self.pieces, domain=self.domain) for made in Fresh.infer(self, operands)]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the domain against the shape."""
+        """Check the domain against the shape."""
         need_places(self.domain, self.sizes)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Accumulate(OpKind):
-    """A term added to a sum in place; where there is nothing yet to add to, the term is the sum, at no cost.
+    """In-place addition to an accumulator; onto an uninitialized one, the term becomes the sum at no cost.
 
-    One that is `lent`, as it is someone else's as well, is copied there.
+    A `lent` term is aliased elsewhere, so it is copied instead.
     """
 
     name = "accumulate"
@@ -125,7 +125,7 @@ class Accumulate(OpKind):
     placed = splits.summed
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the sum."""
+        """Infer the sum, in the accumulator's storage."""
         rules.need_operands(self, operands, 2)
         so_far, term = operands
         if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
@@ -134,46 +134,46 @@ class Accumulate(OpKind):
         return [itself(so_far)]
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the sum."""
+        """Return the accumulator."""
         return (0,)
 
 
 def absent(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
-    """Return a sum before its first term: a carry of a loop that `accumulate` adds to; it takes no memory."""
+    """Return an uninitialized accumulator, a carry for `accumulate`; it takes no memory."""
     return apply(Absent(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
 
 
 def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = "accumulate") -> Tensor:
-    """Add a term in place: one FLOP an element. Where the sum is still absent the term becomes it, at no cost.
+    """Add a term in place: one FLOP per element. Onto an uninitialized accumulator, the term becomes the sum for free.
 
-    One that is `lent`, as others hold it too, is copied there.
+    A `lent` term is aliased elsewhere, so it is copied instead.
     """
     dense = contiguous_copy(term)
     return apply(Accumulate(lent=lent and dense is term), [so_far, dense], name)[0]
 
 
 def taken(op: Op) -> Op:
-    """Return what an op that adds a term that is lent does where there is nothing yet to add to: a copy of it."""
+    """Return the copy that replaces accumulating a lent term onto an uninitialized accumulator."""
     copy = Op(op.graph, Pointwise(function=FUNCTIONS["copy"]), op.name, op.operands[1:], op.scope, op.phase)
     copy.results = op.results
     return copy
 
 
 def slice_of(body: Graph, t: Tensor, name: str) -> Tensor:
-    """Add an input of a loop's body that stands for one position along the first axis of a tensor."""
+    """Add a formal to a loop body for one position along a tensor's first axis."""
     inner = body.formal(t, name, t.sizes[1:], t.strides[1:], max(t.storage.pieces - 1, 0))
     inner.domain = None if t.domain is None else (t.domain[0], t.domain[1] - 1, t.domain[2] - 1)
     return inner
 
 
-# -- stacks ------------------------------------------------------------------------------------------------------------
-# Stacks of slices, one of each iteration, without a loop around: made empty, and full once all slices are written.
+# -- stacks of unrolled loops ------------------------------------------------------------------------------------------
+# A stack outside a loop is allocated empty, and complete once all slices are written.
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Empty(Fresh):
-    """A stack of slices before any of them is written: storage without content."""
+    """Uninitialized stack, before any slice is written."""
 
     name = "empty"
     writes = rules.nothing
@@ -182,19 +182,19 @@ class Empty(Fresh):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Stacked(OpKind):
-    """The same stack when all of its slices are written: a name that says on what it depends."""
+    """Stack after all its slices are written: a rename that depends on the writes."""
 
     name = "stacked"
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the first operand; the others are written into it from now on."""
+        """Infer the stack; the slices move into its storage."""
         stack, at = operands[0], ZERO
         for t in operands[1:]:
             if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
                 raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
             if t.storage is not stack.storage:
-                # what an iteration makes for a stack is written into its slice at once: there it lies from now on
+                # results that go into a stack are written there directly, so they live in its storage
                 t.strides = contiguous(t.sizes)
                 _move(t, t.storage, stack.storage, at)
             at = at + numel(t.sizes)
@@ -204,7 +204,7 @@ class Stacked(OpKind):
 
 
 def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
-    """Let a tensor, and what is a view of it, lie in another storage."""
+    """Move a tensor and its views to another storage."""
     left = [t]
     while left:
         moved = left.pop()
@@ -212,63 +212,63 @@ def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
         left += [r for op in moved.graph.successors(moved) for r in op.results if r.storage is old and r not in left]
 
 
-# -- play --------------------------------------------------------------------------------------------------------------
-# Loops played out: what an iteration is given, hands on and leaves behind, once for all who run one.
+# -- loop executor -----------------------------------------------------------------------------------------------------
+# Iterates loops for all interpreters: carries, slices, stacks and stacked residuals are handled here once.
 
 P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An iteration that is played."""
+    """One executed iteration."""
 
     at: int
-    """its number among those that are played"""
+    """index among the executed iterations"""
     times: int
-    """how many are played"""
+    """number of executed iterations"""
     count: Poly = ONE
-    """how many there are"""
+    """number of iterations in the loop"""
 
 
 Env = dict[Any, Any]
 
 
 class Player(Generic[P]):
-    """Runs the ops of a graph in order, and the body of a loop as often as it repeats.
+    """Base of interpreters: runs a graph's ops in program order, and loop bodies once per executed iteration.
 
-    What an op makes is a value of the player's own, kept by `key`; a sum before its first term is None, and what has a
-    storage for each iteration is what `collected` says. `P` is what a player wants to know of where an op stands: it is
-    handed down, and each iteration has its own.
+    Subclasses define values and how ops compute them; values are stored by `key`. An uninitialized accumulator is None,
+    and stacked residuals are the result of `collected`. `P` is a subclass's own context, passed down to each op and
+    iteration.
     """
 
     def __init__(self) -> None:
         self.around: list[Turn] = [Turn(0, 1)]
-        """The iterations around what is played; the first one stands for none."""
+        """Enclosing iterations; the first entry stands for none."""
 
-    # -- what a player says ----------------------------------------------------------------------------------------
+    # -- hooks -----------------------------------------------------------------------------------------------------
 
     def key(self, t: Tensor) -> Hashable:
-        """Return by what the value of a tensor is kept."""
+        """Return the key under which a tensor's value is stored."""
         return t
 
     def step(self, op: Op, env: Env, place: P) -> None:
-        """Run an op that is no loop."""
+        """Run an op that is not a loop."""
         raise NotImplementedError
 
     def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterable[Turn]:
-        """Yield the iterations, in the order in which they run."""
+        """Yield the iterations in execution order."""
         raise NotImplementedError
 
     def stack(self, loop: Loop, t: Tensor, env: Env, place: P) -> Any:
-        """Return what the slices of a result are written into, before the first one is."""
+        """Return a result's stack before any slice is written."""
         raise NotImplementedError
 
     def slice(self, loop: Loop, value: Any, turn: Turn, place: P) -> Any:
-        """Return what an iteration is given of what is read slice by slice."""
+        """Return an operand's slice for one iteration."""
         raise NotImplementedError
 
     def inside(self, env: Env) -> Env:
-        """Return where values are kept during an iteration."""
+        """Return the environment for one iteration."""
         return {}
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: P) -> None:
@@ -276,26 +276,26 @@ class Player(Generic[P]):
         raise NotImplementedError
 
     def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: P) -> Any:
-        """Return a stack once all of its slices are written; they are in the order of the iterations."""
+        """Return a stack after all slices are written; `rows` are in iteration order."""
         return stack
 
     def collected(self, loop: Loop, rows: Sequence[Any]) -> Any:
-        """Return what stands for a storage of each iteration; they are in the order of the iterations."""
+        """Return the value for stacked residuals; `rows` are in iteration order."""
         return list(rows)
 
     def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: P) -> Any:
-        """Return an operand once each iteration has written its slice; they are in the order of the iterations."""
+        """Return an operand after each iteration has written its slice; `rows` are in iteration order."""
         return env[self.key(whole)]
 
-    # -- what a loop does --------------------------------------------------------------------------------------------
+    # -- execution -----------------------------------------------------------------------------------------------------
 
     def play(self, ops: Iterable[Op], env: Env, place: P) -> None:
-        """Run ops one after the other."""
+        """Run ops in order."""
         for op in ops:
             self.one(op, env, place)
 
     def one(self, op: Op, env: Env, place: P) -> None:
-        """Run an op: one that adds to a sum before there is anything makes the term the sum."""
+        """Run one op; accumulation onto an uninitialized accumulator makes the term the sum."""
         if op.loop is not None:
             self.loop(op.loop, env, place)
         elif isinstance(op.kind, Absent):
@@ -310,7 +310,7 @@ class Player(Generic[P]):
             self.step(op, env, place)
 
     def loop(self, loop: Loop, env: Env, place: P) -> None:
-        """Run a loop: each iteration is handed what the one before it made of its carries."""
+        """Run a loop, passing each iteration's carries to the next."""
         stacks = [self.stack(loop, t, env, place) for t in loop.stacks]
         state, xs, shared = (self._values(ts, env) for ts in (loop.starts, loop.xs, loop.shared))
         ys: list[list[Any]] = []
@@ -345,7 +345,7 @@ class Player(Generic[P]):
             env[self.key(t)] = value
 
 
-# -- blocks ------------------------------------------------------------------------------------------------------------
+# -- kernels and loops -------------------------------------------------------------------------------------------------
 
 Carry = Tensor | tuple[Tensor, ...]
 
@@ -357,28 +357,28 @@ def _are_strides(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Working, Bodied):
-    """Ops fused into one: what they pass to each other never reaches memory."""
+    """Fused kernel: its body's intermediates never reach memory."""
 
     name = "kernel"
     restricted = True
     changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))] = ()
-    """Operands that it writes into, such as the state of a recurrence that goes on from step to step."""
+    """Operands that it mutates, such as recurrent state that persists between steps."""
     backward: str = ""
-    """How its gradients are made: in one kernel, `ops` for an op each, or the name of a rule."""
+    """Backward implementation: empty for one fused kernel, `ops` for one op each, or a rule name."""
     statistics: Annotated[str, Rule("auto, or nothing", lambda v: v == "auto")] = ""
-    """Whether its statistics are kept where a backward pass reads them: found out there."""
+    """Whether the backward pass decides if the kernel's statistics are saved."""
     strides: Annotated[
         tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))
     ] = ()
-    """How its first results lie in memory where that is not dense in the order of their axes."""
+    """Strides of its leading results, None for contiguous ones."""
     spare: Amount = ZERO
-    """Bytes of the first result's storage beyond its elements: the kernel first wrote a larger tensor there."""
+    """Bytes of the first result's storage beyond its elements: the kernel wrote a larger tensor there first."""
     gradient_workspace: Amount = ZERO
-    """Bytes of temporaries of the backward kernel, if the incoming gradient is contiguous."""
+    """Backward kernel workspace in bytes, if the incoming gradient is contiguous."""
     flops, writes = rules.in_the_body, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what its body hands out."""
+        """Infer the body's outputs."""
         body = self.body
         if any(i >= min(len(operands), len(body.formals)) for i in self.changed):
             raise ShapeError(
@@ -396,21 +396,21 @@ class Kernel(Working, Bodied):
         return made
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what the ops inside read of each operand, a view inside standing for its source."""
+        """Return the elements that the body reads from each operand, also through views."""
         amounts = []
         for i, f in enumerate(self.body.formals):
-            # a view is written out: a copy, unless it is what was written into the operand
+            # an exported view is copied out, unless it is the mutated operand itself
             own = i not in self.changed
             handed = [rules.elements(t) for t in self.body.outputs if own and t.storage is f.storage]
             amounts.append(fold(larger, handed, elements_read(self.body, f)))
         return rules.once(op, amounts)
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the operands that it writes into."""
+        """Return the mutated operands."""
         return self.changed
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the body's inputs against the operands."""
+        """Check the body's inputs against the operands."""
         need_formals(operands, self.body)
         sources = [t for t in self.body.tensors if t.producer is None and t.role != "formal"]
         need(not sources, f"{sources[:1]!r} declared inside a kernel")
@@ -421,17 +421,17 @@ class Kernel(Working, Bodied):
 
 @contextmanager
 def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[Graph]:
-    """Fuse the ops made inside into one kernel: what they pass to each other never reaches memory.
+    """Fuse the ops built inside into one kernel: their intermediates never reach memory.
 
     Parameters
     ----------
     name : str
-        Name of the kernel, also the scope of the ops inside.
+        Kernel name, also the scope of the ops inside.
     workspace : sympy.Expr or int
-        Bytes that it needs while it runs, beside operands and results.
+        Workspace in bytes, besides operands and results.
     backward : str
-        How its gradients are made: by default in one kernel, which computes again from the operands what `save` does
-        not keep; with `ops` by an op for each op inside; or the name of a rule in `costgraph.transforms.vjp.kernels`.
+        Backward implementation: by default one kernel, which recomputes from the operands all tensors that `save` does
+        not mark; `ops` for one op each; or a rule name in `costgraph.transforms.vjp.kernels`.
 
     Yields
     ------
@@ -441,7 +441,7 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
     Raises
     ------
     GraphError
-        If no graph is open. That nothing made inside is used outside is found when the graph is validated.
+        If no graph is open. A kernel without used results is reported when the graph is validated.
 
     Examples
     --------
@@ -466,12 +466,12 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
         with scope(name), building(body):
             yield body
         body.owner = graph.add_op(Kernel(body=body, workspace=space, backward=backward), body.captured, name)
-    # its bytes stand in the table beside the FLOPs of the ops inside
+    # cost tables list its bytes next to its body's FLOPs
     body.owner.scope = "/".join((*here().levels, name))
 
 
 def save(t: Tensor) -> Tensor:
-    """Mark a tensor inside a kernel: the kernel writes it as well where a backward pass reads it."""
+    """Mark a tensor inside a kernel as saved: the kernel also writes it if the backward pass reads it."""
     maker = t.producer
     if maker is None or not t.graph.fused:
         raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
@@ -481,7 +481,7 @@ def save(t: Tensor) -> Tensor:
 
 
 def fused(name: str, function: Callable[..., Carry], *operands: Tensor, backward: str = "", **options: object) -> Carry:
-    """Run a function of tensors inside one kernel and hand out what it returns."""
+    """Run a function of tensors inside one kernel and return its results."""
     if not operands or not all(isinstance(t, Tensor) for t in operands):
         raise GraphError(f"{name}: operands {operands!r}, expected tensors")
     graph = current_graph(operands[0].graph)
@@ -501,7 +501,7 @@ def repeat(
 
 
 def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "repeat") -> Carry:
-    """Apply a body several times, the count a symbol if one likes: a stack of layers.
+    """Apply a body `count` times, as a stack of layers; the count may be a symbol.
 
     Parameters
     ----------
@@ -509,21 +509,21 @@ def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "
         Number of iterations, at least 1.
     body : callable
         `body(x) -> x`, called once with the tensors of one iteration. Parameters declared inside belong to each
-        iteration; tensors from outside are shared by all of them.
+        iteration; tensors from outside are shared.
     x : Tensor or tuple of Tensor
-        What the first iteration starts from; a tuple is passed as several arguments.
+        Initial carry; a tuple is passed as several arguments.
     name : str
-        Name of the op, also the scope of what is inside.
+        Op name, and the body's scope.
 
     Returns
     -------
     Tensor or tuple of Tensor
-        What the last iteration returns.
+        Final carry.
 
     Raises
     ------
     GraphError, ShapeError
-        If the body returns something else than it was given.
+        If the body's results do not match its arguments.
 
     Examples
     --------
@@ -554,7 +554,7 @@ def scan(
     *,
     name: str = "scan",
 ) -> tuple[Carry, Carry]:
-    """Apply a body along the first axis of tensors: a recurrence over time, as `jax.lax.scan`.
+    """Apply a body along the first axis of tensors, as `jax.lax.scan`: a recurrence over time.
 
     Parameters
     ----------
@@ -562,24 +562,24 @@ def scan(
         Number of iterations, the size of the first axis of every `xs`.
     body : callable
         `body(carry, x) -> (carry, y)`: `x` is one slice of `xs`, a view; `y` is written into one slice of a stack.
-        Tuples stand for several tensors on either place.
+        Both may be tuples of tensors.
     carry : Tensor or tuple of Tensor
-        State before the first iteration.
+        Initial carry.
     xs : Tensor or tuple of Tensor
-        Read slice by slice; `()` for none, and then the body gets `()`.
+        Tensors to slice; `()` for none, and then the body gets `()`.
     name : str
-        Name of the op, also the scope of what is inside.
+        Op name, and the body's scope.
 
     Returns
     -------
     carry, ys
-        The last state, and the slices in one tensor (or tuple of tensors) with a first axis of size `count`, whose
-        storage lives from the first iteration on.
+        The final carry, and the stacked outputs: a tensor (or tuple of tensors) with a first axis of size `count`,
+        whose storage lives from the first iteration on.
 
     Raises
     ------
     GraphError, ShapeError
-        If the body returns something else than such a pair, or the first axes differ.
+        If the body does not return such a pair, or the first axes differ.
     """
     need_call("scan: body", body)
     single = not isinstance(carry, tuple)
@@ -614,7 +614,7 @@ def _loop(
     if not is_name(name):
         raise GraphError(f"repeat {shorten(str(name))}: expected an identifier as its name")
     graph = current_graph(carries[0].graph)
-    # a carry has one layout in all iterations: the dense one
+    # carries are contiguous, so that all iterations share one layout
     carries = tuple(contiguous_copy(graph.adopt(t)) for t in carries)
     xs = tuple(graph.adopt(t) for t in xs)
     limited = next((t for t in (*carries, *xs) if t.domain is not None), None)
@@ -647,10 +647,10 @@ def each(
     reverse: bool = False,
     name: str = "each",
 ) -> tuple[Tensor, ...]:
-    """Run a body once for each slice of some tensors, and keep what it returns one storage an iteration.
+    """Map a body over slices; each result is stacked as one storage per iteration.
 
-    The first axis of every `xs`, and of what is returned, has size `count`; `reverse` is from the last slice to the
-    first. In `step(*slices) -> tensors` a slice that was written into in place comes back as the whole of its operand.
+    The first axis of every `xs`, and of every result, has size `count`; `reverse` starts at the last slice. If
+    `step(*slices) -> tensors` returns a slice mutated in place, the result is the whole operand.
     """
     graph = current_graph(xs[0].graph)
     xs = [graph.adopt(t) for t in xs]
@@ -658,7 +658,7 @@ def each(
     with module(graph, name) as own, building(body):
         inner = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
         body.outputs += map(body.adopt, step(*inner))
-    # of what a loop has that may run no iteration there is nothing then
+    # the count may be 0 if an existing loop with the same count may be empty
     found = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
     least = 0 if count.constant is None and any(k.least == 0 for k in found) else 1
     kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least)
@@ -667,12 +667,12 @@ def each(
 
 
 def written_slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-    """Return what is written into the stacks: storages of their own, copied where they are not."""
+    """Return the slices for stacked outputs, copied unless they own their storage."""
     used = {t.storage for t in (*body.formals, *after)}
     out = []
     for y in map(body.adopt, ys):
         own = y.storage.role == "activation" and y.storage not in used and y.is_contiguous and not y.is_view
-        looped = y.producer is not None and y.producer.loop is not None  # an iteration of it made the storage
+        looped = y.producer is not None and y.producer.loop is not None  # an inner loop allocated it
         y = y if own and not looped else pointwise("copy", y, name="stack")
         used.add(y.storage)
         out.append(contiguous_copy(y))

@@ -1,4 +1,4 @@
-"""Ops whose costs are stated rather than derived, and moves between memories and devices."""
+"""Ops with user-stated costs, recorded calls of other libraries, and transfers between host and device."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ __all__ = [
 ]
 
 
-# -- stated ------------------------------------------------------------------------------------------------------------
+# -- stated costs ------------------------------------------------------------------------------------------------------
 
 MatmulFlops = Annotated[Amount, Limit(0, whole=False, words="matmul FLOPs of")]
 _KINDS = ("matmul", "pointwise", "transcendental")
-#: Where a tensor may lie.
+#: Memories that hold tensors.
 MEMORIES = ("device", "host")
 
 
@@ -76,26 +76,26 @@ def _is_output(value: object) -> bool:
 
 
 class Backward(NamedTuple):
-    """What the gradients of an opaque op cost, in one op."""
+    """Costs of the backward pass of an opaque op, as one op."""
 
     matmul: Poly
-    """FLOPs of this kind"""
+    """matmul FLOPs"""
     pointwise: Poly
     transcendental: Poly
     inputs: tuple[int, ...]
-    """places of the inputs that the backward pass reads"""
+    """indices of the inputs that the backward pass reads"""
     outputs: tuple[int, ...]
-    """places of the outputs that it reads"""
+    """indices of the outputs that it reads"""
     reads: tuple[Poly, ...] | None
-    """bytes, of the gradient of each output, then of each saved tensor; an amount for all of them stands alone"""
+    """bytes read: one amount in total, or one per output gradient and then per saved tensor"""
     writes: tuple[Poly, ...] | None
-    """bytes, of the gradient of each input, as above"""
+    """bytes written: one amount in total, or one per input gradient"""
     workspace: Poly
-    """bytes"""
+    """workspace in bytes"""
 
 
 def _is_backward(value: object) -> bool:
-    """Whether it is the costs of a backward pass, as a record or as a file has it."""
+    """Return whether a value is a `Backward`, or its mapping as loaded from a file."""
     found = value if isinstance(value, Backward) else _read(value) if isinstance(value, Mapping) else None
     return (
         found is not None
@@ -111,34 +111,34 @@ def _read(value: Mapping[str, Any]) -> Backward | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stated(Working):
-    """A kind whose ops say themselves what they cost."""
+    """Kind of op whose costs are fields."""
 
     takes_complex = True
     matmul: MatmulFlops = ZERO
-    """FLOPs of this kind."""
+    """Matmul FLOPs."""
     pointwise: Annotated[Amount, Limit(0, whole=False, words="pointwise FLOPs of")] = ZERO
     transcendental: Annotated[Amount, Limit(0, whole=False, words="transcendental FLOPs of")] = ZERO
     bytes_read: Amounts = None
-    """Bytes read of each operand, None where each is read once as a whole."""
+    """Bytes read from each operand; None if each is read once as a whole."""
     bytes_written: Amounts = None
-    """Bytes written of each result, None where each is written once as a whole."""
+    """Bytes written to each result; None if each is written once as a whole."""
 
     def flops(self, op: Op) -> Flops:
-        """Return the formulas that were stated."""
+        """Return the stated FLOPs."""
         return Flops(self.matmul, pointwise=self.pointwise, transcendental=self.transcendental)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the elements that the stated bytes of each operand are, or each operand whole."""
+        """Return the stated bytes in elements of each operand, or each operand as a whole."""
         return rules.whole(self, op) if self.bytes_read is None else rules.in_elements(op.operands, self.bytes_read)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the elements that the stated bytes of each result are, or each result whole."""
+        """Return the stated bytes in elements of each result, or each result as a whole."""
         if self.bytes_written is None:
             return rules.all_results(self, op)
         return rules.in_elements(op.results, self.bytes_written)
 
     def need_amounts(self, operands: int, results: int) -> None:
-        """Raise ShapeError where bytes are stated of other tensors."""
+        """Raise ShapeError unless there is one amount per operand and result."""
         for name, stated, count in (("reads", self.bytes_read, operands), ("writes", self.bytes_written, results)):
             need(stated is None or len(stated) == count, f"{name} of {count} tensors")
 
@@ -146,7 +146,7 @@ class Stated(Working):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Opaque(Stated):
-    """An op that the others cannot express: shapes and costs are stated."""
+    """Op with stated shapes and costs, for ops that no other kind expresses."""
 
     name = "opaque"
     restricted = True
@@ -156,10 +156,10 @@ class Opaque(Stated):
         optional("the costs of a backward pass", _is_backward),
         Limit(0, whole=False, words="backward pass of"),
     ] = None
-    """What its gradients cost, None where a backward pass through it is an error."""
+    """Costs of its backward pass; None makes differentiating it an error."""
 
     def __post_init__(self) -> None:
-        """Take the costs of a backward pass as files and rewriters hand them on: by name, or in order."""
+        """Normalize `backward`, which files and rewriters pass as a mapping or a tuple."""
         stated: Any = self.backward
         if isinstance(stated, Mapping):
             object.__setattr__(self, "backward", Backward(**stated))
@@ -167,11 +167,11 @@ class Opaque(Stated):
             object.__setattr__(self, "backward", Backward(*stated))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what is stated."""
+        """Infer the stated outputs."""
         return [Result(sizes, dtype) for sizes, dtype in self.outputs]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold amounts and places against the tensors."""
+        """Check amounts and indices against the operands and results."""
         self.need_amounts(len(operands), len(self.outputs))
         if self.backward is not None:
             stated = (self.backward.inputs, len(operands)), (self.backward.outputs, len(self.outputs))
@@ -182,19 +182,19 @@ class Opaque(Stated):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Transfer(OpKind):
-    """A copy over a link with a bandwidth of its own."""
+    """Copy over a link with its own bandwidth."""
 
     name = "transfer"
     restricted = crosses = True
     link: str
     to: Annotated[str, one_of(*MEMORIES)] = "device"
-    """The memory that the copy lies in."""
+    """Memory of the copy."""
     into: Flag = False
-    """Whether it is written into the first operand, which lies there, in place of a tensor of its own."""
+    """Whether the copy is written into the first operand instead of a new tensor."""
     flops, writes = rules.free, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the copy."""
+        """Infer the copy."""
         rules.need_operands(self, operands, 1 + self.into)
         x = operands[-1]
         if not self.into:
@@ -205,15 +205,15 @@ class Transfer(OpKind):
         return [itself(there)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what is copied."""
+        """Return the copied elements."""
         return (*(ZERO,) * self.into, rules.elements(op.operands[-1]))
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the operand that it is written into."""
+        """Return the operand that the copy is written into."""
         return (0,) if self.into else ()
 
     def placed(self, op: Op) -> Split | None:
-        """Return that each rank copies its part."""
+        """Let each rank copy its shard."""
         return None if self.into else splits.same_shape(self, op)
 
 
@@ -228,38 +228,37 @@ def opaque(
     workspace: object = 0,
     backward: Mapping[str, object] | None = None,
 ) -> Any:
-    """State the costs of an op that the others cannot express.
+    """Declare an op with stated costs, for ops that no other function expresses.
 
     Parameters
     ----------
     name : str
-        Name of the op.
+        Op name.
     inputs : list of Tensor
-        What it reads.
+        Operands.
     outputs : output, or list of them
-        What it makes: a shape, in the graph's number format, or a pair (shape, dtype).
+        A shape, in the graph's dtype, or a pair (shape, dtype).
     flops : formula, or mapping of kind to formula
-        FLOPs: a formula alone is pointwise; kinds are matmul, pointwise and transcendental. There is no default: an
-        op that does nothing says 0.
+        FLOPs: a single formula is pointwise; kinds are matmul, pointwise and transcendental. There is no default: pass
+        0 for an op without FLOPs.
     reads, writes : formula, or list of formulas, optional
-        Bytes read and written, in all or of each input and output; by default each is touched once as a whole.
+        Bytes read and written, in total or per input and output; by default each is touched once as a whole.
     workspace : formula
-        Bytes that it needs while it runs, beside inputs and outputs.
+        Workspace in bytes, besides inputs and outputs.
     backward : mapping, optional
-        What its gradients cost, in one op; without it a backward pass through the op is an error. `flops`, and
-        `saves`, a mapping of `inputs` and `outputs` to the places of those that the backward pass reads, are needed;
-        `reads` (of the gradient of each output, then of each saved tensor), `writes` (of the gradient of each input)
-        and `workspace` may be left out.
+        Costs of the backward pass as one op; without them, differentiating the op is an error. Required are `flops` and
+        `saves`, a mapping of `inputs` and `outputs` to the indices that the backward pass reads. Optional are `reads`
+        (per output gradient, then per saved tensor), `writes` (per input gradient) and `workspace`.
 
     Returns
     -------
     Tensor or tuple of Tensor
-        A tensor for one output, a tuple for a list of them.
+        A tensor for a single output, a tuple for a list.
 
     Raises
     ------
     GraphError, ShapeError, FormatError
-        If a kind of FLOPs is unknown, counts differ, or a shape or format is none.
+        If a kind of FLOPs is unknown, counts differ, or a shape or dtype is invalid.
 
     Examples
     --------
@@ -297,7 +296,7 @@ def _flops(place: str, flops: object) -> dict[str, Any]:
 
 
 def _backward(place: str, stated: object, inputs: int, outputs: int) -> Backward:
-    """Return what is stated of a backward pass; amounts for all tensors stand alone."""
+    """Return the stated costs of a backward pass."""
     known = ("flops", "saves", "reads", "writes", "workspace")
     if not isinstance(stated, Mapping) or not {"flops", "saves"} <= set(stated) <= set(known):
         raise GraphError(
@@ -335,7 +334,7 @@ def _output(place: str, output: object, graph: Graph) -> tuple[Shape, DType]:
 
 
 def _stated(place: str, stated: object, expected: int) -> tuple[Poly, ...] | None:
-    """Return bytes for each of some tensors; an amount for all of them stands at the first."""
+    """Return the bytes of each tensor; a single total is assigned to the first."""
     if stated is None:
         return None
     if not isinstance(stated, list | tuple):
@@ -348,24 +347,23 @@ def _stated(place: str, stated: object, expected: int) -> tuple[Poly, ...] | Non
 
 
 def transfer(x: Tensor, link: str = "pcie", *, to: str = "device", name: str = "transfer") -> Tensor:
-    """Copy a tensor over a link with a bandwidth of its own: host to device, or back.
+    """Copy a tensor over a link with its own bandwidth: host to device, or back.
 
     Parameters
     ----------
     x : Tensor
-        What is copied.
+        Tensor to copy.
     link : str
         Name of the link in the hardware specification, `pcie` by default.
     to : str
-        device or host: the memory that the copy lies in. What lies on the host takes none of the device's, and ops that
-        read it are run by the host.
+        Memory of the copy: device or host. Host tensors take no device memory, and ops that read them run on the host.
     name : str
-        Name of the op.
+        Op name.
 
     Returns
     -------
     Tensor
-        The copy. Its bytes count once, as bytes over the link, in the roofline's time.
+        The copy. The roofline counts its bytes once, on the link.
     """
     if not isinstance(link, str):
         raise GraphError(f"transfer: link {link!r}, expected the name of a link such as 'pcie'")
@@ -373,10 +371,9 @@ def transfer(x: Tensor, link: str = "pcie", *, to: str = "device", name: str = "
     return apply(Transfer(link=link, to=to), [x], name)[0]
 
 
-# -- foreign -----------------------------------------------------------------------------------------------------------
-# What no declared kinds say: shapes, layouts and costs are stated, for one call and as it was.
+# -- recorded calls ----------------------------------------------------------------------------------------------------
 
-#: Shape, number format, strides or None, the operand whose storage it shares or None, and its offset there.
+#: Shape, dtype, strides or None, index of the operand that it views or None, and its offset.
 Output = tuple[Shape, DType, tuple[Poly, ...] | None, int | None, Poly]
 
 
@@ -391,19 +388,19 @@ def _foreign_is_output(value: object) -> bool:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Foreign(Stated):
-    """An op of another library that no kind of this one says: FLOPs and bytes come from the rule for that op."""
+    """External call without a kind of its own: a cost rule gives its FLOPs and bytes for this call."""
 
     name = "foreign"
     outputs: Annotated[
         tuple[Output, ...], Rule("a tuple of shapes with formats and layouts", all_of(_foreign_is_output))
     ]
     full: MatmulFlops = ZERO
-    """FLOPs of contractions with every mask ignored."""
+    """Matmul FLOPs with every mask ignored."""
     pieces: Annotated[tuple[int, ...], Rule("a tuple of numbers of axes", all_of(is_count))] = ()
-    """Which results are lists: an element stands for a tensor of each layer of a stack."""
+    """Per result, the number of leading axes with one allocation per layer of a stack."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what is stated."""
+        """Infer the recorded outputs."""
         outputs, pieces = self.outputs, self.pieces or (0,) * len(self.outputs)
         need(len(pieces) == len(outputs), f"{len(pieces)} pieces of {len(outputs)} results")
         for own, (sizes, _, _, of, _) in zip(pieces, outputs, strict=True):
@@ -416,22 +413,22 @@ class Foreign(Stated):
 
     @property
     def is_blind(self) -> bool:
-        """Whether its results are new and nothing is read for them: random numbers, and memory that is only taken."""
+        """Whether it only creates tensors and reads nothing, as random numbers and `empty` do."""
         written = self.bytes_written or (None,) * len(self.outputs)
         new = all(of is None or n != ZERO for (*_, of, _), n in zip(self.outputs, written, strict=True))
         return new and self.bytes_read is not None and not any(self.bytes_read)
 
     def flops(self, op: Op) -> Flops:
-        """Return what is stated, the masked part too."""
+        """Return the recorded FLOPs, masked ones included."""
         return replace(Stated.flops(self, op), full=self.full)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold amounts against the tensors."""
+        """Check amounts against the operands and results."""
         self.need_amounts(len(operands), len(self.outputs))
 
 
 def refusal(place: str, op: Op, instead: str) -> UnsupportedError:
-    """Return the error of a transform that would have to look inside an op whose costs are stated."""
+    """Return the error of a transform that cannot handle a recorded call."""
     what = op.name if op.call is None else op.call.target
     return UnsupportedError(
         f"{place}: {op.name!r} of graph {op.graph.root.name!r} is a recorded call of {what}, expected declared ops; "
@@ -440,9 +437,9 @@ def refusal(place: str, op: Op, instead: str) -> UnsupportedError:
 
 
 def exact(graph: Graph) -> set[Op]:
-    """Return the recorded calls that integers alone decide, and what is made of integers for them.
+    """Return the recorded calls that depend on integers only, with the ops that compute their operands.
 
-    So experts are counted, and places of a sequence: whatever the format of a model, that of these numbers stays.
+    Examples are expert counts and sequence positions: they keep their dtype when the dtype of the model changes.
     """
     found = set[Op]()
     for body in graph.bodies():
@@ -460,10 +457,10 @@ def exact(graph: Graph) -> set[Op]:
 
 
 def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = False) -> None:
-    """Refuse recorded calls: what they state holds for the call as it was, so a transform that looks inside cannot.
+    """Raise UnsupportedError if a graph has recorded calls, whose costs a transform cannot derive.
 
-    UnsupportedError names the call and says what to do `instead`. `floats` says whether calls that integers alone
-    decide, and those that read nothing, may stay: formats and weights are asked for.
+    The message names the call and recommends `instead`. With `floats`, calls on integers only and calls that read
+    nothing are allowed.
     """
     kept = exact(graph) if floats else set()
     for op in graph.walk():

@@ -1,4 +1,4 @@
-"""What Python's operators do on tensors."""
+"""Python operators on tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["matmul", "transpose"]
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices as `numpy.matmul` does: the last two axes, the others broadcast.
+    """Multiply matrices along the last two axes, as `numpy.matmul`; the other axes broadcast.
 
     Parameters
     ----------
     a, b : Tensor
-        At least one axis each; a single axis is a vector.
+        At least one axis each; a tensor with a single axis is a vector.
 
     Returns
     -------
     Tensor
-        An einsum of the two.
+        Result of an einsum.
 
     Raises
     ------
     GraphError, ShapeError
-        If one is no tensor or a scalar, or sizes do not fit.
+        If an operand is a scalar or not a tensor, or sizes do not fit.
     """
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         raise GraphError(f"@ of {kind_of(a)} and {kind_of(b)}, expected two tensors")
@@ -45,7 +45,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     out = [*batch, *(["i"] if a.ndim > 1 else []), *(["j"] if b.ndim > 1 else [])]
     for t, names in ((a, left), (b, right)):
         for i, n in enumerate(names[: max(t.ndim - 2, 0)]):
-            # a batch axis of size 1 is repeated
+            # broadcast a batch axis of size 1
             other = b if t is a else a
             if (
                 t.sizes[i] == 1
@@ -57,7 +57,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Exchange the last two axes: a view."""
+    """Transpose the last two axes: a view."""
     need_tensor("transpose", x)
     if x.ndim < 2:
         raise ShapeError(f"transpose of {x!r}: expected at least two axes")
@@ -66,7 +66,7 @@ def transpose(x: Tensor) -> Tensor:
 
 def _binary(function: str) -> None:
     def operator(a: object, b: object) -> Tensor:
-        return pointwise(function, a, b)  # which refuses what is no number
+        return pointwise(function, a, b)  # raises if an operand is not a number
 
     OPERATORS[function] = operator
 

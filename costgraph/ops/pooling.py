@@ -1,4 +1,4 @@
-"""Pooling: a maximum or a mean of each window, and its gradient."""
+"""Max and average pooling, with their gradients."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ _POOLING = Rule("max or mean", lambda v: v in ("max", "mean"))
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed(OpKind):
-    """What a pooling and its gradient share."""
+    """Base class for a pooling and its gradient."""
 
     pattern: Pattern
-    """Windows that slide over the operand of the pooling."""
+    """Windows that slide over the pooled tensor."""
     extents: Extents
-    """Size of every axis of the pattern."""
+    """Size of every pattern axis."""
     operation: Annotated[str, _POOLING]
     inside: Flag = False
-    """Whether a mean is of what lies inside alone, padding not counted."""
+    """Whether a mean excludes padding, as torch's `count_include_pad=False`."""
 
     @property
     def made(self) -> tuple[Poly, ...]:
-        """Shape of the pooling's result."""
+        """Pooled shape."""
         return tuple(self.extents[n] for n in self.pattern.result_names)
 
     def flops(self, op: Op) -> Flops:
-        """Count one for every index point: each element of each window that slides over an operand."""
+        """Count one per index point: each element in each window."""
         return Flops(pointwise=prod(self.extents.values(), start=ONE))
 
     def split(self, op: Op, x: Tensor) -> Split:
-        """Split the axes that no window slides along."""
+        """Return the rule that splits axes without windows."""
         (dims,) = self.pattern.operands
         pooled = tuple(d.names if isinstance(d, Axes) else (f"{d.terms[0][0]} before",) for d in dims)
         made = tuple(d.names for d in self.pattern.result if isinstance(d, Axes))
@@ -83,7 +83,7 @@ class Windowed(OpKind):
         return Split(operands, results, extents, local, whole=whole)
 
     def need_windows(self, x: Tensor) -> None:
-        """Hold the pattern against what is pooled."""
+        """Check the pattern against the pooled tensor."""
         need_indexed([x], self.pattern, self.extents)
         need(len(self.pattern.operands) == 1, "a pooling of several operands")
         need_plain(self.pattern)
@@ -95,29 +95,29 @@ class Windowed(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Pool(Windowed):
-    """A maximum or a mean of each window."""
+    """Maximum or mean of each window."""
 
     name = "pool"
     indices: Flag = False
-    """Whether the result says too where each maximum stood, which a backward pass reads."""
+    """Whether it also returns the indices of maxima, for the backward pass."""
     writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One element a window, and where it stood."""
+        """Infer one element per window, and the indices."""
         rules.need_operands(self, operands, 1)
         places = [Result(self.made, find_dtype("int64"))] if self.indices else []
         return [Result(self.made, operands[0].dtype), *places]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what the windows reach."""
+        """Return the elements that windows reach."""
         return rules.reached_by_index(op, self.pattern, self.extents)
 
     def placed(self, op: Op) -> Split:
-        """Split the axes that no window slides along."""
+        """Split axes without windows."""
         return self.split(op, op.operands[0])
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the pattern against the operand."""
+        """Check the pattern against the operand."""
         self.need_windows(operands[0])
         need(not self.indices or self.operation == "max", "indices of a mean")
 
@@ -125,13 +125,13 @@ class Pool(Windowed):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Unpool(Windowed, Working):
-    """Gradient of a pooling, from that of its result, its input and, of a maximum, where each maximum stood."""
+    """Pooling gradient, from the incoming gradient, the input and, for a maximum, the indices."""
 
     name = "unpool"
     writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the gradient of what was pooled."""
+        """Infer the input gradient."""
         count = 3 if self.operation == "max" else 2
         need(len(operands) == count, f"{len(operands)} operands of a {self.operation}")
         gradient, x, *indices = operands
@@ -141,17 +141,17 @@ class Unpool(Windowed, Working):
         return [Result(x.sizes, x.dtype, dense_in(x.sizes, memory_format(x.sizes, x.strides)))]
 
     def flops(self, op: Op) -> Flops:
-        """Count an addition for each element of each window, of a maximum for each window: one place gets it."""
+        """Count an addition per element in each window, or for a maximum one per window."""
         return Flops(pointwise=op.operands[0].numel) if self.operation == "max" else super().flops(op)
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return all but the input of the pooling: of it the shape alone is needed, but torch keeps it all the same."""
+        """Return all operands but the pooling's input, which torch saves only for its shape."""
         return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))
 
     def placed(self, op: Op) -> Split:
-        """Split the axes that no window slides along."""
+        """Split axes without windows."""
         return self.split(op, op.operands[1])
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the pattern against the input of the pooling."""
+        """Check the pattern against the pooling's input."""
         self.need_windows(operands[1])

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 __all__ = ["REDUCTIONS", "Reduce", "reduce"]
 
-#: Names that `reduce` takes; each costs one operation for each element that is reduced.
+#: Operations for `reduce`; each costs one FLOP per reduced element.
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin")
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class Reduce(OpKind):
-    """A sum, a maximum and the like over the axes that the right side of a pattern leaves out."""
+    """Reduction over the axes that the right side of a pattern omits."""
 
     name = "reduce"
     restricted = takes_complex = True
@@ -56,7 +56,7 @@ class Reduce(OpKind):
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """One result, dense in the order of its axes, whatever that of the operand."""
+        """Infer one contiguous result, whatever the operand's memory order."""
         rules.need_operands(self, operands, 1)
         x, operation = operands[0], self.operation
         if x.dtype.kind == "complex" and operation not in ("sum", "mean"):
@@ -69,19 +69,19 @@ class Reduce(OpKind):
         sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
         dtype = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}.get(operation)
         if operation in ("sum", "prod") and x.dtype.kind in ("int", "bool"):
-            dtype = "int64"  # torch's rule: sums of integers and of bools are 64-bit
+            dtype = "int64"  # as in torch: sums of integers and bools are 64-bit
         result = x.dtype if dtype is None else find_dtype(dtype)
         if operation == "mean" and result.kind in ("int", "bool"):
             raise ShapeError(f"mean of {x!r}: expected a floating format")
         return [Result(sizes, result, domain=left_over(x, places))]
 
     def placed(self, op: Op) -> Split:
-        """Split what stays, and what is reduced where parts of it can be reduced again."""
+        """Split kept axes, and reduced axes if partial results can be reduced again."""
         left, right = ([a.names for a in dims] for dims in (self.pattern.operands[0], self.pattern.result))
         gone = {n for names in left for n in names} - {n for names in right for n in names}
         again = self.operation in ("sum", "mean", "max", "min")
         domain = op.operands[0].domain if self.operation == "mean" else None
-        # a mean of the means of ranks is one of as many points each, and early queries of a domain see fewer keys
+        # a mean of ranks' means needs equal counts, and early queries of a causal domain see fewer keys
         uneven = gone & {n for i in domain[1:] for n in left[i]} if domain is not None else ()
         return sharding_rule.across(
             op, [tuple(left)], tuple(right), lambda extents, ranks: self, whole=frozenset(uneven),
@@ -89,7 +89,7 @@ class Reduce(OpKind):
         )  # fmt: skip
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold the pattern against the operand: single axes, each once."""
+        """Check the pattern against the operand: single axes, each once."""
         pattern, x = self.pattern, operands[0]
         need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
         plain = all(isinstance(a, Axes) and len(a.names) <= 1 for a in (*pattern.operands[0], *pattern.result))
@@ -100,25 +100,25 @@ class Reduce(OpKind):
 
 
 def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = "", **sizes: object) -> Tensor:
-    """Reduce the axes that the right side of the pattern leaves out.
+    """Reduce the axes that the right side of the pattern omits.
 
     Parameters
     ----------
     x : Tensor
-        What is reduced.
+        Operand.
     pattern : str
         As in einops: `"b s d -> b s"`, `"b s d -> b s 1"`, `"b (h h2) -> b h"` with `h2=2`.
     operation : str
         sum, mean, max, min, prod, any, all, argmax or argmin.
     name : str
-        Name of the op, by default the operation's.
+        Op name, by default the operation.
     **sizes : sympy.Expr or int
-        Sizes of split axes.
+        Split axis sizes.
 
     Returns
     -------
     Tensor
-        FLOPs: one for each element of `x`.
+        FLOPs: one per element of `x`.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
 
 
 def _flat(pattern: Pattern) -> list[Axes | Affine]:
-    """Dimensions of the result with merged axes apart: the merging is a view or copy of its own."""
+    """Return the result's dimensions with merged axes split; merging them is a separate op."""
     out: list[Axes | Affine] = []
     for a in pattern.result:
         out += [Axes((n,)) for n in a.names] if len(a.names) > 1 else [a]

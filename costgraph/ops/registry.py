@@ -1,4 +1,4 @@
-"""The registry of op kinds, which tests enumerate and files name, and how a table of what they do grows."""
+"""Registry of op kinds, for saving and loading graphs and for property tests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ F = TypeVar("F")
 K = TypeVar("K", bound=type[OpKind])
 Key = TypeVar("Key", str, type[OpKind])
 
-#: Every op kind by name.
+#: All op kinds by name.
 KINDS: Mapping[str, type[OpKind]] = MappingProxyType(_kinds)
 
 
 def register(kind: K) -> K:
-    """Add an op kind, so that graphs with it can be saved, loaded and held to the laws: a decorator of its class.
+    """Register an op kind, so that graphs with it can be saved, loaded and tested; a class decorator.
 
     Parameters
     ----------
     kind : subclass of OpKind
-        A frozen dataclass; its name must be new.
+        A frozen dataclass with a new name.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def register(kind: K) -> K:
     Raises
     ------
     GraphError
-        If it is no such class, or the name is taken.
+        If it is not such a class, or the name is taken.
     """
     if not (isinstance(kind, type) and issubclass(kind, OpKind) and isinstance(getattr(kind, "name", None), str)):
         raise GraphError(f"register: got {shown(kind)}, expected a subclass of OpKind with a name")
@@ -46,9 +46,9 @@ def register(kind: K) -> K:
 
 
 def adding(table: dict[Key, F], has: str, *keys: Key, what: str = "op kind") -> Callable[[F], F]:
-    """Return a decorator that puts what it decorates into a table, under names or kinds that are new there.
+    """Return a decorator that adds functions to a table under the given keys.
 
-    If one is taken, the decorator raises GraphError.
+    The decorator raises GraphError if a key is taken.
     """
 
     def decorate(found: F) -> F:

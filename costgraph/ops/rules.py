@@ -1,7 +1,7 @@
-"""Named rules that op records assign: the only arithmetic of FLOPs and of elements touched.
+"""Named cost rules that op kinds assign: FLOPs, and elements read and written.
 
-A FLOP rule returns `Flops`; a reading or writing rule returns elements, one amount for each operand or result. Rules
-of a record and an op are taken as they stand, `reads = rules.whole`; others are called with what they need.
+FLOP rules return `Flops`; read and write rules return one number of elements per operand or result. Rules with the
+signature (kind, op) are assigned directly, `reads = rules.whole`; the others are called from methods.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def need_operands(kind: OpKind, operands: Sequence[Tensor], count: int) -> None:
-    """Raise GraphError where a kind of another number of operands is given."""
+    """Raise GraphError unless there are as many operands as expected."""
     if len(operands) != count:
         raise GraphError(f"{kind.name} of {len(operands)} operands, expected {count}")
 
@@ -48,12 +48,12 @@ def need_operands(kind: OpKind, operands: Sequence[Tensor], count: int) -> None:
 
 
 def elements(t: Tensor) -> Poly:
-    """Return the different elements of a tensor that hold anything."""
+    """Count a tensor's distinct elements within its domain."""
     return points(t, stored=True)
 
 
 def once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
-    """Count what several operands have in common once, at the first of them."""
+    """Count elements that operands share once, at the first of them."""
     out = list(amounts)
     first: dict[tuple[object, ...], int] = {}
     for i, t in enumerate(op.operands):
@@ -64,7 +64,7 @@ def once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
     for region, i in first.items():
         whole_region = (region[0],)
         if region != whole_region and whole_region in first:
-            j = first[whole_region]  # of which an index may reach a part alone
+            j = first[whole_region]  # the index may reach only a part of it
             out[j], out[i] = larger(out[j], out[i]), ZERO
     return tuple(out)
 
@@ -73,22 +73,22 @@ def once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
 
 
 def free(kind: OpKind, op: Op) -> Flops:
-    """Return no FLOPs: said by ops that only move or rename."""
+    """Return no FLOPs, for ops that only move or rename."""
     return Flops()
 
 
 def in_the_body(kind: OpKind, op: Op) -> Flops:
-    """Return no FLOPs of its own: those of the body are counted where they stand."""
+    """Return no FLOPs: ops in the body are counted themselves."""
     return Flops()
 
 
 def per_element_reduced(kind: OpKind, op: Op) -> Flops:
-    """Count one for each element that is reduced, two of complex numbers."""
+    """Count one FLOP per operand element, two for complex numbers."""
     return Flops(pointwise=points(op.operands[0]) * _parts(op.operands[0]))
 
 
 def per_result(kind: OpKind, op: Op) -> Flops:
-    """Count one for each element of the result, two of complex numbers."""
+    """Count one FLOP per result element, two for complex numbers."""
     return Flops(pointwise=points(op.results[0]) * _parts(op.results[0]))
 
 
@@ -97,7 +97,7 @@ def _parts(t: Tensor) -> int:
 
 
 def applied(count: Poly, *functions: Function) -> Flops:
-    """Return what the table says of functions that are applied one after another at each of some points."""
+    """Return the FLOPs for functions applied in sequence at `count` points."""
     return Flops(
         pointwise=count * sum(f.flops for f in functions),
         transcendental=count * sum(f.transcendentals for f in functions),
@@ -108,17 +108,17 @@ def applied(count: Poly, *functions: Function) -> Flops:
 
 
 def nothing(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return zero for every operand: said by ops that touch no memory of their own."""
+    """Return zero per operand, for ops that touch no memory themselves."""
     return (ZERO,) * max(len(op.operands), len(op.results))
 
 
 def whole(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return every different element that every operand holds, once."""
+    """Return the distinct elements in every operand, shared ones once."""
     return once(op, [elements(t) for t in op.operands])
 
 
 def under_the_result(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return the elements of every operand that the index points of the result reach, broadcast from the right."""
+    """Return the elements that the result reaches in every operand by broadcasting."""
     made = op.results[0]
     if made.domain is None:
         return whole(kind, op)
@@ -126,24 +126,24 @@ def under_the_result(kind: OpKind, op: Op) -> tuple[Poly, ...]:
 
 
 def moved_if_copied(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return everything if the result has a storage of its own, nothing if it is a view."""
+    """Return all elements if the result is a copy, none if it is a view."""
     return whole(kind, op) if op.results[0].storage is not op.operands[0].storage else nothing(kind, op)
 
 
 def written_if_copied(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return the result if it has a storage of its own, nothing if it is a view."""
+    """Return the result's elements if it is a copy, none if it is a view."""
     return all_results(kind, op) if op.results[0].storage is not op.operands[0].storage else nothing(kind, op)
 
 
 def no_operands(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return nothing: there is no operand."""
+    """Return an empty tuple, for ops without operands."""
     return ()
 
 
 def reached_by_index(
     op: Op, pattern: Pattern, extents: Mapping[str, Poly], restriction: tuple[Domain, str, str] | None = None
 ) -> tuple[Poly, ...]:
-    """Return the elements that the index points of a contraction reach in each operand."""
+    """Return the elements that a contraction's index points reach in each operand."""
     amounts = []
     for i, t in enumerate(op.operands):
         # an expanded axis repeats the same elements
@@ -169,15 +169,15 @@ def reached_by_index(
 
 
 def _reached(index: Affine, extents: Mapping[str, Poly], size: Poly) -> Poly:
-    """Count the positions of an axis that an affine index reaches, padding left out.
+    """Count the positions that an affine index reaches on an axis, without padding.
 
-    With `stride*h + dilation*r - padding`, the window positions fall into classes modulo the stride; within a class
-    each of them is the start of a run of as many positions as there are h.
+    With `stride*h + dilation*r - padding`, the window positions fall into residue classes modulo the stride. Within a
+    class, each starts a run with one position per h.
     """
     if len(index.terms) == 1:
         ((name, step),) = index.terms
         return extents[name] if index.offset >= 0 else _united([(0, 0)], 0, extents[name], step, index.offset, size)
-    # the axis whose extent is no plain number, or the larger one, runs along the output, the other along the window
+    # the symbolic extent, or the larger one, runs along the output, the other along the window
     terms = sorted(index.terms, key=lambda term: _window_first(extents[term[0]]))
     (window, dilation), *others = terms
     if len(others) != 1 or not isinstance(extents[window].constant, int):
@@ -209,31 +209,31 @@ def _window_first(extent: Poly) -> tuple[bool, int]:
 
 
 def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -> Poly:
-    """Count the positions that windows reach which touch or overlap: all from the first to the end of the last."""
+    """Count the positions reached by windows that touch or overlap: from the first to the end of the last."""
     fits = windows_along(size, width - 1 - 2 * padding, stride)
     if count == fits and padding >= stride - 1:
-        return size  # what the last window leaves over, at most stride - 1, is padding
-    return at_least_zero(smaller((count - 1) * stride + width - padding, size))  # all of them may be in the padding
+        return size  # at most stride - 1 positions remain, all padding
+    return at_least_zero(smaller((count - 1) * stride + width - padding, size))  # 0 if all are padding
 
 
 def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
     """Count k with a <= k < b + count for one of the runs (a, b), and 0 <= first + stride*k + offset < size."""
     begin = max(0, -((first + offset) // stride))
     end = windows_along(size, first + offset, stride)
-    if len(runs) == 1:  # neighbours follow each other without gaps, and the padding is less than the window
+    if len(runs) == 1:  # consecutive runs have no gaps, and the padding is smaller than the window
         ((a, b),) = runs
         return at_least_zero(smaller(count + b, end) - max(a, begin))
     parts = []
     for i, (a, b) in enumerate(runs):
         last = smaller(count + b, end)
-        if i + 1 < len(runs):  # what the next run reaches as well counts there
+        if i + 1 < len(runs):  # positions that the next run also reaches count there
             last = smaller(last, poly(max(runs[i + 1][0], begin)))
         parts.append(at_least_zero(last - max(a, begin)))
     return sum(parts, start=ZERO)
 
 
 def in_elements(tensors: Sequence[Tensor], amounts: Sequence[Poly]) -> tuple[Poly, ...]:
-    """Return bytes of tensors as elements of them."""
+    """Convert bytes of tensors to elements."""
     return tuple(a / t.element_bytes() for t, a in zip(tensors, amounts, strict=True))
 
 
@@ -241,5 +241,5 @@ def in_elements(tensors: Sequence[Tensor], amounts: Sequence[Poly]) -> tuple[Pol
 
 
 def all_results(kind: OpKind, op: Op) -> tuple[Poly, ...]:
-    """Return every element of every result."""
+    """Return all elements of every result."""
     return tuple(elements(t) for t in op.results)

@@ -1,4 +1,4 @@
-"""Named rules of placement that op records assign: which axes of operands and results belong together."""
+"""Named sharding rules that op kinds assign: how operand and result axes correspond."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Labels = tuple[tuple[str, ...], ...]
 
 
 def local_of(names: Sequence[tuple[str, ...]], extents: Mapping[str, Poly]) -> Sizes:
-    """Return sizes of axes from those of the names that make them up."""
+    """Return axis sizes from factor sizes."""
     return tuple(numel([extents[n] for n in axis]) for axis in names)
 
 
@@ -38,7 +38,7 @@ def _unchanged(kind: OpKind, extents: Mapping[str, Poly], ranks: Mapping[str, st
 def alike(
     op: Op, *, whole: Sequence[int] = (), linear: bool = False, local: Any = None, others: Sequence[int] = ()
 ) -> Split:
-    """Axes of all operands broadcast from the right onto those of the results; some axes of the results are whole."""
+    """Return a rule with operand axes broadcast from the right onto result axes; axes in `whole` cannot be split."""
     made = op.results[0]
     names = [f"a{i}" for i in range(made.ndim)]
     extents = dict(zip(names, made.sizes, strict=True))
@@ -59,17 +59,17 @@ def alike(
 
 
 def as_it_is(kind: OpKind, op: Op) -> Split:
-    """Let the result lie as the first operand does; where the others lie has no say."""
+    """Let the result inherit the first operand's placement, regardless of the others."""
     return alike(op, linear=True, others=range(1, len(op.operands)))
 
 
 def same_shape(kind: OpKind, op: Op) -> Split:
-    """Take operands of one shape element by element, scalars beside them."""
+    """Match operands elementwise, with optional scalars."""
     return alike(op)
 
 
 def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Split:
-    """Return the rule of an op of which one side has several blocks along an axis, and the other one."""
+    """Extend a rule to an op with several blocks along an axis on one side, and one block on the other."""
 
     def several(labels: Labels) -> Labels:
         return tuple(("n", *names) if i == axis else names for i, names in enumerate(labels))
@@ -81,12 +81,12 @@ def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Spli
 
 
 def summed(kind: OpKind, op: Op) -> Split:
-    """Take operands of one shape element by element; of parts of sums the result is a part of a sum."""
+    """Match operands elementwise; partial sums give partial sums."""
     return alike(op, linear=True)
 
 
 def across(op: Op, operands: Sequence[Labels], result: Labels, local: Any, **facts: Any) -> Split:
-    """Return the rule of an op with one result, its extents read from the shapes of axes with a name each."""
+    """Return a rule for one result; extents are read from axes with a single factor."""
     extents: dict[str, Poly] = {}
     for labels, t in (*zip(operands, op.operands, strict=False), (result, op.results[0])):
         for names, size in zip(labels, t.sizes, strict=True):
@@ -96,7 +96,7 @@ def across(op: Op, operands: Sequence[Labels], result: Labels, local: Any, **fac
 
 
 def fresh(kind: Any, op: Op) -> Split:
-    """Make a tensor of the sizes that a rank has of it."""
+    """Create a tensor with local sizes."""
     names = tuple((f"a{i}",) for i in range(op.results[0].ndim))
     return across(op, (), names, lambda extents, ranks: replace(kind, sizes=local_of(names, extents)))
 
@@ -104,10 +104,10 @@ def fresh(kind: Any, op: Op) -> Split:
 def refined(
     a: Sizes, b: Sizes, same: Any
 ) -> tuple[dict[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
-    """Return parts that two shapes of as many elements are both made of.
+    """Return common factors of two shapes with equal element count.
 
-    Returns the size of each part by name, the parts of each axis of both shapes, and those that cannot be split:
-    axes of which one shape has no part that the other has.
+    Return factor sizes by name, the factors in each axis for both shapes, and the factors that cannot be split because
+    one shape has no counterpart.
     """
     extents: dict[str, Poly] = {}
     left: list[list[str]] = [[] for _ in a]
@@ -123,7 +123,7 @@ def refined(
             right[at].append(name)
         return name
 
-    # over 40 lines: one case for each way in which the boundaries of both shapes may follow one another
+    # long: one case for each order in which axis boundaries may follow
     p = [(i, n) for i, n in enumerate(a) if n != ONE]
     q = [(j, n) for j, n in enumerate(b) if n != ONE]
     while p and q:

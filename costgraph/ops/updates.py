@@ -1,4 +1,4 @@
-"""What torch's optimizers do in one pass over their operands: elementwise functions, and kinds that write in place."""
+"""Op kinds for optimizer updates: fused elementwise steps, gradient unscaling and zeroing, all in place."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
 ]  # fmt: skip
 
 
-# torch's formulas of `addcmul` and `addcdiv` multiply by 1 as well
+# torch's `addcmul` and `addcdiv` formulas also multiply by 1
 def _product(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Gradients of both factors of a product by a number."""
+    """Return the gradients for both factors in a scaled product."""
     return ("mul", "g", ("mul", b, number)), ("mul", "g", ("mul", a, number))
 
 
 def _quotient(a: str, b: str, number: object = 1) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Gradients of both parts of a quotient by a number."""
+    """Return the gradients for numerator and denominator in a scaled quotient."""
     return ("mul", "g", ("div", number, b)), ("mul", ("neg", "g"), ("div", ("mul", a, number), ("mul", b, b)))
 
 
@@ -68,39 +68,39 @@ NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no n
 
 
 class Step(NamedTuple):
-    """An elementwise function of registers and numbers."""
+    """Elementwise function on registers and scalars."""
 
     function: Function
     scalars: tuple[complex | Poly | None, ...]
-    """its operands that are numbers, None where a register is read"""
+    """arguments, None in place of each register"""
     places: tuple[int, ...]
-    """those registers"""
+    """registers that it reads"""
     target: int
-    """the register that it writes"""
+    """register that it writes"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InPlace(OpKind):
-    """What writes into its one tensor; scalars may stand beside it."""
+    """In-place op on a single tensor, with optional scalar operands."""
 
     writes = rules.all_results
     placed = sharding_rule.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the same tensor with other values."""
+        """Infer the mutated tensor."""
         if len(operands) not in (1, 3) or any(t.ndim for t in operands[1:]):
             raise GraphError(f"in place into {list(operands)!r}, expected a tensor and scalars")
         return [itself(operands[0])]
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the place of the tensor."""
+        """Return the tensor."""
         return (0,)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class ZeroGrad(InPlace):
-    """Zeros in place: what was there is not read."""
+    """In-place fill with zeros, without reading."""
 
     name = "zero_grad"
     flops, reads = rules.free, rules.nothing
@@ -109,37 +109,37 @@ class ZeroGrad(InPlace):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Unscale(InPlace):
-    """A gradient times a scalar in place, and a flag, set where it is not finite, which alone writes the flag."""
+    """In-place gradient unscaling by a scalar; only non-finite gradients set the overflow flag."""
 
     name = "unscale"
     reads = rules.whole
 
     def flops(self, op: Op) -> Flops:
-        """Count a product and a check of each gradient."""
+        """Count a multiply and a check per gradient element."""
         return rules.applied(rules.points(op.operands[0]), FUNCTIONS["mul"], NON_FINITE)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class FusedUpdate(OpKind):
-    """Elementwise steps over several tensors in one pass: registers are the operands, then what steps make."""
+    """Fused elementwise steps over several tensors; registers are the operands, then the intermediates."""
 
     name = "fused_update"
     steps: Annotated[tuple[Step, ...], Rule("a tuple of steps", lambda v: isinstance(v, tuple))]
     changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))]
-    """Places of operands that change in place."""
+    """Operands that are mutated."""
     updated: Count
-    """How many operands are tensors of one shape; the others are scalars."""
+    """Number of equally shaped tensor operands; the others are scalars."""
     reads, writes = rules.whole, rules.all_results
     placed = sharding_rule.same_shape
 
     def __post_init__(self) -> None:
-        """Take steps as files and rewriters hand them on; what is none is refused where operands are known."""
+        """Normalize steps, which files and rewriters pass as tuples; `infer` rejects invalid ones."""
         steps = (Step(*s) if isinstance(s, tuple) and len(s) == len(Step._fields) else s for s in self.steps)
         object.__setattr__(self, "steps", tuple(steps))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the tensors that change."""
+        """Infer the mutated tensors."""
         self._need_description(operands)
         first = operands[0]
         for t in operands[1 : self.updated]:
@@ -148,15 +148,15 @@ class FusedUpdate(OpKind):
         return [itself(operands[i], i) for i in self.changed]
 
     def flops(self, op: Op) -> Flops:
-        """Count what the functions of the steps do for each element."""
+        """Sum the FLOPs in all steps, per element."""
         return rules.applied(rules.points(op.operands[0]), *(step.function for step in self.steps))
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the places that change."""
+        """Return the mutated operands."""
         return self.changed
 
     def _need_description(self, operands: Sequence[Tensor]) -> None:
-        """Raise GraphError where fields, of a file perhaps, do not describe an update of the operands."""
+        """Raise GraphError if the fields do not describe an update on the operands."""
         if not self.updated <= len(operands) or not 0 < len(set(self.changed)) == len(self.changed):
             raise GraphError(
                 f"fused update: {shown(self.updated)} tensors, of which {shown(self.changed)} change in place, "

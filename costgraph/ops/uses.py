@@ -1,4 +1,4 @@
-"""Which elements of a tensor the ops of a graph read together: slices add up, whole readers do not."""
+"""Total elements that ops read from a tensor: disjoint slices add up, overlapping reads do not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = [
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:
-    """Return the different elements of a tensor that the ops of a graph, and of bodies, read directly or through views.
+    """Return the distinct elements that ops in a graph and its bodies read from a tensor, also through views.
 
-    Of readers whose parts may overlap the widest one counts, so that it is never too much.
+    If readers may overlap, only the widest counts, so the result is a lower bound.
     """
     most = ZERO
     slices: dict[int, list[tuple[Poly, Poly, Poly]]] = {}
@@ -36,7 +36,7 @@ def elements_read(graph: Graph, tensor: Tensor) -> Poly:
                 most = larger(most, inner)
             continue
         if isinstance(op.kind, Append) and op.operands[0] is tensor and result is not None:
-            # what is seen of a cache but was not there before need not come from memory
+            # elements just appended to a cache need not come from memory
             inner = elements_read(graph, result)
             new = op.kind.writes(op)[0]
             inner = inner - new if at_least(inner, new) else at_least_zero(inner - new)
@@ -51,7 +51,7 @@ def elements_read(graph: Graph, tensor: Tensor) -> Poly:
 def _read_by(op: Op, tensor: Tensor) -> Poly:
     most = ZERO
     amounts: Sequence[Poly] = () if op.loop is not None else op.kind.reads(op)
-    # bytes of elements that may be read again and again
+    # stated bytes may count repeated reads of the same elements
     stated = isinstance(op.kind, Stated) and op.kind.bytes_read is not None
     for i, t in enumerate(op.operands):
         if t is not tensor:
@@ -70,7 +70,7 @@ def _read_by_loop(loop: Loop, i: int) -> Poly:
 
 
 def together(tensors: Sequence[Tensor]) -> Poly:
-    """Return the different elements of tensors of one storage: slices that are apart add up, others may overlap."""
+    """Return the distinct elements in tensors that share a storage: disjoint slices add up, others may overlap."""
     if len(tensors) == 1:
         return points(tensors[0], stored=True)
     cuts = [(t, op.operands[0], op.kind) for t in tensors if (op := t.producer) and isinstance(op.kind, Slice)]
@@ -83,7 +83,7 @@ def together(tensors: Sequence[Tensor]) -> Poly:
 
 
 def _together(parts: list[tuple[Poly, Poly, Poly]]) -> Poly:
-    """Add up slices of one axis that are known not to overlap; of others take the widest."""
+    """Add up slices on one axis if they provably do not overlap; otherwise return the widest."""
     parts = list(dict.fromkeys(parts))
     if all(begin.constant is not None for begin, _, _ in parts):
         parts.sort(key=lambda part: part[0].constant or 0)

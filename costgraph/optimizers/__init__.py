@@ -1,4 +1,4 @@
-"""Optimizers: which ops update parameters, which temporaries they make, and what state they keep."""
+"""Optimizers as ops: parameter updates, their temporaries and optimizer states."""
 
 import inspect
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ __all__ = [
     "optimizer_of", "source_like", "unscale", "zero_grad",
 ]  # fmt: skip
 
-#: Optimizers by the name that commands know them by.
+#: Optimizers by their command-line names.
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, Adafactor, Muon)
 }

@@ -1,4 +1,4 @@
-"""Adafactor: of the second moment of a matrix, its row and column means alone are kept."""
+"""Adafactor, which factors second moments into row and column means."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["Adafactor"]
 class Adafactor(Optimizer):
     """Adafactor, as torch.optim.Adafactor.
 
-    Parameters of two axes or more keep the means over their last and their last but one axis, others the whole second
-    moment. The step size depends on norms, which torch takes to the host to divide them by the root of a size; here
-    the norms are root mean squares, and the step size is computed by ops on scalars.
+    Parameters with two or more axes keep the means over their last and second-to-last axis, others the whole second
+    moment. torch moves norms to the host to divide them by the root of a size and to compute the step size; here these
+    are root mean squares and ops on scalars.
 
     Raises
     ------
     GraphError
-        If a value is none of torch's, or a fused kernel is asked for.
+        If torch would refuse a value, or a fused kernel is requested.
 
     Examples
     --------
@@ -54,17 +54,17 @@ class Adafactor(Optimizer):
     counts: ClassVar[bool] = True
 
     lr: float = 1e-2
-    implementation: str = "for-loop"  # torch's default of this optimizer
+    implementation: str = "for-loop"  # torch's default for Adafactor
     beta2_decay: float = -0.8
-    """Exponent of the step in the decay of the second moment."""
+    """Exponent of the step number in the second moment's decay."""
     eps: tuple[float | None, float] = (None, 1e-3)
-    """Least second moment, by default the epsilon of the format, and least size of a parameter."""
+    """Lower bounds of the second moment, by default the dtype's epsilon, and of a parameter's size."""
     d: float = 1.0
-    """Largest root mean square of an update."""
+    """Clipping threshold: maximal root mean square of an update."""
     weight_decay: float = 0
-    """Decoupled from the gradient, 0 for none."""
+    """Decoupled weight decay; 0 for none."""
     maximize: bool = False
-    """Whether the step goes up."""
+    """Whether to maximize the objective."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,11 +108,11 @@ class Adafactor(Optimizer):
     def _factored(
         self, calls: Calls, g: Column, states: tuple[Column, ...], new: float, eps: float
     ) -> tuple[Column, list[Column]]:
-        """Estimate the second moment of matrices from the means of their rows and columns; returns these as well."""
+        """Estimate second moments from row and column means, which are returned too."""
         means, averages = [], []
         for variance, axis in zip(states, (-1, -2), strict=True):
             (mean,) = calls.each("norm", partial(norm, axis=axis), g)
-            # a loop squares, a list is multiplied by itself: one operation each
+            # squared by the for-loop, multiplied by itself by foreach: one operation each
             mean = calls.inplace("square", mean)
             (mean,) = calls.each("div_", partial(_divided, axis=axis), mean, g)
             means.append(mean)
@@ -124,7 +124,7 @@ class Adafactor(Optimizer):
 
 
 def _divided(total: Tensor, g: Tensor, axis: int) -> Tensor:
-    """Make a mean of a sum along an axis."""
+    """Divide a sum along an axis by its size."""
     return pointwise("div", total, g.sizes[axis], inplace=True, dtype=total.dtype)
 
 
@@ -139,7 +139,7 @@ def _add_scaled(p: Tensor, update: Tensor, rate: Tensor) -> Tensor:
 
 
 def _rate(optimizer: Adafactor, size: Tensor, change: Tensor) -> Tensor:
-    """Minus the step size: the parameter's size times a learning rate, over how far the update is too large."""
+    """Return minus the step size: parameter size times learning rate, over the update's clipping factor."""
     rate = min(optimizer.lr, 1 / optimizer.step**0.5)
     size = pointwise("mul", pointwise("maximum", size, optimizer.eps[1]), -rate)
     return pointwise("div", size, pointwise("maximum", pointwise("div", change, optimizer.d), 1.0))

@@ -1,4 +1,4 @@
-"""Optimizers that divide by the root of a mean of squares: Adam, AdamW, AdaGrad, RMSProp."""
+"""Optimizers with adaptive step sizes: Adam, AdamW, AdaGrad, RMSProp."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ANY = float("inf")
 
 
 def _with_decay(calls: Calls, g: Column, p: Column, *, maximize: bool, weight_decay: float) -> tuple[Column, bool]:
-    """Turn the gradient and add weight decay to it; says whether it is a temporary now."""
+    """Negate the gradient to maximize, and add weight decay; also return whether it is now a temporary."""
     own = False
     if maximize:
         g, own = calls.new("neg", g), True
     if weight_decay:
-        # a list that was made for the sign is used again
+        # foreach reuses the list of negated gradients
         g, own = calls.add(g, p, weight_decay, inplace=calls.listed and own), True
     return g, own
 
@@ -39,7 +39,7 @@ class Adam(Optimizer):
     Raises
     ------
     GraphError
-        If a value is none of torch's.
+        If torch would refuse a value.
 
     Examples
     --------
@@ -57,17 +57,17 @@ class Adam(Optimizer):
     counts: ClassVar[bool] = True
 
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the two averages."""
+    """Decay rates of the first and second moment."""
     eps: float = 1e-8
-    """Added to the root."""
+    """Added to the denominator."""
     weight_decay: float = 0
-    """Added to the gradient, or decoupled from it; 0 for none."""
+    """L2 penalty, or with `decoupled_weight_decay` a decay of the parameter; 0 for none."""
     amsgrad: bool = False
-    """Whether the largest second moment so far is kept as well."""
+    """Whether to keep the maximum of the second moments."""
     maximize: bool = False
-    """Whether the step goes up."""
+    """Whether to maximize the objective."""
     decoupled_weight_decay: bool = False
-    """Whether weight decay shrinks the parameter instead, as in AdamW."""
+    """Whether weight decay shrinks the parameter directly, as in AdamW."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +107,7 @@ class AdamW(Adam):
     Raises
     ------
     GraphError
-        If a value is none of torch's.
+        If torch would refuse a value.
 
     Examples
     --------
@@ -137,7 +137,7 @@ class AdaGrad(Optimizer):
     Raises
     ------
     GraphError
-        If a value is none of torch's.
+        If torch would refuse a value.
 
     Examples
     --------
@@ -154,13 +154,13 @@ class AdaGrad(Optimizer):
 
     lr: float = 1e-2
     lr_decay: float = 0
-    """How much the learning rate shrinks with each step."""
+    """Decay of the learning rate per step."""
     weight_decay: float = 0
-    """Added to the gradient, 0 for none."""
+    """L2 penalty, added to the gradient; 0 for none."""
     eps: float = 1e-10
-    """Added to the root."""
+    """Added to the denominator."""
     maximize: bool = False
-    """Whether the step goes up."""
+    """Whether to maximize the objective."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +190,7 @@ class RMSProp(Optimizer):
     Raises
     ------
     GraphError
-        If a value is none of torch's.
+        If torch would refuse a value.
 
     Examples
     --------
@@ -208,17 +208,17 @@ class RMSProp(Optimizer):
 
     lr: float = 1e-2
     alpha: float = 0.99
-    """Decay of the mean of squares."""
+    """Decay rate of the mean square."""
     eps: float = 1e-8
-    """Added to the root."""
+    """Added to the denominator."""
     weight_decay: float = 0
-    """Added to the gradient, 0 for none."""
+    """L2 penalty, added to the gradient; 0 for none."""
     momentum: float = 0
-    """0 for none, and no state of it."""
+    """Momentum; 0 for none, and no momentum state."""
     centered: bool = False
-    """Whether the mean gradient is kept as well, so that the root is of the variance."""
+    """Whether to normalize by the variance instead, which keeps the mean gradient too."""
     maximize: bool = False
-    """Whether the step goes up."""
+    """Whether to maximize the objective."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""What a training step does with gradients beside the update: set to zero, clip, unscale."""
+"""Gradient operations of a training step besides the update: zeroing, clipping and unscaling."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def _with_grads(slots: Sequence[Slot], made: Sequence[tuple[Tensor, ...]]) -> li
 
 
 def zero_grad(slots: Sequence[Slot], *, set_to_none: bool = True) -> list[Slot]:
-    """Give gradients up, or set them to zero in place: `torch.optim.Optimizer.zero_grad`.
+    """Free gradients, or set them to zero in place, as `torch.optim.Optimizer.zero_grad`.
 
     Parameters
     ----------
     slots : list of Slot
-        Whose gradients.
+        Slots with the gradients.
     set_to_none : bool
-        Give them up, as torch does by default: no op.
+        Whether to free them, torch's default: no op.
 
     Returns
     -------
     list of Slot
-        With the gradients to read from now on.
+        The slots with the gradients to read from now on.
 
     Raises
     ------
@@ -71,26 +71,26 @@ def zero_grad(slots: Sequence[Slot], *, set_to_none: bool = True) -> list[Slot]:
 
 
 def clip_grad_norm(slots: Sequence[Slot], max_norm: float, *, foreach: bool = True) -> tuple[Tensor, list[Slot]]:
-    """Scale all gradients in place so that their common norm is at most a number: torch's `clip_grad_norm_`.
+    """Clip the global norm of gradients in place, as torch's `clip_grad_norm_`.
 
     Parameters
     ----------
     slots : list of Slot
-        Whose gradients.
+        Slots with the gradients.
     max_norm : float
-        Largest 2-norm of all of them together.
+        Maximal 2-norm over all gradients.
     foreach : bool
-        One call for the list, or one for each gradient: the ops and what they make are the same.
+        Whether to use one call for the list instead of one per gradient; ops and temporaries are the same.
 
     Returns
     -------
     Tensor, list of Slot
-        The norm before, and the slots with the gradients to read from now on.
+        The norm before clipping, and the slots with the gradients to read from now on.
 
     Raises
     ------
     GraphError
-        If there is no slot, or the norm is no positive number.
+        If there is no slot, or the norm is not a positive number.
 
     Examples
     --------
@@ -110,20 +110,20 @@ def clip_grad_norm(slots: Sequence[Slot], max_norm: float, *, foreach: bool = Tr
         total = norm(concat(norms, 0, name="stack"))
         inverse = pointwise("reciprocal", pointwise("add", total, 1e-6))
         factor = pointwise("minimum", pointwise("mul", inverse, float(max_norm)), 1.0)
-        # a gradient keeps its format whatever that of the norm
+        # a gradient keeps its dtype, whatever that of the norm
         clipped = over(grads, lambda g: pointwise("mul", g, factor, inplace=True, dtype=g.dtype), "clip")
         return total, _with_grads(found, clipped)
 
 
 def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor, list[Slot]]:
-    """Divide gradients by the scale of the loss, in place, and look for what is not finite: GradScaler's `unscale_`.
+    """Divide gradients by the loss scale in place, and check that they are finite, as GradScaler's `unscale_`.
 
     Parameters
     ----------
     slots : list of Slot
-        Whose gradients; torch refuses fp16 ones, here each format is unscaled as it is.
+        Slots with the gradients; torch refuses fp16, here every dtype is unscaled in place.
     scale : Tensor, optional
-        A scalar, by default declared as state `loss_scale`.
+        Loss scale, a scalar; by default declared as state `loss_scale`.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor,
     Raises
     ------
     GraphError
-        If there is no slot, or the scale is no scalar.
+        If there is no slot, or the scale is not a scalar.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor,
         need_tensor("unscale: scale", scale)
         if scale.ndim:
             raise GraphError(f"unscale: scale {scale!r}, expected a scalar")
-        # as torch: the reciprocal in fp64
+        # torch computes the reciprocal in fp64
         inverse = cast(pointwise("reciprocal", cast(scale, "fp64", name="double")), "fp32", name="float")
         found_inf = fill((), 0.0, "fp32", name="found_inf")
 

@@ -1,4 +1,4 @@
-"""Muon: the momentum of a matrix is made orthogonal before it is applied."""
+"""Muon: momentum SGD with orthogonalized updates of matrices."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ __all__ = ["Muon", "has_matrix"]
 
 
 def has_matrix(slot: Slot) -> bool:
-    """Whether a parameter has two axes or more and is no bias."""
-    # a bias has the axes of what it is added to, which make one vector
+    """Return whether a parameter has two or more axes and is not a bias."""
+    # a bias may have several axes, as its output does
     return len(slot.axes()) > 1 and base_name(slot.param.storage.name).rpartition("/")[2] != "bias"
 
 
@@ -60,7 +60,7 @@ def _levels(slot: Slot) -> list[str]:
 
 
 def _is_hidden(slot: Slot) -> bool:
-    """Whether a parameter is a hidden-layer matrix, neither an embedding nor the head."""
+    """Return whether a parameter is a hidden-layer matrix, neither an embedding nor the head."""
     if not has_matrix(slot) or any("embed" in name or name in ("head", "lm_head") for name in _levels(slot)):
         return False
     looked_up = (op.operands[0] for op in slot.param.graph.root.ops if isinstance(op.kind, Gather))
@@ -68,28 +68,28 @@ def _is_hidden(slot: Slot) -> bool:
 
 
 def _has_experts(slot: Slot) -> bool:
-    """Whether the first axis of a parameter numbers experts, each of which has a matrix."""
+    """Return whether the first axis of a parameter indexes experts with a matrix each."""
     return len(slot.axes()) == 3 and "experts" in _levels(slot)
 
 
 @guarded()
 @dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
-    """Muon, op for op as torch.optim.Muon, which is a loop over the parameters.
+    """Muon, op for op as torch.optim.Muon, which loops over parameters.
 
     Muon updates hidden-layer matrices; AdamW updates embeddings, the head, biases and norms. This is the split of
     Muon's author (Jordan 2024, github.com/KellerJordan/Muon), torch's documentation, and DeepSpeed's
     `set_optimizer_flags`.
 
-    A parameter of more than two axes, which torch refuses, is a matrix of its first axis by all others; the experts of
-    a mixture have a matrix each, as in DeepSpeed's `muon_update`. Products are made with the shorter side outside, so
-    it has to be known which one that is: `graph.assume("F >= D")`. The factor on the learning rate that comes from the
-    sizes is left out where they are symbols: no cost depends on it.
+    A parameter of more than two axes, which torch refuses, is flattened to a matrix of its first axis by all others;
+    each expert of a mixture has its own matrix, as in DeepSpeed's `muon_update`. The Gram matrix is taken over the
+    shorter side, which must be known: `graph.assume("F >= D")`. For symbolic sizes the size-dependent factor of the
+    learning rate is omitted; it changes no cost.
 
     Raises
     ------
     GraphError
-        If another implementation is asked for, or a value is none of torch's.
+        If another implementation is requested, or torch would refuse a value.
 
     Examples
     --------
@@ -107,24 +107,24 @@ class Muon(Optimizer):
 
     implementation: str = "for-loop"
     weight_decay: float = 0.1
-    """Decoupled from the gradient; torch multiplies by 1 if it is 0."""
+    """Decoupled weight decay; torch multiplies by 1 if it is 0."""
     momentum: float = 0.95
-    """Share of the old momentum in the new one."""
+    """Weight of the old momentum in the new one."""
     nesterov: bool = True
-    """Whether the step looks ahead along the momentum."""
+    """Whether to use Nesterov momentum."""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
-    """Of the Newton-Schulz iteration."""
+    """Coefficients of the Newton-Schulz iteration."""
     eps: float = 1e-7
-    """Least norm that a momentum is divided by."""
+    """Lower bound of the norm that the momentum is divided by."""
     ns_steps: int = 5
     """Newton-Schulz iterations."""
     adjust_lr_fn: str = "original"
-    """original, or match_rms_adamw: how the sizes of a matrix change its learning rate."""
+    """original or match_rms_adamw: how the shape of a matrix scales its learning rate."""
     takes: Callable[[Slot], bool] = _is_hidden
     """Selects the parameters that Muon updates: by default those with two axes or more, except biases, lookup tables
     (tied heads included), and names with a level `head`, `lm_head` or `*embed*`."""
     others: Optimizer | None = None
-    """What updates the others: AdamW, with the same implementation."""
+    """Optimizer of the other parameters: by default AdamW with the same implementation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,12 +139,12 @@ class Muon(Optimizer):
             raise GraphError(f"Muon: others {self.others!r}, expected an optimizer")
 
     def update(self, slots: Annotated[Sequence[Slot], READ]) -> list[Slot]:
-        """Add the ops that update parameters: those that Muon takes, then the others by AdamW; as `Optimizer.update`.
+        """Add the ops that update parameters, first those selected by `takes`, then the others.
 
         Raises
         ------
         GraphError, ShapeError
-            If there is no slot, one that Muon takes is no matrix, or it is not known which side of it is shorter.
+            If there is no slot, a selected parameter is not a matrix, or its shorter side is unknown.
         """
         found = need_slots("Muon", slots)
         out = dict(enumerate(found))
@@ -203,7 +203,7 @@ def _is_tall(x: Tensor) -> bool:
     if known.nonnegative(rows - columns):
         return True
     bound = {name: as_poly(size) for name, size in x.graph.root.defaults.items()}
-    wider = (columns - rows).bind(bound).constant  # the sizes that a model has by default
+    wider = (columns - rows).bind(bound).constant  # for the default sizes of the model
     if wider is not None:
         return wider < 0
     raise ShapeError(
@@ -213,7 +213,7 @@ def _is_tall(x: Tensor) -> bool:
 
 
 def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
-    """Iterate towards the nearest orthogonal matrix, in bf16: `zeropower_via_newtonschulz`."""
+    """Approximate the nearest orthogonal matrix by Newton-Schulz in bf16: `zeropower_via_newtonschulz`."""
     tall = _is_tall(update)
     x = cast(update, "bf16")
     size = norm(x) if x.ndim == 2 else _norm_of_each(x)
@@ -222,21 +222,21 @@ def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
     a, b, c = muon.ns_coefficients
     for _ in range(muon.ns_steps):
         gram = matmul(x, transpose(x))
-        # variables of Python name the first product, and what was given, longer than they are read
+        # Python variables keep the Gram matrix and the operand alive after their last read
         x = keep(_addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1), gram)
     x = transpose(x) if tall else x
-    # in bf16 already, the update itself was divided in place
+    # if it is bf16 already, the update itself was divided in place
     return x if update.dtype == x.dtype else keep(x, update)
 
 
 def _norm_of_each(x: Tensor) -> Tensor:
-    """Return the norm of each matrix of several."""
+    """Return the norm of each matrix in a batch."""
     count, *matrix = x.sizes
     return reshape(norm(reshape(x, (count, numel(matrix))), axis=1), (count, 1, 1))
 
 
 def _addmm(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta * added + alpha * left @ right` in one kernel."""
+    """Return `beta * added + alpha * left @ right` in one kernel."""
 
     def body(added: Tensor, left: Tensor, right: Tensor) -> Tensor:
         scaled, product = pointwise("mul", added, beta), matmul(left, right)

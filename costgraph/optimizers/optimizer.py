@@ -1,4 +1,4 @@
-"""What all optimizers share: which implementation runs, lists of one format, step counters and master copies."""
+"""Optimizer base class: slots, block-quantized states, loops over parameters, and the update implementations."""
 
 from __future__ import annotations
 
@@ -67,23 +67,22 @@ __all__ = [
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
-# What an optimizer updates: a parameter, its gradient, and the state that it keeps for the two.
 
 
 def pieces(t: Tensor) -> int:
-    """Return how many leading axes number tensors of their own: 1 for a parameter of a layer stack, else 0."""
+    """Return the number of leading axes that index separate tensors: 1 for a parameter of a layer stack, else 0."""
     return t.storage.pieces
 
 
 def declare_state(graph: Graph, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
-    """Declare a tensor that stays under its own name, whatever scope is open."""
+    """Declare a persistent tensor under its own name, whatever scope is open."""
     with opened(graph=graph.root, levels=()):
         return graph.root.buffer(name, sizes, dtype, role=role)
 
 
 def source_like(param: Tensor, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
-    """Declare state, or a gradient that stays, beside a parameter, one storage for each of a stack's layers."""
-    # the tensor that was declared has the name, a result of an op in place has the op's
+    """Declare state, or a persistent gradient, for a parameter, with one storage per stacked layer."""
+    # use the declared tensor's name; results of in-place ops are named after the op
     state = declare_state(param.graph, f"{param.storage.name}.{name}", sizes, dtype, role)
     state.storage = Storage(state.name, state.sizes, state.dtype, role, pieces(param))
     return state
@@ -91,7 +90,7 @@ def source_like(param: Tensor, name: str, sizes: Sequence[object], dtype: str | 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter, its gradient and its state, as an optimizer sees them.
+    """A parameter with its gradient and optimizer state.
 
     Examples
     --------
@@ -105,15 +104,15 @@ class Slot:
     """
 
     param: Tensor
-    """Updated in place; of a layer stack all of its layers, the first axis numbers them."""
+    """Parameter, updated in place; for a layer stack all layers along the first axis."""
     grad: Tensor
-    """Its gradient, of the same shape, maybe in another format."""
+    """Gradient, with the same shape, possibly in another dtype."""
     master: Tensor | None = None
-    """Copy in a wider format that is updated in place of the parameter, which is then assigned its values."""
+    """Master copy in a wider dtype: it is updated instead, and its values are then assigned to the parameter."""
     moments: DType | None = None
-    """Format of state of the parameter's shape, by default that of what is updated."""
+    """Dtype of parameter-shaped states, by default that of the updated tensor."""
     declare: Callable[[str, Sequence[object], str | DType], Tensor] | None = None
-    """Declares state of a name, sizes and a format, by default beside the parameter."""
+    """Declares a state from name, sizes and dtype, by default next to the parameter."""
 
     def __post_init__(self) -> None:
         for what, t in (("grad", self.grad), ("master", self.master)):
@@ -127,20 +126,20 @@ class Slot:
 
     @property
     def updated(self) -> Tensor:
-        """What the optimizer updates: the master copy where there is one, else the parameter."""
+        """Tensor to update: the master copy if there is one, else the parameter."""
         return self.param if self.master is None else self.master
 
     def state(self, name: str, sizes: Sequence[object] | None = None, dtype: str | DType | None = None) -> Tensor:
-        """Declare optimizer state: a tensor that is there throughout, by default like what is updated.
+        """Declare optimizer state, a persistent tensor, by default like the updated tensor.
 
         Parameters
         ----------
         name : str
-            Joined to the parameter's name by a dot.
+            Suffix, joined to the parameter's name by a dot.
         sizes : sequence of sizes, optional
-            Shape, the parameter's by default; of a layer stack with the axis of the layers.
+            Shape, by default the parameter's; for a layer stack including the layer axis.
         dtype : str or DType, optional
-            Number format, by default `moments` or that of what is updated.
+            Dtype, by default `moments` or that of the updated tensor.
 
         Returns
         -------
@@ -150,7 +149,7 @@ class Slot:
         Raises
         ------
         GraphError, ShapeError, FormatError
-            If the name is taken, a size is none, or the format is unknown.
+            If the name is taken, or a size or the dtype is invalid.
         """
         shape = self.updated.sizes if sizes is None else sizes
         wanted = self.moments or self.updated.dtype if dtype is None else dtype
@@ -158,22 +157,22 @@ class Slot:
         return declare(name, shape, wanted)
 
     def axes(self) -> Sizes:
-        """Return the shape of one parameter, without the axes that number those of a layer stack."""
+        """Return one parameter's shape, without the layer axes of a stack."""
         return self.param.sizes[pieces(self.param) :]
 
     def layers(self) -> Sizes:
-        """Return the axes that number the parameters of a layer stack; none where there is one alone."""
+        """Return a stack's layer axes, empty for a single parameter."""
         return self.param.sizes[: pieces(self.param)]
 
     def factor(self, axis: int) -> Sizes:
-        """Return the parameter's shape with size 1 along one axis, counted from the last: row or column statistics."""
+        """Return the parameter's shape with size 1 along one axis (negative index): row or column statistics."""
         sizes = list(self.param.sizes)
         sizes[axis] = ONE
         return tuple(sizes)
 
 
 def in_parts(slot: Slot) -> Slot:
-    """Return a slot whose complex numbers are seen as twice as many real ones, as torch's optimizers do it."""
+    """Return a slot with complex tensors viewed as real pairs, as torch's optimizers do."""
     if slot.param.dtype.kind != "complex":
         return slot
     param, grad = (view_as(t, "real") for t in (slot.param, slot.grad))
@@ -181,7 +180,7 @@ def in_parts(slot: Slot) -> Slot:
 
 
 def need_slots(place: str, slots: object) -> list[Slot]:
-    """Return the slots as a list, or raise GraphError: there is nothing to do without one."""
+    """Return the slots as a list, or raise GraphError if they are empty or invalid."""
     found = list(slots) if isinstance(slots, list | tuple) else []
     if not found or not all(isinstance(s, Slot) for s in found):
         raise GraphError(f"{place}: slots {slots!r}, expected a list of Slot, one at least")
@@ -189,7 +188,6 @@ def need_slots(place: str, slots: object) -> list[Slot]:
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
-# Norms of tensors, each one kernel that reads its operand once.
 
 
 def _root(x: Tensor, axis: int | None, operation: str, name: str) -> Tensor:
@@ -207,33 +205,31 @@ def _root(x: Tensor, axis: int | None, operation: str, name: str) -> Tensor:
 
 
 def norm(x: Tensor, axis: int | None = None) -> Tensor:
-    """Return the 2-norm of all elements, or along one axis, which stays with size 1."""
+    """Return the 2-norm over all elements, or along one axis, kept with size 1; one kernel."""
     return _root(x, axis, "sum", "norm")
 
 
 def root_mean_square(x: Tensor, axis: int | None = None) -> Tensor:
-    """Return the 2-norm divided by the root of the number of elements: the division is part of the mean."""
+    """Return the root mean square over all elements, or along one axis, kept with size 1; one kernel."""
     return _root(x, axis, "mean", "norm")
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
-# State in blocks of few bits, as of Adam in 8 bits: codes of which those of a block share a scale.
-#
-# Dettmers et al. 2021 (arXiv 2110.02861). One kernel looks each code up in a table, multiplies it by the scale of its
-# block, updates, takes the largest magnitude in the block as its new scale, and writes the nearest codes.
+# -- block-quantized states --------------------------------------------------------------------------------------------
+# 8-bit Adam, Dettmers et al. 2021 (arXiv 2110.02861). One kernel looks up each code in a table, multiplies it by the
+# block's scale, updates, takes the largest magnitude in the block as the new scale, and writes the nearest codes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStates:
-    """How a library keeps the state of large tensors in few bits, and that of small ones.
+    """Block-quantized optimizer state, as a library keeps it for large tensors, and the dtype for small ones.
 
-    Which tensors are large follows from their sizes, open ones by their defaults; where nothing is known of a size its
-    tensor is large. What was decided so is assumed from then on: a size that breaks it is refused when it is bound.
+    Sizes decide which tensors are large, open ones by their defaults; tensors of unknown size are large. The decision
+    becomes an assumption of the graph: binding a size that violates it is an error.
 
     Raises
     ------
     GraphError, FormatError
-        If the format is unknown or has no blocks, or an amount is none.
+        If the format is unknown or has no blocks, or a number is invalid.
 
     Examples
     --------
@@ -248,17 +244,17 @@ class BlockStates:
     """
 
     format: str
-    """of the state of a large tensor, with a scale for the elements of a block"""
+    """format of large tensors' states, with one scale per block"""
     table: int = 0
-    """fp32 entries of the table in which codes are looked up; 0 where a code is a number by itself"""
+    """fp32 entries in the lookup table for codes; 0 if codes are numbers themselves"""
     shared: bool = False
-    """whether all tensors look into one table for each kind of state; each state has its own otherwise"""
+    """whether all tensors share one table per kind of state, instead of one table per state"""
     only_whole: bool = False
-    """whether a tensor is small, too, whose elements are no multiple of the block"""
+    """whether tensors with an incomplete block also count as small"""
     small: str | None = None
-    """format of the state of small tensors, by default that of the parameter"""
+    """format of small tensors' states, by default the parameter's"""
     least: int = 4096
-    """fewest elements of a large tensor"""
+    """least number of elements in a large tensor"""
 
     def __post_init__(self) -> None:
         if not dtype(self.format).block:
@@ -268,7 +264,7 @@ class BlockStates:
                 raise GraphError(f"BlockStates: {name} is {value!r}, expected a whole number of at least 0")
 
     def format_of(self, slot: Slot) -> DType:
-        """Return the format of a parameter's state."""
+        """Return the format of a parameter's states."""
         if self._is_large(slot.param):
             return dtype(self.format)
         return slot.updated.dtype if self.small is None else dtype(self.small)
@@ -291,11 +287,11 @@ class BlockStates:
         return True
 
     def holds(self, state: Tensor) -> bool:
-        """Whether a state is in blocks."""
+        """Return whether a state is block-quantized."""
         return state.dtype.name == dtype(self.format).name
 
     def own_tables(self, slots: Sequence[Slot], states: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        """Declare the tables of each parameter's states: none where all look into the same."""
+        """Declare lookup tables per state; none if tables are shared."""
         return [
             tuple(
                 slot.state(f"{t.name.rpartition('.')[2]}.table", (*slot.layers(), self.table), "fp32")
@@ -306,7 +302,7 @@ class BlockStates:
         ]
 
     def common_tables(self, states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Declare the tables that all parameters share, one for each kind of state that is in blocks."""
+        """Declare the shared lookup tables, one per kind of block-quantized state."""
         found = next((kept for kept in states if self.shared and self.table and any(map(self.holds, kept))), ())
         return tuple(self._common(t, i) for i, t in enumerate(found))
 
@@ -316,7 +312,7 @@ class BlockStates:
         return declare_state(state.graph, name, (self.table,), "fp32") if there is None else there
 
 
-#: bitsandbytes from 0.45 on (`bitsandbytes/optim/optimizer.py`, `Optimizer2State.init_state`; blocks had 2,048 elements
+#: bitsandbytes since 0.45 (`bitsandbytes/optim/optimizer.py`, `Optimizer2State.init_state`; blocks had 2,048 elements
 #: before), and torchao (`torchao/optim/adam.py`, `_AdamBase._new_buffer`; `subclass_8bit.py`, `subclass_4bit.py`,
 #: `subclass_fp8.py`).
 STATES: Mapping[str, BlockStates] = MappingProxyType({
@@ -327,35 +323,34 @@ STATES: Mapping[str, BlockStates] = MappingProxyType({
 })  # fmt: skip
 
 
-# -- over --------------------------------------------------------------------------------------------------------------
-# One parameter after the other: those of a layer stack inside a loop over the layers.
+# -- loops over parameters ---------------------------------------------------------------------------------------------
 
 Made = Tensor | tuple[Tensor, ...] | None
 Group = tuple[Tensor, ...]
 
 
 def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> list[Group]:
-    """Apply a function to the tensors of each group, one parameter after the other.
+    """Apply a function to each group of tensors in turn; layer stacks become loops over their layers.
 
     Parameters
     ----------
     groups : sequence of tuple of Tensor
-        The tensors of one parameter each; of a layer stack, tensors whose first axis numbers its layers.
+        Tensors, one tuple per parameter; for a layer stack with the layers along the first axis.
     function : callable
-        `function(*group)`, of a layer stack with the tensors of one layer: adds ops and returns new tensors, operands
-        that it changed in place, or None.
+        `function(*group)`, called with one layer's tensors for a stack: adds ops and returns new tensors, mutated
+        operands, or None.
     name : str
-        Name of the loop over the layers of a stack; neighbours in the list with as many layers share one.
+        Name of the loop over layers; neighbouring stacks with equally many layers share one.
 
     Returns
     -------
     list of tuple of Tensor
-        What the function returned for each group; an operand changed in place is the tensor to read from then on.
+        Results for each group; read mutated operands through these from then on.
 
     Raises
     ------
     GraphError
-        If tensors of a layer stack stand beside others in a group.
+        If a group mixes tensors of a layer stack with others.
 
     Examples
     --------
@@ -378,7 +373,7 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str) -> l
 
 
 def _runs(groups: Sequence[Group], name: str) -> Iterator[tuple[Poly | None, list[Group]]]:
-    """Yield neighbours that one loop can take together: how many layers they have, None for no stack."""
+    """Yield runs of groups that can share a loop, with their number of layers, or None outside stacks."""
     run: list[Group] = []
     current: Poly | None = None
     for group in groups:
@@ -400,7 +395,7 @@ def _layers(group: Group, name: str) -> Poly | None:
 
 
 def _stack(layers: Poly, run: list[Group], function: Callable[..., Made], name: str) -> list[Group]:
-    """Run a loop over the layers, whose body takes the parameters of one layer in turn; stacks nest."""
+    """Run a loop over layers, whose body updates all parameters of one layer; stacks may nest."""
     lengths: list[int] = []
 
     def step(*slices: Tensor) -> Group:
@@ -425,19 +420,17 @@ def _tuple(made: Made) -> Group:
     return () if made is None else made if isinstance(made, tuple) else (made,)
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-# What an update is written in: calls on columns, which hold one tensor of each parameter.
-#
-# A column has one tensor where a loop takes the parameters in turn, and one of each where torch calls a kernel for the
-# whole list: what a call makes then exists for all of them until the last call that reads it.
+# -- foreach calls -----------------------------------------------------------------------------------------------------
+# Updates are written as calls on columns, which hold one tensor per parameter. In a loop over parameters a column has
+# one tensor; for torch's foreach kernels it has all of them, so temporaries exist for the whole list until last use.
 
 Column = tuple[Tensor, ...]
-#: Adds an update and returns the columns of what was updated and of its gradients as they are afterwards.
+#: Adds an update; returns the columns of updated tensors and of their gradients afterwards.
 Update = Callable[..., tuple[Column, Column]]
 
 
 def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str) -> list[Column]:
-    """Take what is one parameter already: the loop over them is outside."""
+    """Apply a function to single-parameter columns, inside a loop."""
     out = []
     for group in groups:
         made = function(*group)
@@ -446,23 +439,23 @@ def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str
 
 
 class Calls:
-    """Adds ops to columns of tensors, if `listed` one for a whole list, as torch's `_foreach` functions."""
+    """Adds ops on columns of tensors; if `listed`, one for the whole list, as torch's `_foreach` functions."""
 
     def __init__(self, *, listed: bool) -> None:
         self.listed = listed
         self._over = over if listed else _directly
 
     def each(self, name: str, function: Callable[..., Made], *columns: Column) -> tuple[Column, ...]:
-        """Call a function of one tensor of each column; returns a column of each tensor that it returns."""
+        """Call a function on one tensor per column; return one column per result."""
         made = self._over(list(zip(*columns, strict=True)), function, name)
         return tuple(zip(*made, strict=True))
 
     def new(self, function: str | Function, *operands: Column | float) -> Column:
-        """Make tensors by an elementwise function of columns and numbers."""
+        """Apply an elementwise function to columns and scalars."""
         return self._call(function, operands, inplace=False)
 
     def inplace(self, function: str | Function, *operands: Column | float) -> Column:
-        """Write into the tensors of the first column; returns the column to read from then on."""
+        """Apply an elementwise function in place to the first column; return the column to read from then on."""
         return self._call(function, operands, inplace=True)
 
     def _call(self, function: str | Function, operands: Sequence[Column | float], *, inplace: bool) -> Column:
@@ -472,38 +465,38 @@ class Calls:
         def call(*tensors: Tensor) -> Tensor:
             given = iter(tensors)
             arguments = [next(given) if isinstance(o, tuple) else o for o in operands]
-            # torch writes into a tensor whatever the formats of the others
+            # as in torch, the mutated tensor keeps its dtype
             dtype = tensors[0].dtype if inplace else None
             return pointwise(record, *arguments, inplace=inplace, dtype=dtype)
 
         name = f"{record.name}_" if inplace else record.name
         return self.each(name, call, *columns)[0]
 
-    # -- torch's functions with a factor, which costs nothing where it is 1 ---------------------------------------
+    # -- torch's functions with a factor, which is free if it is 1 ------------------------------------------------
 
     def add(self, a: Column, b: Column, alpha: float, *, inplace: bool = False) -> Column:
-        """`a + alpha * b`."""
+        """Return `a + alpha * b`."""
         return self._call(*(("add", (a, b)) if alpha == 1 else (ADD_SCALED, (a, b, alpha))), inplace=inplace)
 
     def addcmul(self, a: Column, b: Column, c: Column, value: float) -> Column:
-        """`a + value * b * c`."""
+        """Return `a + value * b * c`."""
         return self.new(ADD_SCALED_PRODUCT, a, b, c, value)
 
     def addcmul_(self, a: Column, b: Column, c: Column, value: float = 1) -> Column:
-        """`a += value * b * c`."""
+        """Add `value * b * c` to `a` in place."""
         return self.inplace(ADD_PRODUCT, a, b, c) if value == 1 else self.inplace(ADD_SCALED_PRODUCT, a, b, c, value)
 
     def addcdiv_(self, a: Column, b: Column, c: Column, value: float = 1) -> Column:
-        """`a += value * b / c`."""
+        """Add `value * b / c` to `a` in place."""
         return self.inplace(ADD_QUOTIENT, a, b, c) if value == 1 else self.inplace(ADD_SCALED_QUOTIENT, a, b, c, value)
 
     def keep(self, x: Column, *others: Column) -> Column:
-        """Let tensors live until here that variables of a loop's function name; lists are deleted by hand."""
+        """Keep tensors alive that local variables of a for-loop reference; foreach lists are deleted explicitly."""
         return x if self.listed or not others else self.each("keep", keep, x, *others)[0]
 
 
 def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Column]:
-    """Run a whole update for each parameter in turn; returns what was updated and the gradient of each."""
+    """Run a whole update per parameter in turn; return each updated tensor and gradient."""
     calls = Calls(listed=False)
 
     def single(*group: Tensor) -> Column:
@@ -513,17 +506,15 @@ def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Colu
     return over(groups, single, name)
 
 
-# -- fused -------------------------------------------------------------------------------------------------------------
-# An update in one kernel: every tensor is read once, and the parameter and its state are written in place.
-#
-# The kernel takes the steps that the same update takes as ops of its own, and so counts their FLOPs; what passes from
-# one step to the next stays in registers.
+# -- fused updates -----------------------------------------------------------------------------------------------------
+# One kernel reads every tensor once and writes the parameter and its state in place. Its steps are recorded from the
+# unfused update, so FLOPs are equal; intermediates stay in registers.
 
 
 def fused_update(update: Update, group: Column, beside: Column = (), *, name: str) -> Column:
-    """Run a whole update of one parameter, elementwise ops on columns of one tensor each, in one kernel.
+    """Run one parameter's elementwise update in a single kernel.
 
-    `group` is what is updated, its gradient and its state; `beside` what the kernel reads as well: a step counter.
+    `group` is the updated tensor, its gradient and its states; `beside` are further inputs such as a step counter.
     """
     steps, changed = _steps(update, group)
     kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))
@@ -532,7 +523,7 @@ def fused_update(update: Update, group: Column, beside: Column = (), *, name: st
 
 
 def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-    """Write an update down as steps on registers: the first ones hold the operands."""
+    """Record an update as steps on registers, the first of which hold the operands."""
     with Graph("update") as scratch:
         scratch.relations = group[0].graph.root.relations
         given = [scratch.input(f"operand{i}", t.sizes, t.dtype) for i, t in enumerate(group)]
@@ -541,7 +532,7 @@ def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, 
     steps: list[Step] = []
     free = len(given)
     for op in scratch.ops:
-        if isinstance(op.kind, Keep):  # nothing is kept in memory here
+        if isinstance(op.kind, Keep):  # no effect in registers
             registers[op.results[0]] = registers[op.operands[0]]
             continue
         if not isinstance(op.kind, Pointwise):
@@ -557,14 +548,14 @@ def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 
-#: One call for a list of parameters, one parameter after the other, or one kernel for each.
+#: One call for a list of parameters, a loop over parameters, or one fused kernel per parameter.
 IMPLEMENTATIONS = ("foreach", "for-loop", "fused")
-#: Where the number of the step is kept: torch's fused kernels read it on the device, the others use it on the host.
+#: Memory of the step counter: torch's fused kernels read it on the device, the others on the host.
 COUNTERS = ("host", "device")
 
 
 def bounds(place: str, **values: tuple[float, float, float]) -> None:
-    """Raise GraphError where a number, given with its least and largest value, is none or lies outside."""
+    """Raise GraphError unless each value is a number within its bounds (value, least, most)."""
     for name, (value, least, most) in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise GraphError(f"{place}: {name} is {value!r}, expected a number from {least} to {most}")
@@ -572,13 +563,13 @@ def bounds(place: str, **values: tuple[float, float, float]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer: which ops update a parameter, and what state it keeps.
+    """Base class of optimizers: the ops that update a parameter, and the states that it keeps.
 
-    Numbers such as the learning rate are on the host and cost nothing. Temporaries die with the last op that reads
-    them; in torch's for-loop, where a variable of Python names one until the next parameter's, it stays until then.
+    Hyperparameters such as the learning rate are host numbers and cost nothing. Temporaries die after the last op that
+    reads them; in torch's for-loop, those referenced by a local variable live until the next parameter.
     """
 
-    #: What there is of it; torch's own, where torch has the optimizer.
+    #: Available implementations, torch's if it has the optimizer.
     available: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
     #: Whether it counts steps.
     counts: ClassVar[bool] = False
@@ -588,13 +579,13 @@ class Optimizer:
     implementation: str = "foreach"
     """One of foreach, for-loop and fused."""
     counters: str | None = None
-    """Where step counters are: on the host, where they take no memory of the device, or on the device, 4 bytes for
-    each parameter tensor. By default torch's choice: on the device if fused."""
+    """Step counter memory: host, without device memory, or device, with 4 bytes per parameter tensor. By default as
+    in torch: on the device if fused."""
     step: int = 2
-    """Number of the step: it decides numbers of the update, no cost. Steps after the first do the same."""
+    """Step number, which sets constants in the update but no costs; steps after the first are alike."""
     states: str | BlockStates | None = None
-    """State in blocks of few bits: bitsandbytes-8bit, torchao-8bit, torchao-4bit, torchao-fp8, or what is described by
-    a `BlockStates`. Kernels for it are fused; steps are counted on the host."""
+    """Block-quantized states: bitsandbytes-8bit, torchao-8bit, torchao-4bit, torchao-fp8, or a `BlockStates`. Needs
+    fused kernels; steps are then counted on the host."""
 
     def __post_init__(self) -> None:
         place = type(self).__name__
@@ -632,39 +623,39 @@ class Optimizer:
     def _blocks(self) -> BlockStates | None:
         return STATES[self.states] if isinstance(self.states, str) else self.states
 
-    # -- what each optimizer says of itself ------------------------------------------------------------------------
+    # -- to be defined by subclasses -------------------------------------------------------------------------------
 
     def _states(self, slot: Slot) -> Column:
-        """Declare the state of a parameter."""
+        """Declare a parameter's states."""
         raise NotImplementedError
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        """Add the ops of an update; returns the updated tensors and their gradients as they are afterwards."""
+        """Add an update's ops; return the updated tensors and their gradients afterwards."""
         raise NotImplementedError
 
     def _kind(self, slot: Slot) -> object:
-        """Say what parameters of a list have in common: torch makes lists of one format."""
+        """Return the key by which parameters are grouped into lists: torch groups by dtype."""
         return slot.updated.dtype
 
-    # -- what is the same for all ----------------------------------------------------------------------------------
+    # -- common to all ---------------------------------------------------------------------------------------------
 
     def update(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Add the ops that update parameters to the graph.
+        """Add the ops that update parameters.
 
         Parameters
         ----------
         slots : list of Slot
-            Parameters and their gradients; their state is declared here.
+            Parameters and their gradients; states are declared here.
 
         Returns
         -------
         list of Slot
-            The same with the tensors to read from now on: the parameters were changed in place.
+            The slots with the tensors to read from now on, as parameters are updated in place.
 
         Raises
         ------
         GraphError
-            If there is no slot, or a parameter has state already.
+            If there is no slot, or a parameter already has state.
         """
         place = type(self).__name__
         found = need_slots(place, slots)
@@ -683,7 +674,7 @@ class Optimizer:
         grads = [s.grad for s in slots]
         wide = [i for i, s in enumerate(slots) if s.master is not None and s.grad.dtype != s.master.dtype]
         if self.implementation != "fused" and wide:
-            # gradients in the master copies' format exist for the whole list before the first update
+            # all gradients are cast to the master dtype before the first update
             dtype = slots[0].updated.dtype
             casts = over([(grads[i],) for i in wide], lambda g: cast(g, dtype), "grads")
             for i, (g,) in zip(wide, casts, strict=True):
@@ -719,14 +710,14 @@ class Optimizer:
         return over([(*g, *b) for g, b in zip(groups, beside, strict=True)], one, name)
 
     def _counters(self, slots: list[Slot]) -> list[Column]:
-        """Count the step in a scalar for each parameter; nothing where the host does."""
+        """Increment the step counter of each parameter; nothing if the host counts."""
         if not self.counts or self.counters == "host":
             return [()] * len(slots)
         counters = [(s.state("step", s.param.sizes[: pieces(s.param)], "fp32"),) for s in slots]
         return over(counters, lambda t: pointwise("add", t, 1.0, inplace=True, name="step"), "steps")
 
     def _assigned(self, slots: list[Slot], updated: list[Tensor]) -> list[Slot]:
-        """Write the master copies into the parameters, where there are any."""
+        """Assign the master copies, if any, to the parameters."""
         out = [
             replace(s, param=t) if s.master is None else replace(s, master=t)
             for s, t in zip(slots, updated, strict=True)
@@ -739,7 +730,7 @@ class Optimizer:
 
 
 def _alike(kinds: Iterable[object]) -> list[list[int]]:
-    """Return the positions of equal ones together, in the order in which they first come."""
+    """Group the positions of equal values, ordered by first occurrence."""
     found: dict[object, list[int]] = {}
     for i, kind in enumerate(kinds):
         found.setdefault(kind, []).append(i)

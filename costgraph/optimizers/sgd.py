@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, and Lion, whose state is a momentum alone as well."""
+"""Optimizers whose only state is a momentum: SGD and Lion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SGD(Optimizer):
     Raises
     ------
     GraphError
-        If a value is none of torch's.
+        If torch would refuse a value.
 
     Examples
     --------
@@ -40,15 +40,15 @@ class SGD(Optimizer):
     """
 
     momentum: float = 0
-    """0 for none, and no state."""
+    """Momentum; 0 for none, and no state."""
     dampening: float = 0
-    """What is left out of the gradient that enters the momentum."""
+    """Dampening of the momentum: share of the gradient that does not enter it."""
     nesterov: bool = False
-    """Whether the step looks ahead along the momentum."""
+    """Whether to use Nesterov momentum."""
     weight_decay: float = 0
-    """Added to the gradient, 0 for none."""
+    """L2 penalty, added to the gradient; 0 for none."""
     maximize: bool = False
-    """Whether the step goes up."""
+    """Whether to maximize the objective."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +74,7 @@ class SGD(Optimizer):
         if self.momentum:
             (buffer,) = states
             buffer = calls.add(calls.inplace("mul", buffer, self.momentum), g, 1 - self.dampening, inplace=True)
-            # as a list, torch writes into the gradient itself
+            # torch's foreach writes into the gradient itself
             step = calls.add(g, buffer, self.momentum, inplace=calls.listed) if self.nesterov else buffer
         p = calls.add(p, step, -self.lr, inplace=True)
         return p, step if self.nesterov and calls.listed and not own else given
@@ -83,14 +83,14 @@ class SGD(Optimizer):
 @guarded()
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
-    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum.
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): steps by the sign of an interpolated momentum.
 
-    torch has no Lion: here it is a loop over the parameters.
+    torch has no Lion; this one loops over parameters.
 
     Raises
     ------
     GraphError
-        If another implementation is asked for, or a value is out of range.
+        If another implementation is requested, or a value is out of range.
 
     Examples
     --------
@@ -108,9 +108,9 @@ class Lion(Optimizer):
     lr: float = 1e-4
     implementation: str = "for-loop"
     betas: tuple[float, float] = (0.9, 0.99)
-    """Shares of the momentum in the step, and of the old momentum in the new one."""
+    """Weights of the momentum in the step, and of the old momentum in the new one."""
     weight_decay: float = 0
-    """Decoupled from the gradient, 0 for none."""
+    """Decoupled weight decay; 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
