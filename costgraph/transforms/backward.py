@@ -33,7 +33,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     Returns
     -------
     Graph
-        With the same outputs and, in `gradients`, the gradient of each source, which lives to the end. Parameters of a
+        With the same outputs and, in `gradients`, each source's gradient, which lives to the end. Parameters of a
         Repeat are declared outside it, one storage per iteration.
 
     Raises
@@ -94,8 +94,8 @@ def pull_back(
 ) -> list[Tensor | None]:
     """Add the vector-Jacobian product of a separate graph to the open one.
 
-    Given the gradient of `made`, return those of `wanted`, None for zero. `saved` maps tensors of the graph of `made`
-    to the open graph.
+    Given the gradient of `made`, return the gradients of `wanted`, None for zero. `saved` maps tensors from the graph
+    that computes `made` to the open graph.
     """
     ops = list(made.graph.ops)
     walk = Walk(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
@@ -110,7 +110,7 @@ def _hooks(policy: Checkpoint) -> Hooks:
 
 
 def loss_of(graph: Graph) -> Tensor:
-    """Return the scalar output of a graph."""
+    """Return a graph's scalar output."""
     scalars = [t for t in graph.outputs if not t.sizes and t.dtype.kind == "float"]
     if len(scalars) != 1:
         raise GraphError(f"backward of graph {graph.name!r}: {len(scalars)} scalar outputs, expected one, the loss")

@@ -49,11 +49,11 @@ class Checkpoint:
     inside: Checkpoint | None = None
     """policy for the ops that are recomputed"""
     start: bool = False
-    """whether only the initial carry of a loop is saved"""
+    """whether only a loop's initial carry is saved"""
     keep: tuple[str, ...] = ()
     """trailing name levels of ops whose results are saved instead of recomputed"""
     communication: bool = True
-    """whether all-reduces of tensor parallelism run again; if not, their results are saved"""
+    """whether tensor-parallel reductions run again; if not, their results are saved"""
     early_stop: bool = True
     """whether recomputation stops after the last op of a run that the backward pass reads"""
 
@@ -122,7 +122,7 @@ class Checkpoint:
         )
 
     def recomputes(self, graph: Graph) -> bool:
-        """Whether ops of a graph, or of the body of one of its loops, are recomputed."""
+        """Whether any ops in a graph or its loop bodies are recomputed."""
         return any(any(self.runs(body.ops)) for body in graph.bodies() if not body.fused)
 
     def runs(self, ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
@@ -141,7 +141,7 @@ class Checkpoint:
         return [] if self.start else _neighbours(ops, self._group_of(layers))
 
     def stops_early_in(self, op: Op) -> bool:
-        """Whether a loop is the last op of a run, so that recomputation may stop within its last iteration."""
+        """Whether a loop is a run's last op, so that recomputation may stop within its last iteration."""
         if not self.early_stop:
             return False
         ends = (next((o for o in reversed(run) if not _is_free(o)), None) for run in self.runs(op.graph.ops))
@@ -158,7 +158,7 @@ class Checkpoint:
         return group
 
     def keeps(self, op: Op) -> bool:
-        """Whether the result of an op is saved although the ops around it are recomputed."""
+        """Whether an op's result is saved although the ops around it are recomputed."""
         return any(_ends(name, op.name) for name in self.keep) or (not self.communication and _sums(op))
 
 
@@ -189,7 +189,7 @@ def _is_free(op: Op) -> bool:
 
 
 def _sums(op: Op) -> bool:
-    """Whether tensor parallelism all-reduces the result of an op, judged by the name of its layer."""
+    """Whether tensor parallelism all-reduces an op's result, judged by the name of its layer."""
     layer = "/".join(_levels(op.name)[:-1])
     return isinstance(op.kind, Einsum) and any(fnmatchcase(f"/{layer}", f"*/{name}") for name in SUMMED)
 
@@ -217,7 +217,7 @@ def every_block(
     communication: bool = True,
     early_stop: bool = True,
 ) -> Checkpoint:
-    """Save only the input of each layer: memory for L inputs, at the cost of one more forward pass.
+    """Save only each layer's input: memory for L inputs, at the cost of one more forward pass.
 
     Parameters
     ----------

@@ -102,7 +102,7 @@ def _is_spot(op: Op) -> bool:
 
 
 def _space_of_reduction(x: Tensor, rows: Poly, pattern: Pattern) -> Space:
-    """Return the space of a reduction; rows of trailing axes stay in one thread block, unless there is only one row."""
+    """Return a reduction's space; rows of trailing axes stay in one thread block, unless there is only one row."""
     names = pattern.operand_names(0)
     kept = [names.index(n) for n in pattern.result_names]
     if kept == list(range(len(kept))) and rows != ONE:

@@ -169,11 +169,11 @@ class Lengths:
         )
 
     def bound(self, value: Any, length: Poly | None = None) -> Any:
-        """Bind the sequence length in a value, by default to the positions of a step."""
+        """Bind the sequence length in a value, by default to a step's positions."""
         return bound(value, {self.symbol: self.own if length is None else length})
 
     def record(self, kind: K, length: Poly | None = None) -> K:
-        """Bind the sequence length in all fields of a record, by default to the positions of a step."""
+        """Bind the sequence length in all fields of a record, by default to a step's positions."""
         return bound_record(kind, {self.symbol: self.own if length is None else length})
 
 
@@ -295,7 +295,7 @@ def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: Lengths) -> Pad
 
 
 def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -> Expand:
-    """Keep the sizes of the operand's axes; expanded axes follow the positions of a step."""
+    """Keep the sizes of the operand's axes; expanded axes follow a step's positions."""
     (x,), (old,) = operands, op.operands
     sizes = tuple(
         x.sizes[at] if at is not None and size == old.sizes[at] else lengths.bound(size)
@@ -622,7 +622,7 @@ class Replayer(Rewriter):
         return tuple(changed)
 
     def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
-        """Copy the body of an op, with formals that match the current operands."""
+        """Copy an op's body, with formals that match the current operands."""
         old, loop = op.body, op.loop
         assert old is not None
         carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters for the linear layers of a graph, with all other parameters frozen."""
+"""LoRA: low-rank adapters for a graph's linear layers, with all other parameters frozen."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def lora(
     Returns
     -------
     Graph
-        With parameters `lora_a` and `lora_b` in the scope of each layer, in the dtype of its input.
+        With parameters `lora_a` and `lora_b` in each layer's scope, in the dtype of its input.
 
     Raises
     ------

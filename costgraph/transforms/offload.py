@@ -74,7 +74,7 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
     written into a copy are written back. Updates run on the host as with `CPUOffloadPolicy` of torch's `fully_shard`
     (optimizer and parameters) and ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840; optimizer): gradients are sent as
     soon as they are complete. Parameters on the device are copied both ways for their update; with master weights only
-    the updated values return, cast on the host. Activations are those of `saved_bytes`, as in
+    the updated values return, cast on the host. Activations are as in `saved_bytes` and
     `torch.autograd.graph.save_on_cpu`. The latter also copies tensors that exist anyway, such as parameters, and copies
     a tensor once per op that saves it. Nothing is prefetched.
 
@@ -195,7 +195,7 @@ class _Offloader(Rewriter):
         return made
 
     def found(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return the new operand of an op, on the host if it was offloaded."""
+        """Return an op's new operand, on the host if it was offloaded."""
         if op.phase == "forward":
             return self.there(t)
         view = t.producer
@@ -212,7 +212,7 @@ class _Offloader(Rewriter):
         return made
 
     def at(self, found: Tensor, op: Op, new: Graph, *, host: bool) -> Tensor:
-        """Return a new tensor in the given memory: itself, or a copy shared by the pass of an op."""
+        """Return a new tensor in the given memory: itself, or a copy shared by an op's pass."""
         if found.storage.host == host:
             return found
         key = (found, "backward" if op.phase in _BACK else op.phase, new)
@@ -298,7 +298,7 @@ class _Offloader(Rewriter):
                 self.tensors[t] = self.moved([place, result], op, new, host=place.storage.host)
 
     def inside(self, old: Graph, operands: Sequence[Tensor], new: Graph) -> Graph:
-        """Copy the body of a kernel, whose tensors are all in one memory."""
+        """Copy a kernel's body, whose tensors are all in one memory."""
         self.given = dict(zip(old.formals, operands, strict=True))
         self.side = any(t.storage.host for t in operands)
         return self.body(old, new, "")
@@ -360,7 +360,7 @@ class _Offloader(Rewriter):
     def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a captured operand, copied before the loop if all readers are in the other memory.
 
-        Each micro-batch has forward and backward passes of its own, with their own copies.
+        Each micro-batch has its own forward and backward pass, with their own copies.
         """
         sides = {self.on_host(reader) for reader in self.readers(f)}
         whole = len(sides) == 1 and not found.storage.pieces and not is_pass(f.graph)

@@ -127,7 +127,7 @@ def _dualpipe_v(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
 
 @cache
 def here() -> sympy.Expr:
-    """Return the rank in the formulas of a schedule."""
+    """Return the rank in a schedule's formulas."""
     # symbols are positive, ranks start at 0; a function, as sympy's first sum imports its tensor module
     return _PLACE - 1
 
@@ -136,7 +136,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     # Huang et al. 2018, arXiv 1811.06965
     "gpipe": Schedule(_gpipe),
     # Narayanan et al. 2021, arXiv 2104.04473: before its first backward, rank r runs the forwards of p - r
-    # micro-batches; if interleaved, those of all chunks but the last, plus a round trip from the last rank
+    # micro-batches; if interleaved, of all chunks but the last, plus a round trip from the last rank
     "1f1b": Schedule(_one_by_one(lambda p, v, r: p - r)),
     "interleaved": Schedule(
         _one_by_one(lambda p, v, r: (v - 1) * p + 2 * (p - 1 - r) + 1), lambda m, p: m - p, None, whole=True
@@ -374,7 +374,7 @@ def _latest(times: Sequence[Table]) -> Table:
 def idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
     """Return the idle time of a step for any action times: rows of coefficients whose maximum it is.
 
-    The events are those of `simulate`.
+    Events are as in `simulate`.
     """
     ranks = schedule(name, p, m, v)
     costs = {kind: np.array([cost]) for kind, cost in COSTS.items()}
@@ -616,7 +616,7 @@ def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
 
 @cache
 def at_last(name: str, chunk: int, at: str) -> Poly:
-    """Return the micro-batches of a chunk, 0 or -1, that await their backward pass at the last forward of a rank."""
+    """Return how many micro-batches of chunk 0 or -1 await their backward pass at a rank's last forward."""
 
     def count(actions: _Played, v: int) -> int:
         last = max(i for i, (kind, *_) in enumerate(actions) if kind == "F")
@@ -726,7 +726,7 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
 class Order:
     """Execution order of a pipeline, or of one half if micro-batches enter at both ends.
 
-    `groups` is the number of layer groups per rank, `micro_batches` that of a step.
+    `groups` counts layer groups per rank, `micro_batches` those per step.
     """
 
     def __init__(self, name: str, pp: Poly, micro_batches: Poly, groups: Poly) -> None:

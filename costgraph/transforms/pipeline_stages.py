@@ -60,7 +60,7 @@ BACK = ("backward", "recompute")
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a step is cut: between the layers of a loop, and between this loop and the ops at either end."""
+    """Where a step is cut: between a loop's layers, and between this loop and the ops at either end."""
 
     home: Graph
     """Graph that contains the loops over layers: the step, or the body of its loop over micro-batches."""
@@ -68,11 +68,11 @@ class Plan:
     backward: Op | None
     """None for a pass without gradients."""
     behind: frozenset[Op]
-    """Ops of the last stage: those after the forward layers and before the backward ones."""
+    """Ops of the last stage, after the forward layers and before the backward ones."""
     before: Poly
     """Number of layers of another kind before the cut ones, all in the first stage."""
     ahead: frozenset[Op] = frozenset()
-    """Ops of the first stage: those that read the gradients of the first layer's inputs."""
+    """Ops of the first stage that read the gradients of the first layer's inputs."""
     sums: Mapping[Op, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Sums of gradients from both stages, for shared parameters: the two terms of each."""
     added: frozenset[Op] = frozenset()
@@ -129,7 +129,7 @@ def planned(graph: Graph) -> Plan:
 
 
 def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
-    """Yield the ops that add gradients of the last stage to those of the first."""
+    """Yield the ops that add last-stage gradients to first-stage ones."""
     for op in home.ops:
         late = [t for t in op.operands if t.producer in behind] if op in ahead else []
         if not late:
@@ -173,7 +173,7 @@ class Share(Rewriter):
         super().__init__(values)
         self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
         self.alike, self.part = set[Tensor](), set[Tensor]()
-        """Scalars equal on all stages, and stacks of scalars of which each stage has a part."""
+        """Scalars equal on all stages, and stacks of scalars that are split between stages."""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
         self.half = half
         """Whether half of the micro-batches enter at each end: a pass runs one of each, in different layer groups."""
@@ -232,11 +232,11 @@ class Share(Rewriter):
         return t if isinstance(op.kind, Accumulate) else None
 
     def arrives(self, op: Op) -> bool:
-        """Whether the carries of a loop are received from a neighbour."""
+        """Whether a loop's carries are received from a neighbour."""
         return (op is self.plan.forward and not self.first) or (op is self.plan.backward and not self.last)
 
     def leaves(self, op: Op) -> bool:
-        """Whether the final carries of a loop are sent to a neighbour."""
+        """Whether a loop's final carries are sent to a neighbour."""
         return (op is self.plan.forward and not self.last) or (op is self.plan.backward and not self.first)
 
     def sources(self) -> set[Tensor]:
@@ -419,14 +419,14 @@ class Share(Rewriter):
             self.alike.add(t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, op: Op, new: Graph) -> Tensor:
-        """Add an op on a rewritten tensor, in the scope of another op."""
+        """Add an op on a rewritten tensor, in another op's scope."""
         made = new.add_op(kind, [self.tensors[t]], name, op.phase)
         made.scope = op.scope
         return made.results[0]
 
 
 def _is_stack(op: Op) -> bool:
-    """Whether an op stacks scalars of several parameters, such as norms, of which each stage has some."""
+    """Whether an op stacks one scalar per parameter, such as norms, so that each stage has some."""
     axes = {t.ndim - t.storage.pieces for t in op.operands}
     return op.phase == "optimizer" and isinstance(op.kind, Concat) and axes == {1}
 
@@ -504,7 +504,7 @@ def _overwriting(ops: Sequence[Op], late: Collection[Op]) -> tuple[set[Op], set[
 
 
 def _fresh(kind: OpKind) -> OpKind | None:
-    """Return the out-of-place version of a kind, None if there is none."""
+    """Return a kind's out-of-place version, None if there is none."""
     if isinstance(kind, Accumulate):
         return Pointwise(function=FUNCTIONS["add"])
     return replace(kind, inplace=False) if isinstance(kind, Pointwise) and kind.inplace else None
@@ -763,7 +763,7 @@ def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
 
 
 def _count(plan: Plan) -> Poly:
-    """Return the number of layers, including those of another kind: a single symbol."""
+    """Return the number of layers, including any of another kind: a single symbol."""
     assert plan.forward.loop is not None
     count = plan.forward.loop.count + plan.before
     names = sorted(count.names())
@@ -825,7 +825,7 @@ def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
 def cut(
     graph: Graph, plan: Plan, kinds: Sequence[Kind], *, both_ways: bool = False
 ) -> tuple[list[Share], frozenset[str]]:
-    """Return the parts of the ranks, and the parameters that two ranks share: those of both ends, or all."""
+    """Return the share of each kind of rank, and the parameters that two ranks have: those at both ends, or all."""
     (name,) = _count(plan).names()
     _need_apart(plan, name)
     made = [

@@ -1,4 +1,4 @@
-"""Mixed precision: training policies, torch.autocast lists, and the rewrite of a graph to other number formats."""
+"""Mixed precision: training policies, torch.autocast lists, and rewriting graphs to other number formats."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def casts_inside(device: str, name: str, given: str) -> bool:
 
 
 def word(op: Op) -> str:
-    """Return the word of an op; for an unknown kernel that is its own name."""
+    """Return an op's word; for an unknown kernel that is its own name."""
     match op.kind:
         case Einsum(pattern=pattern, extents=extents):
             if set(pattern.result_names).issuperset(extents):
@@ -614,7 +614,7 @@ class Retyper(Rewriter):
         return made
 
     def once(self, t: Tensor, key: DType, make: Callable[[Graph, Tensor, str], Any]) -> Any:
-        """Return the cached replacement of a parameter, made in the graph that declares it."""
+        """Return a parameter's cached replacement, made in the graph that declares it."""
         leaf = self.leaf(t)
         if (leaf, key) not in self.cached:
             name = self.slices.get(leaf, leaf).name
@@ -622,7 +622,7 @@ class Retyper(Rewriter):
         return self.cached[leaf, key]
 
     def converted(self, t: Tensor, wanted: DType, op: Op, new: Graph) -> Tensor:
-        """Cast a tensor, reusing the cached cast of a parameter."""
+        """Cast a tensor, reusing a parameter's cached cast."""
         if self._is_kept(t, wanted, op) and not new.fused:
             made: Tensor = self.once(
                 t, wanted, lambda graph, leaf, name: self.cast(leaf, wanted, graph, f"{name}.cast")
@@ -666,7 +666,7 @@ class Retyper(Rewriter):
         return self.base if follows and (self.param(t) is not None or t in self.scoped) else None
 
     def operands(self, op: Op, new: Graph) -> list[Tensor]:
-        """Return the rewritten operands of an op, cast where needed."""
+        """Return an op's rewritten operands, cast where needed."""
         tensors = [self.tensors[t] for t in op.operands]
         if self.kernels:
             return tensors

@@ -209,7 +209,7 @@ class Sources:
                 self.outer |= dict(zip(op.body.formals, op.operands, strict=True))
 
     def of(self, t: Tensor) -> tuple[Tensor, _Axes | None]:
-        """Return the source of a tensor, and its axes in those of the source, None if a view obscures them."""
+        """Return a tensor's source, and its axes in those of the source, None if a view obscures them."""
         axes: _Axes | None = tuple(frozenset((i,)) for i in range(t.ndim))
         while True:
             if t in self.outer:
@@ -243,7 +243,7 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
 
 
 def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
-    """Return the uses of each parameter, seen through views and into bodies."""
+    """Return each parameter's uses, seen through views and into bodies."""
     need_graph("uses", graph)
     sources = Sources(graph)
     found: dict[Tensor, list[Use]] = {t: [] for t in graph.params}
@@ -687,7 +687,7 @@ class _Place:
     path: _Path
     role: str
     layer: tuple[object, ...]
-    """key shared by the matrices of one layer"""
+    """key shared by one layer's matrices"""
 
 
 class _Plan:
@@ -746,7 +746,7 @@ class _Plan:
         return _Place(t, path, "", ())
 
     def count(self, op: Op) -> int:
-        """Return the iteration count of a loop, 1 if no format depends on it."""
+        """Return a loop's iteration count, 1 if no format depends on it."""
         assert op.loop is not None
         if not self.mixture.layered:
             return 1
@@ -783,7 +783,7 @@ class _Plan:
         return Model(layers, int(self.number(experts[0], "experts")) if experts else 1, shared)
 
     def fitting(self, t: Tensor, name: str) -> str:
-        """Return the format, or its fallback, whose block size divides the row size of a parameter."""
+        """Return the format, or its fallback, whose block size divides a parameter's row size."""
         row = prod((t.sizes[i] for i in self.chosen[t]), start=ONE).bind(self.sizes).constant
         for found in (name, FALLBACKS.get(name, name)):
             block = max(s.per or 1 for s in find_dtype(found).scale)
@@ -850,7 +850,7 @@ class _Parter(Rewriter):
         return self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
 
     def parts(self, loop: Loop) -> list[list[int]]:
-        """Return the iterations of a loop, grouped by formats."""
+        """Return a loop's iterations, grouped by formats."""
         if not self.cut:
             return [[0]]
         own, depth = set(loop.body.params), len(self.path) + 1
@@ -1217,5 +1217,5 @@ class _Quantizer(Rewriter):
 
 
 def _level(op: Op) -> str:
-    """Return the kernel name of an op: its last level, without the suffixes of an unrolled loop."""
+    """Return an op's kernel name: its last level, without the suffixes of an unrolled loop."""
     return op.name.rpartition("/")[2].partition(".")[0]

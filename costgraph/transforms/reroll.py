@@ -171,7 +171,7 @@ def unlike(a: Graph, b: Graph) -> str | None:
 
 
 def _numbered(graph: Graph) -> dict[Tensor, int]:
-    """Number the tensors of a body: formals first, then op results, then its own sources."""
+    """Number a body's tensors: formals first, then op results, then its own sources."""
     own = [t for t in graph.tensors if t.producer is None and t.role != "formal"]
     return {t: i for i, t in enumerate([*graph.formals, *(r for op in graph.ops for r in op.results), *own])}
 
@@ -249,7 +249,7 @@ class View:
 
 @dataclass(frozen=True)
 class After:
-    """Outside runs: the final value of a carry."""
+    """Outside runs: a carry's final value."""
 
     run: int
     value: Before
@@ -259,7 +259,7 @@ Value = Made | Shared | Member | Before | View
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
-# Assign ops and sources to blocks, and find the passes of a program over the blocks.
+# Assign ops and sources to blocks, and find a program's passes over the blocks.
 
 #: Fewest equal blocks to reroll: two could be equal by chance.
 FEWEST = 3
@@ -351,7 +351,7 @@ class Labels:
         return out
 
     def taking_turns(self) -> int:
-        """Return the number of layers that alternate: the shortest period of the longest periodic stretch of layers."""
+        """Return the period of alternating layers: the shortest one with the longest periodic stretch."""
         found: list[list[object]] = [[] for _ in range(self.layers)]
         for op, layer in {} if self.unrolled else self.ops.items():
             sizes = tuple(t.sizes for t in op.results)
@@ -488,7 +488,7 @@ class Plan:
 
 
 class Match:
-    """Compares all blocks of a range.
+    """Compares a range of blocks.
 
     Raises Differs if two neighbours are not equal, and GraphError if equal blocks read values that a loop cannot
     express.
@@ -527,7 +527,7 @@ class Match:
                 self.places[op] = plan, turn, at
 
     def _own(self) -> None:
-        """Find the sources of each block, by names that differ only in the block number."""
+        """Find each block's sources, by names that differ only in the block number."""
         named: dict[str, dict[int, Tensor]] = {}
         for t, block in self.labels.sources.items():
             if block in self.blocks:
@@ -672,7 +672,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Member:
-    """A family member, with the offset of its block from that of the iteration."""
+    """A family member, and its block's offset from the current one."""
 
     family: Family
     shift: int
@@ -814,7 +814,7 @@ class Turns:
     paths: dict[Op, Path] = field(default_factory=dict)
     """iterations that an op belongs to"""
     joins: dict[str, Join] = field(default_factory=dict)
-    """joins by the name of a placeholder tensor: a `Keep` of it stands for the join of the other operands"""
+    """joins by placeholder name: a `Keep` of the placeholder represents the join of its other operands"""
 
 
 @dataclass(eq=False)
@@ -831,7 +831,7 @@ class Cut:
     unseen: bool = False
     """whether writes are hidden from autograd"""
     members: dict[int, Op] = field(default_factory=dict)
-    """the slice op of each iteration"""
+    """each iteration's slice op"""
 
     def span(self) -> tuple[object, ...]:
         """Return the key that cuts of the same positions share."""
@@ -872,7 +872,7 @@ class Cuts:
         return self.at(*path[-1]) if inside else None
 
     def loop(self, op: Op) -> int | None:
-        """Return the loop of an op."""
+        """Return an op's loop."""
         path = self.turns.paths.get(op, ())
         return path[-1][0] if len(path) == self.depth and path[-1][0] in self.group else None
 
@@ -895,7 +895,7 @@ class Cuts:
         return cut.start + cut.step * (self.count - (self.played - turn) if late else poly(turn))
 
     def _hoist(self, number: int, found: dict[int, list[Op]]) -> None:
-        """Find loop-invariant views, of which one is enough."""
+        """Find loop-invariant views, to keep only one of each."""
         own = {op for ops in found.values() for op in ops}
         written = {op.operands[i].storage for op in own for i in op.kind.overwrites()}
         alike: dict[tuple[object, ...], list[Op]] = {}
@@ -971,7 +971,7 @@ class Cuts:
             self.of[ops[turn]] = cut, turn
 
     def _writes(self, own: Collection[Op]) -> None:
-        """Find writes into slices of outside tensors, and check that no other part of these is read meanwhile."""
+        """Find writes into slices of outside tensors, and check that their other parts are not read meanwhile."""
         written: dict[Tensor, dict[int, tuple[Op, Cut]]] = {}
         for op in own:
             base = self._base(op.operands[0], own) if isinstance(op.kind, Revised) else None
@@ -1008,7 +1008,7 @@ class Around:
     """Describes the operands of ops outside the runs, and records in the plans which values must leave a loop.
 
     Raises GraphError if a value of one block other than the last is read. A `Keep` may hold the values of some blocks
-    if the others are needed later anyway; `exact` ones, which stand for their reader, must hold all.
+    if the others are needed later anyway; `exact` ones represent their reader and must hold all.
     """
 
     def __init__(self, match: Match, exact: Collection[Op] = ()) -> None:
@@ -1063,7 +1063,7 @@ class Around:
         return t in self.match.owners or t.producer in self.match.places
 
     def family(self, t: Tensor) -> Family | None:
-        """Return the family of a tensor, None if it has none."""
+        """Return a tensor's family, None if it has none."""
         t = as_stored(t)
         if t in self.match.owners:
             return self.match.owners[t]
@@ -1148,7 +1148,7 @@ class Around:
         return out
 
     def _gradients(self, end: int) -> None:
-        """Describe the gradient of each source."""
+        """Describe each source's gradient."""
         seen: dict[Family, dict[Tensor, Tensor]] = {}
         for t, g in self.match.graph.gradients.items():
             family = self.family(t)
@@ -1168,7 +1168,7 @@ class Around:
 
 
 def once(values: Iterable[Outer]) -> list[Outer]:
-    """Keep only the first occurrence of each family."""
+    """Keep only each family's first occurrence."""
     out: list[Outer] = []
     for value in values:
         if not isinstance(value, Member) or value not in out:
@@ -1184,7 +1184,7 @@ _EDGES = 2
 
 
 def with_lists(graph: Graph, turns: Turns) -> Turns:
-    """Label ops that process the results of a loop one by one as iterations of a loop of their own."""
+    """Label ops that process a loop's results one by one as iterations of another loop."""
     ops = graph.ops
     counts, played, paths = dict(turns.counts), dict(turns.played), dict(turns.paths)
     rows = [
@@ -1210,7 +1210,7 @@ def _within(op: Op, around: Path, turns: Turns) -> bool:
 
 
 def _reads(ops: Sequence[Op], turns: Turns) -> dict[tuple[Path, int], list[tuple[int, int]]]:
-    """Return positions and iterations of reads from a loop, by the common outer iterations and the loop."""
+    """Return positions and iterations of reads from each loop, by common outer iterations and loop."""
     out: dict[tuple[Path, int], list[tuple[int, int]]] = {}
     for i, op in enumerate(ops):
         around, found = turns.paths.get(op, ()), set[tuple[int, int]]()
@@ -1242,7 +1242,7 @@ def _in_order(reads: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]
 def _parts(
     ops: Sequence[Op], found: Sequence[tuple[int, int]], others: Sequence[int]
 ) -> Iterator[tuple[int, Sequence[Op]]]:
-    """Yield the ops of each iteration, which begins where it reads its part.
+    """Yield each iteration's ops; an iteration begins where it reads its part.
 
     The last one is as long as the one before, unless another loop begins there.
     """
@@ -1277,7 +1277,7 @@ class Beginning(Rewriter):
 
 
 class Apart(Beginning):
-    """Copies a graph in which each iteration has its slices as sources of its own."""
+    """Copies a graph, giving each iteration its slices as separate sources."""
 
     def __init__(self, cuts: Cuts) -> None:
         super().__init__()
@@ -1441,7 +1441,7 @@ class Folder(Rewriter):
         return new.freeze()
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
-        """Return the placements of the new tensors: those of a block, with an unsharded leading axis."""
+        """Return the placements of the new tensors: as in one block, with an unsharded leading axis."""
         for family in dict.fromkeys(self.match.owners.values()):
             first, *others = family.members
             other = next((t for t in others if sharding.places[t.name] != sharding.places[first.name]), None)
@@ -1464,7 +1464,7 @@ class Folder(Rewriter):
     # -- outside loops -------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Copy a source; those of a family are declared together, here or in the body of a loop."""
+        """Copy a source; those of a family are declared together, here or in a loop's body."""
         family = self.match.owners.get(old)
         if old.graph.parent is not None:
             return self.declare(old, new, old.sizes, old.storage.pieces)
@@ -1496,7 +1496,7 @@ class Folder(Rewriter):
         return self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, or add a loop in place of the first op of a run."""
+        """Copy an op, or add a loop in place of a run's first op."""
         if op.graph.parent is not None:
             super().emit(op, new, suffix)
             return
@@ -1554,11 +1554,11 @@ class Folder(Rewriter):
     # -- loops ---------------------------------------------------------------------------------------------------
 
     def name_of(self, plan: Plan) -> str:
-        """Return the loop name of a run."""
+        """Return a run's loop name."""
         return self.match.labels.scope or "blocks"  # if the module itself is the list
 
     def loop(self, plan: Plan, new: Graph) -> None:
-        """Add the loop of a run."""
+        """Add a run's loop."""
         scope = self.name_of(plan)
         body = new.start_body(scope.rpartition("/")[2], fused=False)
         inner = _Inner(self, plan, body)
@@ -1576,7 +1576,7 @@ class Folder(Rewriter):
         self.families |= {Left(plan.number, v): next(results) for v in plan.saved}
 
     def start(self, plan: Plan, carry: Before, new: Graph) -> Tensor:
-        """Return the initial value of a carry, absent if no iteration reads it."""
+        """Return a carry's initial value, absent if no iteration reads it."""
         t = carry.starts[0]
         if t is not None:
             return self.outer(self.around.starts[plan.number, t])
@@ -1610,7 +1610,7 @@ class _Inner:
         return made
 
     def fill_body(self) -> None:
-        """Add the ops of one iteration, and its carries and residuals as outputs."""
+        """Add one iteration's ops, and its carries and residuals as outputs."""
         match, plan = self.folder.match, self.plan
         start = plan.run.starts[-1]
         for at, op in enumerate(match.ops[start : start + plan.run.length]):
@@ -1637,7 +1637,7 @@ class _Inner:
 
 
 def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default: bool = False) -> Graph:
-    """Reroll the equal blocks of a stack into loops, so that the depth becomes a symbol.
+    """Reroll a stack's equal blocks into loops, so that the depth becomes a symbol.
 
     Parameters
     ----------
@@ -1658,7 +1658,7 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
     Graph
         With a Repeat for each pass over the blocks: forward, backward (in reverse, reading the stacked residuals of the
         forward pass) and optimizer updates. Bound to the current number of blocks, all costs equal those of the given
-        graph; bound to another number, they equal those of a model of that depth. Differing blocks at either end stay
+        graph; bound to another number, those of a model with that depth. Differing blocks at either end stay
         outside the loops but count. Alternating layers form a block together: with two kinds, the loop runs L/2 times.
 
     Raises
@@ -1734,7 +1734,7 @@ def _fold_all(graph: Graph, count: str, default: bool) -> Graph:
 
 
 def _names(count: str, scopes: Sequence[str]) -> list[str]:
-    """Return a symbol for the depth of each stack; for several, append the path from where they differ."""
+    """Return a symbol for each stack's depth; for several, append the path from where they differ."""
     if len(scopes) == 1:
         return [count]
     paths = [scope.split("/") for scope in scopes]
@@ -1743,7 +1743,7 @@ def _names(count: str, scopes: Sequence[str]) -> list[str]:
 
 
 def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
-    """Compare the blocks of a stack: single layers, or periods of alternating ones."""
+    """Compare a stack's blocks: single layers, or periods of alternating ones."""
     labels = Labels(graph, scope)
     if (period := labels.taking_turns()) > 1:
         labels = Labels(graph, scope, period)
@@ -1884,7 +1884,7 @@ class _Folder(Beginning, Folder):
         return None if own or self._joins(old) else super().source(old, new, suffix)
 
     def _joins(self, t: Tensor) -> bool:
-        """Whether a tensor is the placeholder for a join of results of these loops."""
+        """Whether a tensor is a placeholder for joined results of these loops."""
         join = self.cuts.turns.joins.get(t.name)
         return join is not None and join.loop in self.cuts.group
 

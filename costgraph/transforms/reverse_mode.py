@@ -105,7 +105,7 @@ def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
 
 
 def _active_carries(op: Op, active: set[Tensor]) -> None:
-    """Add the active results of a loop, up to the fixed point over its carries."""
+    """Add a loop's active results, up to the fixed point over its carries."""
     assert op.body is not None
     while True:
         inside = active_inside(op, active)
@@ -140,7 +140,7 @@ def graded_inside(op: Op, active: set[Tensor], graded: set[Tensor]) -> set[Tenso
         found = graded_in(body.ops, within, ends)
         if loop is None or loop.count == ONE:
             return found
-        # the carry-in of one iteration is the carry-out of the previous one
+        # one iteration's carry-in is the carry-out of the previous one
         more = {t for f, t in zip(loop.carries, loop.nexts, strict=True) if f in found} - ends
         if not more:
             return found
@@ -159,8 +159,8 @@ Cut = Callable[[Tensor, str], Tensor]
 class Update:
     """Optimizer update of one parameter.
 
-    `declare` declares its state; `master` and `moments` are the dtypes of a master copy and of the state. If the
-    parameter is a slice of a larger one, `outer` is that one's update, done together with this one.
+    `declare` declares its state; `master` and `moments` are the dtypes of a master copy and the state. For a slice of a
+    larger parameter, `outer` is the update of the whole, marked as done together with this one.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Update:
         self.done = False
 
     def inside(self, cut: Cut, count: Poly) -> Update:
-        """Return the update of the slice of the parameter that one loop iteration owns."""
+        """Return the update for the slice that one loop iteration owns."""
 
         def declare(name: str, sizes: Sequence[object], dtype: str | DType) -> Tensor:
             return cut(self.declare(name, (count, *sizes), dtype), name)
@@ -198,7 +198,7 @@ class Update:
 
 # -- hoist -------------------------------------------------------------------------------------------------------------
 # Sources of a Repeat's body are declared outside it and sliced per iteration, so that ops after the loop, such as its
-# backward pass or the optimizer, can read and update them. Each iteration keeps a storage of its own.
+# backward pass or the optimizer, can read and update them. Each iteration keeps its own storage.
 
 
 def hoist(graph: Graph) -> Graph:
@@ -213,7 +213,7 @@ def hoist(graph: Graph) -> Graph:
 
 
 def _owned(op: Op) -> list[Tensor]:
-    """Return the sources declared in the body of a loop, including nested loops."""
+    """Return the sources declared in a loop's body, including nested loops."""
     if op.loop is None:
         return []
     body = op.loop.body
@@ -340,8 +340,8 @@ Carries = frozenset[int]
 def peel(graph: Graph, stops_early_in: Callable[[Op], bool]) -> Graph:
     """Peel iterations with other gradients than the middle ones off both ends of loops.
 
-    The active and graded carries of an iteration follow from those of its neighbour; iterations are peeled until that
-    state repeats. The loop becomes single-iteration loops around a middle one, possibly empty, which read parts of its
+    The active and graded carries of an iteration follow from its neighbour's; iterations are peeled until that state
+    repeats. The loop becomes single-iteration loops around a middle one, possibly empty, which read parts of its
     slices and write into one stack. Loops inside kernels are left alone. `stops_early_in` selects loops whose last
     iteration is always peeled.
     """
@@ -543,12 +543,12 @@ class _Peeler(Rewriter):
 
 @dataclass(frozen=True)
 class Leaf:
-    """How the complete gradient of a leaf is stored."""
+    """How a leaf's complete gradient is stored."""
 
     total: Tensor | None = None
     """gradient buffer to add to, None for none"""
     dtype: DType | None = None
-    """dtype to store it in, None for that of the tensor"""
+    """dtype to store it in, None for the tensor's own"""
     update: Update | None = None
     """optimizer update that consumes the gradient at once"""
 
@@ -625,7 +625,7 @@ class Walk:
         self.final: dict[Tensor, Tensor] = {}
         """Complete gradients of leaves."""
         self.readers: Counter[Tensor] = Counter()
-        """Number of ops still to contribute to the gradient of a leaf."""
+        """Number of ops still to contribute to a leaf's gradient."""
         self.fused = fused
         self.rules = dict(rules or {})
         self.grads: dict[Tensor, Tensor] = {}
@@ -639,7 +639,7 @@ class Walk:
     # -- accumulation -----------------------------------------------------------------------------------------------
 
     def put(self, t: Tensor, grad: Tensor | None) -> None:
-        """Accumulate a contribution to the gradient of a tensor."""
+        """Accumulate a contribution to a tensor's gradient."""
         if grad is None or t not in self.active:
             return
         if len(grad.sizes) != t.ndim or not all(map(t.graph.same, grad.sizes, t.sizes)):
@@ -654,7 +654,7 @@ class Walk:
         self.keep(t, grad)
 
     def keep(self, t: Tensor, grad: Tensor) -> None:
-        """Record the partial gradient of a tensor."""
+        """Record a tensor's partial gradient."""
         self.grads[t] = grad
         self.held[grad.storage] += 1
 
@@ -684,7 +684,7 @@ class Walk:
         return pointwise("add", before, grad, inplace=True)
 
     def take(self, t: Tensor) -> Tensor | None:
-        """Remove and return the gradient of a tensor, once all its users have contributed."""
+        """Remove and return a tensor's gradient, once all its users have contributed."""
         parts = self.parts.pop(t, {})
         for cuts in _tilings(t) if parts else ():
             grads = [parts.get(cut) for cut in cuts]
@@ -697,7 +697,7 @@ class Walk:
         return grad
 
     def taken(self, t: Tensor) -> Tensor | None:
-        """Return the complete gradient of a source."""
+        """Return a source's complete gradient."""
         return self.final[t] if t in self.final else self.take(t)
 
     # -- ops --------------------------------------------------------------------------------------------------------
@@ -787,7 +787,7 @@ class Walk:
             self.put(t, g if g is None or needs[0] else keep(g, grad, copied))
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Return the gradients of the operands of an op, given those of its results."""
+        """Return the gradients for an op's operands, given its results' gradients."""
         graph = current_graph()
         before = len(graph)
         made = self.in_memory_format(op, grads, needs)
@@ -815,7 +815,7 @@ class Walk:
         return made
 
     def pulled(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Dispatch to the rule of an op."""
+        """Dispatch to an op's rule."""
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
         if op.body is not None:
@@ -935,7 +935,7 @@ def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | 
 
 
 def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
-    """Let loops that read parts of a tensor write the gradients of the parts into one preallocated stack."""
+    """Let loops that read parts of a tensor write their gradients into one preallocated stack."""
     cut = t.producer
     if cut is None or not isinstance(cut.kind, Slice) or not cut.kind.split or cut.kind.axis:
         return
@@ -986,7 +986,7 @@ def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> 
 
 
 def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
-    """Return the tensors that the gradient rule of an op reads; none if it has no rule."""
+    """Return the tensors that an op's gradient rule reads; none if it has no rule."""
     scratch = Graph("saved")
     scratch.relations = op.graph.root.relations
     asked: dict[Tensor, Tensor] = {}
@@ -1072,7 +1072,7 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
 def _walk_back(
     walk: Walk, back: Walk, run: Sequence[Op], copies: Sequence[Op], made: Made, inputs: Mapping[Tensor, Tensor]
 ) -> None:
-    """Walk back over the recomputed ops, from the gradients of the results to those of the inputs."""
+    """Walk back over the recomputed ops, from gradients of results to gradients of inputs."""
     back.held, back.carried = walk.held, walk.carried
     # a gradient is complete here if no op outside is still to contribute
     back.readers.update({m: walk.readers[t] - sum(t in op.operands for op in run) for t, m in inputs.items()})
@@ -1104,7 +1104,7 @@ def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
 
 
 def _kept(walk: Walk, op: Op) -> Tensor:
-    """Return the saved result of an op of the forward pass."""
+    """Return an op's saved result from the forward pass."""
     if len(op.results) > 1:
         raise GraphError(f"keep: {op.name!r} has {len(op.results)} results, expected an op with one")
     return walk.saved(op.results[0])
@@ -1116,7 +1116,7 @@ def _recall(copier: Rewriter, op: Op, kept: Tensor, graph: Graph) -> Op:
 
 
 def _forward_rule(back: Walk, op: Op) -> Rule[Any]:
-    """Return the rule of a `Keep` that replaces a saved op: the rule of that op."""
+    """Return the rule for a `Keep` that replaces a saved op: that op's own."""
 
     def rule(pull: Pull[Any]) -> Sequence[Tensor | None]:
         return [None, *back.gradients(op, pull.grads, pull.needs[1:])]
@@ -1268,7 +1268,7 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
 
 
 def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
-    """Add the backward loop of a loop and return the gradients of its operands."""
+    """Add the backward loop for a loop and return its operands' gradients."""
     loop = op.loop
     assert loop is not None
     made = _Reverse(loop, walk, current_graph().start_body(f"{loop.body.name}_backward", fused=False))
@@ -1288,7 +1288,7 @@ def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
 
 
 def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
-    """Seed the gradients of a body's outputs; return the indices of the carries that have one."""
+    """Seed the gradients of a body's outputs; return the indices of carries with a gradient."""
     loop = made.forward
     once = loop.count == ONE
     of = dict(zip(loop.op.results, grads, strict=True))
@@ -1456,7 +1456,7 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
 def _start(
     walk: Walk, graph: Graph, body: Graph, f: Tensor, start: Tensor | None, *, begun: bool, shared: bool
 ) -> Tensor:
-    """Return the initial value of a carry: absent if the first iteration only accumulates into it, else zeros."""
+    """Return a carry's initial value: absent if the first iteration only accumulates into it, else zeros."""
     if start is None:
         readers = list(body.successors(f))
         # if the loop only accumulates into the carry, the first term becomes its value
@@ -1495,7 +1495,7 @@ def _passed_on(body: Graph, f: Tensor) -> bool:
 
 @vjp(Stacked)
 def _unstacked(pull: Pull[Stacked]) -> Grads:
-    """Split the gradient of a stack into its parts: one index per unrolled part, a slice per loop."""
+    """Split a stack's gradient into its parts: one index per unrolled part, a slice per loop."""
     grad, at, out = pull.grads[0], ZERO, list[Tensor | None]([None])
     assert grad is not None
     for i, (t, need) in enumerate(zip(pull.op.operands[1:], pull.needs[1:], strict=True)):
@@ -1516,7 +1516,7 @@ def _absent(pull: Pull[Absent]) -> Grads:
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
-# A fused kernel is differentiated as one kernel, as separate ops, or by a rule of its own.
+# A fused kernel is differentiated as one kernel, as separate ops, or by its own rule.
 
 Grads = Sequence[Tensor | None]
 

@@ -63,7 +63,7 @@ def bound(value: Any, values: Mapping[str, Poly]) -> Any:
 
 
 def bound_record(kind: K, values: Mapping[str, Poly]) -> K:
-    """Bind sizes in the record of an op."""
+    """Bind sizes in an op's record."""
     if not values:
         return kind
     return replace(kind, **{name: bound(v, values) for name, v in kind.stated().items()})

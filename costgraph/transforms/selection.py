@@ -73,7 +73,7 @@ class Layers:
         self.stacks = _stacks(graph)
 
     def layer(self, op: Op) -> str:
-        """Return the innermost layer of an op, empty if there is none."""
+        """Return an op's innermost layer, empty if there is none."""
         return self.layer_of(op.scope, op.name)
 
     def layer_of(self, scope: str, name: str) -> str:
@@ -151,7 +151,7 @@ def _any_equal(parts: Iterable[Sequence[object]]) -> bool:
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
 
-#: One layer or several, after the name of a stack: `[16:]`, `[-1]`, or `/31`.
+#: One layer or several, after a stack's name: `[16:]`, `[-1]`, or `/31`.
 _PLACE = re.compile(r"\[(-?\d+)?(:)?(-?\d+)?\]|/(\d+)(?=/|$)")
 
 
@@ -183,7 +183,7 @@ class _LayerRange:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Layers of a stack that share parameters: a single layer, or the iterations of a loop."""
+    """Layers of a stack that share parameters: a single layer, or a loop's iterations."""
 
     first: Poly
     last: Poly

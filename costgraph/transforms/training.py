@@ -96,7 +96,7 @@ def training_step(
         Activation checkpointing policy: which ops the backward pass recomputes.
     accumulate : sympy.Expr or int
         Micro-batches whose gradients are accumulated before the update. Inputs get a leading axis of that size; sizes
-        as `B` are those of one micro-batch.
+        such as `B` refer to one micro-batch.
     clip : float, optional
         Maximum total norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`.
     set_to_none : bool
@@ -198,7 +198,7 @@ def _wanted(graph: Graph) -> list[Tensor]:
 
 
 def _is_wider(t: Tensor, formats: Policy) -> bool:
-    """Whether the gradient of a tensor is kept in a wider format than it is computed in."""
+    """Whether a tensor's gradient is kept in a wider format than it is computed in."""
     return t.role == "param" and formats.formats_of(t).grad.bits > t.dtype.bits
 
 
@@ -212,7 +212,7 @@ def _buffer(t: Tensor, formats: Policy, *, always: bool) -> Tensor | None:
 
 
 def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer | None = None) -> Leaf:
-    """Return how the gradient of a tensor is stored or consumed."""
+    """Return how a tensor's gradient is stored or consumed."""
     if t.role != "param":
         return Leaf(total)
     kept, update = formats.formats_of(t), None

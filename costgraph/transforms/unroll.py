@@ -1,4 +1,4 @@
-"""Loop unrolling: replace loops by their iterations, each with ops and parameters of its own."""
+"""Loop unrolling: replace loops by their iterations, each with its own ops and parameters."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class _Unroller(Rewriter, Player[_Place]):
         self.fill(loop.body, place[0], own)
 
     def before(self, loop: Loop) -> int:
-        """Return the number of iterations of earlier loops that were split off this one."""
+        """Return the number of iterations in preceding loops that were split from the same one."""
         name, counts = base_name(loop.op.name), 0
         for op in loop.op.graph.ops:
             if op is loop.op:

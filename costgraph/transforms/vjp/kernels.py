@@ -434,7 +434,7 @@ INSIDE: dict[str, Prepare] = {"flash": _flash}
 # A tensor is read once for its absolute maximum and once to be scaled, clamped and cast. Gradients pass straight
 # through the rounding, scales get none. The backward matmuls read quantized operands and a quantized incoming gradient.
 
-#: Kernel that computes the absolute maximum of a tensor.
+#: Kernel that computes a tensor's absolute maximum.
 AMAX = "amax"
 #: Kernel that scales, clamps and casts: its operands are a tensor and a scale.
 QUANTIZE = "quantize"
@@ -493,7 +493,7 @@ def _scaled_mm(wanted: DType, pull: Pull[Kernel]) -> list[Tensor | None]:
 
 
 def _product(product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], wanted: DType) -> Tensor:
-    """Add the matmul for the gradient of an operand."""
+    """Add the matmul for an operand's gradient."""
     assert isinstance(product.kind, Einsum)
     forward = product.kind.pattern
     pattern = Pattern((forward.result, forward.operands[1 - i]), forward.operands[i])

@@ -277,7 +277,7 @@ def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
 
 
 def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
-    """Reshape the gradient of an operand: with an axis of iterations, or without the stacking axis."""
+    """Reshape an operand's gradient: with an axis of iterations, or without the stacking axis."""
     axis = kind.axis
     if t.storage.pieces > 1 or (t.storage.pieces and kind.reverse):
         raise UnsupportedError(
