@@ -45,7 +45,7 @@ class Checkpoint:
     names: tuple[str, ...] = ()
     """scopes, kernels or ops; adjacent ones form one run"""
     interval: Annotated[Poly | None, READ] = None
-    """iterations of a loop per run, None for one"""
+    """loop iterations per run, None for one"""
     inside: Checkpoint | None = None
     """policy for the ops that are recomputed"""
     start: bool = False
@@ -55,7 +55,7 @@ class Checkpoint:
     communication: bool = True
     """whether tensor-parallel reductions run again; if not, their results are saved"""
     early_stop: bool = True
-    """whether recomputation stops after the last op of a run that the backward pass reads"""
+    """whether recomputation stops after a run's last op that the backward pass reads"""
 
     def __post_init__(self) -> None:
         for word, names in (("selective", self.names), ("keep", self.keep)):
@@ -126,7 +126,7 @@ class Checkpoint:
         return any(any(self.runs(body.ops)) for body in graph.bodies() if not body.fused)
 
     def runs(self, ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
-        """Return the recomputed runs of ops of a graph or body."""
+        """Return the recomputed runs of ops in a graph or body."""
         if not ops:
             return ()
         if not self.blocks:
@@ -165,7 +165,7 @@ class Checkpoint:
 def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
     """Return the runs of adjacent ops with the same key; ops without a key are in none.
 
-    Views between two ops of a run belong to it: a split there would save the operand of the view.
+    Views between two ops in a run belong to it: a split there would save the view's operand.
     """
     runs: list[list[Op]] = []
     last, views = None, list[Op]()
@@ -225,11 +225,11 @@ def every_block(
         Ops by their trailing name levels, such as `"matmul"` or `"q/matmul"`, whose results are saved as well, like
         must-save ops in torch's `create_selective_checkpoint_contexts`.
     inside : Checkpoint, optional
-        Policy for the ops of a layer while they are recomputed.
+        Policy for a layer's ops while they are recomputed.
     communication : bool
         Whether tensor parallelism repeats its reductions, as in Megatron-LM's full recomputation (`CheckpointFunction`
         in megatron/core/tensor_parallel/random.py reruns the whole layer). False saves the reduced results, so that
-        neither they nor their matmuls are recomputed, like a selective policy of torch that saves
+        neither they nor their matmuls are recomputed, like a selective torch policy that saves
         `_c10d_functional.reduce_scatter_tensor`, which is on torchtitan's list of ops. With sequence parallelism, the
         all-gathers that the backward pass needs still run again.
     early_stop : bool

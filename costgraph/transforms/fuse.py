@@ -46,7 +46,7 @@ _MOST_JOINED = 8
 
 @dataclass(frozen=True)
 class Space:
-    """Iteration space of a kernel, as a loop nest."""
+    """A kernel's iteration space, as a loop nest."""
 
     points: Poly
     """number of points, reduced axes included"""
@@ -60,7 +60,7 @@ class Space:
 
 
 def space_of(op: Op) -> Space | None:
-    """Return the iteration space of an op that a compiler generates loops for, or of a matmul; None for other ops."""
+    """Return the iteration space for a matmul or an op that compilers turn into loops; None for other ops."""
     kind = op.kind
     if _is_spot(op):
         return Space(op.results[0].numel)
@@ -78,7 +78,7 @@ def space_of(op: Op) -> Space | None:
 
 
 def casts_alone(op: Op) -> bool:
-    """Whether the workspace of an op only holds casts of its operands, which a compiled kernel does in registers."""
+    """Whether an op's workspace only holds operand casts, which a compiled kernel does in registers."""
     if not op.workspace or op.body is None or len(op.body.ops) != 1:
         return False
     if not isinstance(op.body.ops[0].kind, Pointwise | Reduce):
@@ -112,7 +112,7 @@ def _space_of_reduction(x: Tensor, rows: Poly, pattern: Pattern) -> Space:
 
 
 def _space_of_kernel(op: Op) -> Space | None:
-    """Return the space of a fused kernel: elementwise ops and reductions with the same rows; None for other kernels."""
+    """Return the space for a kernel of elementwise ops and reductions with equal rows; None for others."""
     assert op.body is not None
     found: Space | None = None
     for inner in op.body.ops:
@@ -172,7 +172,7 @@ def leading(seen: Tensor, shape: Sizes, rows: Poly) -> bool:
 # -- fusion groups -----------------------------------------------------------------------------------------------------
 # Groups are merged two at a time, in an order that stays legal.
 
-#: Most operands of a loop that is recomputed at its use, for several readers and for one: torch 2.13,
+#: Most operands for a loop that is recomputed at its use, for several readers and for one: torch 2.13,
 #: torch/_inductor/config.py:861 and 870, realize_reads_threshold and realize_acc_reads_threshold.
 _MOST_READ, _MOST_READ_ONCE = 4, 8
 
@@ -187,7 +187,7 @@ class _Group:
 
 
 def grouped(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tensor]]]:
-    """Return the fusion groups of a graph in execution order, each with the tensors that it returns.
+    """Return a graph's fusion groups in execution order, each with the tensors that it returns.
 
     Views are in no group.
 
@@ -267,7 +267,7 @@ class _Groups:
                 yield from pairwise(whole)
 
     def joins(self, first: Op, second: Op) -> bool:
-        """Merge the groups of two ops, if that is legal and profitable."""
+        """Merge two ops' groups, if that is legal and profitable."""
         a, b = self.of[first], self.of[second]
         if a is b or a.space is None or b.space is None or a.ops[0].phase != b.ops[0].phase:
             return False
@@ -280,7 +280,7 @@ class _Groups:
         return self.is_sound(made) and self.reorder(a, b, made)
 
     def space(self, a: _Group, over: Space, b: _Group, then: Space) -> Space | None:
-        """Return the space of a kernel for two groups, the second of which may read results of the first."""
+        """Return the space of a kernel for two groups, where the second may read results of the first."""
         both = joined(self.graph, over, then)
         edges = [(base_of(t), t, op) for op in b.ops for t in op.operands if base_of(t).producer in a.ops]
         if not all(t.domain in (None, op.results[0].domain) for _, t, op in edges):
@@ -400,7 +400,7 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     Returns
     -------
     Graph
-        With the same FLOPs, and by default never more bytes moved. A kernel of a scope writes contiguous results, even
+        With the same FLOPs, and by default never more bytes moved. A scope kernel writes contiguous results, even
         where a view of the result was free before and becomes a copy.
 
     Raises

@@ -1,4 +1,4 @@
-"""Pipeline schedules: action lists of all ranks, their idle time, and the activations in flight.
+"""Pipeline schedules: per-rank action lists, their idle time, and the activations in flight.
 
 A schedule is one symbolic description. Closed forms are derived from it and checked against its action lists.
 """
@@ -68,10 +68,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Work of a rank, as phases in which a sequence of words repeats.
+    """A rank's work, as phases in which a sequence of words repeats.
 
     A word is an action, followed by the rank's chunk unless chunks take turns. A bare `W` belongs to the oldest
-    micro-batch without weight gradients. Counts are formulas of micro-batches m, ranks p, chunks v per rank, and the
+    micro-batch without weight gradients. Counts are formulas in micro-batches m, ranks p, chunks v per rank, and the
     rank r.
     """
 
@@ -86,7 +86,7 @@ class Schedule:
     whole: bool = False
     """whether p micro-batches of each chunk alternate, so that m is a multiple of p"""
     both_ways: bool = False
-    """whether half of the micro-batches enters at each end: two folded half pipelines, face to face"""
+    """whether half the micro-batches enter at each end: two folded half pipelines, face to face"""
 
 
 def _gpipe(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
@@ -204,7 +204,7 @@ def asked(
 
 
 def done_by(made: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[str, int, int]]:
-    """Yield action, chunk and micro-batch of a rank, in order."""
+    """Yield a rank's actions with chunk and micro-batch, in order."""
     turns: Counter[str] = Counter()
     done: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
@@ -261,7 +261,7 @@ def _with_sends(ranks: list[list[Action]]) -> list[list[Action]]:
 def schedule(
     name: str, pp: int, micro_batches: int, virtual: int | None = None, *, sends: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the action list of each rank of a pipeline.
+    """Return a pipeline's action list for each rank.
 
     Parameters
     ----------
@@ -306,7 +306,7 @@ def schedule(
 _EVENTS_P, _F, _I, _W = dims("p forward input weight")
 #: Symbols of `idle`, in the order of the columns of `idle_at`.
 TIMES = (_F, _I, _W)
-#: Action times as rows of coefficients of forward, input and weight time; a time is the maximum of its rows.
+#: Action times as coefficient rows for forward, input and weight time; a time is the maximum of its rows.
 COSTS = {"F": (1, 0, 0), "I": (0, 1, 0), "W": (0, 0, 1), "B": (0, 1, 1)}
 _SAMPLES = 6
 _MANY = 16
@@ -328,7 +328,7 @@ def played(
     ranks: Sequence[Sequence[Action]], zero: Any, after: Callable[[Any, Action], Any],
     latest: Callable[[list[Any]], Any], sent: Callable[[Any], Any] = lambda time: time,
 ) -> list[list[tuple[Action, Any, Any]]]:  # fmt: skip
-    """Return start and end of each action, for any ordered type of times with a `latest`."""
+    """Return start and end of each action, for any ordered time type with a `latest`."""
     last = max((a.stage for actions in ranks for a in actions), default=0)
     done: dict[tuple[str, int, int], tuple[int, Any]] = {}
     out: list[list[tuple[Action, Any, Any]]] = [[] for _ in ranks]
@@ -358,7 +358,7 @@ def played(
 
 
 def _hull(rows: Table) -> Table:
-    """Keep the rows that are the maximum for some times of forward, input and weight."""
+    """Keep the rows that are the maximum for some forward, input and weight times."""
     rows = rows[skyline(rows, range(len(rows)))]
     return rows[corners(rows)]
 
@@ -372,7 +372,7 @@ def _latest(times: Sequence[Table]) -> Table:
 
 @cache
 def idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
-    """Return the idle time of a step for any action times: rows of coefficients whose maximum it is.
+    """Return a step's idle time for any action times: the coefficient rows whose maximum it is.
 
     Events are as in `simulate`.
     """
@@ -439,7 +439,7 @@ _BYTES = np.array([(i, j) for i in range(8) for j in range(8)]).T
 
 _Pair: TypeAlias = tuple[Any, Any]
 _Played: TypeAlias = list[tuple[str, int, int]]
-#: Selects the relevant counts of other waiting chunks at an action of some kind, None to skip it.
+#: Selects the relevant counts of other waiting chunks, given an action's kind; None to skip it.
 _Asked: TypeAlias = Callable[[str, Any, Any], _Pair | None]
 
 
@@ -454,14 +454,14 @@ def _samples(made: Schedule) -> Iterator[tuple[int, int, int]]:
 
 @cache
 def _lists(name: str) -> tuple[tuple[tuple[int, int, int, int], _Played], ...]:
-    """Return the action lists of all ranks, with micro-batches, ranks, chunks and the rank."""
+    """Return the action lists for all ranks, with micro-batches, ranks, chunks and the rank."""
     made = SCHEDULES[name]
     every = [(m, p, v, r) for m, p, v in _samples(made) for r in range(p)]
     return tuple((sizes, list(done_by(made, *sizes))) for sizes in every)
 
 
 def _of_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the other waiting chunks at each action of the first and last repetition of each phase.
+    """Yield the other waiting chunks at each action in the first and last repetition of each phase.
 
     Counts change linearly between repetitions, so neither they nor their sums are larger in between.
     """
@@ -479,7 +479,7 @@ def _of_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str,
 
 
 def _of_list(actions: _Played) -> Iterator[tuple[str, int, int]]:
-    """Yield the other waiting chunks at each action of a list."""
+    """Yield the other waiting chunks at each action in a list."""
     held: _Pair = (0, 0)
     for kind, _, _ in actions:
         yield kind, *_minus(held, _OWN[kind])
@@ -522,7 +522,7 @@ def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_P
 
 
 def _of_whole(name: str, formula: Any) -> Poly:
-    """Express a formula in the ranks and micro-batches of the whole pipeline, not of one half."""
+    """Express a formula in ranks and micro-batches of the whole pipeline, not one half."""
     halves = {"p": poly(_IN_FLIGHT_P / 2), "m": poly(_IN_FLIGHT_M / 2)} if SCHEDULES[name].both_ways else {}
     return poly(formula).bind(halves)
 

@@ -63,18 +63,18 @@ class Plan:
     """Where a step is cut: between a loop's layers, and between this loop and the ops at either end."""
 
     home: Graph
-    """Graph that contains the loops over layers: the step, or the body of its loop over micro-batches."""
+    """Graph that contains the loops over layers: the step, or its loop body over micro-batches."""
     forward: Op
     backward: Op | None
     """None for a pass without gradients."""
     behind: frozenset[Op]
-    """Ops of the last stage, after the forward layers and before the backward ones."""
+    """Last-stage ops, after the forward layers and before the backward ones."""
     before: Poly
-    """Number of layers of another kind before the cut ones, all in the first stage."""
+    """Number of leading layers of another kind, all in the first stage."""
     ahead: frozenset[Op] = frozenset()
-    """Ops of the first stage that read the gradients of the first layer's inputs."""
+    """First-stage ops that read the gradients of the first layer's inputs."""
     sums: Mapping[Op, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Sums of gradients from both stages, for shared parameters: the two terms of each."""
+    """Sums of gradients from both stages, for shared parameters, with their two terms."""
     added: frozenset[Op] = frozenset()
     """Ops that read these sums."""
     weights: frozenset[Op] = frozenset()
@@ -153,9 +153,9 @@ def micro_batches_of(graph: Graph) -> Poly:
 
 
 class Share(Rewriter):
-    """Copies the part of a step that one rank executes; tensors of other ranks map to None.
+    """Copies one rank's part of a step; tensors on other ranks map to None.
 
-    A rank with several groups of layers runs them one after the other, sending its activations and receiving the next
+    A rank with several layer groups runs them one after the other, sending its activations and receiving the next
     ones in between.
     """
 
@@ -176,7 +176,7 @@ class Share(Rewriter):
         """Scalars equal on all stages, and stacks of scalars that are split between stages."""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
         self.half = half
-        """Whether half of the micro-batches enter at each end: a pass runs one of each, in different layer groups."""
+        """Whether half the micro-batches enter at each end: a pass runs one from each, in different layer groups."""
         self.wanted: set[Tensor] = set()
         self.kept = self.needed()
         self.used = self.sources()
@@ -185,7 +185,7 @@ class Share(Rewriter):
     # -- selection -----------------------------------------------------------------------------------------------
 
     def needed(self) -> set[Op]:
-        """Return the ops of the pass that this stage executes, and record the tensors that they read."""
+        """Return the ops that this stage executes, and record the tensors they read."""
         plan, kept = self.plan, {*self.plan.loops}
         if self.last:
             kept |= plan.behind | plan.added | plan.sums.keys()
@@ -203,7 +203,7 @@ class Share(Rewriter):
         return kept
 
     def unread(self, op: Op) -> bool:
-        """Whether an op of the forward pass has only a side effect: it writes into its operand."""
+        """Whether a forward op has only a side effect: it writes into its operand."""
         return (
             op.phase == "forward"
             and bool(op.kind.overwrites())
@@ -223,7 +223,7 @@ class Share(Rewriter):
         return op.operands
 
     def begun(self, op: Op) -> Tensor | None:
-        """Return the initial value of a sum without terms of the last stage, None for a sum of two terms."""
+        """Return a sum's initial value without last-stage terms, None for a sum of two terms."""
         t = op.operands[0]
         while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
             if not isinstance(t.producer.kind, Accumulate):
@@ -261,7 +261,7 @@ class Share(Rewriter):
     # -- copying -------------------------------------------------------------------------------------------------
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of the rank."""
+        """Return the rank's graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         carry_facts(old, new)
         with opened(levels=()):  # names are complete already
@@ -288,7 +288,7 @@ class Share(Rewriter):
         return made
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy the part of an op that the rank executes."""
+        """Copy the rank's part of an op."""
         if op.graph is self.plan.home and op.phase != "optimizer":
             self.of_pass(op, new)
         elif op.body is self.plan.home:
@@ -299,7 +299,7 @@ class Share(Rewriter):
             self.copy(op, new, suffix)
 
     def of_pass(self, op: Op, new: Graph) -> None:
-        """Copy an op of the pass, with its receives and sends."""
+        """Copy an op in the pass, with its receives and sends."""
         if op not in self.kept:
             self.tensors |= dict.fromkeys(op.results)
             return
@@ -319,7 +319,7 @@ class Share(Rewriter):
             new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
 
     def hand_over(self, op: Op, new: Graph) -> None:
-        """Add sends and receives between groups of layers; the next ones are on other ranks."""
+        """Add sends and receives between layer groups; the next ones are on other ranks."""
         assert op.loop is not None
         body = new.start_body(f"{op.name}.groups", fused=False)
         starts = [self.tensors[t] for t in op.loop.lasts]
@@ -334,7 +334,7 @@ class Share(Rewriter):
         self.tensors |= dict(zip(op.loop.lasts, made.results, strict=True))
 
     def partly(self, op: Op, new: Graph) -> None:
-        """Copy the loop over micro-batches, with the carries and slices of this stage."""
+        """Copy the loop over micro-batches, with this stage's carries and slices."""
         old, loop = self.plan.home, op.loop
         assert loop is not None
         assert isinstance(op.kind, Repeat)
@@ -511,9 +511,9 @@ def _fresh(kind: OpKind) -> OpKind | None:
 
 
 class Halves(Rewriter):
-    """Copies a step, splitting the backward pass of each micro-batch in two.
+    """Copies a step, splitting each micro-batch's backward pass in two.
 
-    The first half computes the input gradients of the layers, the second one the weight gradients, each in its own
+    The first half computes the layers' input gradients, the second one the weight gradients, each in its own
     loop. The first loop stacks residuals for the second one, with a storage per iteration.
     """
 
@@ -602,7 +602,7 @@ class Halves(Rewriter):
     def half(
         self, ops: Sequence[Op], given: Mapping[Tensor, Tensor], carries: Sequence[Tensor], new: Graph
     ) -> Sequence[Tensor]:
-        """Add a loop with some of the backward ops, and return its residuals for the other loop."""
+        """Add a loop with some backward ops, and return its residuals for the other loop."""
         loop = self.loop
         fixed, first = len(loop.nexts) + len(loop.ys), bool(carries)
         outputs = [(i, t) for i, t in enumerate(loop.body.outputs) if self.is_late(i, t) != first]
@@ -667,7 +667,7 @@ class Kind:
     first: bool = False
     last: bool = False
     between: Poly = ZERO
-    """number of exchanges with other ranks between its groups of layers"""
+    """number of exchanges with other ranks between its layer groups"""
     runs: tuple[tuple[Poly, Poly], ...] = ()
     """first and last rank of each contiguous range"""
 
@@ -728,7 +728,7 @@ def in_stages(
 
 
 def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> list[Stage]:
-    """Return the graphs of the ranks of a forward pass, with as many batches in flight as micro-batches."""
+    """Return the graphs for the ranks of a forward pass, with as many batches in flight as micro-batches."""
     if order.name != "1f1b" or order.v != ONE:
         raise UnsupportedError(
             f"parallelize: schedule {order.name!r} with {order.v} groups of layers of a rank, of graph {graph.name!r} "
@@ -809,7 +809,7 @@ def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
 
 
 def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
-    """Return the in-flight activations of ranks of one kind."""
+    """Return the in-flight activations for ranks of one kind."""
     # of the middle ranks, the first holds most chunks awaiting a backward pass, the last most awaiting weight gradients
     ranks = kind.ranks if order.splits else kind.ranks[:1]
     first, later = (
@@ -900,7 +900,7 @@ def _before_updates(gradient: Tensor) -> Tensor:
 
 
 def together(graph: Graph, stage: Stage) -> Graph:
-    """Return the graph of a pipeline rank, including communication between stages."""
+    """Return a pipeline rank's graph, including communication between stages."""
     made = _Together(graph, stage).run(graph) if stage.shared or stage.meets else graph
     made.waiting = stage.waiting
     return made

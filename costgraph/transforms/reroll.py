@@ -1,6 +1,6 @@
 """Rerolling: turn equal consecutive blocks of a graph, or executed loop iterations, into loops with symbolic counts.
 
-`fold` compares the blocks of a stack op by op, describes each operand relative to its block, and builds one loop per
+`fold` compares a stack's blocks op by op, describes each operand relative to its block, and builds one loop per
 pass over the stack. `fold_turns` does the same for iterations that a traced program executed.
 """
 
@@ -177,12 +177,12 @@ def _numbered(graph: Graph) -> dict[Tensor, int]:
 
 
 # -- block-relative values ---------------------------------------------------------------------------------------------
-# Describe the operands of an op relative to its block, so that equal blocks have equal descriptions.
+# Describe an op's operands relative to its block, so that equal blocks have equal descriptions.
 
 
 @dataclass(frozen=True)
 class Made:
-    """Result of an op in the same iteration."""
+    """An op's result in the same iteration."""
 
     at: int
     """position of the op in the iteration"""
@@ -207,7 +207,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class Left:
-    """Stacked residuals of an earlier run, one storage per iteration."""
+    """Stacked residuals from an earlier run, one storage per iteration."""
 
     run: int
     value: Made | Before
@@ -239,7 +239,7 @@ class Before:
 
 @dataclass(frozen=True)
 class View:
-    """A view of a value that an op of an earlier run made for the same block."""
+    """A view that an earlier run made of a value, for the same block."""
 
     of: Value
     run: int
@@ -268,7 +268,7 @@ _LONGEST = 16
 
 
 def unnumbered(name: str) -> str:
-    """Strip the iteration number from the end of a name."""
+    """Strip a trailing iteration number from a name."""
     return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
 
 
@@ -288,7 +288,7 @@ class Numbered(Protocol):
 
 
 class Labels:
-    """The blocks of a stack, of `period` layers each.
+    """The blocks of a stack, with `period` layers each.
 
     `scope` is the path whose children `0`, `1`, ... are the layers, or the loop name in an unrolled graph. Raises
     GraphError if there are no such blocks, or too few.
@@ -346,7 +346,7 @@ class Labels:
                 out[op] = int(found.group(1))
             elif len(read) == 1 and not isinstance(op.kind, Keep):  # a `Keep` follows when memory is freed
                 (out[op],) = read
-                if op.phase == "optimizer":  # later ops of an update read its results
+                if op.phase == "optimizer":  # an update's later ops read its results
                     stored |= {t.storage: out[op] for t in op.results}
         return out
 
@@ -370,7 +370,7 @@ class Labels:
         """Strip the block number from a name or scope."""
         if self.unrolled:
             return unnumbered(name)
-        if self.period > 1:  # keep the position of a layer within its block
+        if self.period > 1:  # keep a layer's position within its block
             return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) % self.period}", name)
         return self._named.sub(self.scope, name).replace("//", "/").strip("/")
 
@@ -387,7 +387,7 @@ def stacks_of(graph: Graph) -> list[str]:
 
 
 def _stretches(equal: Sequence[bool]) -> Iterator[int]:
-    """Yield the lengths of runs of True."""
+    """Yield the lengths of consecutive True values."""
     yield 0
     yield from (len(list(group)) for holds, group in groupby(equal) if holds)
 
@@ -399,14 +399,14 @@ def _choices(graph: Graph) -> str:
 
 @dataclass(eq=False)
 class Run:
-    """A pass of the program over the blocks, forward or backward."""
+    """A pass over the blocks, forward or backward."""
 
     phase: str
     """phase of the first op"""
     blocks: list[int] = field(default_factory=list)
     """blocks in execution order"""
     starts: list[int] = field(default_factory=list)
-    """index of the first op of each block in the program"""
+    """program index of each block's first op"""
     length: int = 0
     """number of ops per iteration, including those between blocks"""
 
@@ -421,7 +421,7 @@ class Run:
         return block not in self.blocks and (step == self.step if len(self.blocks) > 1 else abs(step) == 1)
 
     def within(self, blocks: range) -> Run:
-        """Return the part of the run over some of the blocks."""
+        """Restrict the run to some blocks."""
         kept = [(b, s) for b, s in zip(self.blocks, self.starts, strict=True) if b in blocks]
         out = Run(self.phase, [b for b, _ in kept], [s for _, s in kept])
         out.length = min((b - a for a, b in zip(out.starts, out.starts[1:], strict=False)), default=0)
@@ -463,7 +463,7 @@ class Plan:
     run: Run
     number: int
     reads: list[tuple[Value, ...]] = field(default_factory=list)
-    """operands of the op at each position of an iteration"""
+    """operands at each position in an iteration"""
     carries: dict[Before, None] = field(default_factory=dict)
     slices: dict[Family, None] = field(default_factory=dict)
     saved: dict[Made | Before, None] = field(default_factory=dict)
@@ -555,7 +555,7 @@ class Match:
         return family
 
     def _equal(self, plan: Plan) -> None:
-        """Compare the ops of neighbouring iterations, apart from their operands."""
+        """Compare ops in neighbouring iterations, apart from their operands."""
         run = plan.run
         for turn in range(len(run.blocks) - 1):
             pair = run.blocks[turn], run.blocks[turn + 1]
@@ -572,14 +572,14 @@ class Match:
                 raise Differs(pair, f"blocks {pair[0]} and {pair[1]} differ: {found}")
 
     def _leftover(self) -> None:
-        """Check that no op of a block lies outside the runs."""
+        """Check that all ops in the blocks belong to runs."""
         for op, block in self.labels.ops.items():
             if block in self.blocks and op not in self.places:
                 low = min(block, self.blocks[-2])
                 raise Differs((low, low + 1), f"{op.name!r} of block {block} stands apart from the rest of it")
 
     def _consistent(self) -> None:
-        """Check that no source of one block is read by all blocks."""
+        """Check that no block-specific source is read by all blocks."""
         for plan in self.plans:
             for at, values in enumerate(plan.reads):
                 lent = [t for v in values if (t := _lent(v)) in self.owners]
@@ -643,7 +643,7 @@ class Match:
         return None if of is None else View(of, plan.number, at, 0)
 
     def at(self, plan: Plan, value: Made, turn: int = -1) -> Tensor:
-        """Return the tensor of a value in an iteration."""
+        """Return a value's tensor in an iteration."""
         return self.ops[plan.run.starts[turn] + value.at].results[value.result]
 
     def typical(self, plan: Plan, value: Value | Family) -> Tensor:
@@ -663,7 +663,7 @@ class Match:
 
 @dataclass(frozen=True)
 class _Made:
-    """A result of the same run, some iterations earlier."""
+    """A result from the same run, some iterations earlier."""
 
     ago: int
     at: int
@@ -680,7 +680,7 @@ class _Member:
 
 @dataclass
 class _Reading:
-    """One operand of the ops at one position, in all iterations."""
+    """One operand at one position, in all iterations."""
 
     match: Match
     plan: Plan
@@ -789,7 +789,7 @@ def _facts(t: Tensor) -> tuple[object, ...]:
 # -- slices per iteration ----------------------------------------------------------------------------------------------
 # Finds slices of outside tensors that advance from one executed iteration to the next, and writes into them.
 
-#: Loop and iteration of each loop around an op, outermost first.
+#: Enclosing loops with their iterations, outermost first.
 Path = tuple[tuple[int, int], ...]
 
 
@@ -805,7 +805,7 @@ class Join:
 
 @dataclass(eq=False)
 class Turns:
-    """Record of the loops that a program has executed."""
+    """Loops that a program has executed."""
 
     counts: dict[int, Poly] = field(default_factory=dict)
     """symbolic iteration count by loop number"""
@@ -942,7 +942,7 @@ class Cuts:
         self._writes(own)
 
     def _base(self, t: Tensor, own: Collection[Op | None]) -> Tensor | None:
-        """Return an outside tensor as it was before the iterations wrote to it; None for results of an iteration."""
+        """Return an outside tensor as it was before the iterations wrote to it; None for an iteration's results."""
         while t.producer is not None and t.producer in own and isinstance(t.producer.kind, Revised):
             t = t.producer.operands[0]
         return None if t.producer in own else self.once(t)
@@ -1005,7 +1005,7 @@ Outer = Shared | View | Member | After
 
 
 class Around:
-    """Describes the operands of ops outside the runs, and records in the plans which values must leave a loop.
+    """Describes operands outside the runs, and records in the plans which values must leave a loop.
 
     Raises GraphError if a value of one block other than the last is read. A `Keep` may hold the values of some blocks
     if the others are needed later anyway; `exact` ones represent their reader and must hold all.
@@ -1037,7 +1037,7 @@ class Around:
                     self.starts[plan.number, t] = self.one(t, i, f"block {plan.run.blocks[0]}")
 
     def _add(self, op: Op, i: int) -> None:
-        """Describe the operands of an outside op."""
+        """Describe an outside op's operands."""
         if isinstance(op.kind, Keep):
             at = len(self.match.ops) if op in self.exact else i
             if op in self.exact:
@@ -1047,7 +1047,7 @@ class Around:
             self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)
 
     def _has_edges(self, op: Op) -> None:
-        """Raise Differs if a list lacks the values of blocks at an edge."""
+        """Raise Differs if a list lacks values from blocks at an edge."""
         among, blocks = {as_stored(t) for t in op.operands}, self.match.blocks
         for family in {f for t in op.operands if (f := self.family(t)) is not None}:
             here = [b for b, t in zip(blocks, self.members(family), strict=True) if t in among]
@@ -1059,7 +1059,7 @@ class Around:
                     raise Differs(pair, f"{op.name!r} has something of one of blocks {low} and {low + 1} alone")
 
     def _of(self, t: Tensor) -> bool:
-        """Whether a tensor is a result or a source of a block."""
+        """Whether a tensor is computed or owned by a block."""
         return t in self.match.owners or t.producer in self.match.places
 
     def family(self, t: Tensor) -> Family | None:
@@ -1257,7 +1257,7 @@ def _parts(
 
 
 class Beginning(Rewriter):
-    """Copies kernels whose formals take the offsets of their operands."""
+    """Copies kernels whose formals take their operands' offsets."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -1265,12 +1265,12 @@ class Beginning(Rewriter):
         """offsets of kernel formals"""
 
     def begin(self, op: Op, operands: Sequence[Tensor]) -> None:
-        """Record the operand offsets of the op to copy next."""
+        """Record operand offsets for the op to copy next."""
         if op.body is not None and op.body.fused:
             self.begins |= {f: t.offset for f, t in zip(op.body.formals, operands, strict=True)}
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
-        """Copy a formal with the offset of its operand."""
+        """Copy a formal with its operand's offset."""
         made = super().formal(old, body, suffix)
         made.offset = self.begins.get(old, made.offset)
         return made
@@ -1319,7 +1319,7 @@ class Apart(Beginning):
             super().emit(op, new, suffix)
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op; outside loops, slices of an iteration are taken from the base again."""
+        """Copy an op; outside loops, an iteration's slices are taken from the base again."""
         if op.graph.parent is None and self.cuts.loop(op) is None:
             seen = {t: self._apart(t, new) for t in op.operands if self._is_cut(t)}
             before = {t: self.tensors[t] for t in seen}
@@ -1351,7 +1351,7 @@ class Apart(Beginning):
         return made.results[0]
 
     def add(self, op: Op, kind: Any, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
-        """Add a copy in the iteration of the op."""
+        """Add a copy in the op's iteration."""
         at = self.cuts.turn(op)
         if at is not None:
             name = re.sub(r"_\d+$", "", op.name) + f".i{at}"
@@ -1492,7 +1492,7 @@ class Folder(Rewriter):
         return made
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op of a body, without the block number in its name."""
+        """Copy an op in a body, without the block number in its name."""
         return self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -1586,7 +1586,7 @@ class Folder(Rewriter):
 
 
 class _Inner:
-    """Builder of a loop body."""
+    """Builds a loop body."""
 
     def __init__(self, folder: Folder, plan: Plan, body: Graph) -> None:
         self.folder, self.plan, self.body = folder, plan, body
@@ -1712,7 +1712,7 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
 
 
 def _fold_all(graph: Graph, count: str, default: bool) -> Graph:
-    """Fold every stack with equal blocks; if there is none, raise the error of the first stack."""
+    """Fold every stack with equal blocks; if there is none, raise the first stack's error."""
     found: list[str] = []
     refused: GraphError | None = None
     for scope in stacks_of(graph):
@@ -1761,7 +1761,7 @@ def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: ra
 
 
 def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
-    """Return the larger part of the blocks on one side of a difference; raise GraphError if it is too small."""
+    """Return the blocks on the larger side of a difference; raise GraphError if it is too small."""
     after = error.low + 1
     front = after - blocks.start <= blocks.stop - after
     blocks = range(after, blocks.stop) if front else range(blocks.start, after)
@@ -1777,7 +1777,7 @@ def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
 
 
 def fold_turns(graph: Graph, turns: Turns) -> Graph:
-    """Reroll the executed iterations of all loops into Repeats, inner loops first.
+    """Reroll all executed iterations into Repeats, inner loops first.
 
     Raises GraphError if iterations differ, or one accesses an outside tensor other than through its own slice.
     """
@@ -1871,7 +1871,7 @@ class _Folder(Beginning, Folder):
         self.made_of: dict[Op, Op] = {}
         """old op for each new one"""
         self.left = {base: list(parts) for base, parts in apart.parts.items()}
-        """parts still to be written to a tensor, in order of iterations"""
+        """parts still to be written to a tensor, in iteration order"""
         self.wholes: dict[Tensor, Tensor] = {}
         """tensors after the writes so far"""
 
@@ -1889,7 +1889,7 @@ class _Folder(Beginning, Folder):
         return join is not None and join.loop in self.cuts.group
 
     def owned(self, family: Family, new: Graph) -> Tensor:
-        """Return the view of an outside tensor whose first axis is that of the iterations."""
+        """Return an outside tensor as a view whose first axis counts iterations."""
         if isinstance(family, Owned) and family not in self.families:
             cut, _ = self.apart.cut_of[family.members[0].name]
             self.families[family] = self._in_turns(cut)
@@ -1961,13 +1961,13 @@ class _Folder(Beginning, Folder):
 
     @staticmethod
     def _merged(part: Tensor, axis: int) -> Tensor:
-        """Merge the axis of iterations into the sliced axis."""
+        """Merge the iteration axis into the sliced axis."""
         part = permute(part, (*range(1, axis + 1), 0, *range(axis + 1, part.ndim)))
         sizes = (*part.sizes[:axis], part.sizes[axis] * part.sizes[axis + 1], *part.sizes[axis + 2 :])
         return reshape(part, sizes)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, recording the old op of each new one."""
+        """Copy an op, recording the old op for each new one."""
         before = len(new)
         super().emit(op, new, suffix)
         if op.graph.parent is None:

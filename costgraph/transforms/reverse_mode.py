@@ -94,7 +94,7 @@ def _passes(op: Op) -> bool:
 
 
 def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
-    """Return the tensors of a body that are active in any iteration."""
+    """Return a body's tensors that are active in any iteration."""
     body, loop = op.body, op.loop
     assert body is not None
     start = [f for f, t in zip(body.formals, op.operands, strict=True) if t in active]
@@ -131,7 +131,7 @@ def graded_in(ops: Iterable[Op], active: set[Tensor], ends: Iterable[Tensor]) ->
 
 
 def graded_inside(op: Op, active: set[Tensor], graded: set[Tensor]) -> set[Tensor]:
-    """Return the tensors of a body that a gradient reaches in any iteration."""
+    """Return a body's tensors that a gradient reaches in any iteration."""
     body, loop = op.body, op.loop
     assert body is not None
     within = active_inside(op, active)
@@ -202,7 +202,7 @@ class Update:
 
 
 def hoist(graph: Graph) -> Graph:
-    """Declare parameters, buffers and caches of all bodies at the top level, one storage per iteration.
+    """Declare parameters, buffers and caches from all bodies at the top level, one storage per iteration.
 
     Costs do not change. A parameter of shape (D, F) inside a Repeat with count L becomes one of shape (L, D, F) whose
     storage has `pieces` 1.
@@ -234,7 +234,7 @@ class _Hoister(Rewriter):
         super().fill(old, new, suffix)
 
     def declare(self, op: Op, new: Graph, counts: tuple[Poly, ...]) -> None:
-        """Declare the sources of a loop body at the top level."""
+        """Declare a loop body's sources at the top level."""
         loop = op.loop
         if loop is None:
             return
@@ -322,7 +322,7 @@ class _Beside(Rewriter):
 
 
 def overwritten(op: Op, t: Tensor) -> Tensor:
-    """Return the value of an operand before an in-place op: the defensive copy if there is one."""
+    """Return an operand's value before an in-place op: the defensive copy if there is one."""
     if not isinstance(op.kind, Pointwise) or not op.kind.inplace or t is not op.operands[0]:
         return t
     copies = [o for o in t.graph.successors(t) if isinstance(o.kind, Pointwise) and o.kind.function.name == "copy"]
@@ -338,7 +338,7 @@ Carries = frozenset[int]
 
 
 def peel(graph: Graph, stops_early_in: Callable[[Op], bool]) -> Graph:
-    """Peel iterations with other gradients than the middle ones off both ends of loops.
+    """Peel iterations with other gradients than the middle ones off both loop ends.
 
     The active and graded carries of an iteration follow from its neighbour's; iterations are peeled until that state
     repeats. The loop becomes single-iteration loops around a middle one, possibly empty, which read parts of its
@@ -356,7 +356,7 @@ def peel(graph: Graph, stops_early_in: Callable[[Op], bool]) -> Graph:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Consecutive iterations of a loop with the same active and graded carries."""
+    """Consecutive loop iterations with the same active and graded carries."""
 
     name: str
     """suffix of the loop's name"""
@@ -369,7 +369,7 @@ class _Turn:
 
 
 def _states(first: Carries, step: Callable[[Carries], Carries]) -> tuple[list[Carries], int]:
-    """Return the successive states up to the first repetition, and the index of the repeated one."""
+    """Return the successive states up to the first repetition, and the repeated one's index."""
     seen: list[Carries] = []
     while first not in seen:
         seen.append(first)
@@ -410,11 +410,11 @@ class _Loop:
         return _places(self.parts.carries, self.graded(self.anywhere, carries))
 
     def active(self, carries: Carries) -> set[Tensor]:
-        """Return the active tensors of an iteration whose active carries-in are `carries`."""
+        """Return the active tensors in an iteration with active carries-in `carries`."""
         return active_in(self.parts.body.ops, [*self.fixed, *(self.parts.carries[i] for i in carries)])
 
     def graded(self, active: set[Tensor], carries: Carries) -> set[Tensor]:
-        """Return the graded tensors of an iteration whose graded carries-out are `carries`."""
+        """Return the graded tensors in an iteration with graded carries-out `carries`."""
         return graded_in(self.parts.body.ops, active, [*self.ends, *(self.parts.nexts[i] for i in carries)])
 
     def turns(self) -> list[_Turn]:
@@ -470,7 +470,7 @@ class _Peeler(Rewriter):
         super().__init__()
         self.stops_early_in = stops_early_in
         self.active, self.graded = active, graded
-        """Active and graded tensors of the graph or body that is being copied."""
+        """Active and graded tensors in the graph or body that is being copied."""
         self.found = False
 
     def loop(self, loop: _Loop, turn: _Turn, operands: Sequence[Tensor], new: Graph) -> Loop:
@@ -554,7 +554,7 @@ class Leaf:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sum of the contributions is stored unchanged."""
+        """Whether the summed contributions are stored unchanged."""
         return self.total is None and self.dtype is None
 
 
@@ -569,7 +569,7 @@ class Hooks:
     again: Callable[[Walk, Sequence[Op]], None]
     """recomputes a run of ops and walks back over it"""
     runs: Callable[[Sequence[Op]], Sequence[Sequence[Op]]]
-    """returns the recomputed runs of the ops of a graph or body"""
+    """returns the recomputed runs among the ops in a graph or body"""
     keeps: Callable[[Op], bool]
     """whether the result of an op in a run is saved instead of recomputed"""
     early_stop: bool = True
@@ -584,7 +584,7 @@ Pullers = Callable[["Walk", Op, Sequence["Tensor | None"], Sequence[bool]], Sequ
 
 
 def scoped(op: Op) -> AbstractContextManager[None]:
-    """Add new ops in the scope of an existing one."""
+    """Add new ops in an existing op's scope."""
     return opened(levels=tuple(op.scope.split("/")) if op.scope else ())
 
 
@@ -600,7 +600,7 @@ def is_view_op(op: Op) -> bool:
 class Walk:
     """Reverse walk over one graph or body, with the gradients of its tensors.
 
-    `active` are the tensors that need gradients, and `saved` maps a tensor of the forward pass to the graph being
+    `active` are the tensors that need gradients, and `saved` maps a forward tensor to the graph being
     built. `carried` are inputs of the body being built that may be overwritten, and `leaves` says how gradients that
     persist are stored. `fused` emits ops into a kernel, where sums need no storage. `rules` override the rules of
     single ops.
@@ -630,7 +630,7 @@ class Walk:
         self.rules = dict(rules or {})
         self.grads: dict[Tensor, Tensor] = {}
         self.parts: dict[Tensor, dict[Op, Tensor]] = {}
-        """Gradients of the parts of a split tensor."""
+        """Gradients for the parts of a split tensor."""
         self.stacks: dict[Op, Tensor] = {}
         """Stacks that loops write the gradients of parts into, by the first part."""
         self.held: Counter[Storage] = Counter()
@@ -747,7 +747,7 @@ class Walk:
         return pointwise("add", total, grad, inplace=True)  # into a buffer of another dtype
 
     def pull(self, op: Op) -> None:
-        """Apply the gradient rule of one op and accumulate the results."""
+        """Apply one op's gradient rule and accumulate the results."""
         grads = tuple(self.take(t) for t in op.results)
         needs = tuple(t in self.active for t in op.operands)
         if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
@@ -772,7 +772,7 @@ class Walk:
     def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
         """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
 
-        The whole gradient is copied. The gradient of the slice is cloned and passed to the op, whose result overwrites
+        The whole gradient is copied. The slice's gradient is cloned and passed to the op, whose result overwrites
         the slice.
         """
         copied = pointwise("copy", grad)
@@ -863,7 +863,7 @@ def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
 
 
 def _in_own_format(op: Op, made: Tensor, order: Sequence[int], grad: Tensor) -> Tensor:
-    """Copy the gradient of an operand from the kernel's memory format into its own.
+    """Copy an operand's gradient from the kernel's memory format into its own.
 
     For an elementwise kernel that is the format of the incoming gradient. Pooling copies inside the kernel, including
     residuals saved in another format.
@@ -900,7 +900,7 @@ def _viewed(t: Tensor, whole: Tensor, part: Tensor) -> Tensor:
 
 
 def _keep_places(op: Op) -> None:
-    """Make a max pooling return the indices of its maxima."""
+    """Make a max pooling return its indices."""
     if not isinstance(op.kind, Pool) or op.kind.operation != "max" or op.kind.indices:
         return
     modify(op.graph, op.name)
@@ -924,7 +924,7 @@ def _tilings(t: Tensor) -> Iterator[list[Op]]:
 
 
 def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | None) -> Tensor:
-    """Concatenate the gradients of the parts of a split tensor, with zeros for parts without one."""
+    """Concatenate the gradients for the parts of a split tensor, with zeros for parts without one."""
     dtype = next(g for g in grads if g is not None).dtype
     pairs = [(cut.results[0], g) for cut, g in zip(cuts, grads, strict=True)]
     parts = [restricted(fill(t.shape, dtype=dtype), t) if g is None else g for t, g in pairs]
@@ -1051,7 +1051,7 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     own, standins, read = set(copies), set(inputs.values()), set[Tensor]()
 
     def saved(t: Tensor) -> Tensor:
-        """Map a tensor of the forward pass to its copy; recomputed tensors map to themselves."""
+        """Map a forward tensor to its copy; recomputed tensors map to themselves."""
         read.add(t)
         if t in standins or t.producer in own:
             return t
@@ -1146,7 +1146,7 @@ def _is_read(t: Tensor) -> bool:
 
 
 def _stop_within(op: Op, loop: Loop) -> None:
-    """Stop early within a loop of one iteration whose final carries are not read."""
+    """Stop early within a single-iteration loop, for final carries that are not read."""
     body, unread = loop.body, [t for t in loop.stacks if not _is_read(t)]
     for i, (start, t) in enumerate(zip(loop.starts, loop.lasts, strict=True)):
         if not _is_read(t):  # the carry passes through unchanged
@@ -1180,7 +1180,7 @@ class _Reverse:
     xs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """sliced formals, and the tensors they slice"""
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
-    """counterparts of tensors of the forward body"""
+    """counterparts for tensors in the forward body"""
 
     @cached_property
     def shared(self) -> set[int]:
@@ -1215,7 +1215,7 @@ class _Reverse:
         return self.slice(around.adopt(outer), name)
 
     def saved(self, t: Tensor) -> Tensor:
-        """Return the counterpart of a tensor of the forward body."""
+        """Return the counterpart for a tensor in the forward body."""
         if t not in self.seen:
             self.seen[t] = self.find(t)
         return self.seen[t]
@@ -1238,7 +1238,7 @@ class _Reverse:
         return self.slice(around.adopt(self.outer.saved(left_behind(loop.op, t))), f"{t.name}.saved")
 
     def from_start(self) -> tuple[Tensor, ...]:
-        """Recompute the carries-in of an iteration by running all iterations before it."""
+        """Recompute an iteration's carries-in by running all iterations before it."""
         loop, around = self.forward, self.body.parent
         assert around is not None
         operands = [self.body.adopt(around.adopt(self.outer.saved(t))) for t in loop.op.operands]
@@ -1254,7 +1254,7 @@ class _Reverse:
 
 
 def left_behind(op: Op, t: Tensor) -> Tensor:
-    """Return the stacked residuals of a tensor in a loop body, one storage per iteration, adding the result if new."""
+    """Return the stacked residuals for a tensor in a loop body, one storage per iteration, adding the result if new."""
     loop = op.loop
     assert loop is not None
     if t in loop.saved:
@@ -1317,7 +1317,7 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
 
 
 def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, tuple[Tensor, Tensor | None]]:
-    """Start the gradient sums of captured operands, and continue existing ones of slices."""
+    """Start the gradient sums for captured operands, and continue existing ones for slices."""
     loop, walk = made.forward, made.outer
     sums: dict[int, tuple[Tensor, Tensor | None]] = {}
     for i, (t, f) in enumerate(zip(loop.op.operands, loop.body.formals, strict=True)):
@@ -1376,7 +1376,7 @@ class _Out:
         self.after.append(pointwise("copy", grad, name="own") if lent or twice else contiguous_copy(grad))
 
     def sum(self, i: int, grad: Tensor | None, sums: dict[int, tuple[Tensor, Tensor | None]]) -> None:
-        """Return the gradient sum of an operand from the loop; drop it if nothing was added."""
+        """Return an operand's gradient sum from the loop; drop it if nothing was added."""
         start, _ = sums[i]
         if grad is None or grad is start:
             del sums[i]
@@ -1387,7 +1387,7 @@ class _Out:
             self.kept.append((i, grad))
 
     def slices(self, needs: Sequence[bool]) -> None:
-        """Return the gradients of slices: one storage per iteration if the operand has that, else one stack."""
+        """Return the gradients for slices: one storage per iteration if the operand has that, else one stack."""
         loop, done = self.made.forward, {i for i, _ in self.kept}
         for i, (t, f) in enumerate(zip(loop.op.operands, loop.body.formals, strict=True)):
             wanted = f in loop.slices and needs[i] and i not in done
@@ -1411,7 +1411,7 @@ class _Out:
 
 
 def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Tensor | None]]) -> Grads:
-    """Append the backward loop and return the gradients of the operands."""
+    """Append the backward loop and return operand gradients."""
     made, old, op = out.made, out.made.forward, out.made.forward.op
     body, graph = made.body, made.body.parent
     assert graph is not None
@@ -1523,7 +1523,7 @@ Grads = Sequence[Tensor | None]
 
 @dataclass
 class _Inside:
-    """Saved or recomputed tensors of a kernel's body in its backward pass."""
+    """Saved or recomputed tensors from a kernel's body in its backward pass."""
 
     op: Op
     walk: Walk
@@ -1535,7 +1535,7 @@ class _Inside:
     """recomputed loops, and the counterparts of their body's tensors"""
 
     def saved(self, t: Tensor) -> Tensor:
-        """Return the counterpart of a tensor of the body."""
+        """Return the counterpart for a tensor in the body."""
         if t not in self.seen:
             self.seen[t] = self.find(t)
         return self.seen[t]
@@ -1565,7 +1565,7 @@ class _Inside:
         return self.seen[t]
 
     def handed_out(self, t: Tensor) -> Tensor | None:
-        """Return a tensor of the body from a result of the kernel, undoing rearrangements; None if not returned."""
+        """Return a body tensor from a kernel result, undoing rearrangements; None if not returned."""
         body = self.op.body
         assert body is not None
         for out, result in zip(body.outputs, self.op.results, strict=False):
@@ -1629,7 +1629,7 @@ def _compute(again: Rewriter, t: Tensor, body: Graph) -> None:
 
 
 def _stacked(op: Op, t: Tensor) -> Tensor:
-    """Make a loop return a tensor of its body as a stack."""
+    """Make a loop return a body tensor as a stack."""
     loop = op.loop
     assert loop is not None
     modify(op.graph, op.name)
@@ -1637,7 +1637,7 @@ def _stacked(op: Op, t: Tensor) -> Tensor:
     loop.body.outputs.insert(at, t)
     op.graph.add_result(op, op.kind.infer(op.operands)[at], f"{t.name}.again")
     *others, made = op.results
-    op.results = (*others[:at], made, *others[at:])  # in the order of the body's outputs
+    op.results = (*others[:at], made, *others[at:])  # in the body's output order
     return made
 
 
@@ -1649,7 +1649,7 @@ def _mark(ops: Iterable[Op]) -> None:
 
 
 def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
-    """Add the backward pass of a kernel and return the gradients of its operands.
+    """Add a kernel's backward pass and return its operands' gradients.
 
     The kernel's field `backward` selects it: `ops` for separate ops, the name of a special rule, or empty for a single
     kernel built from the rules of the ops inside.
@@ -1685,7 +1685,7 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
 
 
 def _casts(body: Graph) -> Poly:
-    """Return the bytes of the operand casts that a kernel repeats in its backward pass."""
+    """Return the bytes for operand casts that a kernel repeats in its backward pass."""
     formats = [
         (t, op.results[0].dtype)
         for op in body.ops

@@ -1,4 +1,4 @@
-"""Rewriter: the base class of graph transforms, which copies a graph op by op."""
+"""Rewriter: the base class for graph transforms, which copies a graph op by op."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def members(made: Any) -> Iterator[Any]:
 
 
 def flat(op: Op, tensors: Mapping[Tensor, Any]) -> list[Any]:
-    """Return the new operands of an op one by one, in the order in which it reads the elements of lists."""
+    """Return an op's new operands one by one, in the order in which it reads list elements."""
     back = isinstance(op.kind, Concat) and op.kind.reverse
     each = ([*members(tensors[t])] for t in op.operands)
     return [made for part in each for made in part[:: -1 if back else 1]]
@@ -76,7 +76,7 @@ class Rewriter:
     """
 
     lies = False
-    """Whether the copy preserves the placements of a per-rank graph, up to a leading axis of iterations."""
+    """Whether the copy preserves the placements of a per-rank graph, up to a leading iteration axis."""
     replays = True
     """Whether a traced call can be replayed for the copied op, because its operands are unchanged."""
 
@@ -88,9 +88,9 @@ class Rewriter:
         self.tensors: dict[Tensor, Any] = {}
         """New tensor, or list of tensors, for each old one."""
         self.given_of: dict[Tensor, Tensor] = {}
-        """Old operand for each formal of a copied kernel."""
+        """Old operand for each formal in a copied kernel."""
         self.origins: dict[Tensor, Tensor] = {}
-        """Old source for each source of the new graph, or for a part of it."""
+        """Old source for each new source, which may be a part of it."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph.
@@ -121,7 +121,7 @@ class Rewriter:
         return {"waiting": waiting}
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
-        """Return the placements of the new tensors; an axis of iterations, which is not sharded, may have gone."""
+        """Return the placements of the new tensors; the iteration axis, which is not sharded, may be gone."""
 
         def place(t: Tensor, at: Placement) -> Placement:
             return at.with_dims([bound(dim, self.values) for dim in at.dims[len(at.dims) - t.ndim :]])
@@ -144,7 +144,7 @@ class Rewriter:
         return at
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        """Copy sources and ops; formals of a body must be in `tensors` already."""
+        """Copy sources and ops; body formals must be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
                 with same_suffix(node.name if self.keeps_suffixes else ""):  # added ops share its iteration
@@ -188,7 +188,7 @@ class Rewriter:
         return made
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
-        """Copy a formal of a body."""
+        """Copy a body's formal."""
         sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (old.sizes, old.strides))
         made = body.formal(old, old.name + suffix, sizes, strides)
         made.offset = old.offset.bind(self.values)

@@ -44,10 +44,10 @@ K = TypeVar("K", bound=OpKind)
 @guarded()
 @dataclass(frozen=True)
 class Pull(Generic[K]):
-    """Input of a vector-Jacobian rule: an op of the forward pass and the gradients of its results."""
+    """Input to a vector-Jacobian rule: a forward op and the gradients of its results."""
 
     op: Op
-    """op of the forward pass"""
+    """forward op"""
     grads: tuple[Tensor | None, ...]
     """gradient per result, with its shape; None for no gradient, but at least one is a tensor"""
     needs: tuple[bool, ...]
@@ -57,7 +57,7 @@ class Pull(Generic[K]):
 
     @property
     def kind(self) -> K:
-        """Record of the op."""
+        """The op's record."""
         return self.op.kind  # type: ignore[return-value]  # a rule gets ops of its own kind
 
 
@@ -65,12 +65,12 @@ class Pull(Generic[K]):
 Rule = Callable[[Pull[K]], Sequence[Tensor | None]]
 
 _rules: dict[type[OpKind], Rule[Any]] = {}
-#: Rule of each op kind.
+#: Rules by op kind.
 RULES: Mapping[type[OpKind], Rule[Any]] = MappingProxyType(_rules)
 
 
 def vjp(*kinds: type[K]) -> Callable[[Rule[K]], Rule[K]]:
-    """Register the vector-Jacobian rule of an op kind: `@costgraph.vjp(MyKind)`.
+    """Register the vector-Jacobian rule for an op kind: `@costgraph.vjp(MyKind)`.
 
     Parameters
     ----------
