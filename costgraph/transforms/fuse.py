@@ -138,9 +138,9 @@ def joined(graph: Graph, a: Space, b: Space) -> Space | None:
     """Return the space of one kernel that covers both, None if they cannot be fused.
 
     These are the rules of torch 2.13's inductor, `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998).
-    Loops fuse if they have equal numbers of points; reductions if rows and points are equal; and loops with a reduction
-    over its points or over its rows. A split reduction becomes two (`num_splits`, torch/_inductor/ir.py), of which only
-    the second has its rows. A matmul takes ops over its results, as a template does.
+    Loops fuse if they have equal numbers of points, reductions if their rows and points are equal, and a loop fuses
+    with a reduction if it runs over its points or rows. A split reduction becomes two (`num_splits`,
+    torch/_inductor/ir.py); only the second one has its rows. A matmul takes ops over its results, as a template does.
     """
     if a.product or b.product:
         one, other = (a, b) if a.product else (b, a)
@@ -260,7 +260,7 @@ class _Groups:
                     yield producer, op
 
     def beside(self) -> Iterator[tuple[Op, Op]]:
-        """Yield pairs of ops that read the whole of the same tensor."""
+        """Yield pairs of ops that read all of one tensor."""
         for t, readers in self.readers.items():
             if t.sizes:
                 whole = [op for op in readers if any(base_of(v) is t and in_order(v, t) for v in op.operands)]
@@ -292,7 +292,7 @@ class _Groups:
         return then if plain and edges and self.is_inlined(a, b, _MOST_READ_ONCE if once else _MOST_READ) else None
 
     def fits(self, space: Space, made: Tensor, seen: Tensor, reader: Op) -> bool:
-        """Whether a thread block computes the values it reads: at the same points, or per row of its own."""
+        """Whether a thread block computes the values it reads: at the same points, or in its own rows."""
         same, kind = self.graph.same, reader.kind
         if not isinstance(kind, Pointwise | Dropout | Reduce | Kernel):
             return False

@@ -87,7 +87,7 @@ def _is_static(op: Op) -> bool:
 
 
 def _always_read(op: Op) -> set[Tensor]:
-    """Return the formals of a body that are carried or sliced."""
+    """Return a body's carried or sliced formals."""
     return set() if op.loop is None else {*op.loop.carries, *op.loop.slices}
 
 
@@ -178,7 +178,7 @@ class Lengths:
 
 
 def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
-    """Return the record of an op for resized operands, which are None where no longer computed; bodies are unchanged.
+    """Return an op's record for resized operands, which are None where no longer computed; bodies are unchanged.
 
     Raises UnsupportedError if the op states a formula in the sequence length that does not tell new positions from
     cached ones.
@@ -188,7 +188,7 @@ def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
 
 
 def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly | None]]:
-    """Return the length of each axis of each operand, None for axes without positions."""
+    """Return the length for each axis of each operand, None for axes without positions."""
     return [
         []
         if new is None
@@ -229,7 +229,7 @@ def _pooled(op: Op, kind: Pool, operands: Sequence[Any], lengths: Lengths) -> Po
 def _by_name(
     op: Op, pattern: Pattern, operands: Sequence[Any], lengths: Lengths
 ) -> tuple[dict[str, Poly | None], Poly | None]:
-    """Return the length of each axis of a pattern, and that of the sliding axis."""
+    """Return the length for each axis of a pattern, and for the sliding axis."""
     by_name: dict[str, Poly | None] = {}
     slid: Poly | None = None
     for axes, dims in zip(_axes(op, operands, lengths), pattern.operands, strict=True):
@@ -323,7 +323,7 @@ def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: Lengths) -> 
     return replace(kind, count=next(read).sizes[0] if slices else lengths.bound(kind.count))
 
 
-#: Returns the record of an op with resized operands.
+#: Returns an op's record for resized operands.
 _Rule = Callable[[Op, Any, Sequence[Any], Lengths], OpKind]
 
 #: Kinds that need a rule per axis; in all others, one length is bound in every field.
@@ -449,7 +449,7 @@ class Replayer(Rewriter):
         self.writes = writes
         """Whether all positions are computed: attention reads fresh tensors, and caches are only written."""
         self.states: dict[Tensor, Tensor] = {}
-        """Cache of each initial state of a recurrence."""
+        """Cache for each initial state of a recurrence."""
         self.ends: list[tuple[Tensor, Tensor]] = []
         """Pairs of cache and final state of recurrences in the kernel being built."""
 
@@ -607,7 +607,7 @@ class Replayer(Rewriter):
         return made
 
     def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> tuple[int, ...]:
-        """Let a kernel write the final states of its recurrences into their caches, adding these as operands."""
+        """Let a kernel write its recurrences' final states into their caches, adding these as operands."""
         if new.fused:
             raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected a recurrence in one alone")
         changed = []
@@ -645,7 +645,7 @@ class Replayer(Rewriter):
         return body
 
     def _last(self, op: Op, old: Tensor, x: Tensor | None, new: Graph) -> Tensor | None:
-        """Return the last position of an operand of the head."""
+        """Return the last position of a head operand."""
         at = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
         if x is None or not at or x.sizes[at[0]] == ONE:
             return x
@@ -752,9 +752,9 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
     Graph
         Its S, the sequence length of the declaration, is the context length including the new positions: the positions
         in the caches after the step. Caches are buffers of role `cache`; with a window they hold
-        Min(S, window + tokens - 1) positions. In a trace, the dimension of the new positions becomes the context
-        length, from which that of the earlier positions follows; the caches are those that the step reads, and the
-        program itself joins them with the new positions.
+        Min(S, window + tokens - 1) positions. In a trace, the dimension of the new positions becomes the context length
+        and determines the number of earlier ones. Its caches are the tensors that the step reads, and the program
+        itself joins them with the new positions.
 
     Raises
     ------

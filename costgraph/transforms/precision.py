@@ -475,7 +475,7 @@ class Carries:
 
 
 class Records:
-    """Updates the formats in op records to those of the rewritten operands and of policy scopes.
+    """Updates the formats in op records to match rewritten operands and policy scopes.
 
     `default` is the default format of the old graph, `base` its replacement, and `given` the format of each formal of
     the old graph.
@@ -562,7 +562,7 @@ class Retyper(Rewriter):
         self.default = old.dtype
         self.base = old.dtype if policy.compute is None else DTYPES[policy.compute]
         self.given: dict[Tensor, DType] = {}
-        """Format of each formal of the old graph."""
+        """Format of each formal in the old graph."""
         self.records = Records(policy, self.default, self.base, self.given)
         self.sources: dict[Tensor, Tensor] = {}
         """Outer tensor of a formal, if the same in all iterations."""

@@ -181,7 +181,7 @@ def rounded(x: Tensor, outer: Sequence[int], summed: Sequence[int], wanted: DTyp
 
 @dataclass(frozen=True)
 class Use:
-    """A use of a parameter by an op."""
+    """An op's use of a parameter."""
 
     op: Op
     """the user"""
@@ -209,7 +209,7 @@ class Sources:
                 self.outer |= dict(zip(op.body.formals, op.operands, strict=True))
 
     def of(self, t: Tensor) -> tuple[Tensor, _Axes | None]:
-        """Return a tensor's source, and its axes in those of the source, None if a view obscures them."""
+        """Return a tensor's source, and its axes in terms of the source's, None if a view obscures them."""
         axes: _Axes | None = tuple(frozenset((i,)) for i in range(t.ndim))
         while True:
             if t in self.outer:
@@ -222,7 +222,7 @@ class Sources:
 
 
 def _before(op: Op, axes: _Axes | None) -> _Axes | None:
-    """Express the axes of a view in the axes of its operand."""
+    """Express a view's axes in terms of its operand's."""
     if axes is None or isinstance(op.kind, Slice):
         return axes
     if isinstance(op.kind, Expand):
@@ -294,7 +294,7 @@ def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[T
 
 
 def summed_axes(t: Tensor, uses: Sequence[Use]) -> tuple[int, ...]:
-    """Return the axes of a parameter that products sum over; for a table, those of a row."""
+    """Return a parameter's axes that products sum over; for a table, the row axes."""
     return next((u.summed for u in uses if u.kind == "product"), tuple(range(1, t.ndim)))
 
 
@@ -354,7 +354,7 @@ def _states(op: Op, sources: Sources) -> set[Tensor]:
         made = sources.of(op.operands[1])[0].producer
         if made is None:
             return set()
-        # earlier inputs followed by new ones, of which the last are kept
+        # earlier inputs followed by new ones; the last are kept
         shifted = isinstance(made.kind, Concat) and any(_held(t, sources) is held for t in made.operands)
         return {held} if shifted or made.loop is not None else set()
     if isinstance(op.kind, Append):  # a fixed window of earlier positions, for any number of new ones
@@ -367,7 +367,7 @@ def _states(op: Op, sources: Sources) -> set[Tensor]:
 
 
 def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names or scopes of parameters to leave unquantized."""
+    """Return the parameter names or scopes to leave unquantized."""
     if skip is None:
         return default
     names, kept = Names(graph), list[str]()
@@ -383,7 +383,7 @@ def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...])
 
 
 # -- mixtures ----------------------------------------------------------------------------------------------------------
-# GGUF mixtures choose the format of each matrix by its role and its layer.
+# GGUF mixtures choose each matrix's format by its role and its layer.
 #
 # Source: llama.cpp, src/llama-quant.cpp (`llama_tensor_get_type_impl` and `tensor_type_fallback`, commit 007dbbf3),
 # without an importance matrix. Rules for single architectures are left out. Packed QKV projections follow their own
@@ -399,7 +399,7 @@ ROLES: Mapping[tuple[str, ...], str] = MappingProxyType({
     ("moe", "experts", "down"): "down", ("shared", "down", "weight"): "down",
 })  # fmt: skip
 
-#: Replacement if the row size is not a multiple of a format's block size.
+#: Replacement if a format's block size does not divide the row size.
 FALLBACKS: Mapping[str, str] = MappingProxyType(
     {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 )
@@ -666,7 +666,7 @@ _Path = tuple[int, ...]
 
 
 def mixed(graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> tuple[Graph, dict[str, DType]]:
-    """Assign the formats of a mixture to the matrices of a forward pass; return the graph and formats by parameter.
+    """Assign a mixture's formats to the matrices of a forward pass; return the graph and formats by parameter.
 
     Iterations of a loop with equal formats form one loop. Raises BindingError if formats depend on symbolic sizes,
     GraphError if there is nothing to quantize or no matrix that the rules name, and UnsupportedError if a loop to split
@@ -676,7 +676,7 @@ def mixed(graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> tup
     return parter.run(graph), parter.formats
 
 
-# -- assignment of formats ---------------------------------------------------------------------------------------------
+# -- assigning formats -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -720,7 +720,7 @@ class _Plan:
             self.formats[p.param, p.path] = find_dtype(self.fitting(p.param, found))
 
     def walk(self, graph: Graph, path: _Path, seen: dict[tuple[str, _Path], int]) -> Iterator[_Place]:
-        """Yield the parameters of all iterations in execution order."""
+        """Yield the parameters from all iterations in execution order."""
         for node in list(graph.nodes):
             if isinstance(node, Tensor):
                 if node in self.chosen:
@@ -934,10 +934,10 @@ def quantize(
 
     Notes
     -----
-    `weights="int4", group=128` is the format of GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023,
-    arXiv 2306.00978); int8 weights and activations that of SmoothQuant (Xiao et al. 2022, arXiv 2211.10438). Block
-    formats follow OCP Microscaling (MX) 1.0; mixtures follow llama.cpp (src/llama-quant.cpp). For fp8 matmuls in a
-    training step, see `costgraph.Policy`.
+    `weights="int4", group=128` matches GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023, arXiv
+    2306.00978); int8 weights and activations match SmoothQuant (Xiao et al. 2022, arXiv 2211.10438). Block formats
+    follow OCP Microscaling (MX) 1.0; mixtures follow llama.cpp (src/llama-quant.cpp). For fp8 matmuls in a training
+    step, see `costgraph.Policy`.
 
     Examples
     --------
@@ -1012,7 +1012,7 @@ class _Quantizer(Rewriter):
 
     @contextmanager
     def at(self, op: Op, graph: Graph) -> Iterator[None]:
-        """Add new ops in the scope of an existing op."""
+        """Add new ops in an existing op's scope."""
         with scoped(op), building(graph):
             yield
 
@@ -1112,7 +1112,7 @@ class _Quantizer(Rewriter):
         return self.wide[t, new]
 
     def block(self, op: Op, new: Graph) -> Op:
-        """Copy an op with a body, whose formals take the formats of the operands."""
+        """Copy an op with a body, whose formals take the operands' formats."""
         kind, loop = op.kind, op.loop
         assert isinstance(kind, Bodied)
         old = kind.body

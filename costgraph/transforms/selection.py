@@ -1,7 +1,7 @@
 """Select parameters by name, scope, or layers of a stack: `head`, `*/bias`, `layers[16:]`, `layers/31/mlp`.
 
 A parameter of a loop belongs to all its iterations. If a pattern selects only some of them, the loop is split into
-consecutive loops with parameters of their own.
+consecutive loops with their own parameters.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def layers_of(loop: Op, suffix: str) -> set[str]:
 
 
 class Layers:
-    """Layers of the ops in a graph or loop body.
+    """Layers in a graph or loop body, by op.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ class Names:
         return None
 
     def ranges(self, layers: _LayerRange) -> Iterator[tuple[str, Poly, Poly]]:
-        """Yield each stack that a pattern matches, with the first layer and the end of the range."""
+        """Yield each stack that a pattern matches, with the range's first layer and end."""
         for stack, segments in self.stacks.items():
             if fnmatchcase(stack, layers.stack):
                 yield stack, *layers.bounds(segments[-1].last, self.defaults)
@@ -299,7 +299,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _layers_in(body: Graph) -> int:
-    """Return the number of layers per iteration of a loop."""
+    """Return the number of layers per loop iteration."""
     marked = body.root.layers
     own = {op.scope[: len(s)] for op in body.ops if op.loop is None for s in marked if _matches(op.scope, s)}
     inner = 0

@@ -92,7 +92,7 @@ class _Unroller(Rewriter, Player[_Place]):
         Rewriter.__init__(self, values)
         Player.__init__(self)
         self.layers = set[str]()
-        """scopes of layers, with their iterations"""
+        """layer scopes, with their iterations"""
         self._whole: dict[Tensor, Any] = {}
         """original tensors whose slices a loop writes in place"""
 
@@ -176,7 +176,7 @@ class _Unroller(Rewriter, Player[_Place]):
         return counts
 
     def one(self, op: Op, env: Env, place: _Place) -> None:
-        """Run an op; slices and stacks next to an inner loop get the suffix of its iteration."""
+        """Run an op; slices and stacks next to an inner loop get its iteration's suffix."""
         with same_suffix(op.name + place[1]):
             super().one(op, env, place)
 
@@ -247,7 +247,7 @@ def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read:
 
 
 def _slice(t: Any, i: int, new: Graph, op: Op) -> Any:
-    """Return one position of the first axis as a view, or the element of a list."""
+    """Return one position of the first axis as a view, or a list element."""
     if t is None or isinstance(t, list):
         return None if t is None else t[i]
     return position(t, as_poly(i), new, op)

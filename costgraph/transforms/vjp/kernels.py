@@ -1,4 +1,4 @@
-"""Gradient rules of fused kernels, for those with a backward kernel of their own in torch."""
+"""Gradient rules for fused kernels that have their own backward function in torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Saved = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Inside:
-    """Exceptions to the recomputation of a kernel's ops in its backward pass."""
+    """Exceptions to recomputing a kernel's ops in its backward pass."""
 
     rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
     """inner tensors that are recomputed in another way than by their producers"""
@@ -56,7 +56,7 @@ class Inside:
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules that override those of inner ops"""
     joint: frozenset[Tensor] = frozenset()
-    """formals whose gradients come from a single kernel, even if only one of them is needed"""
+    """formals whose gradients come from a single kernel, even if only one is needed"""
 
 
 #: `prepare(op, grads, saved)`: gradients of the kernel's results, and saved operands and results.
@@ -94,7 +94,7 @@ def _in_format_of(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _dense_copies(*tensors: Tensor) -> Poly:
-    """Return the bytes of the contiguous copies that torch's kernel makes."""
+    """Return the bytes for the contiguous copies that torch's kernel makes."""
     return ZERO if current_graph().fused else total(t.numel * t.dtype.bytes for t in tensors if not t.is_contiguous)
 
 
@@ -120,7 +120,7 @@ def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     if next(o.kind.operation for o in pull.op.body.ops if isinstance(o.kind, Reduce)) == "sum":
         return (pointwise("sign", x) * g,)
     modulus = pointwise("abs", x)
-    # torch's `logical_or`: at most one of the two is true
+    # torch's `logical_or`: they are never both true
     largest = pointwise("ne", pointwise("eq", modulus, y), pointwise("ne", modulus, modulus))
     shares, *between = _shared(g, largest, x)
     return (_kept(pointwise("sign", x) * shares, *between, modulus, largest),)
@@ -464,7 +464,7 @@ def unscaled(y: Tensor, first: Tensor, second: Tensor, wanted: DType) -> Tensor:
 
 
 def backward_rule(wanted: str) -> str:
-    """Return the rule name of matmuls whose incoming gradient is quantized to a format."""
+    """Return the rule name for matmuls whose incoming gradient is quantized to a format."""
     return f"{SCALED_MM}_{wanted}"
 
 

@@ -1,4 +1,4 @@
-"""Gradient rules of all op kinds except fused kernels and loops."""
+"""Gradient rules for all op kinds except fused kernels and loops."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _conjugate(t: Tensor) -> Tensor:
 
 
 def _lone(target: _Dims, inside: set[str], restriction: tuple[object, str, str] | None) -> set[str]:
-    """Return the axes of an operand along which its gradient is constant."""
+    """Return an operand's axes along which its gradient is constant."""
     names = [n for a in target for n in a.names]
     kept = inside.union(n for a in target if isinstance(a, Affine) for n in a.names)
     kept |= set() if restriction is None else set(restriction[1:])
@@ -171,7 +171,7 @@ def _reduced(pull: Pull[Reduce]) -> list[int]:
 
 
 def _spread(pull: Pull[Reduce], t: Tensor) -> Tensor:
-    """Broadcast a tensor with the shape of the result to the shape of the operand."""
+    """Broadcast a tensor from the result shape to the operand shape."""
     (x,) = pull.op.operands
     return expanded(t, x.sizes, _places(pull), x)
 
@@ -197,7 +197,7 @@ def _count(pull: Pull[Reduce]) -> Poly | int:
 
 @vjp(Pool)
 def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
-    """Distribute each window's gradient to its elements; torch saves the input of the pooling for its shape."""
+    """Distribute each window's gradient to its elements; torch saves the pooling input for its shape."""
     g, op, kind = pull.grads[0], pull.op, pull.kind
     if g is None or not pull.needs[0]:
         return [None]
@@ -265,7 +265,7 @@ def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
 
 @vjp(Concat)
 def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
-    """Slice the gradient into views; stacked residuals of a loop get one whose first axis is that of the iterations."""
+    """Slice the gradient into views; stacked residuals get one whose first axis counts iterations."""
     (g,), kind, parts = pull.grads, pull.kind, pull.op.operands
     assert g is not None
     sizes = kind.extents(parts)
@@ -277,7 +277,7 @@ def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
 
 
 def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
-    """Reshape an operand's gradient: with an axis of iterations, or without the stacking axis."""
+    """Reshape an operand's gradient: with an iteration axis, or without the stacking axis."""
     axis = kind.axis
     if t.storage.pieces > 1 or (t.storage.pieces and kind.reverse):
         raise UnsupportedError(
@@ -650,7 +650,7 @@ def _shared_in(expression: Any) -> Iterator[Any]:
 
 
 class _Given:
-    """Evaluates the gradient expressions of a function, saving tensors only when read."""
+    """Evaluates a function's gradient expressions, saving tensors only when read."""
 
     def __init__(self, pull: Pull[Pointwise], g: Tensor, places: Sequence[int]) -> None:
         self.pull = pull
