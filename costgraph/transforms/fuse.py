@@ -78,7 +78,7 @@ def space_of(op: Op) -> Space | None:
 
 
 def casts_alone(op: Op) -> bool:
-    """Whether an op's workspace only holds operand casts, which a compiled kernel does in registers."""
+    """Whether an op's workspace only holds casts of operands, which a compiled kernel keeps in registers."""
     if not op.workspace or op.body is None or len(op.body.ops) != 1:
         return False
     if not isinstance(op.body.ops[0].kind, Pointwise | Reduce):

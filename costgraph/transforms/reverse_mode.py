@@ -65,7 +65,7 @@ __all__ = [
 def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op] = ()) -> set[Tensor]:
     """Return the active tensors: `start` and the tensors computed from them.
 
-    `standing` are `Keep` ops that replace a recomputed op; all operands of these count.
+    `standing` are `Keep` ops that replace an op whose result is saved; all their operands count.
     """
     active = set(start)
     for op in ops:
