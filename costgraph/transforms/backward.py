@@ -1,4 +1,4 @@
-"""The backward pass: from a graph with a scalar output one that makes the gradients of what wants them as well."""
+"""The backward pass: extend a graph with a scalar loss by the gradients of its parameters and inputs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ __all__ = [
 
 
 def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) -> Graph:
-    """Add the backward pass: the gradients of all parameters, and inputs, that want one.
+    """Add the backward pass: gradients of all parameters and inputs that require one.
 
     Parameters
     ----------
     graph : Graph
-        With one scalar output, the loss; it stays as it is.
+        With one scalar output, the loss; it is not modified.
     checkpoint : Checkpoint or bool, optional
         Activation checkpointing policy, such as `costgraph.selective("attention")`. True means `every_block()`.
 
     Returns
     -------
     Graph
-        With the same outputs and, in `gradients`, the gradient of each source, which live to the end. Parameters of a
-        Repeat are declared outside it, one storage an iteration.
+        With the same outputs and, in `gradients`, each source's gradient, which lives to the end. Parameters of a
+        Repeat are declared outside it, one storage per iteration.
 
     Raises
     ------
     GraphError
-        If there is no scalar output or several, or nothing wants a gradient.
+        If there is not exactly one scalar output, or nothing requires a gradient.
     UnsupportedError
-        If an op has no vector-Jacobian rule, or is a recorded call of a trace.
+        If an op has no vector-Jacobian rule, or is an external call recorded by a trace.
 
     Examples
     --------
@@ -75,10 +75,10 @@ def prepared(graph: Graph, policy: Checkpoint) -> Graph:
 def differentiate(
     home: Graph, ops: Sequence[Op], loss: Tensor, leaves: Mapping[Tensor, Leaf], policy: Checkpoint
 ) -> Walk:
-    """Add the backward pass of some ops to the graph, or body, that they are in.
+    """Add the backward pass of `ops` to the graph or body that contains them.
 
-    `leaves` are tensors whose gradients are wanted, which `final` of the result has, and what becomes of each; `policy`
-    says what is computed again.
+    `leaves` maps the tensors to differentiate to how their gradients are stored; the result has these in `final`.
+    `policy` selects the recomputed ops.
     """
     with opened(graph=home, levels=(), phase="backward"):
         walk = Walk(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
@@ -90,10 +90,10 @@ def differentiate(
 def pull_back(
     made: Tensor, grad: Tensor, wanted: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
 ) -> list[Tensor | None]:
-    """Add what makes the gradients of some tensors to the graph that is open, from that of one that is made of them.
+    """Add the vector-Jacobian product of a separate graph to the open one.
 
-    Those that are wanted are of the graph of `made`, a graph of its own; `saved` says what stands for a tensor of it in
-    the one that is open. A gradient is None where it is zero.
+    Given the gradient of `made`, return the gradients of `wanted`, None for zero. `saved` maps tensors from the graph
+    that computes `made` to the open graph.
     """
     ops = list(made.graph.ops)
     walk = Walk(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
@@ -108,7 +108,7 @@ def _hooks(policy: Checkpoint) -> Hooks:
 
 
 def loss_of(graph: Graph) -> Tensor:
-    """Return the scalar output of a graph."""
+    """Return a graph's scalar output."""
     scalars = [t for t in graph.outputs if not t.sizes and t.dtype.kind == "float"]
     if len(scalars) != 1:
         raise GraphError(f"backward of graph {graph.name!r}: {len(scalars)} scalar outputs, expected one, the loss")

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which ops the backward pass computes again instead of keeping what they made."""
+"""Activation checkpointing: policies that select which ops the backward pass recomputes instead of saving."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ __all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "policy_o
 @guarded()
 @dataclass(frozen=True)
 class Checkpoint:
-    """A policy of activation checkpointing.
+    """An activation checkpointing policy.
 
-    It follows `torch.utils.checkpoint` without reentrance: of a run of ops only the inputs are kept; when the backward
-    pass comes to it, the ops run again in their order and, with `early_stop`, stop after the last one of which anything
-    is read.
+    It follows non-reentrant `torch.utils.checkpoint`: only the inputs of a run of ops are saved. When the backward pass
+    reaches the run, its ops run again in order and, with `early_stop`, stop after the last one whose result is read.
     """
 
     blocks: bool = False
-    """whether each layer is one run: the body of a loop, or of layers of several kinds each one"""
+    """whether each layer is one run: a loop body, or each layer of it if it holds several"""
     names: tuple[str, ...] = ()
-    """scopes, kernels or ops whose neighbours in the program are one run"""
+    """scopes, kernels or ops; adjacent ones form one run"""
     interval: Annotated[Poly | None, READ] = None
-    """how many iterations of a loop are one run, None for one"""
+    """loop iterations per run, None for one"""
     inside: Checkpoint | None = None
-    """what is done with ops that are computed again already"""
+    """policy for the ops that are recomputed"""
     start: bool = False
-    """whether nothing is kept but what a loop starts from"""
+    """whether only a loop's initial carry is saved"""
     keep: tuple[str, ...] = ()
-    """last levels of the names of ops whose results are kept where a run has them, and not computed again"""
+    """trailing name levels of ops whose results are saved instead of recomputed"""
     communication: bool = True
-    """whether what tensor parallelism sums over its ranks is summed again; if not, it is kept"""
+    """whether tensor-parallel reductions run again; if not, their results are saved"""
     early_stop: bool = True
-    """whether recomputation stops after the last op of a run that the backward pass reads"""
+    """whether recomputation stops after a run's last op that the backward pass reads"""
 
     def __post_init__(self) -> None:
         for word, names in (("selective", self.names), ("keep", self.keep)):
@@ -70,7 +69,7 @@ class Checkpoint:
             object.__setattr__(self, "interval", positive("every: k", self.interval))
 
     def prepared(self, graph: Graph) -> Graph:
-        """Return the graph with its loops split where several iterations are one run."""
+        """Return the graph with its loops split where several iterations form one run."""
         for name in self.names:
             if not any(_is_part(name, op.name) for op in graph.walk()):
                 scopes = sorted({level for op in graph.walk() for level in op.name.split("/")[:-1]})
@@ -96,7 +95,7 @@ class Checkpoint:
         return graph
 
     def _need_divisor(self, graph: Graph) -> None:
-        """Raise GraphError where k is no divisor of the number of layers of a stack that is no loop."""
+        """Raise GraphError if k does not divide the number of layers of an unrolled stack."""
         assert self.interval is not None
         layers = Layers(graph)
         stacks: dict[str, set[int]] = {}
@@ -109,7 +108,7 @@ class Checkpoint:
                 raise GraphError(f"every {self.interval} of the {len(numbers)} layers in {stack!r}: expected a divisor")
 
     def _need_runs(self, graph: Graph) -> None:
-        """Raise GraphError where nothing of a graph is recomputed."""
+        """Raise GraphError if the policy recomputes nothing in a graph."""
         if not (self.blocks or self.names) or self.recomputes(graph):
             return
         if self.names:
@@ -123,11 +122,11 @@ class Checkpoint:
         )
 
     def recomputes(self, graph: Graph) -> bool:
-        """Whether ops of a graph, or of the body of one of its loops, are recomputed."""
+        """Whether any ops in a graph or its loop bodies are recomputed."""
         return any(any(self.runs(body.ops)) for body in graph.bodies() if not body.fused)
 
     def runs(self, ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
-        """Return the runs of ops of a graph or body that are computed again."""
+        """Return the recomputed runs of ops in a graph or body."""
         if not ops:
             return ()
         if not self.blocks:
@@ -142,7 +141,7 @@ class Checkpoint:
         return [] if self.start else _neighbours(ops, self._group_of(layers))
 
     def stops_early_in(self, op: Op) -> bool:
-        """Whether a loop is the last op of a run, so that recomputation may stop within its last iteration."""
+        """Whether a loop is a run's last op, so that recomputation may stop within its last iteration."""
         if not self.early_stop:
             return False
         ends = (next((o for o in reversed(run) if not _is_free(o)), None) for run in self.runs(op.graph.ops))
@@ -159,14 +158,14 @@ class Checkpoint:
         return group
 
     def keeps(self, op: Op) -> bool:
-        """Whether what an op makes is kept where the ops around it are computed again."""
+        """Whether an op's result is saved although the ops around it are recomputed."""
         return any(_ends(name, op.name) for name in self.keep) or (not self.communication and _sums(op))
 
 
 def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
-    """Return the runs of neighbours with the same key; ops without a key are in none.
+    """Return the runs of adjacent ops with the same key; ops without a key are in none.
 
-    Views between two ops of a run are part of it: a split there would keep what the run has made up to the view.
+    Views between two ops in a run belong to it: a split there would save the view's operand.
     """
     runs: list[list[Op]] = []
     last, views = None, list[Op]()
@@ -185,28 +184,28 @@ def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequ
 
 
 def _is_free(op: Op) -> bool:
-    """Whether an op gives another view of its operand, moves nothing and computes nothing."""
+    """Whether an op is a view that moves and computes nothing."""
     return is_view_op(op) or isinstance(op.kind, Cache)
 
 
 def _sums(op: Op) -> bool:
-    """Whether tensor parallelism sums what an op makes over its ranks, by the name of its layer."""
+    """Whether tensor parallelism all-reduces an op's result, judged by the name of its layer."""
     layer = "/".join(_levels(op.name)[:-1])
     return isinstance(op.kind, Einsum) and any(fnmatchcase(f"/{layer}", f"*/{name}") for name in SUMMED)
 
 
 def _levels(name: str) -> list[str]:
-    return [level.partition(".")[0] for level in name.split("/")]  # a copy of an op has a suffix behind a dot
+    return [level.partition(".")[0] for level in name.split("/")]  # a copied op has a suffix after a dot
 
 
 def _is_part(name: str, full: str) -> bool:
-    """Whether levels of a name follow each other in a longer one."""
+    """Whether `name` is a run of consecutive levels of `full`."""
     wanted, levels = name.split("/"), _levels(full)
     return any(levels[i : i + len(wanted)] == wanted for i in range(len(levels) - len(wanted) + 1))
 
 
 def _ends(name: str, full: str) -> bool:
-    """Whether levels of a name are the last ones of a longer one."""
+    """Whether `name` is the trailing levels of `full`."""
     wanted = name.split("/")
     return _levels(full)[-len(wanted) :] == wanted
 
@@ -218,21 +217,21 @@ def every_block(
     communication: bool = True,
     early_stop: bool = True,
 ) -> Checkpoint:
-    """Keep the input of each layer of a stack alone: memory for L inputs, and one more forward pass.
+    """Save only each layer's input: memory for L inputs, at the cost of one more forward pass.
 
     Parameters
     ----------
     keep : sequence of str
-        Ops by the last levels of their names, such as `"matmul"` or `"q/matmul"`: what they make is kept as well, as
-        torch's `create_selective_checkpoint_contexts` does with ops that must be saved.
+        Ops by their trailing name levels, such as `"matmul"` or `"q/matmul"`, whose results are saved as well, like
+        must-save ops in torch's `create_selective_checkpoint_contexts`.
     inside : Checkpoint, optional
-        What is done with the ops of a layer when they are computed again.
+        Policy for a layer's ops while they are recomputed.
     communication : bool
-        Whether ranks of tensor parallelism reduce again what they have reduced in the forward pass, as Megatron-LM's
-        full recomputation does (`CheckpointFunction` of megatron/core/tensor_parallel/random.py runs the whole layer
-        again). False: what they have reduced is kept, and its products are not computed again, as a policy of torch's
-        selective checkpoint that saves `_c10d_functional.reduce_scatter_tensor`, which torchtitan's list of ops has.
-        Of a split sequence, what the backward pass needs whole is gathered again.
+        Whether tensor parallelism repeats its reductions, as in Megatron-LM's full recomputation (`CheckpointFunction`
+        in megatron/core/tensor_parallel/random.py reruns the whole layer). False saves the reduced results, so that
+        neither they nor their matmuls are recomputed, like a selective torch policy that saves
+        `_c10d_functional.reduce_scatter_tensor`, which is on torchtitan's list of ops. With sequence parallelism, the
+        all-gathers that the backward pass needs still run again.
     early_stop : bool
         Whether recomputation stops after the last op that the backward pass reads, as in torch's non-reentrant
         checkpoint (`early_stop` of `torch.utils.checkpoint.checkpoint`). False recomputes all ops, as a reentrant
@@ -246,8 +245,8 @@ def every_block(
     Raises
     ------
     GraphError
-        If a name of `keep` is none, or something is kept and there is a policy for what is inside; where the step is
-        made, if no layer is known whose result is reduced.
+        If a name in `keep` is invalid, or `keep` or `communication=False` is combined with `inside`; when the step is
+        built, if no layer with a reduced result is known.
 
     Examples
     --------
@@ -271,14 +270,14 @@ def every_block(
 
 
 def every(k: object, *, inside: Checkpoint | None = None, early_stop: bool = True) -> Checkpoint:
-    """Keep the input of every k-th layer: memory for L/k inputs and what k layers save.
+    """Save only the input of every k-th layer: memory for L/k inputs plus the residuals of k layers.
 
     Parameters
     ----------
     k : sympy.Expr or int
-        Layers that are computed again together, periods where kinds of layers take turns; it divides their number.
+        Layers recomputed together (periods, where kinds of layers alternate); it must divide their number.
     inside : Checkpoint, optional
-        What is done with the ops of these layers when they are computed again.
+        Policy for the ops of these layers while they are recomputed.
     early_stop : bool
         As in `every_block`.
 
@@ -290,13 +289,13 @@ def every(k: object, *, inside: Checkpoint | None = None, early_stop: bool = Tru
     Raises
     ------
     ShapeError
-        If `k` is no size.
+        If `k` is not a size.
     """
     return Checkpoint(blocks=True, interval=positive("every: k", k), inside=inside, early_stop=early_stop)
 
 
 def from_start() -> Checkpoint:
-    """Keep the input of the first layer alone: memory for one input, and about L/2 more forward passes.
+    """Save only the input of the first layer: memory for one input, at the cost of about L/2 more forward passes.
 
     Returns
     -------
@@ -319,14 +318,14 @@ def from_start() -> Checkpoint:
 
 
 def selective(*names: str, inside: Checkpoint | None = None, early_stop: bool = True) -> Checkpoint:
-    """Compute again what is inside some scopes, kernels or ops: neighbours in the program are one run.
+    """Recompute the given scopes, kernels or ops; adjacent ones form one run.
 
     Parameters
     ----------
     *names : str
         One or several levels of a name, such as `"attention"` or `"attention/softmax"`.
     inside : Checkpoint, optional
-        What is done with these ops when they are computed again.
+        Policy for these ops while they are recomputed.
     early_stop : bool
         As in `every_block`.
 
@@ -338,7 +337,7 @@ def selective(*names: str, inside: Checkpoint | None = None, early_stop: bool = 
     Raises
     ------
     GraphError
-        If a name is none.
+        If a name is invalid.
     """
     if not names:
         raise GraphError("selective: no name, expected scopes, kernels or ops")
@@ -346,7 +345,7 @@ def selective(*names: str, inside: Checkpoint | None = None, early_stop: bool = 
 
 
 def nest(graph: Graph, k: Poly) -> Graph:
-    """Split each stack of layers into groups of k: a loop over groups of a loop over layers."""
+    """Split each stack of layers into groups of k: a loop over groups around a loop over layers."""
     return graph if k == ONE else _Nester(k).run(graph)
 
 
@@ -390,10 +389,11 @@ def policy_of(given: Checkpoint | bool | None, place: str) -> Checkpoint:
 
 
 def read_checkpoint(given: str) -> Checkpoint | None:
-    """Read which ops are computed again, as it stands on a command line.
+    """Parse a checkpointing policy from the command line.
 
-    none, every-block, every:K, from-start, or names separated by commas behind selective: (computed again) or keep:
-    (kept in each block). An error if the text is none of these, K is no size, or a name is none.
+    One of none, every-block, every:K, from-start, or comma-separated names after `selective:` (recomputed) or `keep:`
+    (saved in each block). Raises FormatError for other texts.
+
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Fusion: several ops become one kernel, so that what they pass to each other never reaches memory."""
+"""Kernel fusion: merge ops as torch.compile does, so that intermediate results never reach memory."""
 
 from __future__ import annotations
 
@@ -38,30 +38,29 @@ __all__ = [
 ]
 
 
-# -- spaces ------------------------------------------------------------------------------------------------------------
-# Index points that an op runs over, and which ops may run over theirs in one kernel.
+# -- iteration spaces --------------------------------------------------------------------------------------------------
 
-#: Tensors that are joined where they are read: torch 2.13, torch/_inductor/config.py, max_complex_pointwise_cat_inputs.
+#: Operands of a concat that is fused: torch 2.13, torch/_inductor/config.py, max_complex_pointwise_cat_inputs.
 _MOST_JOINED = 8
 
 
 @dataclass(frozen=True)
 class Space:
-    """Index points of a kernel, as those of a loop nest."""
+    """A kernel's iteration space, as a loop nest."""
 
     points: Poly
-    """Of all its loops, the reduced ones included."""
+    """number of points, reduced axes included"""
     rows: Poly | None = None
-    """Results of its reductions, None where nothing is reduced."""
+    """number of reduction results, None without a reduction"""
     across: tuple[Poly, ...] | None = None
-    """Strides of the axes that are left, of a reduction whose rows are spread over blocks of threads: its results are
-    there when these have ended."""
+    """strides of the kept axes if a reduction's rows are split over thread blocks, which delays its results to the end
+    of the kernel; else None"""
     product: bool = False
-    """Whether it is a product of a library, which may do something with each element of its result."""
+    """whether it is a library matmul or convolution, which may have an elementwise epilogue"""
 
 
 def space_of(op: Op) -> Space | None:
-    """Return the index points of an op that a compiler makes loops of, or of a product; None of anything else."""
+    """Return the iteration space for a matmul or an op that compilers turn into loops; None for other ops."""
     kind = op.kind
     if _is_spot(op):
         return Space(op.results[0].numel)
@@ -79,7 +78,7 @@ def space_of(op: Op) -> Space | None:
 
 
 def casts_alone(op: Op) -> bool:
-    """Whether the workspace of an op is what it casts first, which a kernel of a compiler does on the way."""
+    """Whether an op's workspace only holds casts of operands, which a compiled kernel keeps in registers."""
     if not op.workspace or op.body is None or len(op.body.ops) != 1:
         return False
     if not isinstance(op.body.ops[0].kind, Pointwise | Reduce):
@@ -91,9 +90,9 @@ def casts_alone(op: Op) -> bool:
 
 
 def _is_spot(op: Op) -> bool:
-    """Whether one element of each row of a constant is written, which a compiler does by comparing places.
+    """Whether an op writes one element per row of a constant, which inductor compiles to an index comparison.
 
-    torch 2.13's inductor: `scatter_upon_const_tensor` (torch/_inductor/fx_passes/joint_graph.py:1094).
+    torch 2.13: `scatter_upon_const_tensor` (torch/_inductor/fx_passes/joint_graph.py:1094).
     """
     if not isinstance(op.kind, Scatter) or op.workspace:
         return False
@@ -103,7 +102,7 @@ def _is_spot(op: Op) -> bool:
 
 
 def _space_of_reduction(x: Tensor, rows: Poly, pattern: Pattern) -> Space:
-    """Return that of a reduction: a row of trailing axes stays with one block of threads, unless it is the only one."""
+    """Return a reduction's space; rows of trailing axes stay in one thread block, unless there is only one row."""
     names = pattern.operand_names(0)
     kept = [names.index(n) for n in pattern.result_names]
     if kept == list(range(len(kept))) and rows != ONE:
@@ -113,7 +112,7 @@ def _space_of_reduction(x: Tensor, rows: Poly, pattern: Pattern) -> Space:
 
 
 def _space_of_kernel(op: Op) -> Space | None:
-    """Return that of ops which are fused already: of elementwise ones and of reductions of the same rows."""
+    """Return the space for a kernel of elementwise ops and reductions with equal rows; None for others."""
     assert op.body is not None
     found: Space | None = None
     for inner in op.body.ops:
@@ -131,17 +130,17 @@ def _space_of_kernel(op: Op) -> Space | None:
 
 
 def is_view(op: Op) -> bool:
-    """Whether an op only looks at the storage of its operand in another way."""
+    """Whether an op only returns a view of its operand's storage."""
     return isinstance(op.kind, Rearrange | Slice | Expand) and op.results[0].storage is op.operands[0].storage
 
 
 def joined(graph: Graph, a: Space, b: Space) -> Space | None:
-    """Return the space of one kernel that runs over both, None where there is none.
+    """Return the space of one kernel that covers both, None if they cannot be fused.
 
-    These are the rules of torch 2.13's inductor, `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998):
-    loops over equal numbers of points; reductions over equal numbers of rows, and of points in each; and loops beside
-    a reduction over its points or over its rows. One that is spread over blocks is split into two (`num_splits`,
-    torch/_inductor/ir.py): the second has its rows alone. A product takes what runs over its results, as a template.
+    These are the rules of torch 2.13's inductor, `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998).
+    Loops fuse if they have equal numbers of points, reductions if their rows and points are equal, and a loop fuses
+    with a reduction if it runs over its points or rows. A split reduction becomes two (`num_splits`,
+    torch/_inductor/ir.py); only the second one has its rows. A matmul takes ops over its results, as a template does.
     """
     if a.product or b.product:
         one, other = (a, b) if a.product else (b, a)
@@ -156,12 +155,12 @@ def joined(graph: Graph, a: Space, b: Space) -> Space | None:
 
 
 def in_order(seen: Tensor, made: Tensor) -> bool:
-    """Whether a view of a tensor has all its elements, in the order in which they were made."""
+    """Whether a view has all elements of a tensor, in the same order."""
     return seen is made or (seen.graph.same(seen.numel, made.numel) and seen.is_contiguous and made.is_contiguous)
 
 
 def leading(seen: Tensor, shape: Sizes, rows: Poly) -> bool:
-    """Whether an operand of ops over a shape is one number for each of its rows: the same along all trailing axes."""
+    """Whether an operand of ops over a shape has one value per row: constant along all trailing axes."""
     graph, missing = seen.graph, len(shape) - seen.ndim
     strides = (ZERO,) * missing + tuple(s if n != ONE else ZERO for n, s in zip(seen.sizes, seen.strides, strict=True))
     last = max((i for i, s in enumerate(strides) if s), default=-1)
@@ -170,10 +169,10 @@ def leading(seen: Tensor, shape: Sizes, rows: Poly) -> bool:
     return dense and graph.same(numel(outer), rows)
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
-# Groups of ops that one kernel runs, put together two at a time, in an order that stays legal.
+# -- fusion groups -----------------------------------------------------------------------------------------------------
+# Groups are merged two at a time, in an order that stays legal.
 
-#: Tensors that a loop may read to be computed again where it is read, once, or in several places: torch 2.13,
+#: Most operands for a loop that is recomputed at its use, for several readers and for one: torch 2.13,
 #: torch/_inductor/config.py:861 and 870, realize_reads_threshold and realize_acc_reads_threshold.
 _MOST_READ, _MOST_READ_ONCE = 4, 8
 
@@ -184,20 +183,20 @@ class _Group:
 
     ops: list[Op]
     space: Space | None
-    """None of what is no loop nest: it stays alone."""
+    """None for ops that are not loop nests and stay separate"""
 
 
 def grouped(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tensor]]]:
-    """Return the ops of a graph in groups, in an order in which these can run, and what each makes for others.
+    """Return a graph's fusion groups in execution order, each with the tensors that it returns.
 
-    Views are in none of them.
+    Views are in no group.
 
     Parameters
     ----------
     graph : Graph
-        One of bodies stays as it is.
+        Bodies are not entered.
     epilogues : bool
-        Whether products take what is done with each element of their results.
+        Whether matmuls take elementwise ops on their results.
     """
     found = _Groups(graph, epilogues=epilogues)
     while found.step():
@@ -206,7 +205,7 @@ def grouped(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tenso
 
 
 def base_of(t: Tensor) -> Tensor:
-    """Return the tensor that was made, where one is a view of it."""
+    """Return the tensor that a view is based on."""
     while t.producer is not None and is_view(t.producer):
         t = t.producer.operands[0]
     return t
@@ -219,13 +218,13 @@ class _Groups:
         self.before = dict(_before(self.ops))
         self.place = {op: i for i, op in enumerate(self.ops)}
         self.readers: dict[Tensor, dict[Op, None]] = {}
-        """Of each tensor that was made the ops that read it or a view of it."""
+        """Ops that read a tensor or a view of it."""
         for op in self.ops:
             for t in _read(op):
                 self.readers.setdefault(base_of(t), {})[op] = None
         self.kept = {base_of(t) for t in (*graph.outputs, *graph.gradients, *graph.gradients.values())}
         self.made: dict[Storage, list[Tensor]] = {}
-        """What a storage is made for, and what ops that write into it make of it."""
+        """Tensors in a storage: the one that allocated it, and results of in-place ops."""
         for op in self.ops:
             for t in op.results:
                 self.made.setdefault(t.storage, []).append(t)
@@ -238,7 +237,7 @@ class _Groups:
             self.order.append(self.of[op])
 
     def live(self) -> set[Op]:
-        """Return the ops that anything comes of: of loops that nobody needs a compiler makes no kernel."""
+        """Return the live ops; a compiler removes dead loops."""
         found: set[Op] = set()
         for op in reversed(self.ops):
             read = (t in self.kept or not found.isdisjoint(self.readers.get(t, ())) for t in op.results)
@@ -247,14 +246,14 @@ class _Groups:
         return found
 
     def step(self) -> bool:
-        """Put together what reads with what makes, then what reads the same; return whether anything was."""
+        """Merge producers with consumers, else ops that read the same tensor; return whether anything changed."""
         found = [self.joins(a, b) for a, b in self.edges()]
         if not any(found):
             found = [self.joins(a, b) for a, b in self.beside()]
         return any(found)
 
     def edges(self) -> Iterator[tuple[Op, Op]]:
-        """Yield pairs of an op and one that reads what it makes."""
+        """Yield pairs of producer and consumer."""
         for op in self.ops:
             for producer in dict.fromkeys(base_of(t).producer for t in op.operands):
                 if producer is not None:
@@ -268,7 +267,7 @@ class _Groups:
                 yield from pairwise(whole)
 
     def joins(self, first: Op, second: Op) -> bool:
-        """Make one group of those of two ops, if that is legal and is worth it."""
+        """Merge two ops' groups, if that is legal and profitable."""
         a, b = self.of[first], self.of[second]
         if a is b or a.space is None or b.space is None or a.ops[0].phase != b.ops[0].phase:
             return False
@@ -281,7 +280,7 @@ class _Groups:
         return self.is_sound(made) and self.reorder(a, b, made)
 
     def space(self, a: _Group, over: Space, b: _Group, then: Space) -> Space | None:
-        """Return the space of one kernel of two groups, the second of which may read what the first makes."""
+        """Return the space of a kernel for two groups, where the second may read results of the first."""
         both = joined(self.graph, over, then)
         edges = [(base_of(t), t, op) for op in b.ops for t in op.operands if base_of(t).producer in a.ops]
         if not all(t.domain in (None, op.results[0].domain) for _, t, op in edges):
@@ -293,13 +292,13 @@ class _Groups:
         return then if plain and edges and self.is_inlined(a, b, _MOST_READ_ONCE if once else _MOST_READ) else None
 
     def fits(self, space: Space, made: Tensor, seen: Tensor, reader: Op) -> bool:
-        """Whether a block of threads has made what it reads: the same points, or the numbers of its own rows."""
+        """Whether a thread block computes the values it reads: at the same points, or in its own rows."""
         same, kind = self.graph.same, reader.kind
         if not isinstance(kind, Pointwise | Dropout | Reduce | Kernel):
             return False
         points = reader.results[0].numel if isinstance(kind, Pointwise) else seen.numel
         if same(made.numel, points):
-            # a reduction that is spread over blocks is not there yet, and rows are those of memory
+            # results of a split reduction are not complete yet, and rows follow the order in memory
             late = space.across is not None and not same(made.numel, space.rows or space.points)
             return in_order(seen, made) and not late and (space.rows is None or made.is_contiguous)
         shape = reader.results[0].sizes if isinstance(kind, Pointwise) else seen.sizes
@@ -307,18 +306,18 @@ class _Groups:
         return by_rows and same(points, space.points) and leading(seen, shape, made.numel)
 
     def is_inlined(self, a: _Group, b: _Group, most: int) -> bool:
-        """Whether loops are computed where they are read, whatever the order: for it alone and of few operands."""
+        """Whether loops can be inlined into their only reader: in any order, if they read few operands."""
         read = {base_of(t) for op in a.ops for t in op.operands if base_of(t).producer not in a.ops}
         return len(read) <= most and not self.exported([*a.ops, *b.ops], a.ops)
 
     def exported(self, members: Sequence[Op], makers: Sequence[Op]) -> list[Tensor]:
-        """Return what some members make that is read outside."""
+        """Return the results of `makers` that are read outside `members`."""
         inside = set(members)
         made = [t for op in makers for t in op.results]
         return [t for t in made if t in self.kept or not inside.issuperset(self.readers.get(t, ()))]
 
     def is_sound(self, group: _Group) -> bool:
-        """Whether it has results, each of which can be written into memory of its own."""
+        """Whether a group has results, and none of them aliases memory that others can see."""
         out = self.exported(group.ops, group.ops)
         if not out:
             return False
@@ -326,13 +325,13 @@ class _Groups:
             if op.kind.overwrites():
                 first, *others = self.made[op.results[0].storage]
                 inside = first.producer in group.ops
-                # what the caller owns, or a loop hands on, is changed for others as well
+                # writes into memory of the caller, or of a loop carry, are visible outside
                 if first.is_view or sum(t in out for t in (first, *others)) > int(inside):
                     return False
         return True
 
     def reorder(self, a: _Group, b: _Group, made: _Group) -> bool:
-        """Put one group in place of two, behind it what needs the first of them, unless the second needs that."""
+        """Replace two groups by one and move dependents of the first behind it, unless the second needs these."""
         first, last = self.order.index(a), self.order.index(b)
         later: list[_Group] = []
         needing = {a}
@@ -350,12 +349,12 @@ class _Groups:
         return True
 
     def needed(self, group: _Group) -> set[_Group]:
-        """Return the groups that have to run before one."""
+        """Return the groups that must run before one."""
         return {self.of[op] for member in group.ops for op in self.before[member]} - {group}
 
 
 def _read(op: Op) -> tuple[Tensor, ...]:
-    """Return the operands that an op reads: a `Keep` extends lifetimes and reads nothing."""
+    """Return the operands that an op reads: a `Keep` extends live ranges and reads nothing."""
     if not isinstance(op.kind, Keep):
         return op.operands
     (made,) = op.results
@@ -363,7 +362,7 @@ def _read(op: Op) -> tuple[Tensor, ...]:
 
 
 def _before(ops: Sequence[Op]) -> Iterator[tuple[Op, set[Op]]]:
-    """Yield each op with those that have to run before it: what makes its operands, and what uses memory it writes."""
+    """Yield each op with those it must follow: its producers, and earlier users of memory that it writes."""
     written: dict[Storage, Op] = {}
     read: dict[Storage, list[Op]] = {}
     for op in ops:
@@ -389,40 +388,40 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     Parameters
     ----------
     graph : Graph
-        What is fused; it stays as it is.
+        The graph to fuse; it is not modified.
     scope : str, optional
-        Fuse every op inside this module scope, whatever its kind, into one kernel for each place where it runs. By
-        default ops are fused wherever `torch.compile` does so with its default options on a GPU.
+        Fuse every op inside this module scope, of any kind, into one kernel per occurrence. By default, fuse the ops
+        that `torch.compile` fuses on a GPU with default options.
     epilogues : bool
-        Whether what is done with each element of a product or a convolution - bias, norm by given statistics,
-        activation, residual - is done in its kernel, as by templates (`mode="max-autotune"`) and by engines of
-        inference. By default products are calls of a library and stay alone.
+        Whether elementwise ops on the result of a matmul or convolution (bias, norm with given statistics, activation,
+        residual) are fused into its kernel, as by templates (`mode="max-autotune"`) and inference engines. By default
+        these are separate library calls.
 
     Returns
     -------
     Graph
-        With the same FLOPs, and by default never more bytes moved. A kernel of a scope writes its results dense in
-        the order of their axes, also where a view of the result was free before and is a copy then.
+        With the same FLOPs, and by default never more bytes moved. A scope kernel writes contiguous results, even
+        where a view of the result was free before and becomes a copy.
 
     Raises
     ------
     GraphError
-        If no op is in the scope, or one outside would have to run in the middle of the kernel; if epilogues are asked
-        for with a scope, which has them anyway.
+        If the scope has no op, or an op outside would have to run within the kernel, or `epilogues` is combined with
+        a scope, which fuses everything anyway.
 
     Notes
     -----
     The rules are those of torch 2.13's inductor: `Scheduler.can_fuse` (torch/_inductor/scheduler.py:7327), the
     backend's `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998), and `realize_reads_threshold`
-    (config.py:861) for what is computed where it is read. Loops over the same index points are one kernel; so are
-    loops over the points, or the results, of a reduction of trailing axes; what reads the same; and what is read by one
-    kernel alone, broadcast, sliced, joined or in another order, if it reads few operands itself. Other reductions are
-    spread over blocks of threads, and what needs all of their results waits for the end. Ops in place are done out of
-    place inside, and values that a program only names longer (`costgraph.ops.keep_alive`) are not written.
+    (config.py:861) for inlining. One kernel holds loops over the same index points; loops over the points or the
+    results of a reduction of trailing axes; and ops that read the same tensor. A value with a single reader is inlined,
+    even if broadcast, sliced, concatenated or permuted, as long as it reads few operands itself. Other reductions are
+    split over thread blocks, and ops that need all their results go to the next kernel. In-place ops become
+    out-of-place, and values that are only kept alive (`costgraph.ops.keep_alive`) are not written.
 
-    Inductor differs where it computes a cheap value again in several kernels, which would be more FLOPs: here it is
-    written once. It writes the parts of what is joined for a product by a kernel each, which is one here, of the same
-    bytes. A kernel that is declared stays one: the statistics of a batch are no kernel of their own.
+    Inductor recomputes a cheap value in several kernels, with more FLOPs; here it is written once. It writes the parts
+    of a matmul's concatenated operand with one kernel each, here it is one, with the same bytes. Declared kernels are
+    not split: batch statistics, for example, get no kernel of their own.
 
     Examples
     --------
@@ -444,7 +443,7 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
 
 
 def _bodies(graph: Graph) -> list[Graph]:
-    """The graph and the bodies of its Repeats: those of kernels are fused already."""
+    """Return the graph and the bodies of its loops; those of kernels are fused already."""
     out = [graph]
     for op in graph.ops:
         if op.loop is not None and op.body is not None:
@@ -453,14 +452,14 @@ def _bodies(graph: Graph) -> list[Graph]:
 
 
 class _Joiner(Rewriter):
-    """Adds a kernel for some ops."""
+    """Rewriter that adds fused kernels."""
 
     lies = True
     dense = True
-    """Whether results of kernels are dense in the order of their axes, however they lay before."""
+    """Whether kernel results are made contiguous, whatever their layout was."""
 
     def kernel(self, group: Sequence[Op], new: Graph, name: str, scope: str, read: Sequence[Tensor]) -> None:
-        """Add the kernel, which hands out what is read outside."""
+        """Add a kernel that returns the tensors read outside."""
         body = new.start_body(name.rpartition("/")[2], fused=True)
         with building(body):
             for op in group:
@@ -474,7 +473,7 @@ class _Joiner(Rewriter):
         self.tensors |= zip(read, made.results, strict=True)
 
     def member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
-        """Add an op to the body."""
+        """Add an op to the kernel."""
         self.copy(op, body)
 
 
@@ -500,9 +499,9 @@ class _Fuser(_Joiner):
         super().__init__()
         self.epilogues = epilogues
         self.unread: dict[Op | None, list[Tensor]] = {}
-        """Views that nobody reads, by the op that makes what they are of: their sizes are dimensions all the same."""
+        """Unread views, by the producer of their base: their sizes still count as dimensions."""
         self.inside: set[Tensor] = set()
-        """Intermediate results of kernels, which are not written to memory."""
+        """Intermediate results of kernels, which never reach memory."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         if old.fused:
@@ -521,7 +520,7 @@ class _Fuser(_Joiner):
             if len(group) == 1:
                 if written == outside:
                     self.emit(group[0], new, suffix)
-                elif written:  # a `Keep`, of the tensors that are in memory
+                elif written:  # a `Keep` of the tensors that are in memory
                     self.add(group[0], group[0].kind, [self.tensors[t] for t in written], new)
                 continue
             self.inside |= {t for op in group for t in op.results} - {*read}
@@ -529,13 +528,13 @@ class _Fuser(_Joiner):
             self.kernel(group, new, f"{scope}/fused" if scope else "fused", scope, read)
             for t in (t for op in group for t in op.operands if base_of(t) is not t):
                 if base_of(t).producer in group:
-                    self.tensors.pop(t, None)  # inside, each kernel has views of its own
+                    self.tensors.pop(t, None)  # each kernel has its own views
         for t in (*old.outputs, *old.gradients, *old.gradients.values(), *unread):
             self.look(t, new)
         return None
 
     def look(self, t: Tensor, to: Graph) -> None:
-        """Make a view where it is needed."""
+        """Copy a view where it is needed."""
         if t not in self.tensors and t.producer is not None and is_view(t.producer):
             self.look(t.producer.operands[0], to)
             self.copy(t.producer, to)
@@ -552,12 +551,12 @@ class _Fuser(_Joiner):
 
 
 def _unread(graph: Graph) -> list[Tensor]:
-    """Return views that nobody reads."""
+    """Return the views without readers."""
     views = (t for op in graph.ops if is_view(op) for t in op.results)
     return [t for t in views if not graph.out_degree(t) and t not in graph.outputs]
 
 
-# -- what may be fused -------------------------------------------------------------------------------------------
+# -- fusion by scope -------------------------------------------------------------------------------------------------
 
 
 def _by_scope(graph: Graph, scope: str) -> list[list[Op]]:
@@ -583,7 +582,7 @@ def _by_scope(graph: Graph, scope: str) -> list[list[Op]]:
 
 
 def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
-    """Return an op outside the group that runs before its end and either reads from it or overwrites in place."""
+    """Return an outside op that would run within the group and reads its results or overwrites its operands."""
     members = set(group)
     made = {t for op in group for t in op.results}
     read = {t.storage for op in group for t in op.operands}
@@ -598,7 +597,7 @@ def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
 
 
 def _read_outside(group: Sequence[Op]) -> list[Tensor]:
-    """Tensors made in a group that have to reach memory."""
+    """Return the tensors of a group that must reach memory."""
     members, graph = set(group), group[0].graph
     made = [t for op in group for t in op.results]
     return [t for t in made if t in graph.outputs or not members.issuperset(graph.successors(t))]

@@ -1,4 +1,7 @@
-"""Copying a forward pass for inference: each op with the sizes that it has once earlier positions are kept."""
+"""Inference: turn a forward pass into a prefill, or into a decode step that reads a KV cache.
+
+Each op is replayed with the sizes it has once the tensors of earlier positions come from caches.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +49,14 @@ __all__ = [
 ]
 
 
-# -- needed ------------------------------------------------------------------------------------------------------------
-# Which ops of a graph its results depend on, and which of them makes the logits.
+# -- pruning -----------------------------------------------------------------------------------------------------------
 
 
 def needed_ops(graph: Graph, *, static: bool = False) -> set[Op]:
-    """Return the ops that the outputs depend on, those inside bodies included.
+    """Return the ops that the outputs depend on, including ops in bodies.
 
-    Of a loop that is needed, all carries and slices are; what it reads from outside is if an op in it needs it.
-    `static` says whether what is cached once, by a `cache` without an axis, is there already: its operands are then not
-    needed.
+    A needed loop needs all its carries and slices, but only the captured tensors that its needed ops read. With
+    `static`, tensors cached once (by a `cache` without an axis) exist already, so that their operands are not needed.
     """
     found: set[Op] = set()
     _walk(graph, found, static=static)
@@ -63,7 +64,7 @@ def needed_ops(graph: Graph, *, static: bool = False) -> set[Op]:
 
 
 def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
-    """Add the ops that the outputs of a graph or body depend on, and return the tensors that they read."""
+    """Add the ops that the outputs of a graph or body depend on, and return the tensors they read."""
     wanted = set(graph.outputs)
     for op in reversed(graph.ops):
         if not any(t in wanted for t in op.results):
@@ -81,17 +82,17 @@ def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
 
 
 def _is_static(op: Op) -> bool:
-    """Whether an op marks what is cached once."""
+    """Whether an op marks a tensor that is cached once."""
     return isinstance(op.kind, Cache) and op.kind.axis is None
 
 
 def _always_read(op: Op) -> set[Tensor]:
-    """Return the inputs of a body that are carried or read by slices."""
+    """Return a body's carried or sliced formals."""
     return set() if op.loop is None else {*op.loop.carries, *op.loop.slices}
 
 
 def needed_formals(op: Op, needed: set[Op]) -> list[bool]:
-    """Return which inputs of a body its needed ops read; those that are carried or read by slices always count."""
+    """Return, for each formal of a body, whether its needed ops read it; carries and slices always count."""
     assert op.body is not None
     read = {t for o in op.body.ops if o in needed for t in _read(o, needed)} | set(op.body.outputs) | _always_read(op)
     return [f in read for f in op.body.formals]
@@ -106,9 +107,9 @@ def _read(op: Op, needed: set[Op]) -> list[Tensor]:
 
 
 def head_of(place: str, graph: Graph, positions: str) -> Op:
-    """Return the product that makes the logits: behind it, only ops of one operand that has positions.
+    """Return the op that computes the logits: only ops with a single per-position operand follow it.
 
-    UnsupportedError if the output is made in another way.
+    Raises UnsupportedError if there is none.
     """
     op = graph.outputs[0].producer if len(graph.outputs) == 1 else None
     while op is not None:
@@ -130,34 +131,34 @@ def head_of(place: str, graph: Graph, positions: str) -> Op:
 
 
 # -- resize ------------------------------------------------------------------------------------------------------------
-# Records of ops whose operands have become longer or shorter along the positions of a sequence.
+# Updates the records of ops whose operands have grown or shrunk along the sequence.
 
 K = TypeVar("K", bound=OpKind)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the number of positions becomes: not the same everywhere."""
+    """Numbers of positions that replace the sequence length; they differ between ops."""
 
     symbol: str
-    """the number of positions in the graph as declared"""
+    """the sequence length of the declared graph"""
     own: Poly
-    """positions that a step computes"""
+    """positions computed by a step"""
     others: tuple[Poly, ...] = ()
-    """positions that a step sees: those in caches, or a single one"""
+    """other lengths in a step: positions in caches, or a single one"""
 
     @property
     def earlier(self) -> Poly:
-        """Positions before those that a step computes."""
+        """Positions before the computed ones."""
         return poly(symbol(self.symbol)) - self.own
 
     def with_other(self, length: Poly) -> Lengths:
-        """Return the same with one more number of positions that a step sees."""
+        """Return a copy with one more length."""
         known = length in (self.own, *self.others)
         return self if known else Lengths(self.symbol, self.own, (*self.others, length))
 
     def of(self, old: Poly, new: Poly, place: str) -> Poly | None:
-        """Return the number of positions with which a size has become another one, None where it says nothing."""
+        """Return the length that turns size `old` into `new`, None if `old` does not depend on positions."""
         if self.symbol not in old.names():
             return None
         for length in (self.own, *self.others):
@@ -168,26 +169,26 @@ class Lengths:
         )
 
     def bound(self, value: Any, length: Poly | None = None) -> Any:
-        """Return a fact with a number of positions put in, by default those that a step computes."""
+        """Bind the sequence length in a value, by default to a step's positions."""
         return bound(value, {self.symbol: self.own if length is None else length})
 
     def record(self, kind: K, length: Poly | None = None) -> K:
-        """Return a record with a number of positions put into all of its facts, by default those of a step."""
+        """Bind the sequence length in all fields of a record, by default to a step's positions."""
         return bound_record(kind, {self.symbol: self.own if length is None else length})
 
 
 def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
-    """Return the record of an op for other operands, None for what is not made any more; a body is still the old one.
+    """Return an op's record for resized operands, which are None where no longer computed; bodies are unchanged.
 
-    `lengths` say what the number of positions has become. UnsupportedError if the op states a formula in a number of
-    positions that it does not tell apart.
+    Raises UnsupportedError if the op states a formula in the sequence length that does not tell new positions from
+    cached ones.
     """
     rule: _Rule = _RULES.get(type(op.kind), _bound)
     return rule(op, op.kind, operands, lengths)
 
 
 def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly | None]]:
-    """Return the number of positions that each axis of each operand speaks of."""
+    """Return the length for each axis of each operand, None for axes without positions."""
     return [
         []
         if new is None
@@ -197,7 +198,7 @@ def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly |
 
 
 def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: Lengths) -> K:
-    """Put one number of positions into everything that is stated: the one that all operands speak of."""
+    """Bind all stated formulas to the one length that the operands share."""
     if all(lengths.symbol not in p.names() for p in _polys(kind.stated())):
         return kind
     found = {n for axes in _axes(op, operands, lengths) for n in axes if n is not None}
@@ -210,7 +211,7 @@ def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: Lengths) -> K:
 
 
 def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: Lengths) -> Einsum:
-    """Take the sizes of axes from the operands; outputs of a sliding window follow the axis that it slides over."""
+    """Take axis sizes from the operands; the output of a sliding window follows the axis it slides over."""
     if kind.causal and operands[0].sizes[-1] != lengths.own:
         return _after_history(kind, lengths)
     by_name, slid = _by_name(op, kind.pattern, operands, lengths)
@@ -228,7 +229,7 @@ def _pooled(op: Op, kind: Pool, operands: Sequence[Any], lengths: Lengths) -> Po
 def _by_name(
     op: Op, pattern: Pattern, operands: Sequence[Any], lengths: Lengths
 ) -> tuple[dict[str, Poly | None], Poly | None]:
-    """Return the number of positions that each axis of a pattern speaks of, and that of the one that is slid over."""
+    """Return the length for each axis of a pattern, and for the sliding axis."""
     by_name: dict[str, Poly | None] = {}
     slid: Poly | None = None
     for axes, dims in zip(_axes(op, operands, lengths), pattern.operands, strict=True):
@@ -242,7 +243,7 @@ def _by_name(
 
 
 def _after_history(kind: Einsum, lengths: Lengths) -> Einsum:
-    """A causal convolution whose earlier inputs stand in front of the new ones: no padding, as many outputs as new."""
+    """Return a causal convolution over cached and new inputs: no padding, one output per new position."""
     pattern = kind.pattern
     *kept, last = pattern.operands[0]
     assert isinstance(last, Affine)
@@ -268,7 +269,7 @@ def _rearranged(op: Op, kind: Rearrange, operands: Sequence[Any], lengths: Lengt
 
 
 def _reshaped(op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], lengths: Lengths) -> tuple[Poly, ...]:
-    """Return a shape of as many elements, where all axes speak of one number of positions."""
+    """Return the reshaped sizes if all axes have the same length."""
     found = {n for n in axes if n is not None} or {lengths.own}
     for length in found:
         merged = tuple(n.bind({lengths.symbol: length}) for n in kind.merged)
@@ -278,23 +279,23 @@ def _reshaped(op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], l
 
 
 def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: Lengths) -> Slice:
-    """Bind what is said of one axis as that axis is."""
+    """Bind the fields with the length of the sliced axis."""
     length = _axes(op, operands, lengths)[0][kind.axis]
     made = lengths.record(kind, length)
     if length is not None or lengths.symbol not in kind.size.names():
         return made
-    # rows of a table of positions: those of the new ones come after the others
+    # a table of positions: the rows of new positions follow the earlier ones
     room = None if made.room is None else made.room - lengths.earlier
     return replace(made, start=made.start + lengths.earlier, room=room)
 
 
 def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: Lengths) -> Pad:
-    """Bind what is said of one axis as that axis is."""
+    """Bind the fields with the length of the padded axis."""
     return lengths.record(kind, _axes(op, operands, lengths)[0][kind.axis])
 
 
 def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -> Expand:
-    """Axes that the operand has keep its sizes, others follow the positions of a step."""
+    """Keep the sizes of the operand's axes; expanded axes follow a step's positions."""
     (x,), (old,) = operands, op.operands
     sizes = tuple(
         x.sizes[at] if at is not None and size == old.sizes[at] else lengths.bound(size)
@@ -311,21 +312,21 @@ def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: Lengths) 
 
 
 def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: Lengths) -> OpKind:
-    """Sizes come from the operands alone."""
+    """Return the record unchanged: all sizes come from the operands."""
     return kind
 
 
 def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: Lengths) -> Repeat:
-    """As many iterations as what is read slice by slice has slices."""
+    """Set the iteration count to the number of slices."""
     slices = kind.parts(op).slices
     read = (t for f, t in zip(kind.body.formals, operands, strict=True) if f in slices)
     return replace(kind, count=next(read).sizes[0] if slices else lengths.bound(kind.count))
 
 
-#: What stands for the record of an op of some kind, with its new operands.
+#: Returns an op's record for resized operands.
 _Rule = Callable[[Op, Any, Sequence[Any], Lengths], OpKind]
 
-#: Kinds whose facts speak of single axes; of others, one number of positions is put into all of them.
+#: Kinds that need a rule per axis; in all others, one length is bound in every field.
 _RULES: dict[type[OpKind], _Rule] = {
     Einsum: _contraction,
     Pool: _pooled,
@@ -345,15 +346,15 @@ _RULES: dict[type[OpKind], _Rule] = {
 }
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
-# One step of a trace whose caches are marked: the program's own step, for a number of new positions.
+# -- decode steps of traces --------------------------------------------------------------------------------------------
+# A trace with marked caches is a step already; only its number of new positions is bound.
 
 
 class _Step(Rewriter):
-    """Copies a step for some new positions behind those that caches hold."""
+    """Copies a traced step, binding its new positions."""
 
     def changed(self, old: Graph) -> dict[str, Any]:
-        """Return the facts that differ: the assumptions about the sizes that are left."""
+        """Return the changed facts: the assumptions on the sizes that remain symbolic."""
         try:
             for relation in old.relations.relations:
                 relation.check(self.values)
@@ -367,10 +368,10 @@ class _Step(Rewriter):
 
 
 def step_of(graph: Graph, caches: Sequence[Tensor], tokens: object, logits: str) -> Graph:
-    """Return the step that a trace with marked caches is, for so many new positions.
+    """Return the decode step of a trace with marked caches, for the given number of new positions.
 
-    GraphError if it is a step already, of which nothing is open; UnsupportedError if it is not plain which sizes are
-    new positions, and which are those before.
+    Raises GraphError if the graph is a step without symbolic sizes, and UnsupportedError if new and earlier positions
+    cannot be told apart.
     """
     inputs = [t for t in graph.tensors if t.role == "input" and t.producer is None]
     read, held = _names(inputs), _names(caches)
@@ -410,7 +411,7 @@ def _names(tensors: Iterable[Tensor]) -> set[str]:
 
 
 def tokens_of(place: str, graph: Graph, tokens: object, name: str) -> Poly:
-    """Return the number of new positions; a symbol must not be one that the graph has already."""
+    """Return the number of new positions; a symbol must not clash with a dimension of the graph."""
     given = positive(f"{place}: tokens", symbol(tokens) if isinstance(tokens, str) else tokens)
     if given.constant is None and not isinstance(given.expr, sympy.Symbol):
         raise ShapeError(f"{place}: tokens {given}, expected a whole number or one symbol")
@@ -423,7 +424,7 @@ def tokens_of(place: str, graph: Graph, tokens: object, name: str) -> Poly:
 
 
 def positions_of(op: Op) -> Poly | None:
-    """Return the number of positions that an op runs over, None if it keeps nothing of earlier ones."""
+    """Return the number of positions that an op runs over, None if it keeps no state between positions."""
     match op.kind:
         case Cache(axis=int(axis)) | Pad(axis=axis, causal=True):
             return op.operands[0].sizes[axis]
@@ -436,7 +437,7 @@ def positions_of(op: Op) -> Poly | None:
 
 
 class Replayer(Rewriter):
-    """Copies a forward pass op by op, each with the sizes that its operands have by then."""
+    """Copies a forward pass op by op, each with the current sizes of its operands."""
 
     def __init__(self, place: str, lengths: Lengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
         super().__init__({lengths.symbol: lengths.own})
@@ -444,23 +445,23 @@ class Replayer(Rewriter):
         self.kept = kept
         """Ops that the results depend on."""
         self.head = head
-        """The op whose activations are cut to their last position, None for none."""
+        """The op that reads only the last position, None for none."""
         self.writes = writes
-        """Whether all positions are computed: what is attended to is there, and caches are written alone."""
+        """Whether all positions are computed: attention reads fresh tensors, and caches are only written."""
         self.states: dict[Tensor, Tensor] = {}
-        """The cache of what a recurrence starts from."""
+        """Cache for each initial state of a recurrence."""
         self.ends: list[tuple[Tensor, Tensor]] = []
-        """Caches, and what recurrences inside the kernel that is being made end with."""
+        """Pairs of cache and final state of recurrences in the kernel being built."""
 
     # -- sources and caches ------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Copy a source; what a cache replaces reads no input."""
+        """Copy a source; drop inputs that only a cache replaces."""
         used = any(op in self.kept for op in old.graph.successors(old)) or old in old.graph.outputs
         return super().source(old, new, suffix) if used or old.role != "input" else None
 
     def buffer(self, op: Op, new: Graph, like: Tensor, axis: int | None = None, window: Poly | None = None) -> Tensor:
-        """Add the cache of an op: dense, and with room for what is seen of one axis."""
+        """Add a dense cache for an op, with room for the visible positions of one axis."""
         if new.fused:
             raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected what is cached outside")
         sizes = like.sizes
@@ -476,7 +477,7 @@ class Replayer(Rewriter):
         return made
 
     def cached(self, op: Op, kind: Cache, new: Graph) -> None:
-        """Write what is cached, and go on with all that is seen: fresh where that is there, else from the cache."""
+        """Write to a cache, and continue with the fresh tensor if it holds all positions, else with the cache."""
         (t,), axis = op.operands, kind.axis
         if axis is None and not self.writes:
             sizes = tuple(n.bind(self.values) for n in t.sizes)
@@ -489,7 +490,7 @@ class Replayer(Rewriter):
         self.tensors[op.results[0]] = x if self.writes else whole
 
     def begun(self, op: Op, kind: InitialState, new: Graph) -> None:
-        """Start a recurrence: from zeros over a whole prompt, else from what the last step left."""
+        """Start a recurrence: from zeros for a whole prompt, else from the state of the last step."""
         sizes = self.lengths.bound(kind.sizes)
         held = self.buffer(op, new, Tensor(new, op.name, sizes, kind.dtype, role="cache"))
         start = held
@@ -499,7 +500,7 @@ class Replayer(Rewriter):
         self.states[op.results[0]] = held
 
     def left(self, op: Op, loop: Loop, new: Graph) -> None:
-        """Keep what a recurrence ends with."""
+        """Cache the final state of a recurrence."""
         for start, end in zip(map(_outside, loop.starts), loop.lasts, strict=True):
             if new.fused and start in self.states:
                 self.ends.append((self.states[start], self.tensors[end]))
@@ -507,13 +508,13 @@ class Replayer(Rewriter):
                 self.made(op, new.add_op(Assign(), [self.states[start], self.tensors[end]], op.name, op.phase))
 
     def made(self, old: Op, op: Op) -> Tensor:
-        """Let an op stand in the scope of the one that it stands for."""
+        """Give a new op the scope of the one it replaces, and return its result."""
         op.scope = old.scope
         result: Tensor = op.results[0]
         return result
 
     def shifted(self, op: Op, kind: Pad, new: Graph) -> None:
-        """Put what came before in front of the new positions, where the declaration has zeros."""
+        """Prepend cached positions to the new ones, in place of zero padding."""
         (t,), axis, history = op.operands, kind.axis, kind.start
         x = self.tensors[t]
         held = self.buffer(op, new, _resized_axis(x, axis, history))
@@ -528,13 +529,13 @@ class Replayer(Rewriter):
         self.tensors[op.results[0]] = whole
 
     def slid(self, op: Op, new: Graph) -> None:
-        """Let a causal convolution see the inputs before the new ones, where the declaration has zeros."""
+        """Let a causal convolution read cached inputs before the new ones, in place of zero padding."""
         found = _sliding(op)
         assert found is not None
         place, history = found
         x = self.tensors[op.operands[place]]
         axis = x.ndim - 1
-        room = (ONE if self.writes else x.sizes[axis]) + history  # the window of the next one
+        room = (ONE if self.writes else x.sizes[axis]) + history  # window of the next position
         held = self.buffer(op, new, _resized_axis(x, axis, room))
         whole = self.made(op, new.add_op(Append(axis=axis), [held, x], f"{op.name}.history"))
         if not self.writes:
@@ -544,7 +545,7 @@ class Replayer(Rewriter):
         self.tensors[op.operands[place]] = x
 
     def hold(self, op: Op, new: Graph) -> None:
-        """Keep the parameters of a loop that does not run: they are in memory all the same."""
+        """Declare the parameters of a pruned loop: they still occupy memory."""
         if op.body is None:
             return
         for body, times in _repeated(op):
@@ -561,7 +562,7 @@ class Replayer(Rewriter):
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy or replace an op."""
         if op not in self.kept:
             self.hold(op, new)
         elif isinstance(op.kind, Cache):
@@ -573,12 +574,12 @@ class Replayer(Rewriter):
         elif not new.fused and _sliding(op) is not None:
             self.slid(op, new)
         elif isinstance(op.kind, Slice) and not self.writes and _is_causal(op.operands[0].producer):
-            self.tensors[op.results[0]] = self.tensors[op.operands[0]]  # no more is made than is wanted
+            self.tensors[op.results[0]] = self.tensors[op.operands[0]]  # no padding to cut off
         else:
             super().emit(op, new, suffix)
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Make an op again with the operands that it has now."""
+        """Copy an op with its current operands."""
         operands: list[Tensor | None] = [self.tensors.get(t) for t in op.operands]
         if op.body is not None:
             wanted = needed_formals(op, self.kept)
@@ -587,7 +588,7 @@ class Replayer(Rewriter):
             operands = [self._last(op, t, x, new) for t, x in zip(op.operands, operands, strict=True)]
         kind = resized(op, operands, self.lengths)
         if isinstance(kind, Einsum) and kind.domain is not None and self.lengths.own == ONE:
-            # one query, the last position, sees all that a cache holds
+            # a single query, at the last position, attends to the whole cache
             kind = replace(kind, domain=None if kind.domain[0].causal else kind.domain)
         if isinstance(kind, Bodied):
             kind = replace(kind, body=self.inner(op, operands, new))
@@ -595,7 +596,7 @@ class Replayer(Rewriter):
         if self.ends and isinstance(kind, Kernel):
             kind = replace(kind, changed=self.written(op, kind.body, given, new))
         try:
-            made = self.add(op, kind, given, new, op.name + suffix)  # a kernel may keep something beside its results
+            made = self.add(op, kind, given, new, op.name + suffix)  # a kernel may have gained results
         except ShapeError as error:
             raise UnsupportedError(
                 f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.ops.cache, "
@@ -606,7 +607,7 @@ class Replayer(Rewriter):
         return made
 
     def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> tuple[int, ...]:
-        """Let a kernel write what its recurrences end with into their caches, which it reads or is given as well."""
+        """Let a kernel write its recurrences' final states into their caches, adding these as operands."""
         if new.fused:
             raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected a recurrence in one alone")
         changed = []
@@ -621,13 +622,13 @@ class Replayer(Rewriter):
         return tuple(changed)
 
     def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
-        """Make the body of an op again, its inputs as what they stand for is now."""
+        """Copy an op's body, with formals that match the current operands."""
         old, loop = op.body, op.loop
         assert old is not None
         carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
         body = new.start_body(old.name, fused=old.fused)
         for f, t in zip(old.formals, operands, strict=True):
-            if t is None:  # only what is cached already was made from it
+            if t is None:  # only cached tensors depended on it
                 continue
             if f in slices:
                 if t.domain is not None:
@@ -644,7 +645,7 @@ class Replayer(Rewriter):
         return body
 
     def _last(self, op: Op, old: Tensor, x: Tensor | None, new: Graph) -> Tensor | None:
-        """Return the last position of what the head reads."""
+        """Return the last position of a head operand."""
         at = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
         if x is None or not at or x.sizes[at[0]] == ONE:
             return x
@@ -653,19 +654,19 @@ class Replayer(Rewriter):
 
 
 def _outside(t: Tensor) -> Tensor:
-    """Return what an input of a kernel stands for."""
+    """Return the tensor outside all kernels that a formal stands for."""
     while t.role == "formal" and t.graph.fused and t.graph.owner is not None:
         t = t.graph.owner.operands[t.graph.formals.index(t)]
     return t
 
 
 def _resized_axis(x: Tensor, axis: int, size: Poly) -> Tensor:
-    """Return what has the shape of a tensor but for one axis."""
+    """Return a tensor of the same shape except for one axis."""
     return Tensor(x.graph, x.name, (*x.sizes[:axis], size, *x.sizes[axis + 1 :]), x.dtype, role="cache")
 
 
 def _repeated(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
-    """Yield the bodies inside an op, each with the counts of the loops around."""
+    """Yield the bodies inside an op, each with the counts of the enclosing loops."""
     assert op.body is not None
     inside = times if op.loop is None else (*times, op.loop.count)
     yield op.body, inside
@@ -679,7 +680,7 @@ def _is_causal(op: Op | None) -> bool:
 
 
 def _sliding(op: Op) -> tuple[int, int] | None:
-    """Return the operand that a causal convolution slides over, and how many earlier positions it sees."""
+    """Return the operand that a causal convolution slides over, and how many earlier positions it reads."""
     body = op.kind.body if isinstance(op.kind, Kernel) else None
     for inner in [op] if body is None else body.ops:
         if isinstance(inner.kind, Einsum) and inner.kind.causal:
@@ -689,36 +690,35 @@ def _sliding(op: Op) -> tuple[int, int] | None:
     return None
 
 
-# -- inference ---------------------------------------------------------------------------------------------------------
-# Inference as a transform: the same declaration with a cache, for all positions at once or for the next ones.
+# -- prefill and decode ------------------------------------------------------------------------------------------------
 
 
 def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph:
-    """Return the pass over a prompt: as declared, and what `cache` marks is written to caches.
+    """Return the pass over a prompt, which also writes the caches.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass, with what inference keeps marked by `cache` and `initial_state`; it stays as it is.
+        A forward pass whose inference state is marked by `cache` and `initial_state`; it is not modified.
     chunk : sympy.Expr, int or str, optional
-        Positions that are computed at a time: a chunk that ends at position S of the prompt and sees what the chunks
-        before it have cached, as `decode(graph, chunk)` has it. By default the whole prompt.
+        Chunk size for chunked prefill: the graph is the chunk that ends at position S and attends to the cached chunks
+        before it, as in `decode(graph, chunk)`. Default: the whole prompt.
     logits : str
-        all: for every position, as declared. last: for the last one alone, as generating needs it; the head reads one
-        position of what it is given.
+        `all`: logits of every position, as declared. `last`: only of the last one, as generation needs; the head then
+        reads a single position.
 
     Returns
     -------
     Graph
-        With the caches as buffers of role cache.
+        With the caches as buffers of role `cache`.
 
     Raises
     ------
     GraphError
-        If the graph has a backward pass, or nothing in it is marked.
+        If the graph has a backward pass, or marks no inference state.
     UnsupportedError
-        If an op states costs that do not tell new positions from cached ones, as a trace's do, or `logits="last"`
-        finds no head.
+        If an op states costs that do not tell new positions from cached ones, as in traces, or `logits="last"` finds
+        no head.
 
     Examples
     --------
@@ -734,35 +734,35 @@ def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph
 
 
 def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
-    """Return one step of generation: new positions alone are computed, all others come from caches.
+    """Return one decode step: only new positions are computed, earlier ones come from caches.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass, with what inference keeps marked by `cache` and `initial_state`, or a trace with caches that are
-        marked (`trace(..., cached=...)`); it stays as it is.
+        A forward pass whose inference state is marked by `cache` and `initial_state`, or a trace with marked caches
+        (`trace(..., cached=...)`); it is not modified.
     tokens : sympy.Expr, int or str
-        New positions of each sequence: 1 to generate, several to verify what was guessed (speculative decoding), a
-        symbol or its name to leave it open.
+        New positions per sequence: 1 to generate, several to verify draft tokens (speculative decoding), a symbol or
+        its name to leave it open.
     logits : str
-        all: for every new position. last: for the last one alone.
+        `all`: logits of every new position. `last`: only of the last one.
 
     Returns
     -------
     Graph
-        In it S, the number of positions of the declaration, is the context with the new positions included: the
-        positions that the caches hold after the step. Caches are buffers of role cache; those with a window hold
-        Min(S, window + tokens - 1) positions. Of a trace, the size of the new positions is the context as well, and
-        that of the positions before follows from it; caches are what the step reads, and what it makes of them with the
-        new ones is made as the program does it.
+        Its S, the sequence length of the declaration, is the context length including the new positions: the positions
+        in the caches after the step. Caches are buffers of role `cache`; with a window they hold
+        Min(S, window + tokens - 1) positions. In a trace, the dimension of the new positions becomes the context length
+        and determines the number of earlier ones. Its caches are the tensors that the step reads, and the program
+        itself joins them with the new positions.
 
     Raises
     ------
     GraphError
-        If the graph has a backward pass, or nothing in it is marked.
+        If the graph has a backward pass, or marks no inference state.
     UnsupportedError
-        If an op states costs that do not tell new positions from cached ones, as those of a trace without caches do, or
-        a trace went another way than for so many new positions.
+        If an op states costs that do not tell new positions from cached ones, as in traces without caches, or a trace
+        took a branch that does not hold for this number of new positions.
 
     Examples
     --------
@@ -798,7 +798,7 @@ def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
         )
 
     if own == ONE:
-        # one position fits into any number of them: whether sizes mean the same is seen of an open number
+        # sizes could agree by accident at one position: check the replay with a symbolic number first
         replayed(poly(symbol(_unused(graph))))
     new = replayed(own)
     if own != context:
@@ -808,13 +808,13 @@ def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
 
 
 def _unused(graph: Graph) -> str:
-    """Return a name that is no dimension of a graph."""
+    """Return a name that is not a dimension of the graph."""
     names = known_names(graph)
     return next(n for i in range(len(names) + 1) if (n := f"new{i}") not in names)
 
 
 def _inference_positions(place: str, graph: Graph) -> str:
-    """Return the name of the number of positions: what the axes of all caches and recurrences run over."""
+    """Return the name of the sequence length: the size that all caches and recurrences run over."""
     found: dict[Poly, str] = {}
     for g in graph.bodies():
         for op in g.ops:

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the linear layers of a graph: what is trained where all else is frozen."""
+"""LoRA: low-rank adapters for a graph's linear layers, with all other parameters frozen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .selection import (
 
 __all__ = ["lora"]
 
-#: What a kernel may do with a product besides it: it stays linear in what the layer reads, but for what is added.
+#: Functions allowed next to a matmul in a kernel: with them it stays affine in the layer's input.
 _LINEAR = ("add", "sub", "mul", "cast")
 
 
@@ -58,40 +58,40 @@ def lora(
     ] = 0.0,
     trainable: str | Sequence[str] = (),
 ) -> Graph:
-    """Return a graph whose linear layers have low-rank adapters beside them, and whose other parameters are frozen.
+    """Add low-rank adapters to the linear layers of a graph and freeze all other parameters.
 
-    A layer `x W` becomes `x W + alpha/rank * dropout(x) A B`; A takes the axes that W sums to `rank`, and B those to
-    the axes that W makes (Hu et al. 2021, arXiv 2106.09685, section 4.1). Four ops are added, as PEFT runs them.
+    A layer `x W` becomes `x W + alpha/rank * dropout(x) A B`: A maps the input axes of W to `rank`, and B maps these to
+    its output axes (Hu et al. 2021, arXiv 2106.09685, section 4.1). Four ops are added, as PEFT runs them.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass; it stays as it is. Its weights may be quantized afterwards, as QLoRA does (Dettmers et al. 2023,
-        arXiv 2305.14314): `quantize(..., skip=["head", "lora_a", "lora_b"])`.
+        A forward pass; it is not modified. For QLoRA (Dettmers et al. 2023, arXiv 2305.14314), quantize the weights
+        afterwards: `quantize(..., skip=["head", "lora_a", "lora_b"])`.
     rank : sympy.Expr or int
-        Size of what is between A and B.
+        Rank of the adapters.
     on : str or sequence of str
-        Weights that get one, by names or scopes, in which `*` stands for anything: `["*/attention/[qv]"]`; by default
-        all linear layers but a head of the name `head` and what experts and tables have. Layers of a stack are chosen
-        as `layers[16:]` or `layers/31/attention/*`; a loop is split there.
+        Weights to adapt, by names or scopes in which `*` matches anything: `["*/attention/[qv]"]`. Default: all linear
+        layers except a `head`, experts and tables. Select layers of a stack as `layers[16:]` or
+        `layers/31/attention/*`; a loop is split there.
     alpha : float
-        What products of adapters are multiplied by, times `rank`.
+        Scale of the adapters, times `rank`.
     dropout : float
-        Probability that an element of what A reads is zeroed; nothing is done at 0.
+        Dropout probability of the adapter input; 0 adds no op.
     trainable : str or sequence of str
-        Parameters that are trained beside the adapters, such as a new head.
+        Parameters to train besides the adapters, such as a new head.
 
     Returns
     -------
     Graph
-        Parameters `lora_a` and `lora_b` in the scope of each layer, in the format of what it reads.
+        With parameters `lora_a` and `lora_b` in each layer's scope, in the dtype of its input.
 
     Raises
     ------
     GraphError
-        If a pattern is none, or no linear layer or parameter answers to it.
+        If a pattern is invalid, or matches no linear layer or parameter.
     UnsupportedError
-        If an op is a recorded call of a trace, or a layer is in a kernel that does more than add to its product.
+        If an op is an external call recorded by a trace, or a layer is in a kernel that is not affine in its input.
 
     Examples
     --------
@@ -116,7 +116,7 @@ def lora(
 
 
 def _layers(graph: Graph) -> dict[Tensor, dict[Op, int]]:
-    """Return the weights that products with activations alone read, with these, and which operand of each it is."""
+    """Return the weights read only by matmuls with activations, with these ops and the operand index of the weight."""
     found = {}
     for t, uses in uses_of(graph).items():
         ops = {u.op: u.operand for u in uses if u.kind == "product" and isinstance(u.op.kind, Einsum)}
@@ -128,7 +128,7 @@ def _layers(graph: Graph) -> dict[Tensor, dict[Op, int]]:
 
 
 class _Adapter(Rewriter):
-    """Copies a graph; beside chosen products stand others of low rank."""
+    """Copies a graph, adding adapters to the chosen layers."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _Adapter(Rewriter):
         self.kept, self.rank, self.alpha, self.p = kept, rank, alpha, p
 
     def layer(self, op: Op) -> Op:
-        """Return the op that an adapter stands beside: the kernel that a product is in, or itself."""
+        """Return the op that an adapter parallels: the matmul, or the kernel that contains it."""
         graph = op.graph
         if not graph.fused:
             return op
@@ -172,7 +172,7 @@ class _Adapter(Rewriter):
                 self.tensors[op.results[0]] = self.adapted(op, product, place)
 
     def adapted(self, layer: Op, op: Op, place: int) -> Tensor:
-        """Return the result of a layer with that of its adapter added."""
+        """Return the sum of a layer's result and that of its adapter."""
         old, y = op.operands[1 - place], self.tensors[layer.results[0]]
         while old.graph is not layer.graph:
             old = self.outer[old]
@@ -185,7 +185,7 @@ class _Adapter(Rewriter):
 
 
 def _patterns(op: Op, place: int, rank: Poly) -> tuple[Pattern, Pattern, dict[str, Poly]]:
-    """Return what A and B do, and sizes of their axes; one by which rows are told apart, as experts are, both have."""
+    """Return the patterns of A and B with their axis sizes; both have axes that index separate weights (experts)."""
     assert isinstance(op.kind, Einsum)
     pattern = op.kind.pattern
     weight, x = pattern.operands[place], pattern.operands[1 - place]
@@ -206,7 +206,7 @@ def _patterns(op: Op, place: int, rank: Poly) -> tuple[Pattern, Pattern, dict[st
 
 
 def _multiplied(x: Tensor, pattern: Pattern, sizes: Mapping[str, Poly], name: str) -> Tensor:
-    """Multiply by a parameter that is new."""
+    """Multiply by a new parameter."""
     dims = pattern.operands[1]
     shape = [prod((sizes[n] for n in dim.names), start=ONE).expr for dim in dims]
     merged = {n: sizes[n].expr for dim in (*dims, *pattern.operands[0]) if len(dim.names) > 1 for n in dim.names}

@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks: logits of a part of the positions at a time, so that never all of them are there."""
+"""Training losses: the named ones, and a cross-entropy that computes logits in chunks of positions."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ __all__ = [
 ]
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
-# Losses: what closes a forward graph that a step is made of.
+# -- named losses ------------------------------------------------------------------------------------------------------
 
 Loss = Callable[..., Tensor]
 
 
 def _cross_entropy(logits: Tensor) -> Tensor:
-    """Return the cross-entropy against targets, which become an input."""
+    """Return the cross-entropy against targets, declared as an input."""
     targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
     return cross_entropy(logits, targets)
 
 
 def _contrastive(logits: Tensor) -> Tensor:
-    """Return the mean of the cross-entropies of rows and of columns: the n-th row belongs to the n-th column.
+    """Return the mean cross-entropy over rows and over columns, where row n matches column n.
 
     Radford et al. 2021 (arXiv 2103.00020), figure 3.
     """
@@ -53,12 +52,12 @@ def _contrastive(logits: Tensor) -> Tensor:
 
 
 def _binary_cross_entropy(p: Tensor) -> Tensor:
-    """Return the cross-entropy of probabilities against targets of 0 or 1, which become an input."""
+    """Return the cross-entropy of probabilities against targets of 0 or 1, declared as an input."""
     return binary_cross_entropy(p, p.graph.input("targets", [n.expr for n in p.sizes], dtype=p.dtype))
 
 
 def _mean_squared_error(made: Tensor) -> Tensor:
-    """Return the mean of squared differences from targets, which become an input."""
+    """Return the mean squared difference from targets, declared as an input."""
     targets = made.graph.input("targets", [n.expr for n in made.sizes], dtype=made.dtype)
     squares = fused("mse", lambda made, targets: pointwise("square", made - targets), made, targets)
     assert isinstance(squares, Tensor)
@@ -66,7 +65,7 @@ def _mean_squared_error(made: Tensor) -> Tensor:
     return reduce(squares, f"{names} -> ", "mean") if made.ndim else squares
 
 
-#: Losses that a model names.
+#: Losses by the names that models use.
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": _cross_entropy,
     "contrastive": _contrastive,
@@ -76,11 +75,10 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
-    """Return the graph with its loss as its only output.
+    """Return the graph with its loss as the only output.
 
-    The loss is a name such as `cross_entropy`, or a function of the outputs that returns a scalar; by default the one
-    that the graph names, and none is added to a graph with one scalar output. GraphError if it has neither a scalar
-    output nor a loss.
+    The loss is a name such as `cross_entropy`, or a function of the outputs that returns a scalar. Default: the loss
+    that the graph names, or its only output if that is a scalar. Raises GraphError if there is neither.
     """
     need_of_all("training_step", graph)
     named = graph.loss if loss is None else loss
@@ -94,7 +92,7 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
 
 
 def _closed(new: Graph, named: object) -> Tensor:
-    """Add a loss, of a name or a function, to a graph that is open."""
+    """Add a loss, given by name or as a function, to the open graph."""
     if named is None:
         raise GraphError(
             f"training_step: graph {new.name!r} has {len(new.outputs)} outputs and names no loss, expected one "
@@ -114,33 +112,38 @@ def _closed(new: Graph, named: object) -> Tensor:
     return made
 
 
-# -- chunked -----------------------------------------------------------------------------------------------------------
+# -- chunked cross-entropy ---------------------------------------------------------------------------------------------
 
 
 def chunked_cross_entropy(chunks: object, *, dtype: str | DType | None = None) -> Callable[..., Tensor]:
-    """Return a loss for `training_step` that makes logits, and what becomes of them, for some positions at a time.
+    """Return a loss for `training_step` that computes the logits for a chunk of positions at a time.
 
-    The layer that makes logits is moved into a loop over equal parts of the last axis of positions, with the
-    cross-entropy of each part behind it: torchtune's `LinearCrossEntropyLoss`, and `CEWithChunkedOutputLoss` of
-    earlier versions. What a part keeps for its backward pass is there for all parts at once; computed again, as
-    `checkpoint=selective("chunk")` says, it is there for one of them, as in Liger's kernel, which has the gradient of
-    a part made at once instead and needs no product again.
+    The output layer is moved into a loop over equal chunks of the last position axis, followed by the cross-entropy of
+    each chunk, as in torchtune's `LinearCrossEntropyLoss` and the earlier `CEWithChunkedOutputLoss`. The residuals of
+    all chunks are saved for the backward pass. With `checkpoint=selective("chunk")` they are recomputed, so that only
+    one chunk is in memory, as in Liger's kernel, which computes the gradient of a chunk at once and needs no recomputed
+    matmul.
 
     Parameters
     ----------
     chunks : sympy.Expr or int
-        Parts; they divide the number of positions.
+        Number of chunks; it must divide the number of positions.
     dtype : str or DType, optional
-        Format that logits are converted to before the loss, such as `fp32`; by default their own.
+        Dtype that logits are cast to before the loss, such as `fp32`. Default: no cast.
 
     Returns
     -------
     callable
-        Of the logits (..., S, V), which have to be made of activations by one product with a parameter; pointwise
-        ops, such as a bias or a cap, may follow. It returns the mean over all positions, and declares targets.
+        Takes logits (..., S, V) and returns the mean loss over all positions; it declares the targets. The logits must
+        come from one matmul of activations with a parameter, possibly followed by pointwise ops such as a bias or a
+        cap.
 
     Raises
     ------
+    ShapeError
+        If `chunks` is not a size; when the loss is called, if there is no axis of positions.
+    UnsupportedError
+        When the loss is called, if the logits come from other ops, or have another reader.
     ShapeError
         If there is no such number of chunks; or, by the loss, if there is no axis of positions.
     UnsupportedError
@@ -169,7 +172,7 @@ def chunked_cross_entropy(chunks: object, *, dtype: str | DType | None = None) -
 
 
 def _looped(logits: Tensor, count: Poly, wanted: DType | None) -> Tensor:
-    """Return the mean over positions, by a loop over parts of them; what made the logits is gone."""
+    """Return the mean loss over positions from a loop over chunks; the ops that computed the logits are removed."""
     chain, x = _made_by(logits)
     graph = logits.graph
     targets = graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
@@ -198,7 +201,7 @@ def _looped(logits: Tensor, count: Poly, wanted: DType | None) -> Tensor:
 
 
 def _made_by(logits: Tensor) -> tuple[list[Op], Tensor]:
-    """Return the ops that make logits of activations, the product first, and these activations."""
+    """Return the ops that compute the logits, starting with the matmul, and the activations it reads."""
     chain: list[Op] = []
     t = logits
     while True:
@@ -222,11 +225,11 @@ def _made_by(logits: Tensor) -> tuple[list[Op], Tensor]:
         if any(isinstance(each.kind, Einsum) for each in inner):
             return chain, t
         if not all(isinstance(each.kind, Pointwise) for each in inner):
-            logits = t  # refused in the next turn
+            logits = t  # rejected in the next iteration
 
 
 def _again(op: Op, made: dict[Tensor, Tensor]) -> None:
-    """Add an op once more, for other positions: sizes follow from what it reads."""
+    """Add an op again for other positions: sizes follow from its operands."""
     operands = [made.get(t, t) for t in op.operands]
     name = op.name.rpartition("/")[2]
     if isinstance(op.kind, Kernel):

@@ -1,4 +1,4 @@
-"""Offload: optimizer states, parameters or saved activations lie on the host, and are moved where they are needed."""
+"""CPU offload: keep optimizer state, parameters or saved activations in host memory, with transfers to the device."""
 
 from __future__ import annotations
 
@@ -36,47 +36,47 @@ from .rewrite import Rewriter, bound_record, map_stages
 
 __all__ = ["OFFLOADED", "need_offloaded", "offload"]
 
-#: What can lie on the host.
+#: Kinds of tensors that can be offloaded.
 OFFLOADED = ("optimizer", "parameters", "activations")
 _ROLES = {"state": "optimizer", "param": "parameters"}
 _BACK = ("backward", "recompute")
 
 
 def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> Graph:
-    """Let some of what a graph holds lie on the host; transfers over a link bring it where an op reads it.
+    """Keep some tensors of a graph in host memory, with transfers over a link where ops need them.
 
     Parameters
     ----------
     graph : Graph
-        A step, a pass of inference, or one rank of it as `shard` makes it.
+        A training step, an inference pass, or one rank of it as returned by `shard`.
     what : str or iterable of str
-        Of these: optimizer, whose states lie on the host, which runs the updates; parameters, which are brought in
-        for each pass, in a loop for each iteration, and given back behind their last reader; activations, what the
-        forward pass leaves for the backward pass, which is sent out at birth and brought back where it is read.
+        `optimizer`: optimizer state, with updates on the host. `parameters`: fetched for each pass, inside a loop once
+        per iteration, and freed after their last use. `activations`: tensors saved for the backward pass, sent to the
+        host when computed and fetched where they are read.
     link : str
         Name of the link in the hardware specification.
 
     Returns
     -------
     Graph
-        With transfers as ops. `peak_memory` is that of the device, of the host with `side="host"`.
+        With transfers as ops. `peak_memory` refers to the device; use `side="host"` for the host.
 
     Raises
     ------
     GraphError
-        If one of them is unknown, the graph has none of it, or no graph is given.
+        If a name is unknown, the graph has no such tensors, or no graph is given.
     UnsupportedError
-        If something lies on a host already, or parameters on the host are gathered in place, as by ZeRO-1 and 2.
+        If the graph is offloaded already, or offloaded parameters are gathered in place, as by ZeRO-1 and 2.
 
     Notes
     -----
-    A tensor lies in one memory, and an op reads what lies in its own: else a copy is made there, once in a pass, and
-    what is written into a copy goes back. Updates run on the host as with `CPUOffloadPolicy` of torch's `fully_shard`
-    (optimizer and parameters) and with ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840; optimizer): gradients go there
-    as soon as they are complete. Where updates read parameters that lie on the device, these go there and back; with
-    master weights only what is new of them comes back, cast on the host. Activations are those of `saved_bytes`, as
-    with `torch.autograd.graph.save_on_cpu`, which also copies what was there anyway, parameters among it, and a tensor
-    once for each op that saves it. Nothing is brought in ahead of its first reader.
+    A tensor lies in one memory, and an op reads tensors in its own. Others are copied there once per pass, and values
+    written into a copy are written back. Updates run on the host as with `CPUOffloadPolicy` of torch's `fully_shard`
+    (optimizer and parameters) and ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840; optimizer): gradients are sent as
+    soon as they are complete. Parameters on the device are copied both ways for their update; with master weights only
+    the updated values return, cast on the host. Activations are as in `saved_bytes` and
+    `torch.autograd.graph.save_on_cpu`. The latter also copies tensors that exist anyway, such as parameters, and copies
+    a tensor once per op that saves it. Nothing is prefetched.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
 
 
 def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
-    """Return what is to lie on the host; GraphError where it is none of `OFFLOADED`."""
+    """Return the kinds to offload; raise GraphError for names that are not in `OFFLOADED`."""
     given = [what] if isinstance(what, str) else [*what]
     odd = next((name for name in given if name not in OFFLOADED), None)
     if odd is not None:
@@ -121,7 +121,7 @@ def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
 
 
 class _Offloader(Rewriter):
-    """Copies a graph with a memory for each tensor; a side is True for the host."""
+    """Copies a graph with a memory for each tensor; `side` and `host` are True for the host."""
 
     lies = True
 
@@ -129,22 +129,22 @@ class _Offloader(Rewriter):
         super().__init__()
         self.what, self.link, self.done = what, link, done
         self.copies: dict[tuple[Tensor, str, Graph], Tensor] = {}
-        """Of new tensors the copy in the other memory that a pass has."""
+        """Copy of a new tensor in the other memory, by pass."""
         self.away: dict[Tensor, Tensor] = {}
-        """Of old tensors the copy on the host that passes behind theirs read."""
+        """Host copy of an old tensor, read by later passes."""
         self.leaving: set[Tensor] = set()
-        """Old tensors that iterations leave behind on the host."""
+        """Old tensors that iterations return on the host."""
         self.given: dict[Tensor, Tensor] = {}
-        """What inputs of the kernel stand for that is being copied."""
+        """Operands by formal, for the kernel being copied."""
         self.side = False
-        """Whether it runs on the host."""
+        """Whether the kernel being copied runs on the host."""
 
     def chosen(self, what: str) -> bool:
-        """Whether one of the choices is offloaded; notes that the graph has it."""
+        """Whether a kind is offloaded; records that the graph has it."""
         self.done |= self.what & {what}
         return what in self.what
 
-    # -- who reads what ----------------------------------------------------------------------------------------------
+    # -- users -------------------------------------------------------------------------------------------------------
 
     def on_host(self, op: Op) -> bool:
         """Whether the host runs an op of the old graph."""
@@ -152,9 +152,9 @@ class _Offloader(Rewriter):
         return op.phase == "optimizer" and alone and self.chosen("optimizer")
 
     def readers(self, t: Tensor, *, further: bool = True) -> Iterator[Op]:
-        """Yield the ops that read a tensor, those behind views too, and those of loops; one that hands it on is one.
+        """Yield the ops that read a tensor, also through views and in loop bodies; a loop that carries it counts.
 
-        With `further`, those around the body that it leaves as well.
+        With `further`, include readers outside the body that returns it.
         """
         for op in t.graph.successors(t):
             if op.loop is not None:
@@ -176,7 +176,7 @@ class _Offloader(Rewriter):
                     yield from [owner] if i < len(owner.loop.carries) else self.readers(owner.results[i])
 
     def leaves(self, t: Tensor) -> bool:
-        """Whether all that reads a tensor behind its own pass finds it on the host."""
+        """Whether all later passes read a tensor on the host."""
         made = t.producer
         if made is None or t.role != "activation" or _is_view(made):
             return False
@@ -187,7 +187,7 @@ class _Offloader(Rewriter):
             return bool(behind) and not within and self.chosen("activations")
         return made.phase in _BACK and bool(found) and all(map(self.on_host, found))
 
-    # -- where tensors are -------------------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
         made: Tensor = super().source(old, new, suffix)
@@ -195,24 +195,24 @@ class _Offloader(Rewriter):
         return made
 
     def found(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return what stands for an operand of an op."""
+        """Return an op's new operand, on the host if it was offloaded."""
         if op.phase == "forward":
             return self.there(t)
         view = t.producer
         made: Tensor | None = self.away.get(t)
         if made is None and view is not None and view.phase == "forward" and view.graph is op.graph and _is_view(view):
             of = self.found(view.operands[0], op, new)
-            if of.storage.host:  # a view of the copy: else it would keep what it is of on the device
+            if of.storage.host:  # view the copy: a view of the original would keep it on the device
                 made = self.away[t] = new.add_op(view.kind, [of], view.name, op.phase).results[0]
         return self.there(t) if made is None else made
 
     def there(self, t: Tensor) -> Tensor:
-        """Return what stands for a tensor where it was made."""
+        """Return the new tensor in the memory where it was computed."""
         made: Tensor = self.tensors[t]
         return made
 
     def at(self, found: Tensor, op: Op, new: Graph, *, host: bool) -> Tensor:
-        """Return a new tensor as it lies in a memory: itself, or a copy for the pass that an op is of."""
+        """Return a new tensor in the given memory: itself, or a copy shared by an op's pass."""
         if found.storage.host == host:
             return found
         key = (found, "backward" if op.phase in _BACK else op.phase, new)
@@ -221,7 +221,7 @@ class _Offloader(Rewriter):
         return self.copies[key]
 
     def moved(self, tensors: Sequence[Tensor], op: Op, new: Graph, *, host: bool) -> Tensor:
-        """Add a transfer of the last of some tensors: into the first of two."""
+        """Transfer the last of `tensors`, into the first if there are two."""
         to = "host" if host else "device"
         kind = Transfer(link=self.link, to=to, into=len(tensors) > 1)
         made = new.add_op(kind, tensors, f"{tensors[-1].name}.to_{to}", op.phase)
@@ -246,7 +246,7 @@ class _Offloader(Rewriter):
             self.send(t, op, new)
 
     def send(self, t: Tensor, op: Op, new: Graph) -> None:
-        """Send a tensor out, if it leaves."""
+        """Send a tensor to the host if it is offloaded."""
         owner = t.graph.owner
         around = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
         if self.tensors[t].storage.pieces or not (t in self.leaving if around else self.leaves(t)):
@@ -256,17 +256,17 @@ class _Offloader(Rewriter):
             self.tensors[t] = self.away[t]
 
     def view(self, op: Op, new: Graph) -> None:
-        """Add a view of what is there, in whichever memory; what lives until here alone is not fetched for it."""
+        """Add a view or `Keep` of a tensor in whichever memory has it; a mere `Keep` fetches nothing."""
         operands = [self.found(t, op, new) for t in op.operands]
         phase = "backward" if op.phase in _BACK else op.phase
         operands = [self.copies.get((t, phase, new), t) if t.storage.host else t for t in operands]
         sides = {self.on_host(reader) for t in op.results for reader in self.readers(t)}
         if len(sides) == 1 and not isinstance(op.kind, Keep) and op.results[0].numel == op.operands[0].numel:
-            operands = [self.at(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all of it is read there
+            operands = [self.at(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all readers are there
         self.add(op, bound_record(op.kind, self.values), operands, new)
 
     def one(self, op: Op, new: Graph) -> None:
-        """Add an op where it runs, its operands brought there, and what it writes into brought back."""
+        """Add an op where it runs, with transfers of its operands and of the values it writes back."""
         host, kind = self.on_host(op), op.kind
         read, written = op.kind.reads(op), op.kind.overwrites()
         places = [self.found(t, op, new) for t in op.operands]
@@ -292,13 +292,13 @@ class _Offloader(Rewriter):
                 self.back(op, op.operands[i], places[i], made, new)
 
     def back(self, op: Op, old: Tensor, place: Tensor, made: Op, new: Graph) -> None:
-        """Write what an op has made of a copy into what it is a copy of."""
+        """Write the result of an in-place op on a copy back into the original."""
         for t, result in zip(op.results, made.results, strict=True):
             if t.storage is old.storage:
                 self.tensors[t] = self.moved([place, result], op, new, host=place.storage.host)
 
     def inside(self, old: Graph, operands: Sequence[Tensor], new: Graph) -> Graph:
-        """Copy the body of a kernel, all of which is in one memory."""
+        """Copy a kernel's body, whose tensors are all in one memory."""
         self.given = dict(zip(old.formals, operands, strict=True))
         self.side = any(t.storage.host for t in operands)
         return self.body(old, new, "")
@@ -313,7 +313,7 @@ class _Offloader(Rewriter):
     # -- loops -------------------------------------------------------------------------------------------------------
 
     def loop(self, op: Op, loop: Loop, new: Graph) -> None:
-        """Add a loop; what it reads in slices is brought in by each iteration, what it reads whole before it."""
+        """Add a loop; slices are fetched in each iteration, captured tensors before it."""
         host, old = self.on_host(op), loop.body
         self.leaving |= {t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.leaves(r)}
         starts = [self.at(self.found(t, op, new), op, new, host=host) for t in loop.starts]
@@ -338,7 +338,7 @@ class _Offloader(Rewriter):
         self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
 
     def sliced(self, t: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return a tensor that iterations read slice by slice, copied once if several loops on the host read it."""
+        """Return a sliced operand, copied once if several loops on the host read it."""
         found = self.found(t, op, new)
         loops = [reader for reader in t.graph.successors(t) if reader.loop is not None and reader.phase == op.phase]
         if not found.storage.pieces or found.storage.host or len(loops) < 2 or not all(map(self.on_host, loops)):
@@ -353,14 +353,14 @@ class _Offloader(Rewriter):
         return (transfer(x, self.link, to="host"),)
 
     def left(self, t: Tensor, op: Op) -> Tensor:
-        """Return a result of an iteration, on the host if it is offloaded; an inner loop has moved its own results."""
+        """Return an output of an iteration, on the host if offloaded; an inner loop has moved its own results."""
         there = self.there(t)
         return self.away.get(t, there) if t in self.leaving else there
 
     def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return a tensor that all iterations read whole, copied if all readers are in the other memory.
+        """Return a captured operand, copied before the loop if all readers are in the other memory.
 
-        Each micro-batch is a forward and a backward pass, and has copies of its own.
+        Each micro-batch has its own forward and backward pass, with their own copies.
         """
         sides = {self.on_host(reader) for reader in self.readers(f)}
         whole = len(sides) == 1 and not found.storage.pieces and not is_pass(f.graph)
@@ -368,7 +368,7 @@ class _Offloader(Rewriter):
 
 
 def _is_view(op: Op) -> bool:
-    """Whether an op does nothing but to say something of an operand."""
+    """Whether an op neither reads nor writes memory, and only returns an operand in another form."""
     if op.body is not None or not op.operands or op.kind.overwrites() or isinstance(op.kind, Collective):
         return False
     shares = all(any(t.storage is x.storage for x in op.operands) for t in op.results)

@@ -1,4 +1,7 @@
-"""What ranks of a pipeline hold and send, counted in the action lists of their schedules."""
+"""Pipeline schedules: per-rank action lists, their idle time, and the activations in flight.
+
+A schedule is one symbolic description. Closed forms are derived from it and checked against its action lists.
+"""
 
 from __future__ import annotations
 
@@ -45,46 +48,45 @@ __all__ = [
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
-# Schedules of a pipeline: one description each, from which action lists and all that is counted in them follow.
 
 _MOST_ACTIONS = 5_000_000
 _M, _P, _V, _PLACE = dims("m p v place")
 
 
 class Action(NamedTuple):
-    """What a rank does at its turn."""
+    """One step of a rank: a computation, a send or a receive."""
 
     kind: str
-    """F forward; I the gradient of the input, W of the weights, B both at once; `send F`, `receive F`, and of B"""
+    """F forward; I input gradient, W weight gradient, B both at once; `send F`, `receive F`, and the same for B"""
     stage: int
-    """stage of the model, from 0"""
+    """stage of the model, counted from 0"""
     micro_batch: int
-    """number of the micro-batch, from 0"""
+    """micro-batch, counted from 0"""
     peer: int | None = None
-    """the rank at the other end of a send or receive"""
+    """rank at the other end of a send or receive"""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a rank does, as phases of words that are repeated.
+    """A rank's work, as phases in which a sequence of words repeats.
 
-    A word is an action and, where its chunk is not the next one in turn, the chunk of the rank that it is of; `W` is
-    of the oldest micro-batch whose weights have no gradient yet. Counts are formulas of micro-batches m, ranks p,
-    chunks v of a rank, and the rank r.
+    A word is an action, followed by the rank's chunk unless chunks take turns. A bare `W` belongs to the oldest
+    micro-batch without weight gradients. Counts are formulas in micro-batches m, ranks p, chunks v per rank, and the
+    rank r.
     """
 
     phases: Callable[[Any, Any, Any, Any], list[tuple[str, Any]]]
-    """words, and how often they are repeated"""
+    """words, and their number of repetitions"""
     least: Callable[[Any, Any], Any] = lambda m, p: m - 1
-    """not negative where there are micro-batches enough"""
+    """formula that must not be negative, so that there are enough micro-batches"""
     chunks: int | None = 1
-    """stages of a rank, None for any number"""
+    """stages per rank, None for any number"""
     folded: bool = False
-    """a rank has the stages r and 2 p - 1 - r instead of r, r + p, ..."""
+    """whether a rank has stages r and 2 p - 1 - r instead of r, r + p, ..."""
     whole: bool = False
-    """ranks take turns with p micro-batches of each chunk: their number is a multiple of p"""
+    """whether p micro-batches of each chunk alternate, so that m is a multiple of p"""
     both_ways: bool = False
-    """micro-batches enter at both ends, half of them each: two half pipelines, folded and face to face"""
+    """whether half the micro-batches enter at each end: two folded half pipelines, face to face"""
 
 
 def _gpipe(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
@@ -92,7 +94,7 @@ def _gpipe(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
 
 
 def _one_by_one(ahead: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any, Any], list[tuple[str, Any]]]:
-    """Return phases of as many forwards as are ahead of the first backward, then one each in turn."""
+    """Return the phases of a 1F1B schedule: `ahead` warm-up forwards, the steady state, and the cool-down."""
 
     def phases(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
         every = (m * v, ahead(p, v, r))
@@ -103,7 +105,7 @@ def _one_by_one(ahead: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, An
 
 
 def _zero_bubble(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
-    # gradients of weights lag by r, so that all ranks hold the same number of micro-batches
+    # weight gradients lag by r, so that all ranks hold the same number of micro-batches
     w = v * p - r
     return [("F", w), ("I F", r), ("I W F", m * v - w - r), ("I W", w), ("W", r)]
 
@@ -125,17 +127,16 @@ def _dualpipe_v(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
 
 @cache
 def here() -> sympy.Expr:
-    """Return the rank in formulas of a schedule."""
-    # a symbol is positive, and ranks count from 0; no formula is made while the package is imported: sympy's first sum
-    # imports its tensors
+    """Return the rank in a schedule's formulas."""
+    # symbols are positive, ranks start at 0; a function, as sympy's first sum imports its tensor module
     return _PLACE - 1
 
 
 SCHEDULES: Mapping[str, Schedule] = {
     # Huang et al. 2018, arXiv 1811.06965
     "gpipe": Schedule(_gpipe),
-    # Narayanan et al. 2021, arXiv 2104.04473: the first backward reaches rank r behind the forwards of p - r
-    # micro-batches; with chunks, behind those of all but the last one, and a step there and back from the last rank
+    # Narayanan et al. 2021, arXiv 2104.04473: before its first backward, rank r runs the forwards of p - r
+    # micro-batches; if interleaved, of all chunks but the last, plus a round trip from the last rank
     "1f1b": Schedule(_one_by_one(lambda p, v, r: p - r)),
     "interleaved": Schedule(
         _one_by_one(lambda p, v, r: (v - 1) * p + 2 * (p - 1 - r) + 1), lambda m, p: m - p, None, whole=True
@@ -152,11 +153,11 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
-# -- what is asked ---------------------------------------------------------------------------------------------------
+# -- validity --------------------------------------------------------------------------------------------------------
 
 
 def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
-    """Yield formulas, what they are, and their least value."""
+    """Yield formulas, their descriptions, and their minimum values."""
     made = SCHEDULES[name]
     yield made.least(_M, _P), "micro-batches above the fewest", 0
     if made.chunks is None:
@@ -176,9 +177,9 @@ def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
 def asked(
     name: object, pp: object, micro_batches: object, virtual: object = None, rank: object = None, fewest: int = 1
 ) -> tuple[dict[str, Poly], tuple[Validity, ...]]:
-    """Return the sizes of a schedule by the names of its formulas, and what is asked of those that are open.
+    """Return the sizes of a schedule by symbol name, and the conditions on symbolic sizes.
 
-    A formula that holds from some number of ranks on says so by `fewest`, which a number is not held to.
+    `fewest` is the number of ranks from which a formula holds; it applies to a symbolic number of ranks only.
     """
     need_choice("schedule", name, SCHEDULES)
     assert isinstance(name, str)
@@ -203,7 +204,7 @@ def asked(
 
 
 def done_by(made: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[str, int, int]]:
-    """Yield action, chunk and number of micro-batch of a rank."""
+    """Yield a rank's actions with chunk and micro-batch, in order."""
     turns: Counter[str] = Counter()
     done: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
@@ -235,13 +236,13 @@ def _actions(name: str, m: int, p: int, v: int, r: int) -> Iterator[Action]:
         return
     mirrored = min(r, p - 1 - r)
     for kind, chunk, k in done_by(made, m // 2, p // 2, v, mirrored):
-        # the second chunk is of micro-batches that entered at the other end
+        # the second chunk belongs to micro-batches that entered at the other end
         other = chunk != (r != mirrored)
         yield Action(kind, p - 1 - mirrored if chunk else mirrored, k + other * m // 2)
 
 
 def _with_sends(ranks: list[list[Action]]) -> list[list[Action]]:
-    """Return lists with a receive right before what needs it and a send right behind what it is of."""
+    """Insert each receive right before its consumer, and each send right after its producer."""
     owner = {(a.stage, a.micro_batch): r for r, actions in enumerate(ranks) for a in actions if a.kind == "F"}
     out: list[list[Action]] = []
     for r, actions in enumerate(ranks):
@@ -260,28 +261,28 @@ def _with_sends(ranks: list[list[Action]]) -> list[list[Action]]:
 def schedule(
     name: str, pp: int, micro_batches: int, virtual: int | None = None, *, sends: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return what each rank of a pipeline does, in its order.
+    """Return a pipeline's action list for each rank.
 
     Parameters
     ----------
     name : str
         gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev.
     pp, micro_batches : int
-        Ranks, and micro-batches of a step.
+        Ranks, and micro-batches per step.
     virtual : int, optional
-        Stages of a rank: by default what the schedule has, 2 where it has any number.
+        Stages per rank. Default: the number that the schedule requires, else 2.
     sends : bool
-        Whether sends and receives are listed too: a receive right before what needs it.
+        Whether to list sends and receives as well, each receive right before its consumer.
 
     Returns
     -------
     tuple of tuple of Action
-        By rank.
+        One action list per rank.
 
     Raises
     ------
     BindingError, GraphError, ShapeError, UnsupportedError
-        If the schedule is unknown, has no action lists for these numbers, or they are too long.
+        If the schedule is unknown or not defined for these numbers, or the lists are too long.
 
     Examples
     --------
@@ -300,20 +301,19 @@ def schedule(
     return tuple(map(tuple, _with_sends(ranks) if sends else ranks))
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
-# Actions of a pipeline played as events, and the idle time of its ranks in closed form for any times.
+# -- simulation --------------------------------------------------------------------------------------------------------
 
 _EVENTS_P, _F, _I, _W = dims("p forward input weight")
-#: The times in the formulas of `idle`, of which each row of `idle_at` has amounts.
+#: Symbols of `idle`, in the order of the columns of `idle_at`.
 TIMES = (_F, _I, _W)
-#: Rows of amounts of forward, input and weight in a time; the largest of them is meant.
+#: Action times as coefficient rows for forward, input and weight time; a time is the maximum of its rows.
 COSTS = {"F": (1, 0, 0), "I": (0, 1, 0), "W": (0, 0, 1), "B": (0, 1, 1)}
 _SAMPLES = 6
 _MANY = 16
 
 
 def _needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
-    """Yield forwards and gradients of inputs that are there before an action starts."""
+    """Yield the forwards and input gradients that an action depends on."""
     kind, stage, number, _ = action
     if kind == "F":
         yield from [("F", stage - 1, number)] if stage else []
@@ -328,7 +328,7 @@ def played(
     ranks: Sequence[Sequence[Action]], zero: Any, after: Callable[[Any, Action], Any],
     latest: Callable[[list[Any]], Any], sent: Callable[[Any], Any] = lambda time: time,
 ) -> list[list[tuple[Action, Any, Any]]]:  # fmt: skip
-    """Return when each action starts and ends, in any order of numbers that has a latest of several."""
+    """Return start and end of each action, for any ordered time type with a `latest`."""
     last = max((a.stage for actions in ranks for a in actions), default=0)
     done: dict[tuple[str, int, int], tuple[int, Any]] = {}
     out: list[list[tuple[Action, Any, Any]]] = [[] for _ in ranks]
@@ -354,17 +354,17 @@ def played(
     return out
 
 
-# -- the idle share as a formula -------------------------------------------------------------------------------------
+# -- idle time in closed form ----------------------------------------------------------------------------------------
 
 
 def _hull(rows: Table) -> Table:
-    """Keep the rows of which one is the largest for some times of forward, input and weight."""
+    """Keep the rows that are the maximum for some forward, input and weight times."""
     rows = rows[skyline(rows, range(len(rows)))]
     return rows[corners(rows)]
 
 
 def _latest(times: Sequence[Table]) -> Table:
-    found = np.vstack(times)  # of few rows, corners are not worth their search
+    found = np.vstack(times)  # with few rows, searching for corners does not pay off
     return (
         found if len(times) == 1 else found[skyline(found, range(len(found)))] if len(found) < _MANY else _hull(found)
     )
@@ -372,9 +372,9 @@ def _latest(times: Sequence[Table]) -> Table:
 
 @cache
 def idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
-    """Return the idle time of a step: the largest of some sums of times, for any times, as amounts of each of three.
+    """Return a step's idle time for any action times: the coefficient rows whose maximum it is.
 
-    The events are those of `simulate`; a time is a set of sums, the largest of which it is.
+    Events are as in `simulate`.
     """
     ranks = schedule(name, p, m, v)
     costs = {kind: np.array([cost]) for kind, cost in COSTS.items()}
@@ -385,7 +385,7 @@ def idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
 
 
 def sizes(name: str, p: int) -> Iterator[tuple[int, int]]:
-    """Yield micro-batches and chunks that a schedule has lists for on some ranks: the fewest, and a few more."""
+    """Yield valid numbers of micro-batches and chunks for some ranks: the fewest, and a few more."""
     made = SCHEDULES[name]
     step = p if made.whole else 2 if made.both_ways else 1
     ranks = p // 2 if made.both_ways else p
@@ -398,10 +398,10 @@ def sizes(name: str, p: int) -> Iterator[tuple[int, int]]:
 
 @cache
 def idle(name: str) -> tuple[tuple[sympy.Expr, ...], int]:
-    """Return the sums of which the idle time is the largest, in the number of ranks, and from how many ranks on.
+    """Return formulas in the number of ranks whose maximum is the idle time, and the fewest ranks they hold for.
 
-    A run on a few ranks has its idle time in closed form, for any times. What is asked of all runs: chunks and
-    micro-batches do not matter, and each sum grows by the same amounts with every rank.
+    They are fitted to runs on a few ranks. In all runs, the idle time must not depend on chunks and micro-batches, and
+    each formula must grow linearly with the number of ranks.
     """
     step = 2 if SCHEDULES[name].both_ways else 1
     counts = range(step, step * (_SAMPLES + 1), step)
@@ -423,28 +423,28 @@ def _as_rows(table: Table) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(int(n) for n in row) for row in table))
 
 
-# -- in flight ---------------------------------------------------------------------------------------------------------
+# -- in-flight micro-batches -------------------------------------------------------------------------------------------
 
 _IN_FLIGHT_M, _IN_FLIGHT_P, _IN_FLIGHT_V, _IN_FLIGHT_PLACE = dims("m p v place")
 
-# -- chunks that wait -----------------------------------------------------------------------------------------------
+# -- chunks in flight ------------------------------------------------------------------------------------------------
 
 _MOST_RANKS = 4
 _LEAVES = {"F": (1, 0), "I": (-1, 1), "B": (-1, 0), "W": (0, -1)}
-"""what an action adds to chunks that wait for their backward pass, and for gradients of their weights"""
+"""change in the numbers of chunks that await their backward pass, and their weight gradients, per action"""
 _OWN = {"F": (0, 0), "I": (1, 0), "B": (1, 0), "W": (0, 1)}
-"""whether the chunk that it is of waits there itself before"""
+"""whether the action's own chunk is among those before it"""
 _BYTES = np.array([(i, j) for i in range(8) for j in range(8)]).T
-"""what chunks may hold, both of these"""
+"""sample sizes of the two kinds of waiting chunks"""
 
 _Pair: TypeAlias = tuple[Any, Any]
 _Played: TypeAlias = list[tuple[str, int, int]]
-#: What of the chunks beside one that an action of a kind is of is asked for, if anything.
+#: Selects the relevant counts of other waiting chunks, given an action's kind; None to skip it.
 _Asked: TypeAlias = Callable[[str, Any, Any], _Pair | None]
 
 
 def _samples(made: Schedule) -> Iterator[tuple[int, int, int]]:
-    """Yield numbers of micro-batches, ranks and chunks that a schedule has lists for: the fewest, and more."""
+    """Yield valid numbers of micro-batches, ranks and chunks: the fewest, and more."""
     for p in range(1, _MOST_RANKS + 1):
         fewest = max(1, -int(made.least(0, p)))
         for v in (2, 3) if made.chunks is None else (made.chunks,):
@@ -454,16 +454,16 @@ def _samples(made: Schedule) -> Iterator[tuple[int, int, int]]:
 
 @cache
 def _lists(name: str) -> tuple[tuple[tuple[int, int, int, int], _Played], ...]:
-    """Return lists of all ranks, each with micro-batches, ranks, chunks and its rank."""
+    """Return the action lists for all ranks, with micro-batches, ranks, chunks and the rank."""
     made = SCHEDULES[name]
     every = [(m, p, v, r) for m, p, v in _samples(made) for r in range(p)]
     return tuple((sizes, list(done_by(made, *sizes))) for sizes in every)
 
 
 def _of_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what waits beside each action of the first and of the last repetition of each phase.
+    """Yield the other waiting chunks at each action in the first and last repetition of each phase.
 
-    From one repetition to the next it changes by the same numbers: no other one has more of both, or of a sum of both.
+    Counts change linearly between repetitions, so neither they nor their sums are larger in between.
     """
     held: _Pair = (0, 0)
     for words, count in SCHEDULES[name].phases(m, p, v, r):
@@ -479,7 +479,7 @@ def _of_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str,
 
 
 def _of_list(actions: _Played) -> Iterator[tuple[str, int, int]]:
-    """Yield what waits beside each action of a list."""
+    """Yield the other waiting chunks at each action in a list."""
     held: _Pair = (0, 0)
     for kind, _, _ in actions:
         yield kind, *_minus(held, _OWN[kind])
@@ -495,10 +495,10 @@ def _minus(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_Pair]:
-    """Return formulas of what waits, the largest of which is what waits at the most: few, chosen by lists.
+    """Return formulas whose maximum is the peak number of waiting chunks: few, selected by the action lists.
 
-    Where a phase is not done on some rank, what would be held in it says nothing, and most times hold less than others.
-    With `within` it may be more, but no more than what is asked for by that.
+    Excluded are formulas that overestimate on some rank, where their phase may not occur, and dominated ones. With
+    `within`, the maximum may exceed the selected peak up to the one that `within` selects.
     """
     rows = [[found for at in _of_phases(name, *sizes) if (found := asked_for(*at))] for sizes, _ in _lists(name)]
     might = np.array(rows, dtype=np.int64) @ _BYTES
@@ -522,18 +522,17 @@ def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_P
 
 
 def _of_whole(name: str, formula: Any) -> Poly:
-    """Return a formula of a schedule's phases in ranks and micro-batches of the whole pipeline."""
+    """Express a formula in ranks and micro-batches of the whole pipeline, not one half."""
     halves = {"p": poly(_IN_FLIGHT_P / 2), "m": poly(_IN_FLIGHT_M / 2)} if SCHEDULES[name].both_ways else {}
     return poly(formula).bind(halves)
 
 
 @cache
 def beside(name: str) -> tuple[tuple[Poly, Poly, bool], ...]:
-    """Return how many chunks wait beside one that runs, for their backward pass and for gradients of weights alone.
+    """Return the numbers of other chunks in flight: awaiting their backward pass, and only their weight gradients.
 
-    At all times at which one of both, or a sum of both, may be largest, and whether the one that runs makes all of its
-    gradients at once where others make those of weights later. Beside a forward wait those that wait beside what
-    follows it.
+    There is one pair for each time at which either, or a weighted sum, may peak, with a flag for actions that compute
+    input and weight gradients together in a schedule that splits others. A forward counts like the action after it.
     """
 
     def beside_of(kinds: str) -> _Asked:
@@ -547,20 +546,20 @@ def beside(name: str) -> tuple[tuple[Poly, Poly, bool], ...]:
 
 @cache
 def _most_held(name: str, until: str) -> Poly:
-    """Return how many chunks wait at the most, the one included that an action is of: right behind a forward."""
+    """Return the peak number of waiting chunks including the running one, right after a forward."""
     later = int(until == "weights")
     found = _most(name, lambda kind, a, b: (a + 1 + b * later, 0) if kind == "F" else None)
     return poly(sympy.Max(*(p.expr for p, _ in found)))
 
 
-# -- chunks apart ----------------------------------------------------------------------------------------------------
+# -- chunks counted separately ---------------------------------------------------------------------------------------
 
 
 def _fitted(name: str, count: Callable[[_Played, int], int], at: str, *, enough: bool) -> Poly:
-    """Return what is counted in lists as a formula that is linear in ranks, in chunks, and in their product.
+    """Fit a count over the action lists by a formula linear in ranks, in chunks, and in their product.
 
-    With `enough` it is the smaller one of the number of micro-batches and such a formula. It is that of all lists, or
-    there is none.
+    With `enough` the formula is capped by the number of micro-batches. Raises UnsupportedError unless it is exact for
+    all lists.
     """
     made = SCHEDULES[name]
     terms = [sympy.Integer(1), _IN_FLIGHT_P, *([here()] if at == "any" else [])]
@@ -584,7 +583,7 @@ def _fitted(name: str, count: Callable[[_Played, int], int], at: str, *, enough:
 
 @cache
 def reached(name: str) -> Poly:
-    """Return how many gradients of weights are made until each chunk of a rank has one."""
+    """Return the number of weight gradients until each chunk of a rank has one."""
 
     def count(actions: _Played, v: int) -> int:
         done = [chunk for kind, chunk, _ in actions if kind in "BW"]
@@ -595,9 +594,10 @@ def reached(name: str) -> Poly:
 
 @cache
 def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
-    """Return how many micro-batches of an end of the model a rank holds at the most until both gradients are there.
+    """Return the peak number of micro-batches that a rank holds of the first or last stage of the model.
 
-    Until those that go to other ranks, and beside one that runs until those of weights.
+    The first number counts until the input gradient, the second those that await only weight gradients beside a
+    running one.
     """
     folded = SCHEDULES[name].folded
 
@@ -616,7 +616,7 @@ def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
 
 @cache
 def at_last(name: str, chunk: int, at: str) -> Poly:
-    """Return how many micro-batches of a chunk, 0 or -1, wait for their backward pass at the last forward of a rank."""
+    """Return how many micro-batches of chunk 0 or -1 await their backward pass at a rank's last forward."""
 
     def count(actions: _Played, v: int) -> int:
         last = max(i for i, (kind, *_) in enumerate(actions) if kind == "F")
@@ -626,13 +626,13 @@ def at_last(name: str, chunk: int, at: str) -> Poly:
     return _fitted(name, count, at, enough=True)
 
 
-# -- what is asked ---------------------------------------------------------------------------------------------------
+# -- public counts ---------------------------------------------------------------------------------------------------
 
 
 def in_flight(
     schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula, until: str = "input"
 ) -> Formula:
-    """Return how many micro-batches a rank holds at the most, those of its chunks counted apart.
+    """Return the peak number of in-flight micro-batches of a rank, counted per chunk.
 
     Parameters
     ----------
@@ -641,24 +641,24 @@ def in_flight(
     pp : int or sympy.Expr
         Ranks of the pipeline.
     micro_batches : int or sympy.Expr
-        Micro-batches of a step.
+        Micro-batches per step.
     virtual : int or sympy.Expr, optional
-        Chunks of a rank: by default what the schedule has, 2 where it has any number.
+        Chunks per rank. Default: the number that the schedule requires, else 2.
     rank : int or sympy.Expr
-        The rank, from 0; a formula such as `r - 1` counts from there too.
+        The rank, counted from 0, also in a formula such as `r - 1`.
     until : str
-        input: from a forward until the gradient of its input; weights: until the gradient of its weights.
+        `input`: from a forward until its input gradient; `weights`: until its weight gradient.
 
     Returns
     -------
     int or sympy.Expr
-        Chunks of one micro-batch, each a virtual-th of what a rank has; the largest sum over the phases of the
-        schedule. A formula holds under the conditions of the schedule, which are looked at when it is bound.
+        Chunks of one micro-batch, each 1/virtual of a rank's layers; the maximum over the phases of the schedule. The
+        validity conditions of a formula are checked when it is bound.
 
     Raises
     ------
     BindingError, GraphError, ShapeError
-        If the schedule is unknown, or has no action lists for these numbers.
+        If the schedule is unknown or not defined for these numbers.
 
     Examples
     --------
@@ -675,31 +675,31 @@ def in_flight(
 
 
 def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula) -> Formula:
-    """Return how many tensors a rank sends in a step, results of stages and gradients of their inputs together.
+    """Return the number of tensors that a rank sends in a step: activations and their gradients.
 
     Parameters
     ----------
     schedule : str
-        As of `in_flight`.
+        As in `in_flight`.
     pp : int or sympy.Expr
         Ranks of the pipeline.
     micro_batches : int or sympy.Expr
-        Micro-batches of a step.
+        Micro-batches per step.
     virtual : int or sympy.Expr, optional
-        Chunks of a rank.
+        Chunks per rank.
     rank : int or sympy.Expr
-        The rank, from 0.
+        The rank, counted from 0.
 
     Returns
     -------
     int or sympy.Expr
-        Sends. Each of v stages sends on m results and back m gradients, but for the last and the first stage of the
-        model, and from stage to stage of one rank nothing is sent.
+        Each of v stages sends m activations forward and m gradients back, except at the ends of the model and between
+        stages on the same rank.
 
     Raises
     ------
     BindingError, GraphError, ShapeError
-        As `in_flight`.
+        As in `in_flight`.
 
     Examples
     --------
@@ -708,26 +708,25 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
     [16, 32, 32, 16]
     """
     values, held = asked(schedule, pp, micro_batches, virtual, rank)
-    # 1 where there is a rank on that side, else 0
+    # 1 if there is a neighbour on that side, else 0
     before, behind = sympy.Min(1, here()), sympy.Min(1, _IN_FLIGHT_P - 1 - here())
     made = SCHEDULES[schedule]
-    if made.both_ways:  # of each half, the same rank is the first for one and the last for the other
+    if made.both_ways:  # a rank is the first for one half and the last for the other
         found = _IN_FLIGHT_M * (before + behind)
-    elif made.folded:  # to both neighbours, on the way there and on the way back
+    elif made.folded:  # to both neighbours, in both directions
         found = 2 * _IN_FLIGHT_M * (before + behind)
-    else:  # ranks are a ring for all but the ends of the model
+    else:  # ranks form a ring, except at the ends of the model
         found = _IN_FLIGHT_M * (2 * (_IN_FLIGHT_V - 1) * sympy.Min(1, _IN_FLIGHT_P - 1) + before + behind)
     return answer(poly(found).bind(values), held)
 
 
-# -- stages held -------------------------------------------------------------------------------------------------------
-# What ranks of a pipeline hold of micro-batches that wait, from their schedules.
+# -- activations held by a rank ----------------------------------------------------------------------------------------
 
 
 class Order:
-    """The order in which ranks of a pipeline work: of one whose micro-batches enter at both ends, of one half of it.
+    """Execution order of a pipeline, or of one half if micro-batches enter at both ends.
 
-    A rank has some groups of layers, a step some micro-batches.
+    `groups` counts layer groups per rank, `micro_batches` those per step.
     """
 
     def __init__(self, name: str, pp: Poly, micro_batches: Poly, groups: Poly) -> None:
@@ -736,22 +735,22 @@ class Order:
         half = 2 if self.made.both_ways else 1
         self.p, self.m = pp / half, micro_batches / half
         self.splits = any("W" in words for words, _ in self.made.phases(*_SOME))
-        """Whether gradients of weights come later than those that are handed back."""
+        """Whether weight gradients are computed later than input gradients."""
 
     def held(self, rank: Poly, *, first: bool, last: bool, later: bool) -> Iterator[Held]:
-        """Yield what a rank holds beside a pass through all of its groups, at times at which that may be the most.
+        """Yield the activations that a rank holds beside a pass through its groups, at each potential peak.
 
-        Ranks are counted from 0; `first` and `last` say whether it has that end of the model, `later` whether gradients
-        of all its weights are there.
+        `rank` counts from 0, `first` and `last` tell whether it has that end of the model, and `later` whether all its
+        weight gradients exist already.
         """
         sizes = {**dict(zip("pm", self.whole, strict=True)), "v": self.v, "place": rank + 1}
         for *pair, at_once in beside(self.name):
             waits, weights = (n.bind(sizes) for n in pair)
-            if later:  # all that are left but the one that runs
+            if later:  # everything left except the running one
                 every = smaller(waits + weights, self.m * self.v - reached(self.name).bind(sizes) - 1)
                 weights = smaller(weights, every) if weights else ZERO
                 waits = every - weights
-            # what waits for its backward pass beyond the groups that the pass itself goes through
+            # chunks that await their backward pass beyond the groups that the pass itself goes through
             beyond = waits - (self.v - 1)
             before, behind = (
                 self.of_end(at_end, sizes) if there and self.v != ONE else (beyond, weights)
@@ -760,17 +759,17 @@ class Order:
             yield (beyond, weights, *before, *behind, ONE if at_once else ZERO)
 
     def of_end(self, last: bool, sizes: Mapping[str, Poly]) -> tuple[Poly, Poly]:
-        """Return how many micro-batches of an end of the model wait, one that runs left out."""
+        """Return the numbers of waiting micro-batches of an end of the model, without the running one."""
         waits, weights = (n.bind(sizes) for n in of_end(self.name, last))
         return waits - 1, weights
 
     def ends(self, *, first: bool, last: bool, turns: bool) -> tuple[Poly, Poly]:
-        """Return how many micro-batches wait at the last forward where nothing is received, and where nothing is sent.
+        """Return the micro-batches waiting at the last forward, in groups that receive nothing and that send nothing.
 
-        These are the first and the last group of the model, and on the rank where a folded pipeline turns the second
-        and the first one of its own.
+        These are the first and last group of the model; on the rank where a folded pipeline turns, its own second and
+        first group.
         """
-        if self.v == ONE:  # a rank has that group alone, or none of it
+        if self.v == ONE:  # a single group per rank
             return ZERO, ZERO
         folded, sizes = self.made.folded, {**dict(zip("pm", self.whole, strict=True)), "v": self.v}
         if folded and turns and not last:
@@ -780,5 +779,5 @@ class Order:
         return found[0].bind(sizes), found[1].bind(sizes)
 
 
-#: Micro-batches, ranks, groups and a rank for which each schedule has all of its phases.
+#: Micro-batches, ranks, groups and a rank for which every schedule has all its phases.
 _SOME = (12, 4, 2, 1)

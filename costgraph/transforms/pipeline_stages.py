@@ -1,4 +1,8 @@
-"""The part of a graph that one rank of a pipeline does."""
+"""Pipeline parallelism: cut a step between layers into the graphs of its pipeline ranks.
+
+Finds the cut, copies the part of each rank with its sends and receives, and, for zero-bubble schedules, splits the
+backward pass into input gradients and weight gradients.
+"""
 
 from __future__ import annotations
 
@@ -48,43 +52,42 @@ __all__ = [
 ]
 
 
-# -- stages plan -------------------------------------------------------------------------------------------------------
-# Where a graph is cut into stages: loops over layers that each of them has a part of, and what is at either end.
+# -- where to cut ------------------------------------------------------------------------------------------------------
 
-#: Phases of what goes back through the layers.
+#: Phases of the backward pass through the layers.
 BACK = ("backward", "recompute")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a step is cut."""
+    """Where a step is cut: between a loop's layers, and between this loop and the ops at either end."""
 
     home: Graph
-    """Where the loops over layers stand: the step, or the body of its loop over micro-batches."""
+    """Graph that contains the loops over layers: the step, or its loop body over micro-batches."""
     forward: Op
     backward: Op | None
-    """None of a pass that has no gradients."""
+    """None for a pass without gradients."""
     behind: frozenset[Op]
-    """Ops that read what the last layer hands on, but for those that read gradients of what the first one was given."""
+    """Last-stage ops, after the forward layers and before the backward ones."""
     before: Poly
-    """How many layers of another kind stand before those that are cut: all are of the first stage."""
+    """Number of leading layers of another kind, all in the first stage."""
     ahead: frozenset[Op] = frozenset()
-    """Ops that read these gradients."""
+    """First-stage ops that read the gradients of the first layer's inputs."""
     sums: Mapping[Op, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
+    """Sums of gradients from both stages, for shared parameters, with their two terms."""
     added: frozenset[Op] = frozenset()
     """Ops that read these sums."""
     weights: frozenset[Op] = frozenset()
-    """Loops over layers left to do for gradients of weights, where these come later, and what lives until then."""
+    """Loops that compute weight gradients later, and the `Keep` ops that extend live ranges until then."""
 
     @property
     def loops(self) -> frozenset[Op]:
-        """Loops over layers, of which every stage has its part."""
+        """Loops over layers that are divided between the stages."""
         return self.weights | ({self.forward} if self.backward is None else {self.forward, self.backward})
 
 
 def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
-    """Return the ops of a graph that depend on some tensors, not those behind a loop where these end."""
+    """Return the ops that depend on `starts`, up to the loop `stop`."""
     reached, found = set(starts), set()
     for op in home.ops:
         if op is not stop and op.phase != "optimizer" and not reached.isdisjoint(op.operands):
@@ -94,7 +97,7 @@ def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[
 
 
 def planned(graph: Graph) -> Plan:
-    """Find where a graph is cut: around its last loop over layers, and the one that goes back through it if any."""
+    """Find where a graph is cut: at its last loop over layers and that loop's backward loop, if any."""
     both = [op.loop.body for op in graph.ops if op.loop is not None and is_pass(op.loop.body)]
     home = both[0] if both else graph
     loops = [op.loop for op in home.ops if op.loop is not None and op.loop.starts and op.phase != "optimizer"]
@@ -126,7 +129,7 @@ def planned(graph: Graph) -> Plan:
 
 
 def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
-    """Yield the ops that add what the last stage makes to what the first one makes."""
+    """Yield the ops that add last-stage gradients to first-stage ones."""
     for op in home.ops:
         late = [t for t in op.operands if t.producer in behind] if op in ahead else []
         if not late:
@@ -142,18 +145,18 @@ def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[
 
 
 def micro_batches_of(graph: Graph) -> Poly:
-    """Return how many micro-batches a step has."""
+    """Return the number of micro-batches in a step."""
     return next((op.loop.count for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), ONE)
 
 
-# -- stages cut --------------------------------------------------------------------------------------------------------
+# -- the part of a rank ------------------------------------------------------------------------------------------------
 
 
 class Share(Rewriter):
-    """Copies of a step what one rank does; what is left out has nothing that stands for it.
+    """Copies one rank's part of a step; tensors on other ranks map to None.
 
-    Where a rank has several groups of layers it goes through all of them, and between two of them sends on what the
-    one has made and receives what the next one starts from.
+    A rank with several layer groups runs them one after the other, sending its activations and receiving the next
+    ones in between.
     """
 
     def __init__(
@@ -170,19 +173,19 @@ class Share(Rewriter):
         super().__init__(values)
         self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
         self.alike, self.part = set[Tensor](), set[Tensor]()
-        """scalars of which all stages have the same, and stacks of scalars of which each one has some"""
+        """Scalars equal on all stages, and stacks of scalars that are split between stages."""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
         self.half = half
-        """Whether half of the micro-batches enter at each end: a pass is of one of each, of other groups of layers."""
+        """Whether half the micro-batches enter at each end: a pass runs one from each, in different layer groups."""
         self.wanted: set[Tensor] = set()
         self.kept = self.needed()
         self.used = self.sources()
         self.left = self.left_out()
 
-    # -- what is kept --------------------------------------------------------------------------------------------
+    # -- selection -----------------------------------------------------------------------------------------------
 
     def needed(self) -> set[Op]:
-        """Return the ops of the pass that this stage does, and note the tensors that they read."""
+        """Return the ops that this stage executes, and record the tensors they read."""
         plan, kept = self.plan, {*self.plan.loops}
         if self.last:
             kept |= plan.behind | plan.added | plan.sums.keys()
@@ -200,7 +203,7 @@ class Share(Rewriter):
         return kept
 
     def unread(self, op: Op) -> bool:
-        """Whether an op of the forward pass is there for what it writes into."""
+        """Whether a forward op has only a side effect: it writes into its operand."""
         return (
             op.phase == "forward"
             and bool(op.kind.overwrites())
@@ -208,7 +211,7 @@ class Share(Rewriter):
         )
 
     def read(self, op: Op) -> tuple[Tensor, ...]:
-        """Return the operands that this stage has."""
+        """Return the operands that exist on this stage."""
         assert op.kind is not None
         if self.arrives(op):
             assert isinstance(op.kind, Repeat)
@@ -220,7 +223,7 @@ class Share(Rewriter):
         return op.operands
 
     def begun(self, op: Op) -> Tensor | None:
-        """Return what a sum starts from without the terms of the last stage, None for a sum of two terms."""
+        """Return a sum's initial value without last-stage terms, None for a sum of two terms."""
         t = op.operands[0]
         while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
             if not isinstance(t.producer.kind, Accumulate):
@@ -229,15 +232,15 @@ class Share(Rewriter):
         return t if isinstance(op.kind, Accumulate) else None
 
     def arrives(self, op: Op) -> bool:
-        """Whether the carries of a loop come from a neighbour."""
+        """Whether a loop's carries are received from a neighbour."""
         return (op is self.plan.forward and not self.first) or (op is self.plan.backward and not self.last)
 
     def leaves(self, op: Op) -> bool:
-        """Whether what a loop hands on goes to a neighbour."""
+        """Whether a loop's final carries are sent to a neighbour."""
         return (op is self.plan.forward and not self.last) or (op is self.plan.backward and not self.first)
 
     def sources(self) -> set[Tensor]:
-        """Return the tensors around the pass that this stage needs."""
+        """Return the tensors outside the pass that this stage needs."""
         used = set(self.wanted)
         if self.plan.home is not self.graph:
             owner = self.plan.home.owner
@@ -249,16 +252,16 @@ class Share(Rewriter):
         return used
 
     def left_out(self) -> set[Tensor]:
-        """Return the sources of the step that this stage does not have, with what optimizers keep of them."""
+        """Return the sources that this stage does not have, including their optimizer state."""
         sources = [t for t in self.graph.tensors if t.producer is None]
         out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer", "cache")}
         names = {t.name for t in out if t.role == "param"}
         return out | {t for t in sources if t.name.rpartition(".")[0] in names and t.role in ("state", "gradient")}
 
-    # -- what is made --------------------------------------------------------------------------------------------
+    # -- copying -------------------------------------------------------------------------------------------------
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of the rank."""
+        """Return the rank's graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         carry_facts(old, new)
         with opened(levels=()):  # names are complete already
@@ -269,7 +272,7 @@ class Share(Rewriter):
         return new.freeze()
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor | None:
-        """Copy a source, unless it is of another rank."""
+        """Copy a source, unless it belongs to another rank."""
         if old in self.left:
             return None
         made: Tensor = super().source(old, new, suffix)
@@ -285,7 +288,7 @@ class Share(Rewriter):
         return made
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what the rank does of an op."""
+        """Copy the rank's part of an op."""
         if op.graph is self.plan.home and op.phase != "optimizer":
             self.of_pass(op, new)
         elif op.body is self.plan.home:
@@ -296,7 +299,7 @@ class Share(Rewriter):
             self.copy(op, new, suffix)
 
     def of_pass(self, op: Op, new: Graph) -> None:
-        """Add an op of the pass, with what comes before and goes behind it."""
+        """Copy an op in the pass, with its receives and sends."""
         if op not in self.kept:
             self.tensors |= dict.fromkeys(op.results)
             return
@@ -316,7 +319,7 @@ class Share(Rewriter):
             new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
 
     def hand_over(self, op: Op, new: Graph) -> None:
-        """Add what goes on between groups of layers: other ranks have those that are next."""
+        """Add sends and receives between layer groups; the next ones are on other ranks."""
         assert op.loop is not None
         body = new.start_body(f"{op.name}.groups", fused=False)
         starts = [self.tensors[t] for t in op.loop.lasts]
@@ -331,7 +334,7 @@ class Share(Rewriter):
         self.tensors |= dict(zip(op.loop.lasts, made.results, strict=True))
 
     def partly(self, op: Op, new: Graph) -> None:
-        """Add the loop over micro-batches, with the carries and slices that this stage has."""
+        """Copy the loop over micro-batches, with this stage's carries and slices."""
         old, loop = self.plan.home, op.loop
         assert loop is not None
         assert isinstance(op.kind, Repeat)
@@ -358,7 +361,7 @@ class Share(Rewriter):
         self.tensors |= dict(zip((r for _, r in ends), made.results, strict=True))
 
     def around(self, op: Op, new: Graph) -> None:
-        """Add an op outside of the pass, such as an update, unless it is of another stage."""
+        """Copy an op outside the pass, such as an update, unless it belongs to another stage."""
         if op.phase != "optimizer":
             if self.used.isdisjoint(op.results):
                 self.tensors |= dict.fromkeys(op.results)
@@ -391,16 +394,16 @@ class Share(Rewriter):
                 self.norm_of_all(op, new)
 
     def is_alike(self, t: Tensor) -> bool:
-        """Whether all stages have the same: counts of steps and scales, and what is made of these alone."""
+        """Whether a scalar is equal on all stages: step counts, scales, and their functions."""
         return t in self.alike or (not t.ndim and t.producer is None)
 
     @property
     def clips(self) -> bool:
-        """Whether gradients of all parameters have one norm."""
+        """Whether gradients are clipped by a global norm."""
         return any(map(_is_stack, self.graph.ops))
 
     def norm_of_all(self, op: Op, new: Graph) -> None:
-        """Add what makes the norm of all gradients of one of those that a stage has: the root of a sum of squares."""
+        """Turn the norm of a stage's gradients into the global norm: all-reduce the squares, then take the root."""
         if op.results[0].ndim or not isinstance(op.kind, Kernel) or op.kind.body.ops[-1].kind != _ROOT:
             raise UnsupportedError(f"parallelize: pp: {op.name!r} of what each stage has a part of, expected a 2-norm")
         (t,) = op.results
@@ -409,27 +412,27 @@ class Share(Rewriter):
         self.tensors[t] = self.step(_ROOT, t, f"{t.name}.root", op, new)
 
     def meet(self, tensors: Sequence[Tensor], operation: str, op: Op, new: Graph) -> None:
-        """Note where scalars of all stages are put together: once it is known where all else lies."""
+        """Mark scalars for an all-reduce over the stages, inserted once all placements are known."""
         for t in tensors:
             self.tensors[t] = self.step(Keep(), t, f"{t.name}.all_reduce", op, new)
             self.meets[self.tensors[t].producer.name] = operation
             self.alike.add(t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, op: Op, new: Graph) -> Tensor:
-        """Add an op on what stands for a tensor beside another op."""
+        """Add an op on a rewritten tensor, in another op's scope."""
         made = new.add_op(kind, [self.tensors[t]], name, op.phase)
         made.scope = op.scope
         return made.results[0]
 
 
 def _is_stack(op: Op) -> bool:
-    """Whether an op puts scalars of several parameters in a row: norms, of which each stage has some."""
+    """Whether an op stacks one scalar per parameter, such as norms, so that each stage has some."""
     axes = {t.ndim - t.storage.pieces for t in op.operands}
     return op.phase == "optimizer" and isinstance(op.kind, Concat) and axes == {1}
 
 
 def _flags(op: Op) -> Iterator[Tensor]:
-    """Yield the scalars that an op sets where a gradient is not finite."""
+    """Yield the scalars that an op sets if a gradient is not finite."""
     if isinstance(op.kind, Unscale):
         yield op.operands[-1]
     elif op.loop is not None:
@@ -440,24 +443,24 @@ def _flags(op: Op) -> Iterator[Tensor]:
 _ROOT = Pointwise(function=FUNCTIONS["sqrt"])
 
 
-# -- stages halves -----------------------------------------------------------------------------------------------------
-# The backward pass of a step in two halves: gradients that are handed back first, those of weights behind them.
+# -- split backward ----------------------------------------------------------------------------------------------------
+# Zero-bubble schedules compute input gradients first and weight gradients later.
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The ops of a backward pass, those of weights apart."""
+    """Split of a backward pass."""
 
     late: frozenset[Op]
-    """What reaches gradients of weights alone."""
+    """Ops that contribute only to weight gradients."""
     apart: frozenset[Op]
-    """Ops in place whose result gets a storage of its own, as what they would overwrite is read by what comes late."""
+    """In-place ops that become out-of-place, because late ops read the value they would overwrite."""
 
 
 def _parts(ops: Sequence[Op], wanted: Collection[Tensor]) -> _Parts:
-    """Return which ops reach gradients of weights alone: all that what is wanted does not come from.
+    """Split ops into those that `wanted` depends on and late ones, which only weight gradients need.
 
-    What cannot come later, as a tensor that it reads is overwritten by then, or the other way round, does not.
+    An op is not late if it reads a tensor that is overwritten by then, or overwrites one that is read before.
     """
     soon, read = set[Op](), set(wanted)
     while True:
@@ -473,7 +476,7 @@ def _parts(ops: Sequence[Op], wanted: Collection[Tensor]) -> _Parts:
 
 
 def _overwriting(ops: Sequence[Op], late: Collection[Op]) -> tuple[set[Op], set[Op]]:
-    """Return which ops need a storage of their own for the sake of late ones, and which of these have to come first."""
+    """Return the ops that must become out-of-place for late ops, and the late ops that cannot be late."""
     asked = {t for op in late for t in op.operands}
     place: dict[Tensor, object] = {}
     there: dict[object, set[Tensor]] = {}
@@ -501,17 +504,17 @@ def _overwriting(ops: Sequence[Op], late: Collection[Op]) -> tuple[set[Op], set[
 
 
 def _fresh(kind: OpKind) -> OpKind | None:
-    """Return the kind that does the same into a storage of its own, None where there is none."""
+    """Return a kind's out-of-place version, None if there is none."""
     if isinstance(kind, Accumulate):
         return Pointwise(function=FUNCTIONS["add"])
     return replace(kind, inplace=False) if isinstance(kind, Pointwise) and kind.inplace else None
 
 
 class Halves(Rewriter):
-    """Copies a step, the backward pass of each micro-batch in two halves.
+    """Copies a step, splitting each micro-batch's backward pass in two.
 
-    The first half makes the gradients that layers hand back, the second one those of weights: a loop over layers each.
-    What the second one needs of the first one is left behind, with a storage for each iteration.
+    The first half computes the layers' input gradients, the second one the weight gradients, each in its own
+    loop. The first loop stacks residuals for the second one, with a storage per iteration.
     """
 
     def __init__(self, plan: Plan, *, whole: bool = False) -> None:
@@ -532,10 +535,10 @@ class Halves(Rewriter):
         self.crossing = list(dict.fromkeys(self.needed()))
 
     def needed(self) -> Iterator[Tensor]:
-        """Yield what gradients of weights need of what has gone before, and note the views of it to make again."""
+        """Yield the tensors that weight gradients need from the first half; views of them are made again."""
         ahead = [t for op in reversed(self.loop.body.ops) if op in self.inside.late for t in op.operands]
         own = {*self.loop.slices, *self.loop.captured}
-        for t in ahead:  # it grows on the way
+        for t in ahead:  # grows during iteration
             op = t.producer
             if t in own or op in self.inside.late:
                 continue
@@ -546,7 +549,7 @@ class Halves(Rewriter):
                 ahead += op.operands[:1] if isinstance(op.kind, Keep) else op.operands
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op: what comes late waits for the loop over layers."""
+        """Copy an op; late ops wait for the loop over layers."""
         if op in self.around.late:
             self.held.append(op)
         elif op in self.around.apart or op in self.inside.apart:
@@ -558,10 +561,10 @@ class Halves(Rewriter):
         else:
             super().emit(op, new, suffix)
 
-    # -- loops over layers -----------------------------------------------------------------------------------------
+    # -- loops over layers ---------------------------------------------------------------------------------------
 
     def both(self, new: Graph) -> None:
-        """Add the loop that hands gradients back, and that which makes gradients of weights."""
+        """Add the loop for input gradients, and the one for weight gradients."""
         loop, late = self.loop, self.inside.late
         outer = dict(zip(loop.slices, loop.xs, strict=True)) | dict(zip(loop.captured, loop.shared, strict=True))
         given = {f: self.tensors[t] for f, t in outer.items()}
@@ -575,9 +578,9 @@ class Halves(Rewriter):
             self.keep_saved(new)
 
     def keep_saved(self, new: Graph) -> None:
-        """Let what the forward pass has saved live until gradients of weights are there, as the graph of autograd does.
+        """Keep saved tensors alive until the weight gradients exist, as the autograd graph does.
 
-        What is saved behind the last op with weights is not reached from any of these, and goes before.
+        Tensors saved after the last op with weights are not reachable from these gradients and are freed before.
         """
         late, home, loop = self.around.late, self.plan.home, self.loop
         soon = [op for op in home.ops if op.phase in BACK and op not in late]
@@ -599,7 +602,7 @@ class Halves(Rewriter):
     def half(
         self, ops: Sequence[Op], given: Mapping[Tensor, Tensor], carries: Sequence[Tensor], new: Graph
     ) -> Sequence[Tensor]:
-        """Add a loop of some of the ops of that which goes back, and return what it leaves for the other one."""
+        """Add a loop with some backward ops, and return its residuals for the other loop."""
         loop = self.loop
         fixed, first = len(loop.nexts) + len(loop.ys), bool(carries)
         outputs = [(i, t) for i, t in enumerate(loop.body.outputs) if self.is_late(i, t) != first]
@@ -629,7 +632,7 @@ class Halves(Rewriter):
         return made.results[len(results) :]
 
     def is_late(self, i: int, t: Tensor) -> bool:
-        """Whether what a body returns is of the second half."""
+        """Whether an output of the body belongs to the second half."""
         return i >= len(self.loop.nexts) and t.producer in self.inside.late
 
 
@@ -638,45 +641,44 @@ def _is_view(op: Op) -> bool:
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
-# Stages of a pipeline: the graphs of its ranks, cut out of a training step between layers.
 
 
 class Stage(NamedTuple):
-    """What a rank of a pipeline has."""
+    """Graph of a pipeline rank, and its relation to other ranks."""
 
     graph: Graph
     waiting: Waiting | None = None
     shared: frozenset[str] = frozenset()
-    """parameters that the rank at the other end has as well"""
+    """parameters that the rank at the other end has too"""
     meets: Mapping[str, str] = MappingProxyType({})
-    """where scalars of all ranks are put together, and how"""
+    """all-reduces of scalars over the stages: op name to reduction"""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks of a pipeline that do the same."""
+    """Pipeline ranks with identical work."""
 
     name: str
     ranks: tuple[Poly, ...]
-    """of which one holds the most"""
+    """candidates for the rank with the highest memory"""
     alike: Poly
-    """how many"""
+    """number of ranks"""
     layers: Poly
     first: bool = False
     last: bool = False
     between: Poly = ZERO
-    """how often it hands on what it has made to another group of its layers, by way of other ranks"""
+    """number of exchanges with other ranks between its layer groups"""
     runs: tuple[tuple[Poly, Poly], ...] = ()
-    """the first and the last of those that are neighbours"""
+    """first and last rank of each contiguous range"""
 
 
 def in_stages(
     graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None, *,
     torch: bool = False,
 ) -> list[Stage]:  # fmt: skip
-    """Return the graphs of the first rank, of those in the middle and of the last one, with what they hold.
+    """Return the graphs of the first, middle and last ranks, with their in-flight activations.
 
-    What waits for gradients of weights holds what these need, or under torch all that the forward pass has saved.
+    Between input and weight gradients, a rank holds the residuals of the latter, or with `torch` all saved tensors.
     """
     stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
     need_choice("parallelize: schedule", schedule, SCHEDULES)
@@ -726,7 +728,7 @@ def in_stages(
 
 
 def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> list[Stage]:
-    """Return the graphs of the ranks of a forward pass: as many batches are on their way as there are micro-batches."""
+    """Return the graphs for the ranks of a forward pass, with as many batches in flight as micro-batches."""
     if order.name != "1f1b" or order.v != ONE:
         raise UnsupportedError(
             f"parallelize: schedule {order.name!r} with {order.v} groups of layers of a rank, of graph {graph.name!r} "
@@ -739,7 +741,7 @@ def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> lis
 
 
 def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
-    """Return the layers of each stage, nothing where they are even."""
+    """Return the number of layers per stage, empty for an even split."""
     if layers is None:
         return ()
     known = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
@@ -752,7 +754,7 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
 
 
 def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
-    """Return the groups of layers of a rank."""
+    """Return the number of layer groups per rank."""
     made = SCHEDULES[schedule]
     groups = poly(made.chunks) if made.chunks is not None and virtual == ONE else virtual
     if every and groups != ONE:
@@ -761,7 +763,7 @@ def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
 
 
 def _count(plan: Plan) -> Poly:
-    """Return the layers of all stages, those of another kind before them included: one symbol."""
+    """Return the number of layers, including any of another kind: a single symbol."""
     assert plan.forward.loop is not None
     count = plan.forward.loop.count + plan.before
     names = sorted(count.names())
@@ -771,10 +773,10 @@ def _count(plan: Plan) -> Poly:
 
 
 def _even(order: Order, count: Poly) -> list[Kind]:
-    """Return the first rank, those in the middle, and the last one, with as many layers each."""
+    """Return the first, middle and last ranks, with equal numbers of layers."""
     p, folded, between = order.p, order.made.folded, order.v - 1
     share = poly(symbol(*count.names())) / p
-    # a folded pipeline turns around within its last rank, and ends where it has begun
+    # a folded pipeline turns at its last rank and ends on its first
     last = Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
     last = replace(last, runs=((p - 1, p - 1),))
     kinds = [Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between, runs=((ZERO, ZERO),))]
@@ -785,7 +787,7 @@ def _even(order: Order, count: Poly) -> list[Kind]:
 
 
 def _both_ways(order: Order, count: Poly) -> list[Kind]:
-    """Return the ranks at both ends, which have both ends of the model, and those between them, alike by twos."""
+    """Return the ranks at both ends, which have both ends of the model, and the pairs of ranks between them."""
     p, share = order.p, poly(symbol(*count.names())) / order.p
     first, last = (Kind(n, (ZERO,), ONE, share, first=True, last=True, between=ONE) for n in ("first", "last"))
     between = [Kind("middle", tuple(dict.fromkeys((ONE, p - 1))), 2 * p - 2, share, between=ONE)]
@@ -793,7 +795,7 @@ def _both_ways(order: Order, count: Poly) -> list[Kind]:
 
 
 def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
-    """Return the first rank, those in the middle that have as many layers as each other, and the last one."""
+    """Return the first rank, groups of middle ranks with equal numbers of layers, and the last rank."""
     last = len(every) - 1
     kinds = [Kind("first", (ZERO,), ONE, poly(every[0]), first=True, runs=((ZERO, ZERO),))]
     for n in dict.fromkeys(every[1:last]):
@@ -807,8 +809,8 @@ def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
 
 
 def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
-    """Return what a rank of some that do the same knows of the others."""
-    # of ranks in the middle, the first one has most that wait for their backward pass, the last one most for weights
+    """Return the in-flight activations for ranks of one kind."""
+    # of the middle ranks, the first holds most chunks awaiting a backward pass, the last most awaiting weight gradients
     ranks = kind.ranks if order.splits else kind.ranks[:1]
     first, later = (
         tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
@@ -823,7 +825,7 @@ def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
 def cut(
     graph: Graph, plan: Plan, kinds: Sequence[Kind], *, both_ways: bool = False
 ) -> tuple[list[Share], frozenset[str]]:
-    """Return what ranks do, and the parameters that another one has as well: those of both ends, or all of them."""
+    """Return the share of each kind of rank, and the parameters that two ranks have: those at both ends, or all."""
     (name,) = _count(plan).names()
     _need_apart(plan, name)
     made = [
@@ -834,7 +836,7 @@ def cut(
         for kind in kinds
     ]  # fmt: skip
     _need_own(plan, Share(graph, plan, {}, first=False, last=True))
-    if plan.backward is None:  # both ends have what they read
+    if plan.backward is None:  # nothing to reduce
         return made, frozenset()
     own = made[0].used if made[0].last else Share(graph, plan, {}, first=False, last=False).used
     tied = (made[0].used & made[-1].used) - own
@@ -856,7 +858,7 @@ def cut(
 
 
 def _need_own(plan: Plan, last: Share) -> None:
-    """Refuse layers that read what the last stage alone makes."""
+    """Raise UnsupportedError if layers read a tensor that only the last stage computes."""
     again = next((op for op in last.kept if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
     if again is not None:
         raise UnsupportedError(
@@ -866,10 +868,7 @@ def _need_own(plan: Plan, last: Share) -> None:
 
 
 class _Together(Rewriter):
-    """Adds up the gradients of parameters that the first and the last stage have both, before they are updated.
-
-    Scalars of all stages, of norms and of what is not finite, are put together too.
-    """
+    """Inserts all-reduces over stages: for gradients of shared parameters, global norms, and non-finite flags."""
 
     lies = True
 
@@ -894,21 +893,21 @@ class _Together(Rewriter):
 
 
 def _before_updates(gradient: Tensor) -> Tensor:
-    """Return what updates read of a gradient that stays: the buffer that it is a part of is seen once they are done."""
+    """Return the gradient as updates read it, before its buffer is changed by them."""
     while gradient.producer is not None and gradient.producer.phase == "optimizer":
         gradient = gradient.producer.operands[0]
     return gradient
 
 
 def together(graph: Graph, stage: Stage) -> Graph:
-    """Return the graph of one rank of a stage, with what goes on between stages."""
+    """Return a pipeline rank's graph, including communication between stages."""
     made = _Together(graph, stage).run(graph) if stage.shared or stage.meets else graph
     made.waiting = stage.waiting
     return made
 
 
 def _need_apart(plan: Plan, layers: str) -> None:
-    """Refuse sizes outside of the layers that would change with their number."""
+    """Raise UnsupportedError for sizes outside the layers that depend on their number."""
     for op in {*plan.behind, *plan.ahead}:
         for t in op.results:
             if any(layers in n.names() for n in t.sizes):

@@ -1,4 +1,4 @@
-"""Copying a graph in other number formats: casts in front of ops, formats of bodies and of what they are given."""
+"""Mixed precision: training policies, torch.autocast lists, and rewriting graphs to other number formats."""
 
 from __future__ import annotations
 
@@ -67,11 +67,10 @@ __all__ = [
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
-# Which ops torch.autocast runs in another number format, and the words by which a policy names ops.
+# Ops that torch.autocast runs in another dtype, and the words by which a policy names ops.
 #
-# Source of the lists: the kernels that torch 2.13 registers for AutocastCUDA and AutocastCPU. What torch has in its
-# list of widest formats (addcmul, scatter_add) needs no entry: ops with no entry run in the common format of their
-# operands.
+# The lists are the kernels that torch 2.13 registers for AutocastCUDA and AutocastCPU. Torch's promote list (addcmul,
+# scatter_add) is not needed: unlisted ops run in the promoted dtype of their operands.
 
 DEVICES = ("cuda", "cpu")
 
@@ -80,10 +79,10 @@ _KERNELS = ("matmul", "addmm", "conv", "attention", "softmax", "log_softmax", "c
 _POOLS = tuple(f"{operation}_pool{rank}d" for operation in ("max", "mean") for rank in (1, 2, 3))
 _OTHERS = ("concat", "gather", "scatter", "dropout")
 
-#: Names of ops that a policy may give a format: kernels by what they compute, all others by their function.
+#: Op names that a policy may use: kernels by function, other ops by name.
 WORDS: tuple[str, ...] = tuple(dict.fromkeys((*_KERNELS, *_POOLS, *_OTHERS, *FUNCTIONS, *REDUCTIONS)))
 
-#: What an op counts as where a policy does not name it.
+#: Word that applies to an op that a policy does not name.
 FALLBACK: Mapping[str, str] = MappingProxyType(
     {"addmm": "matmul", "attention": "matmul", "cross_entropy": "log_softmax"}
 )
@@ -103,7 +102,7 @@ _FP32: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _VIEWS = {"cast", "copy", "rearrange", "slice", "expand"}
 _SOFTMAX = {"max", "sub", "exp", "sum"}
 _NORM = {"mean", "sub", "square", "add", "rsqrt", "sqrt", "div", "mul", "fma"}
-_SUMS = {"log", "fill"}  # of each row, which a trace's kernels hand out, and what a generator would start from
+_SUMS = {"log", "fill"}  # log-sum-exp per row, which traced kernels return, and the seed of a random generator
 _SCORES = {
     *_SOFTMAX, "matmul", "mul", "div", "add", "softcap", "dropout", "causal_mask", "masked_fill", "where", "maximum",
     *_SUMS,
@@ -111,15 +110,15 @@ _SCORES = {
 
 
 def autocast_list(device: str, low: str) -> dict[str, str]:
-    """Return the format of each op that torch.autocast casts for, where the lower precision is bf16 or fp16.
+    """Return the dtype of each op that torch.autocast casts for, given the lower precision bf16 or fp16.
 
-    Lists of cuda and cpu differ: a CPU normalises and takes softmaxes in the format that comes in.
+    The lists of cuda and cpu differ: a CPU computes norms and softmaxes in the incoming dtype.
     """
     return dict.fromkeys(_LOWER, low) | dict.fromkeys(_FP32[device], "fp32")
 
 
 def casts_inside(device: str, name: str, given: str) -> bool:
-    """Whether torch's kernel reads the format that is given and converts on the way, so that no cast is launched."""
+    """Whether torch's kernel converts its input while reading, so that no cast is launched."""
     if device != "cuda":
         return False
     return name in ("sum", "prod", "concat") or (
@@ -128,7 +127,7 @@ def casts_inside(device: str, name: str, given: str) -> bool:
 
 
 def word(op: Op) -> str:
-    """Return the word of an op; that of a kernel which is none of the known ones is its own name."""
+    """Return an op's word; for an unknown kernel that is its own name."""
     match op.kind:
         case Einsum(pattern=pattern, extents=extents):
             if set(pattern.result_names).issuperset(extents):
@@ -151,15 +150,15 @@ def word(op: Op) -> str:
 
 
 def _is_loss(op: Op) -> bool:
-    """Whether log-probabilities go to the kernel that picks the targets' and nowhere else."""
+    """Whether log-probabilities are read only by NLL kernels."""
     readers = [r for t in op.results for r in op.graph.successors(t)]
     return bool(readers) and all(r.body is not None and family(r.body) == "nll" for r in readers)
 
 
 def family(body: Graph) -> str | None:
-    """Return which of the kernels with a place in torch's lists a fused body is, by what it computes.
+    """Return the kernel in torch's lists that a fused body corresponds to, judged by its ops.
 
-    Names say little: a softmax may be called anything. Casts and views inside are left out of account.
+    Names are unreliable: a softmax may be called anything. Casts and views inside are ignored.
     """
     words = [_inner(op) for op in body.walk() if op.body is None]
     used = set(words) - _VIEWS
@@ -178,7 +177,7 @@ def family(body: Graph) -> str | None:
 
 
 def _over_the_batch(body: Graph) -> bool:
-    """Whether means are taken of the first axis and a later one stays: of a channel, and not of a row."""
+    """Whether means are taken over the first axis and a later one is kept: per channel, not per row."""
     patterns = [op.kind.pattern for op in body.ops if isinstance(op.kind, Reduce)]
     return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
 
@@ -187,66 +186,66 @@ def _inner(op: Op) -> str:
     return ("along" if op.kind.batch else "rows") if isinstance(op.kind, Gather) else word(op)
 
 
-# -- policy ------------------------------------------------------------------------------------------------------------
-# Policies: which number formats training keeps parameters, activations, gradients and optimizer state in.
+# -- policies ----------------------------------------------------------------------------------------------------------
 
 _SINGLE = ("params", "compute", "grads", "master", "moments", "matmul", "grad_matmul")
 
 
 class ParamFormats(NamedTuple):
-    """Number formats of what belongs to one parameter in training."""
+    """Number formats of the tensors that belong to one parameter in training."""
 
     param: DType
     """the parameter"""
     grad: DType
-    """its gradient, as kept for the optimizer"""
+    """its gradient, as stored for the optimizer"""
     master: DType | None
-    """the optimizer's own copy of it; None where there is none"""
+    """the optimizer's master copy, None if there is none"""
     moments: DType
-    """optimizer state of its shape"""
+    """optimizer state of the same shape"""
 
 
 @guarded()
 @dataclass(frozen=True)
 class Policy:
-    """Number formats of training. None stands for what the graph declares.
+    """Number formats of training. None keeps the declared format.
 
     Parameters
     ----------
     name : str
         Name in reports and errors.
     params : str, optional
-        Format of the parameters that are declared in the graph's default format.
+        Format of parameters declared in the graph's default format.
     compute : str, optional
-        Format of inputs, buffers and activations in the default format. Where it is not that of the parameters and
-        there is no autocast, each parameter is cast once before its first use.
+        Format of inputs, buffers and activations in the default format. If it differs from `params` and there is no
+        autocast, each parameter is cast once before its first use.
     grads : str, optional
-        Format that gradients of parameters are kept in; None: each in its parameter's.
+        Format of stored parameter gradients; None: that of each parameter.
     master : str, optional
-        Format of a copy of the parameters that the optimizer keeps and updates; None: no copy. A parameter that is
-        as wide itself gets none.
+        Format of the master weights that the optimizer keeps and updates; None: no copy. Parameters that are at least
+        as wide get none.
     moments : str, optional
         Format of optimizer state; None: that of the master copy, or of the parameter.
     autocast : mapping of str to str, optional
-        Ops that run in another format: by a word of `costgraph.transforms.precision.WORDS`, or the name of
-        a kernel or opaque op of the graph. None: every op runs in the format that it is given.
+        Ops that run in another format: by a word in `costgraph.transforms.precision.WORDS`, or the name of a kernel or
+        opaque op in the graph. None: every op runs in its incoming format.
     autocast_device : str
-        cuda or cpu: where torch converts within a kernel and where it launches a cast.
+        `cuda` or `cpu`; decides whether a cast is part of a kernel or launched separately.
     loss_scaling : bool
-        Whether the loss is multiplied by a scale, which the optimizer divides gradients by.
+        Whether the loss is multiplied by a scale, and the gradients divided by it before the update.
     scopes : mapping of str to str
-        Formats of parts of the model: their parameters are kept in it and their ops run in it, without autocast.
+        Formats by scope of the model: its parameters are stored and its ops run in that format, without autocast.
     matmul : str, optional
-        Format that both operands of linear layers are quantized to, with a scale for each tensor.
+        Format that both operands of linear layers are quantized to, with per-tensor scales.
     grad_matmul : str, optional
-        Format that the incoming gradient of such a layer is quantized to before its two products; None: `matmul`'s.
+        Format that the incoming gradient of such a layer is quantized to before its two matmuls; None: that of
+        `matmul`.
 
     Raises
     ------
     FormatError
-        If a format is unknown or holds no fractions.
+        If a format is unknown or not a float.
     GraphError
-        If another argument is none.
+        If another argument is invalid.
 
     Examples
     --------
@@ -298,32 +297,32 @@ class Policy:
 
     @property
     def matmul_dtype(self) -> str | None:
-        """Format in which most products run: set by quantized operands, by autocast, or by activations."""
+        """Format in which most matmuls run: set by quantized operands, by autocast, or by activations."""
         return self.matmul or (self.autocast or {}).get("matmul") or self.compute
 
     def scope_format(self, name: str) -> DType | None:
-        """Return the format of the innermost named scope that an op or parameter is in, None where it is in none."""
+        """Return the format of the innermost policy scope that contains a name, None if there is none."""
         found = [s for s in self.scopes if name == s or name.startswith(f"{s}/")]
         return find_dtype(self.scopes[max(found, key=len)]) if found else None
 
     def formats_of(self, param: Tensor) -> ParamFormats:
-        """Return the formats of a parameter of a graph that `apply_precision` made with this policy.
+        """Return the formats of a parameter in a graph made by `apply_precision` with this policy.
 
         Parameters
         ----------
         param : Tensor
-            The parameter, in the format that it is kept in.
+            The parameter, in its stored format.
 
         Returns
         -------
         ParamFormats
-            A parameter in a format of its own (of a scope, or declared) has its gradient in the wider of that and
+            For a parameter with its own format (of a scope, or declared), the gradient has the wider of that and
             `grads`.
 
         Raises
         ------
         GraphError
-            If it is something else than a parameter.
+            If `param` is not a parameter.
         """
         if not isinstance(param, Tensor) or param.role != "param":
             raise GraphError(f"policy {self.name!r}: formats of {shown(param)}, expected a parameter")
@@ -373,12 +372,12 @@ def _plain(name: str, device: str) -> Policy:
     return Policy(name, autocast_device=device, **formats[name])  # type: ignore[arg-type]  # formats are names
 
 
-#: Names that `find_policy` knows.
+#: Policy names that `find_policy` accepts.
 POLICIES = ("fp32", "bf16", "bf16-master", "bf16-mixed", "fp16-mixed", "megatron-bf16", "fp8")
 
 
 def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy:
-    """Return the policy that a name or a mapping stands for; a policy is returned as it is.
+    """Return the policy for a name or mapping; a policy is returned unchanged.
 
     Parameters
     ----------
@@ -386,29 +385,30 @@ def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy
         None keeps every format as declared. A name of `POLICIES`:
 
         - fp32: everything in fp32.
-        - bf16: weights, activations and gradients in bf16, optimizer state in fp32. Lightning's bf16-true, torch's
-          optimizers over a model in bf16, is None on a graph in bf16: the state is in bf16, too. The `bf16=True` of
-          transformers' Trainer and of Accelerate is bf16-mixed.
-        - bf16-master: the same with a master copy in fp32.
-        - bf16-mixed, fp16-mixed: torch.autocast over weights and gradients in fp32, for fp16 with a scaled loss, as
-          bf16-mixed and 16-mixed of Lightning.
-        - megatron-bf16: weights and activations in bf16; gradients, master copy and optimizer state in fp32.
-        - fp8: as bf16, linear layers quantized to E4M3 forward and E5M2 for incoming gradients.
+        - fp32: everything in fp32.
+        - bf16: weights, activations and gradients in bf16, optimizer state in fp32. Lightning's bf16-true (torch's
+          optimizers over a bf16 model, with state in bf16) is None on a bf16 graph. `bf16=True` in transformers'
+          Trainer and in Accelerate is bf16-mixed.
+        - bf16-master: bf16 with fp32 master weights.
+        - bf16-mixed, fp16-mixed: torch.autocast over fp32 weights and gradients, with loss scaling for fp16, like
+          Lightning's bf16-mixed and 16-mixed.
+        - megatron-bf16: weights and activations in bf16; gradients, master weights and optimizer state in fp32.
+        - fp8: bf16, with linear layers quantized to E4M3 and their incoming gradients to E5M2.
 
-        A mapping such as `{"matmul": "bf16", "softmax": "fp32"}` gives ops formats as autocast does, with the words
-        of `costgraph.transforms.precision.WORDS`, and leaves all else as declared.
+        A mapping such as `{"matmul": "bf16", "softmax": "fp32"}` assigns formats to ops as autocast does, using the
+        words in `costgraph.transforms.precision.WORDS`, and keeps everything else as declared.
     autocast_device : str, optional
-        cuda (by default) or cpu, whose lists of ops differ; a Policy states its own.
+        `cuda` (default) or `cpu`, whose op lists differ; a Policy has its own.
 
     Returns
     -------
     Policy
-        Of that name; of None it is named declared, of a mapping custom.
+        Named like `policy`, "declared" for None, and "custom" for a mapping.
 
     Raises
     ------
     GraphError, FormatError
-        If the policy, a device or a format is unknown.
+        If the policy, the device or a format is unknown.
 
     Examples
     --------
@@ -434,17 +434,16 @@ def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy
     return _mixed(name, device, name.partition("-")[0]) if name.endswith("-mixed") else _plain(name, device)
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
-# Formats that stand in records of ops, and those that carries of loops settle on.
+# -- formats in op records and loop carries ----------------------------------------------------------------------------
 
 
 def is_float(t: Tensor) -> bool:
-    """Whether a tensor holds fractions: all others keep their format."""
+    """Whether a tensor is floating point; all others keep their format."""
     return t.dtype.kind == "float"
 
 
 def common(tensors: Sequence[Tensor]) -> DType:
-    """Return the common format of tensors, as torch promotes."""
+    """Return the common format of tensors, by torch's type promotion."""
     return fold(promote, (t.dtype for t in tensors if is_float(t)))
 
 
@@ -452,11 +451,11 @@ def _derived(tensors: Sequence[Tensor]) -> DType | None:
     try:
         return fold(promote, (t.dtype for t in tensors))
     except FormatError:
-        return None  # floats of 8 bits: the format of the result was stated
+        return None  # 8-bit floats do not promote: the result format was given explicitly
 
 
 class Carries:
-    """Formats that carries of loops have in all iterations, found by rewriting until nothing changes."""
+    """Formats of loop carries, found by rewriting until a fixed point."""
 
     def __init__(self) -> None:
         self.settled: dict[tuple[Op, int], DType] = {}
@@ -464,9 +463,9 @@ class Carries:
         self.changed = False
 
     def settle(self, op: Op, i: int, entry: DType, after: DType) -> None:
-        """Take note of a body that was given one format and handed out another."""
+        """Record a body whose carry-out has another format than its carry-in."""
         seen = self.seen.setdefault((op, i), [entry])
-        # a body that goes back and forth is held at a format that loses nothing
+        # if the formats alternate, settle on a lossless one
         wanted = fold(promote, seen, after) if after in seen else after
         if wanted != entry:
             self.settled[op, i] = wanted
@@ -476,17 +475,17 @@ class Carries:
 
 
 class Records:
-    """Formats in records of ops, as the rewritten operands have them; scopes of the policy have formats of their own.
+    """Updates the formats in op records to match rewritten operands and policy scopes.
 
-    `default` is the default format of the old graph, `base` what stands for it, and `given` the format that an input of
-    a body, of the old graph, is taken in.
+    `default` is the default format of the old graph, `base` its replacement, and `given` the format of each formal of
+    the old graph.
     """
 
     def __init__(self, policy: Policy, default: DType, base: DType, given: Mapping[Tensor, DType]) -> None:
         self.policy, self.default, self.base, self.given = policy, default, base, given
 
     def of(self, op: Op, operands: Sequence[Tensor]) -> OpKind:
-        """Return the record of an op for other operands; a body is still the old one."""
+        """Return the record of an op for other operands; bodies are unchanged."""
         kind = op.kind
         if isinstance(kind, Opaque):
             return replace(kind, outputs=self._stated(op, kind, operands))
@@ -495,7 +494,7 @@ class Records:
         if isinstance(kind, Pointwise) and kind.inplace and kind.dtype is None:
             own = operands[0].dtype
             mixed = own.kind == "float" and any(t.dtype != own for t in operands[1:])
-            return replace(kind, dtype=own) if mixed else kind  # written into it, whatever is computed
+            return replace(kind, dtype=own) if mixed else kind  # an in-place op keeps the format of its operand
         changed: dict[str, Any] = {
             name: self._same_as(op, v) if isinstance(v, DType) else self._declared(v, op)
             for name, v in kind.stated().items()
@@ -509,7 +508,7 @@ class Records:
         return replace(kind, dtype=dtype, workspace=kind.workspace * dtype.bits / old.bits)
 
     def _same_as(self, op: Op, stated: DType) -> DType:
-        """Return a format that an op states: inside a kernel, of the operand that had it."""
+        """Return the new format for one that an op states: inside a kernel, that of the operand that had it."""
         graph = op.graph
         while graph.fused and graph.formals:
             for i, f in enumerate(graph.formals):
@@ -521,7 +520,7 @@ class Records:
         return self._declared(stated, op)  # type: ignore[no-any-return]  # a format stays one
 
     def _declared(self, value: Any, op: Op) -> Any:
-        """Return a fact with the policy's format in place of the default one."""
+        """Replace the default format in a value by the policy's."""
         if isinstance(value, DType):
             own = self.policy.scope_format(op.name)
             return (own or self.base) if value == self.default and value.kind == "float" else value
@@ -532,7 +531,7 @@ class Records:
         return value
 
     def _stated(self, op: Op, kind: Opaque, operands: Sequence[Tensor]) -> tuple[tuple[Sizes, DType], ...]:
-        """Return outputs of an opaque op; those in the default format are in that of the operands that had it."""
+        """Return the outputs of an opaque op; the default format becomes that of the operands that had it."""
         default = self.default
         given = [t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)]
         own = common(given) if given else self._declared(default, op)
@@ -551,13 +550,11 @@ class Records:
         return outputs
 
 
-# -- retype ------------------------------------------------------------------------------------------------------------
-
-#: Families of kernels that take means and variances.
+# -- rewriter ----------------------------------------------------------------------------------------------------------
 
 
 class Retyper(Rewriter):
-    """Copies a graph op by op, each in the formats that its operands have by then."""
+    """Copies a graph op by op, each in the current formats of its operands."""
 
     def __init__(self, policy: Policy, old: Graph, carries: Carries) -> None:
         super().__init__()
@@ -565,25 +562,25 @@ class Retyper(Rewriter):
         self.default = old.dtype
         self.base = old.dtype if policy.compute is None else DTYPES[policy.compute]
         self.given: dict[Tensor, DType] = {}
-        """Format that an input of a body, of the old graph, is taken in."""
+        """Format of each formal in the old graph."""
         self.records = Records(policy, self.default, self.base, self.given)
         self.sources: dict[Tensor, Tensor] = {}
-        """What an input of a body stands for outside, where it is one and the same in all iterations."""
+        """Outer tensor of a formal, if the same in all iterations."""
         self.slices: dict[Tensor, Tensor] = {}
-        """Parameter whose storage for one iteration an input of a body is."""
+        """Parameter that a formal slices, one storage per iteration."""
         self.cached: dict[tuple[Tensor, DType], Any] = {}
-        """Casts of parameters, made once."""
+        """Casts of parameters, each made once."""
         self.scoped: set[Tensor] = set()
-        """What ops and parameters of a scope with a format of its own hand out."""
+        """Results of ops, and parameters, in a scope with its own format."""
         self.exact = exact(old) | _made_in_a_format(old)
-        """Ops that integers alone decide, and those whose format a program states, which keep their formats."""
+        """Ops that keep their formats: integer-only ones, and those with an explicit dtype in the program."""
         self.kernels: list[Op] = []
-        """Kernels, those around first, whose body is copied with no look at the policy."""
+        """Kernels, outermost first, whose body is copied without autocast."""
 
     # -- sources -------------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Copy an input, parameter, buffer or cache; what is in the default format follows the policy."""
+        """Copy a source, changing the default format to the policy's."""
         made = super().source(old, new, suffix)
         if old.dtype == self.default and is_float(old):
             scope = self.policy.scope_format(old.name)
@@ -598,13 +595,13 @@ class Retyper(Rewriter):
         return made
 
     def leaf(self, t: Tensor) -> Tensor:
-        """Return the tensor that one stands for where it was declared or made."""
+        """Return the tensor outside all bodies that a formal stands for."""
         while t in self.sources:
             t = self.sources[t]
         return t
 
     def param(self, t: Tensor) -> Tensor | None:
-        """Return the parameter that a tensor is, None if it is something else or a view of one."""
+        """Return the parameter that a tensor is, None for other tensors and views."""
         leaf = self.leaf(t)
         declared = self.slices.get(leaf, leaf)
         return leaf if declared.role == "param" and declared.producer is None else None
@@ -612,12 +609,12 @@ class Retyper(Rewriter):
     # -- casts ---------------------------------------------------------------------------------------------------
 
     def cast(self, t: Tensor, wanted: DType, graph: Graph, name: str) -> Tensor:
-        """Add a cast in front of what is added next."""
+        """Add a cast."""
         made: Tensor = graph.add_op(Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], name).results[0]
         return made
 
     def once(self, t: Tensor, key: DType, make: Callable[[Graph, Tensor, str], Any]) -> Any:
-        """Return what stands for a parameter, made once where it lives."""
+        """Return a parameter's cached replacement, made in the graph that declares it."""
         leaf = self.leaf(t)
         if (leaf, key) not in self.cached:
             name = self.slices.get(leaf, leaf).name
@@ -625,7 +622,7 @@ class Retyper(Rewriter):
         return self.cached[leaf, key]
 
     def converted(self, t: Tensor, wanted: DType, op: Op, new: Graph) -> Tensor:
-        """Return a tensor in another format."""
+        """Cast a tensor, reusing a parameter's cached cast."""
         if self._is_kept(t, wanted, op) and not new.fused:
             made: Tensor = self.once(
                 t, wanted, lambda graph, leaf, name: self.cast(leaf, wanted, graph, f"{name}.cast")
@@ -639,15 +636,15 @@ class Retyper(Rewriter):
             return False
         if self.policy.autocast is None or self.policy.scope_format(op.name) is not None:
             return True
-        # torch caches what it makes narrower, of leaves that want a gradient
+        # torch caches only casts to narrower dtypes, of leaves that require grad
         return self.slices.get(leaf, leaf).requires_grad and wanted.bits < leaf.dtype.bits
 
     # -- ops -----------------------------------------------------------------------------------------------------
 
     def listed(self, op: Op) -> DType | None:
-        """Return the format that autocast runs an op in, None if it has none of its own."""
+        """Return the format that autocast runs an op in, None if it is not listed."""
         table = self.policy.autocast
-        if table is None or op.kind.overwrites():  # torch casts for no op that writes into its operand
+        if table is None or op.kind.overwrites():  # autocast skips in-place ops
             return None
         name = word(op)
         keys = [name, FALLBACK.get(name, "")]
@@ -657,7 +654,7 @@ class Retyper(Rewriter):
         return None if found is None else DTYPES[found]
 
     def wanted(self, op: Op, old: Tensor, t: Tensor) -> DType | None:
-        """Return the format that an op takes an operand in, None for the one that it has."""
+        """Return the format that an op needs an operand in, None for its current one."""
         if not is_float(t):
             return None
         follows = old.dtype == self.default
@@ -669,7 +666,7 @@ class Retyper(Rewriter):
         return self.base if follows and (self.param(t) is not None or t in self.scoped) else None
 
     def operands(self, op: Op, new: Graph) -> list[Tensor]:
-        """Return what stands for the operands of an op, in the formats that it takes."""
+        """Return an op's rewritten operands, cast where needed."""
         tensors = [self.tensors[t] for t in op.operands]
         if self.kernels:
             return tensors
@@ -683,7 +680,7 @@ class Retyper(Rewriter):
         return tensors
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy an op in its new formats."""
         if op in self.exact:
             self.copy(op, new, suffix)
         elif op.loop is not None:
@@ -715,7 +712,7 @@ class Retyper(Rewriter):
         self.add(op, self.records.of(op, operands), operands, new)
 
     def _asked(self, op: Op, kind: Keep, asked: DType, new: Graph) -> None:
-        """Cast to the format that a program asks for: under autocast nobody knows which one follows from another."""
+        """Add a cast that the program requests; under autocast a default-format request keeps the current format."""
         (t,) = (self.tensors[t] for t in op.operands)
         follows = not kind.fixed and asked == self.default
         wanted = asked if not follows else self.base if self.policy.autocast is None else t.dtype
@@ -725,7 +722,7 @@ class Retyper(Rewriter):
             self.add(op, Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], new)
 
     def _inside(self, op: Op, new: Graph) -> DType | None:
-        """Return the format that a kernel of torch converts to as it reads, None where it takes what it is given."""
+        """Return the format that a torch kernel converts to while reading, None if it does not."""
         if self.kernels or new.fused or self.policy.scope_format(op.name) is not None:
             return None
         listed = self.listed(op)
@@ -735,16 +732,16 @@ class Retyper(Rewriter):
         return listed if casts_inside(self.policy.autocast_device, word(op), given.dtype.name) else None
 
     def _with_casts(self, op: Op, new: Graph, operands: Sequence[Tensor], wanted: DType) -> None:
-        """Add an op and the casts of its operands as one kernel."""
+        """Add an op together with the casts of its operands as one kernel."""
         body = new.start_body(word(op), fused=True)
-        read = [body.adopt(t) for t in operands]  # in their order
+        read = [body.adopt(t) for t in operands]  # captured in operand order
         inner = [self.cast(t, wanted, body, f"{op.name}/cast") if t.dtype != wanted else t for t in read]
         made = body.add_op(self.records.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
         body.outputs += made.results
         self.add(op, Kernel(body=body, backward="ops"), body.captured, new)
 
     def _is_idle(self, op: Op, t: Tensor | None) -> bool:
-        """Whether a cast has nothing left to do. What a body hands out keeps a storage of its own."""
+        """Whether a cast has become redundant. A result of a body keeps its own storage."""
         if word(op) != "cast" or t is None:
             return False
         kind = self.records.of(op, [t])
@@ -766,7 +763,7 @@ class Retyper(Rewriter):
             or self.policy.autocast is None
             or self.policy.scope_format(op.name)
         )
-        # other kernels are what a compiler makes of ops that autocast has looked at one by one
+        # other kernels are compiled from ops that autocast has handled one by one
         if whole:
             operands = operands if inside is not None else self.operands(op, new)
             self.kernels.append(op)
@@ -778,10 +775,10 @@ class Retyper(Rewriter):
         self.add(op, replace(kind, body=body), operands, new)
 
     def _like_the_first(self, op: Op, old: Graph, body: Graph) -> None:
-        """Hand out the format of the first operand where the old kernel did, as torch's kernels do.
+        """Return results in the format of the first operand where the old kernel did, as torch's kernels do.
 
-        What follows are sums and statistics as the kernel has them, those of attention in fp32 at least. Norms on a CPU
-        hand them out in the format of all that they are given, where that is one.
+        Later results, sums and statistics, keep the kernel's format, in attention at least fp32. Norms on a CPU return
+        them in the format of all operands if that is unique.
         """
         first, wanted, name = old.formals[0].dtype, self.given[old.formals[0]], family(old)
         alike = all(self.given[f] == wanted for f in old.formals if f.dtype == first)
@@ -795,7 +792,7 @@ class Retyper(Rewriter):
     def _body(
         self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
     ) -> tuple[Graph, list[Tensor]]:
-        """Copy a body for operands in other formats; return it and the operands that it has in the end."""
+        """Copy a body for operands in other formats; return it with its final operands."""
         old, loop = op.body, op.loop
         assert old is not None
         carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
@@ -807,7 +804,7 @@ class Retyper(Rewriter):
             if f in slices:
                 self._slice(made, t, before)
             elif f not in carries:
-                made.strides, made.offset = t.strides, t.offset  # a cast lies dense in memory
+                made.strides, made.offset = t.strides, t.offset  # a cast is dense
                 self.sources[made] = t
             self.tensors[f], self.given[f] = made, inside if inside is not None and is_float(t) else t.dtype
             calculated = wide if i == 0 and wide is not None else self.given[f]
@@ -825,7 +822,7 @@ class Retyper(Rewriter):
             self.slices[made] = declared
 
     def _used(self, old: Graph, body: Graph, operands: Sequence[Tensor], fixed: set[Tensor]) -> list[Tensor]:
-        """Drop inputs of a body that only their casts outside are read for now, and add those casts."""
+        """Drop formals that are read only through casts outside the body, and capture those casts."""
         kept, formals = list[Tensor](), list[Tensor]()
         for f, made, t in zip(old.formals, body.formals, operands, strict=False):
             idle = f not in fixed and not any(body.successors(made)) and made not in body.outputs
@@ -855,14 +852,14 @@ class Retyper(Rewriter):
 
 
 def _made_in_a_format(graph: Graph) -> set[Op]:
-    """Return the ops that make numbers of nothing, or of integers, in a format that a program states."""
+    """Return the ops that create floats from nothing, or from integers, in a dtype that the program states."""
     asking = (op for op in graph.walk() if isinstance(op.kind, Keep) and op.kind.fixed)
     makers = (t.producer for op in asking for t in op.operands)
     return {m for m in makers if m is not None and not any(map(is_float, m.operands))}
 
 
 def _statistics(op: Op, x: Tensor) -> DType | None:
-    """Return the format that a kernel takes means and variances in, None for that of its operand: fp32 at least."""
+    """Return the format in which a norm computes means and variances, at least fp32; None for other kernels."""
     assert op.body is not None
     if not is_float(x) or family(op.body) not in _NORMS:
         return None
@@ -874,12 +871,12 @@ def _give_format(t: Tensor, wanted: DType) -> None:
     t.storage = Storage(t.name, t.sizes, wanted, t.role, t.storage.pieces)
 
 
-# -- scaled ------------------------------------------------------------------------------------------------------------
-# Linear layers in formats of 8 bits: operands quantized with a scale for each tensor.
+# -- scaled matmuls ----------------------------------------------------------------------------------------------------
+# Linear layers in 8-bit formats, whose operands are quantized with per-tensor scales.
 
 
 def _product(op: Op) -> Op | None:
-    """Return the one contraction of an op that may be a linear layer."""
+    """Return the contraction of an op that may be a linear layer, None if it is not."""
     if op.body is not None:
         if not isinstance(op.kind, Kernel) or family(op.body) != "addmm":
             return None
@@ -888,16 +885,16 @@ def _product(op: Op) -> Op | None:
 
 
 def _quantize(graph: Graph, t: Tensor, name: str, wanted: DType) -> tuple[Tensor, Tensor]:
-    """Quantize a tensor in some graph, under some name."""
+    """Quantize a tensor within a graph and scope."""
     with opened(graph=graph, levels=tuple(name.split("/")) if name else ()):
         return quantize(t, wanted)
 
 
 class ScaledRetyper(Retyper):
-    """Copies a graph in other formats, and its linear layers in the policy's `matmul`."""
+    """Retyper that also runs linear layers in the policy's `matmul` format."""
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy an op, or replace a linear layer."""
         if not new.fused and self._is_scaled(op):
             self._place_scaled(op, new)
         else:
@@ -909,7 +906,7 @@ class ScaledRetyper(Retyper):
         return self.listed(op) is None and self._is_linear(op)
 
     def _is_linear(self, op: Op) -> bool:
-        """Whether an op multiplies activations by a parameter, both in the format of activations."""
+        """Whether an op multiplies activations by a parameter, both in the default format."""
         product = _product(op)
         if product is None:
             return False
@@ -920,7 +917,7 @@ class ScaledRetyper(Retyper):
         return len(weights) == 1 and all(t.dtype == self.default for t in product.operands)
 
     def _outside(self, op: Op, t: Tensor) -> Tensor | None:
-        """Return the rewritten tensor that an operand of the product stands for, None if it is made in the kernel."""
+        """Return the rewritten tensor for an operand of a matmul, None if the kernel computes it."""
         if op.body is None:
             made: Tensor = self.tensors[t]
             return made
@@ -936,7 +933,7 @@ class ScaledRetyper(Retyper):
         return self.slices.get(leaf, leaf).role == "param"
 
     def _place_scaled(self, op: Op, new: Graph) -> None:
-        """Add a linear layer whose product reads quantized operands, as one kernel with its bias."""
+        """Add a linear layer with quantized operands, as one kernel with its bias."""
         product = _product(op)
         assert product is not None
         wanted = DTYPES[self.policy.matmul or ""]
@@ -963,7 +960,7 @@ class ScaledRetyper(Retyper):
         self.add(op, kind, body.captured, new)
 
     def _multiplied(self, op: Op, product: Op, pairs: Sequence[tuple[Tensor, Tensor]], body: Graph) -> Tensor:
-        """Multiply narrow copies and divide by their scales."""
+        """Multiply quantized operands and divide by their scales."""
         (x, x_scale), (w, w_scale) = pairs
         name = product.name if product is not op else f"{op.name}/matmul"
         assert isinstance(product.kind, Einsum)
@@ -972,7 +969,7 @@ class ScaledRetyper(Retyper):
             return unscaled(y, x_scale, w_scale, self.base)
 
     def _add_bias(self, op: Op, product: Op, y: Tensor, new: Graph, body: Graph) -> None:
-        """Copy what a kernel does with its product."""
+        """Copy the ops of a kernel that follow its matmul."""
         old = op.body
         assert old is not None
         self.tensors[product.results[0]] = y
@@ -990,37 +987,36 @@ class ScaledRetyper(Retyper):
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------
-# Number formats of training: a forward graph rewritten to the formats of a policy, with every cast an op.
+# -- entry point -------------------------------------------------------------------------------------------------------
 
 
 def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None = None) -> Graph:
-    """Rewrite a forward graph to the number formats of a policy.
+    """Rewrite a forward graph to the number formats of a policy, with every cast as an op.
 
     Parameters
     ----------
     graph : Graph
-        The forward pass; it stays as it is.
+        The forward pass; it is not modified.
     policy : None, str, mapping or Policy
         As in `costgraph.transforms.precision.find_policy`.
     autocast_device : str, optional
-        cuda (by default) or cpu, whose lists of ops differ.
+        `cuda` (default) or `cpu`, whose op lists differ.
 
     Returns
     -------
     Graph
-        What was declared in the graph's default format is in the policy's, and so is the default; what was declared
-        in another one (tables in fp32, indices) stays. Where an op runs in another format than it is given, casts
-        stand in front of it. As torch's autocast does, a parameter is cast once, where it lives: inside a Repeat once
-        an iteration, and outside it if the iterations share it. Activations are cast at each use. A carry of a Repeat
-        has the format that its body settles on. FLOPs stay the same, but for those that find and apply scales.
+        Tensors declared in the default format get the policy's, which becomes the new default; others (fp32 tables,
+        indices) are unchanged. Casts are inserted where an op runs in another format than its operands have. As in
+        torch's autocast, a parameter is cast once, in the graph that declares it: inside a Repeat once per iteration,
+        outside it if the iterations share it. Activations are cast at each use. A carry of a Repeat has the format that
+        its body converges to. FLOPs do not change, except those for computing and applying scales.
 
     Raises
     ------
     GraphError
-        If the policy, a word, or a scope is unknown, or the graph holds more than a forward pass.
+        If the policy, a word, or a scope is unknown, or the graph has more than a forward pass.
     UnsupportedError
-        If the format of something changes whose bytes an opaque op states, or an op is a recorded call of a trace.
+        If an opaque op states its bytes and its formats change, or an op is an external call recorded by a trace.
 
     Examples
     --------
@@ -1054,7 +1050,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
 
 
 def _check_names(graph: Graph, policy: Policy) -> None:
-    """Refuse words and scopes that nothing in the graph answers to: a typing mistake would change nothing."""
+    """Raise GraphError for words and scopes that match nothing in the graph, since a typo would be ignored."""
     place = f"policy {policy.name!r}"
     own = {word(op) for op in graph.walk() if isinstance(op.kind, Opaque)}
     own |= {op.body.name for op in graph.walk() if op.body is not None and isinstance(op.kind, Kernel)}

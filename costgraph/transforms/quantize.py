@@ -1,7 +1,7 @@
-"""Number formats of inference: weights, activations and caches, each in one of its own.
+"""Quantization for inference: weights, activations and KV caches in narrow number formats.
 
-Weights are stored with the axes that a product sums innermost, so that scales run along them, and are widened inside
-the kernel that multiplies: what moves is the packed weight and its scales.
+Weights are stored with their summed axes innermost, so that scales run along them, and are dequantized inside the
+matmul kernel: memory traffic is the packed weight and its scales.
 """
 
 from __future__ import annotations
@@ -86,12 +86,11 @@ __all__ = [
 ]
 
 
-# -- scales ------------------------------------------------------------------------------------------------------------
-# What kernels do with narrow operands: widening, scales of groups, channels and tokens, and rounding.
+# -- scales and rounding -----------------------------------------------------------------------------------------------
 
 
 def divided(op: Op, pattern: Pattern, place: int) -> tuple[list[int], tuple[int, ...]]:
-    """Return the axes of an operand of a product that the result has, and those that are summed."""
+    """Return the axes of a matmul operand that the result has, and the summed ones."""
     names = set(pattern.operand_names(place)) - set(pattern.result_names)
     dims = pattern.operands[place]
     summed = tuple(i for i, d in enumerate(dims) if d.names and names >= set(d.names))
@@ -105,12 +104,12 @@ def divided(op: Op, pattern: Pattern, place: int) -> tuple[list[int], tuple[int,
 
 
 def packing(stored: DType, *, scaled: bool) -> tuple[bool, bool]:
-    """Return whether a weight has zero points and scales of groups; those of a block format are part of conversion."""
+    """Return whether a weight has zero points, and group scales; block formats apply theirs when converting."""
     return bool(stored.element) and len(stored.scale) > 1, scaled and bool(stored.element and stored.block)
 
 
 def unpacked(w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
-    """Widen a weight inside a kernel and apply what is stored beside it: zero points, and the scales of groups."""
+    """Dequantize a weight inside a kernel: widen it, and apply its zero points and group scales."""
     zero, scaled = packing(w.dtype, scaled=scaled)
     w = cast(w, wanted, name="widen")
     if zero:
@@ -119,7 +118,7 @@ def unpacked(w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
 
 
 def groups(op: Op, place: int, group: int) -> Poly:
-    """Return how many groups share scales along the summed axes of a product."""
+    """Return the number of scale groups along the summed axes of a matmul."""
     count: Poly = op.operands[place].sizes[1]
     if isinstance(op.kind, Einsum):
         pattern, count = op.kind.pattern, ONE
@@ -129,7 +128,7 @@ def groups(op: Op, place: int, group: int) -> Poly:
 
 
 def added_up(y: Tensor, count: Poly, wanted: DType) -> Tensor:
-    """Add up the sums of groups, each times its scale: where operands are multiplied as they are stored."""
+    """Sum the scaled partial sums of groups, where operands are multiplied in their stored formats."""
     names = " ".join(f"a{i}" for i in range(y.ndim))
     size: Any = count
     parts = expand(y, f"{names} -> g {names}", g=size, name="groups")
@@ -138,7 +137,7 @@ def added_up(y: Tensor, count: Poly, wanted: DType) -> Tensor:
 
 
 def widened(t: Tensor, wanted: DType, *, fused: bool) -> Tensor:
-    """Widen a tensor, with its scales."""
+    """Dequantize a tensor."""
     if not t.dtype.element:
         return cast(t, wanted)
     if fused:
@@ -152,7 +151,7 @@ def widened(t: Tensor, wanted: DType, *, fused: bool) -> Tensor:
 
 
 def row_scaled(pattern: Pattern, i: int, y: Callable[[Tensor], Tensor], other: Tensor) -> Tensor:
-    """Multiply with an operand whose rows have scales: the sums by them, or the other operand where rows are kept."""
+    """Multiply by an operand with row scales: scale the result, or the other operand if rows are not summed."""
     if set(pattern.operands[i][-1].names) & set(pattern.result_names):
         return y(pointwise("mul", other, 1.0, dtype=other.dtype, name="row_scale"))
     made = y(other)
@@ -160,14 +159,14 @@ def row_scaled(pattern: Pattern, i: int, y: Callable[[Tensor], Tensor], other: T
 
 
 def rounded(x: Tensor, outer: Sequence[int], summed: Sequence[int], wanted: DType, *, fused: bool) -> Tensor:
-    """Quantize activations: the largest magnitude of what shares a scale, a division, a product and a rounding."""
+    """Quantize activations: absolute maximum per scale, division, multiplication and rounding."""
     if not fused:
         with kernel("quantize") as body:
             made = rounded(x, outer, summed, wanted, fused=True)
         return body.export(made)
     names = [f"a{i}" for i in range(x.ndim)]
     kept = ["1" if i in summed else n for i, n in enumerate(names)]
-    # of a block format too: a maximum over the blocks of a row compares as many elements
+    # for block formats too: a maximum per block compares as many elements
     largest = reduce(pointwise("abs", x), f"{' '.join(names)} -> {' '.join(kept)}", "max", name="amax")
     scale = pointwise("div", float(wanted.max), cast(largest, "fp32"), name="scale")
     x = pointwise("clamp", pointwise("mul", x, scale, dtype=x.dtype, name="scaled"))
@@ -177,30 +176,29 @@ def rounded(x: Tensor, outer: Sequence[int], summed: Sequence[int], wanted: DTyp
     return cast(x, wanted)
 
 
-# -- uses --------------------------------------------------------------------------------------------------------------
-# What reads the parameters and caches of a graph, through views and into bodies.
+# -- uses of parameters ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Use:
-    """One op that reads a parameter."""
+    """An op's use of a parameter."""
 
     op: Op
-    """the op"""
+    """the user"""
     operand: int
-    """which of its operands"""
+    """operand index"""
     kind: str
-    """product of a parameter with an activation, lookup of rows, or other"""
+    """`product` with an activation, `lookup` of rows, or `other`"""
     summed: tuple[int, ...] = ()
-    """axes of the parameter that the product sums"""
+    """axes of the parameter that the product sums over"""
 
 
-#: For each axis of a tensor, the axes of its source that are in it.
+#: For each axis of a tensor, the axes of its source that it contains.
 _Axes = tuple[frozenset[int], ...]
 
 
 class Sources:
-    """Follows tensors back to where they were declared or made."""
+    """Follows tensors through views and bodies back to their source."""
 
     def __init__(self, graph: Graph) -> None:
         self.outer: dict[Tensor, Tensor] = {}
@@ -211,7 +209,7 @@ class Sources:
                 self.outer |= dict(zip(op.body.formals, op.operands, strict=True))
 
     def of(self, t: Tensor) -> tuple[Tensor, _Axes | None]:
-        """Return the source of a tensor, and its axes; None for what a view leaves no account of."""
+        """Return a tensor's source, and its axes in terms of the source's, None if a view obscures them."""
         axes: _Axes | None = tuple(frozenset((i,)) for i in range(t.ndim))
         while True:
             if t in self.outer:
@@ -224,7 +222,7 @@ class Sources:
 
 
 def _before(op: Op, axes: _Axes | None) -> _Axes | None:
-    """Return the axes of a view in those of its operand."""
+    """Express a view's axes in terms of its operand's."""
     if axes is None or isinstance(op.kind, Slice):
         return axes
     if isinstance(op.kind, Expand):
@@ -238,14 +236,14 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
     elif isinstance(op.kind, Rearrange) and op.kind.merged == tuple(op.kind.split[i] for i in op.kind.order):
         if len(op.kind.order) != op.operands[0].ndim:
             return None
-        places = [frozenset((i,)) for i in op.kind.order]  # permuted, and nothing else
+        places = [frozenset((i,)) for i in op.kind.order]  # a pure permutation
     else:
         return None
     return tuple(frozenset[int]().union(*(places[i] for i in inner)) for inner in axes)
 
 
 def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
-    """Return what reads each parameter: views read nothing; ops inside a body read what stands for its inputs."""
+    """Return each parameter's uses, seen through views and into bodies."""
     need_graph("uses", graph)
     sources = Sources(graph)
     found: dict[Tensor, list[Use]] = {t: [] for t in graph.params}
@@ -270,15 +268,14 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
 
 
 def is_in(name: str, scope: str) -> bool:
-    """Whether a name has a scope, or that of a parameter, among its levels."""
+    """Whether a name contains a scope or parameter name at whole levels."""
     return f"/{scope}/" in f"/{name}/"
 
 
 def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[Use]]:
-    """Return the parameters that can be quantized, and what reads them; GraphError if there are none.
+    """Return the parameters that can be quantized, with their uses; raise GraphError if there are none.
 
-    `kept` are scopes and names of those that stay; `embeddings` says whether tables that rows are looked up in are
-    among the rest.
+    `kept` are scopes and names to leave out; `embeddings` includes lookup tables.
     """
     found = {}
     for t, uses in uses_of(graph).items():
@@ -297,7 +294,7 @@ def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[T
 
 
 def summed_axes(t: Tensor, uses: Sequence[Use]) -> tuple[int, ...]:
-    """Return the axes of a parameter that products sum, of a table those of a row."""
+    """Return a parameter's axes that products sum over; for a table, the row axes."""
     return next((u.summed for u in uses if u.kind == "product"), tuple(range(1, t.ndim)))
 
 
@@ -322,14 +319,13 @@ def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> Use:
     return Use(op, i, "product", tuple(sorted(summed)))
 
 
-# -- caches ----------------------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 def caches_of(graph: Graph) -> set[Tensor]:
-    """Return the caches of positions: keys, values, latent vectors, and what was computed once.
+    """Return the caches that can be quantized: keys, values, latent vectors, and tensors cached once.
 
-    They are buffers of role cache in a floating format; what a recurrence goes on from, and the last inputs of a
-    convolution, are none.
+    They have role `cache` and a floating dtype; states of recurrences and convolutions are excluded.
     """
     sources = Sources(graph)
     found = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}
@@ -343,7 +339,7 @@ def caches_of(graph: Graph) -> set[Tensor]:
 
 
 def _held(t: Tensor, sources: Sources) -> Tensor:
-    """Return the cache that a tensor is a view of, or has been appended to."""
+    """Return the cache that a tensor views or was appended to."""
     while True:
         t, _ = sources.of(t)
         if t.producer is None or not isinstance(t.producer.kind, Append | Assign):
@@ -352,16 +348,16 @@ def _held(t: Tensor, sources: Sources) -> Tensor:
 
 
 def _states(op: Op, sources: Sources) -> set[Tensor]:
-    """Return the caches that an op reads or writes as the state of a recurrence, or as earlier inputs of some width."""
+    """Return the caches that an op uses as state of a recurrence or as a convolution's window of earlier inputs."""
     if isinstance(op.kind, Assign):
         held = _held(op.operands[0], sources)
         made = sources.of(op.operands[1])[0].producer
         if made is None:
             return set()
-        # what came before and the new positions, of which the last ones stay
+        # earlier inputs followed by new ones; the last are kept
         shifted = isinstance(made.kind, Concat) and any(_held(t, sources) is held for t in made.operands)
         return {held} if shifted or made.loop is not None else set()
-    if isinstance(op.kind, Append):  # as much as is seen of earlier positions, however many there are
+    if isinstance(op.kind, Append):  # a fixed window of earlier positions, for any number of new ones
         held, new = op.operands
         room, more = (t.sizes[op.kind.axis] for t in (held, new))
         short = room.constant is not None and more.constant is None
@@ -371,13 +367,13 @@ def _states(op: Op, sources: Sources) -> set[Tensor]:
 
 
 def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what stays as it is: names or scopes of parameters, some by default."""
+    """Return the parameter names or scopes to leave unquantized."""
     if skip is None:
         return default
     names, kept = Names(graph), list[str]()
     for name in need_list("quantize: skip", skip):
         text = name if isinstance(name, str) else ""
-        # the name may also be a pattern, or lack the loop suffixes of an unrolled graph
+        # the name may be a pattern, or lack the suffixes of an unrolled loop
         found = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.answers(t, [text])]
         if not found:
             known = ", ".join(sorted({t.name for t in graph.params})[:8])
@@ -387,14 +383,13 @@ def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...])
 
 
 # -- mixtures ----------------------------------------------------------------------------------------------------------
-# Mixtures: which of a model's matrices has which format, by what it is and by the layer that it is in.
+# GGUF mixtures choose each matrix's format by its role and its layer.
 #
 # Source: llama.cpp, src/llama-quant.cpp (`llama_tensor_get_type_impl` and `tensor_type_fallback`, commit 007dbbf3),
-# without an importance matrix. What it decides by the name of an architecture is left out. Projections of queries, keys
-# and values in one matrix have the formats of its branch for them, as published files do: that commit takes them for
-# values.
+# without an importance matrix. Rules for single architectures are left out. Packed QKV projections follow their own
+# branch, as in published files; that commit treats them as values.
 
-#: What a matrix is by the last levels of its name, as the layers of `costgraph.nn` and the zoo give them.
+#: Role of a matrix by the trailing levels of its name, as given by the layers of `costgraph.nn` and the zoo.
 ROLES: Mapping[tuple[str, ...], str] = MappingProxyType({
     ("attention", "q", "weight"): "query", ("attention", "k", "weight"): "key",
     **{("attention", name, "weight"): "value" for name in ("v", "kv_b")},
@@ -404,52 +399,52 @@ ROLES: Mapping[tuple[str, ...], str] = MappingProxyType({
     ("moe", "experts", "down"): "down", ("shared", "down", "weight"): "down",
 })  # fmt: skip
 
-#: What stands for a format whose blocks a row is no multiple of, and for that one too.
+#: Replacement if a format's block size does not divide the row size.
 FALLBACKS: Mapping[str, str] = MappingProxyType(
     {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 )
 
-#: Whether layer i of n has the format of a rule.
+#: Whether a rule applies to layer i of n.
 Layers = Callable[[int, int], bool]
 
 
 def _more(i: int, n: int) -> bool:
-    """Whether a layer gets more bits: the first and the last eighth, and every third one between."""
+    """Whether a layer gets more bits: the first and last eighth, and every third layer between."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
 @dataclass(frozen=True)
 class Model:
-    """What rules ask of a model."""
+    """Properties of a model that rules depend on."""
 
     layers: int
-    """how many there are"""
+    """number of layers"""
     experts: int
-    """of each layer, 1 where there are none"""
+    """experts per layer, 1 for a dense model"""
     shared: int
-    """heads of queries to one of values; 1 where projections are not apart"""
+    """query heads per value head; 1 for packed projections"""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Formats of a model's matrices; norms, biases, routers and tables of positions stay."""
+    """Formats of a model's matrices; norms, biases, routers and position tables are not quantized."""
 
     base: str
-    """format of what no rule names"""
+    """format of matrices without a rule"""
     rules: Mapping[str, tuple[tuple[str, Layers], ...]] = field(default_factory=dict)
-    """role to formats, each with its layers: the first that fits counts"""
+    """formats by role, each with its layers; the first match applies"""
     grouped: str = ""
-    """format of values where four heads of queries or more share one"""
+    """format of values if at least four query heads share a value head"""
     eight: str = ""
-    """format of the output of attention beside eight experts"""
+    """format of the attention output in a model with eight experts"""
 
     @property
     def layered(self) -> bool:
-        """Whether anything depends on how many layers there are."""
+        """Whether formats depend on the number of layers."""
         return bool(self.rules) or self.base in _WIDENED
 
     def format(self, role: str, i: int, model: Model) -> str:
-        """Return the format of a matrix in the i-th layer that has one of its role."""
+        """Return the format of a matrix in the i-th layer that has its role."""
         if role == "head":
             return self.base if self.base == "q8_0" else "q6_k"
         if model.experts == 8 and role in ("key", "value"):
@@ -464,7 +459,7 @@ class Mixture:
         return "q5_k" if found in _WIDENED and model.layers == 80 and model.shared > 1 else found
 
 
-#: Formats of values that a model of 80 layers, whose heads share them, has in more bits.
+#: Value formats that a grouped-query model of 80 layers replaces by a wider one.
 _WIDENED = ("q3_k", "q4_k")
 
 
@@ -503,11 +498,11 @@ _MIXTURES = {
 MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     _MIXTURES | {name: _MIXTURES[f"{name}_M"] for name in ("Q3_K", "Q4_K", "Q5_K")}  # as llama-quantize reads them
 )
-"""Every mixture by the name that files of it have."""
+"""Mixtures by the names that their files carry."""
 
 
-# -- narrow ------------------------------------------------------------------------------------------------------------
-# Number formats that weights, activations and caches are stored in: which go together, and what is refused.
+# -- formats -----------------------------------------------------------------------------------------------------------
+# Validates the requested formats of weights, activations and caches, and their combinations.
 
 
 class _Coined(NamedTuple):
@@ -531,7 +526,7 @@ _NO_FP4 = "nvfp4 or mxfp4, whose blocks have scales, or fp4_e2m1 for elements in
 
 @dataclass(frozen=True)
 class Narrow:
-    """What is stored in which format; None for what stays."""
+    """Storage formats of a quantized graph; None for unchanged."""
 
     weights: DType | None
     activations: DType | None
@@ -539,14 +534,14 @@ class Narrow:
 
     @property
     def product(self) -> DType | None:
-        """Format that quantized operands are multiplied in; None for that of the activations."""
+        """Compute format of quantized matmuls; None for the activations' own."""
         if self.weights is None or self.activations is None:
             return None
         pair = (_bare(self.weights), _bare(self.activations))
         return next(a for a, b in (pair, pair[::-1]) if _holds(a, b))
 
     def operand(self, stored: DType) -> DType:
-        """Format that a quantized operand goes into the product in: as it is where both are as wide."""
+        """Format in which a quantized operand enters the matmul: its own if as wide as the compute format."""
         own, found = self.product, _bare(stored)
         return found if own is None or found.bits == own.bits else own
 
@@ -562,12 +557,12 @@ def _narrow(place: str, value: object) -> DType:
 
 
 def _bare(found: DType) -> DType:
-    """Return the format of the elements alone, where scales were added."""
+    """Return the element format without scales."""
     return DTYPES[found.element] if found.element else found
 
 
 def weights_format(value: object, group: object, scale: object, *, zero: bool) -> DType | None:
-    """Return the format of weights with its scales, None where they stay."""
+    """Return the format of weights with their scales, None if unchanged."""
     place = "quantize: weights"
     if value is None:
         for name, given in (("group", group), ("scale", scale), ("zero", zero or None)):
@@ -606,7 +601,7 @@ def mixture_of(value: object) -> Mixture | None:
 
 
 def activations_format(weights: object, value: object) -> DType | None:
-    """Return the format of activations, with a scale for each token, None where they stay."""
+    """Return the format of activations with one scale per token, None if unchanged."""
     if value is None:
         return None
     if weights is None:
@@ -620,7 +615,7 @@ def activations_format(weights: object, value: object) -> DType | None:
 
 
 def cache_format(value: object) -> DType | None:
-    """Return the format of caches; integers have a scale for each row, None where they stay."""
+    """Return the format of caches, None if unchanged; integers get one scale per row."""
     if value is None:
         return None
     if value == "fp4":
@@ -630,7 +625,7 @@ def cache_format(value: object) -> DType | None:
 
 
 def _holds(wide: DType, narrow: DType) -> bool:
-    """Whether a format has every value of another one, scales left aside; no unit multiplies values of a table."""
+    """Whether a format represents every value of another, scales aside; no matrix unit multiplies codebook values."""
     if wide.codes or narrow.codes:
         return False
     if wide.kind == narrow.kind == "int":
@@ -639,12 +634,12 @@ def _holds(wide: DType, narrow: DType) -> bool:
         return False
     if narrow.kind == "int":
         return wide.mantissa + 1 >= narrow.bits - narrow.signed and wide.max >= -narrow.min
-    # units multiply the two floats of 8 bits with each other
+    # matrix units multiply the two 8-bit float formats with each other
     return wide.bits == narrow.bits or (wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa)
 
 
 def need_common(formats: Narrow) -> None:
-    """Raise FormatError if there is no format to multiply weights and activations in."""
+    """Raise FormatError if weights and activations have no common compute format."""
     assert formats.weights is not None
     assert formats.activations is not None
     one, other = _bare(formats.weights), _bare(formats.activations)
@@ -660,28 +655,28 @@ def need_common(formats: Narrow) -> None:
         )
 
 
-# -- mixed -------------------------------------------------------------------------------------------------------------
-# A mixture put to a graph: the format of each parameter in each iteration, and loops in parts of equal formats.
+# -- applying a mixture ------------------------------------------------------------------------------------------------
+# Assigns a format to each parameter in each iteration, and splits loops into parts with equal formats.
 
-#: What makes names unique: of modules, and of iterations that are played out.
+#: Suffixes that make names unique: of modules, and of unrolled iterations.
 _NUMBER = re.compile(r"_\d+(?=/|$)|\..*", re.ASCII)
-_MOST_TURNS = 1 << 12  # no model has as many layers
-#: Iterations of the loops that a parameter is in, from the outermost one.
+_MOST_TURNS = 1 << 12  # more layers than any model has
+#: Iteration indices of the loops around a parameter, outermost first.
 _Path = tuple[int, ...]
 
 
 def mixed(graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> tuple[Graph, dict[str, DType]]:
-    """Give each matrix of a forward pass the format that a mixture says; return the formats by parameters as well.
+    """Assign a mixture's formats to the matrices of a forward pass; return the graph and formats by parameter.
 
-    The graph has a loop for all iterations of the same formats. BindingError if formats depend on sizes that are no
-    numbers; GraphError if there is nothing to give a format to, or nothing that the mixture has rules for;
-    UnsupportedError if a loop that has to be parted reads or writes slices, or a matrix is of no decoder.
+    Iterations of a loop with equal formats form one loop. Raises BindingError if formats depend on symbolic sizes,
+    GraphError if there is nothing to quantize or no matrix that the rules name, and UnsupportedError if a loop to split
+    reads or writes slices, or a matrix does not belong to a decoder.
     """
     parter = _Parter(_Plan(graph, name, mixture, kept))
     return parter.run(graph), parter.formats
 
 
-# -- which format ----------------------------------------------------------------------------------------------------
+# -- assigning formats -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -692,22 +687,22 @@ class _Place:
     path: _Path
     role: str
     layer: tuple[object, ...]
-    """what others of the same layer have alike"""
+    """key shared by one layer's matrices"""
 
 
 class _Plan:
-    """The format of each parameter in each iteration, and how many iterations a loop has."""
+    """Formats of all parameters in all iterations, and the iteration counts of loops."""
 
     def __init__(self, graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> None:
         self.place, self.mixture = f"quantize: weights {name!r}", mixture
         self.chosen: dict[Tensor, tuple[int, ...]] = {}
-        """What gets a format, and the axes that products sum."""
+        """Quantized parameters, with their summed axes."""
         self.heads: set[Tensor] = set()
-        """What makes logits, tables of embeddings that do among them."""
+        """Matrices that compute logits, including tied embeddings."""
         for t, uses in weights_of(graph, kept, embeddings=True).items():
             kinds = {u.kind for u in uses}
             if kinds == {"lookup"} and not is_in(t.name, "tokens"):
-                continue  # of positions and the like
+                continue  # a position table or similar
             self.chosen[t] = summed_axes(t, uses)
             if is_in(t.name, "head") or len(kinds) > 1:
                 self.heads.add(t)
@@ -725,7 +720,7 @@ class _Plan:
             self.formats[p.param, p.path] = find_dtype(self.fitting(p.param, found))
 
     def walk(self, graph: Graph, path: _Path, seen: dict[tuple[str, _Path], int]) -> Iterator[_Place]:
-        """Yield the parameters of all iterations in the order in which they run."""
+        """Yield the parameters from all iterations in execution order."""
         for node in list(graph.nodes):
             if isinstance(node, Tensor):
                 if node in self.chosen:
@@ -737,7 +732,7 @@ class _Plan:
                     yield from self.walk(node.body, path if node.loop is None else (*path, i), seen)
 
     def placed(self, t: Tensor, path: _Path, seen: dict[tuple[str, _Path], int]) -> _Place:
-        """Return what a parameter is; where layers come one after the other, names alike are numbered."""
+        """Classify a parameter; equal names in consecutive layers are numbered."""
         stem = _NUMBER.sub("", t.name)
         levels = tuple(stem.split("/"))
         again = seen[stem, path] = seen.get((stem, path), -1) + 1
@@ -751,7 +746,7 @@ class _Plan:
         return _Place(t, path, "", ())
 
     def count(self, op: Op) -> int:
-        """Return the iterations of a loop, 1 where nothing depends on them."""
+        """Return a loop's iteration count, 1 if no format depends on it."""
         assert op.loop is not None
         if not self.mixture.layered:
             return 1
@@ -777,7 +772,7 @@ class _Plan:
             )
 
     def model(self, places: Sequence[_Place]) -> Model:
-        """Return what rules ask: layers, experts, and heads that share a value."""
+        """Return the numbers of layers, experts and query heads per value head."""
         first = {p.role: p.param for p in reversed(places)}
         layers = len({p.layer for p in places if p.role in ("value", "packed")})
         experts = [p.param.sizes[0] for p in places if p.param.ndim == 3 and p.role == "down"]
@@ -788,7 +783,7 @@ class _Plan:
         return Model(layers, int(self.number(experts[0], "experts")) if experts else 1, shared)
 
     def fitting(self, t: Tensor, name: str) -> str:
-        """Return a format whose blocks a row of a parameter is a multiple of, where there is one."""
+        """Return the format, or its fallback, whose block size divides a parameter's row size."""
         row = prod((t.sizes[i] for i in self.chosen[t]), start=ONE).bind(self.sizes).constant
         for found in (name, FALLBACKS.get(name, name)):
             block = max(s.per or 1 for s in find_dtype(found).scale)
@@ -797,13 +792,13 @@ class _Plan:
         return "fp16"
 
 
-# -- loops in parts --------------------------------------------------------------------------------------------------
+# -- splitting loops ---------------------------------------------------------------------------------------------------
 
 
 class _Parter(Rewriter):
-    """Copies a graph; of a loop one for all iterations whose parameters have the same formats.
+    """Copies a graph, splitting loops into one per combination of formats.
 
-    Which iterations come first is no matter to any cost, so that those of one part need not follow each other.
+    No cost depends on the order of iterations, so those of one part need not be consecutive.
     """
 
     lies = True
@@ -811,9 +806,9 @@ class _Parter(Rewriter):
     def __init__(self, plan: _Plan) -> None:
         self.plan = plan
         self.formats: dict[str, DType] = {}
-        """Formats by the names of parameters in the new graph."""
+        """Formats by parameter name in the new graph."""
         self.path: _Path = ()
-        """First iterations of the parts that are copied."""
+        """First iterations of the parts being copied."""
         different: dict[Tensor, set[DType]] = {}
         for (t, _), found in plan.formats.items():
             different.setdefault(t, set()).add(found)
@@ -829,7 +824,7 @@ class _Parter(Rewriter):
         return made
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op, a loop in its parts."""
+        """Copy an op, or a loop in parts."""
         if op.loop is None or not any(t in self.plan.chosen for t in op.loop.body.params):
             return super().copy(op, new, suffix)
         outer, parts = self.path, self.parts(op.loop)
@@ -837,13 +832,13 @@ class _Parter(Rewriter):
         for n, part in enumerate(parts):
             self.path = (*outer, part[0])
             made = self.part(op, op.loop, new, f"{suffix}.part{n}" if n else suffix, len(part) if len(parts) > 1 else 0)
-            self.tensors |= zip(op.loop.starts, made.results, strict=False)  # where the next part goes on
+            self.tensors |= zip(op.loop.starts, made.results, strict=False)  # carried into the next part
         self.tensors |= before
         self.path = outer
         return made
 
     def part(self, op: Op, loop: Loop, new: Graph, suffix: str, count: int) -> Op:
-        """Copy a loop with some of its iterations; with all of them where the count is 0."""
+        """Copy a loop with `count` iterations; with all of them if that is 0."""
         if not count:
             return super().copy(op, new, suffix)
         if loop.xs or len(op.results) > len(loop.starts):
@@ -855,7 +850,7 @@ class _Parter(Rewriter):
         return self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
 
     def parts(self, loop: Loop) -> list[list[int]]:
-        """Return the iterations of a loop, those of equal formats together."""
+        """Return a loop's iterations, grouped by formats."""
         if not self.cut:
             return [[0]]
         own, depth = set(loop.body.params), len(self.path) + 1
@@ -871,9 +866,9 @@ class _Parter(Rewriter):
 
 # -- quantize ----------------------------------------------------------------------------------------------------------
 
-#: Scopes whose weights stay as they are unless a caller says otherwise: logits and routing are sensitive to rounding.
+#: Scopes that are not quantized by default: logits and routing are sensitive to rounding.
 KEPT = ("head", "router")
-#: Axes of the rows of a grouped product that its result has, and those that are summed.
+#: Outer and summed axes of the rows of a grouped matmul.
 _ROWS: tuple[list[int], tuple[int, ...]] = ([0], (1,))
 
 
@@ -887,63 +882,62 @@ def quantize(
     Parameters
     ----------
     graph : Graph
-        A forward pass, or what `prefill` or `decode` returned; it stays as it is.
+        A forward pass, or the result of `prefill` or `decode`; it is not modified.
     weights : str or DType, optional
-        Format of the parameters that products with activations alone read: linear layers and products of experts.
-        An integer or float of 8 bits or fewer gets scales (see `group`), a block format such as mxfp4 has its own.
-        Parameters with one axis, those in a format of their own, and what convolutions read stay. The name of a
-        mixture of GGUF, such as Q4_K_M in either case, gives each matrix of a decoder a format, embeddings and logits
-        among them, by what its name says it is and by its layer, at the sizes that the graph has; a loop becomes one
-        for all layers of the same formats.
+        Format of parameters that are read only by matmuls with activations: linear layers and experts. Integers and
+        floats of 8 bits or fewer get scales (see `group`); block formats such as mxfp4 have their own. Vectors,
+        parameters with an explicit dtype and convolution weights stay. The name of a GGUF mixture, such as Q4_K_M
+        (case-insensitive), quantizes each matrix of a decoder, embeddings and head included, by its name and layer.
+        A loop is then split into one loop per combination of formats.
     activations : str or DType, optional
-        Format that the other operand of those products is quantized to, by an op of its own, with a scale in fp32 for
-        each token. By default products run in the format of the activations, weights widened inside the kernel.
+        Format that the other operand of these matmuls is quantized to, by a separate op, with an fp32 scale per token.
+        By default matmuls run in the activations' dtype, and weights are dequantized inside the kernel.
     cache : str or DType, optional
-        Format of cached keys, values and latent vectors: integers with a scale in fp16 for each row of the innermost
-        axis (a head of a position), floats with none, as one for a layer is a constant. States of recurrences and
-        of convolutions stay. What fuses attention widens inside; for eager attention a kernel writes a wide copy.
+        Format of cached keys, values and latent vectors. Integers have an fp16 scale per row of the innermost axis (one
+        head of one position); floats have none, as a scale per layer is a constant. States of recurrences and
+        convolutions stay. Fused attention dequantizes inside; for eager attention a kernel writes a wide copy.
     group : int, optional
-        Elements along the summed axes that share a scale of the weights; by default all of them, one scale for each
-        output channel. The defaults of the libraries that coined the names: 128 for `int4` (GPTQ, AWQ, torchao), and
-        blocks of 64 of the flattened weight for `nf4` and `fp4` (bitsandbytes). `int4_row_fp32` is int4 with one scale
-        for each output channel.
+        Group size: elements along the summed axes that share a weight scale. Default: one scale per output channel,
+        except where the format's library has its own default: 128 for `int4` (GPTQ, AWQ, torchao), and 64 elements of
+        the flattened weight for `nf4` and `fp4` (bitsandbytes). `int4_row_fp32` is int4 with one scale per output
+        channel.
     scale : str, optional
-        Format of the scales of weights: by default fp16 with `group` and for `int4`, fp32 without, and for `nf4` and
-        `fp4`.
+        Format of the weight scales. Default: fp16 with `group` and for `int4`; fp32 without, and for `nf4` and `fp4`.
     zero : bool
-        Whether each scale of the weights has a zero point beside it, in their own format.
+        Whether each weight scale has a zero point, stored in the weights' format.
     skip : sequence of str, optional
-        Scopes or names of parameters that stay, by any of their levels; by default `head` and `router` where there
-        are such, with a mixture `router` alone. Layers of a stack are named as `layers[16:]` or `layers/31/mlp`.
+        Scopes or names of parameters that are not quantized, matched at any level. Default: `head` and `router`; with a
+        mixture only `router`. Layers of a stack are selected as `layers[16:]` or `layers/31/mlp`.
     embeddings : bool
-        Whether tables that tokens look rows up in are quantized too, also those tied to a head that is not skipped.
+        Whether embedding tables are quantized too, including those tied to a head that is not skipped.
 
     Returns
     -------
     Graph
-        Parameters and their number stay, `param_bytes` has the scales in it. FLOPs that quantize and scale are counted:
-        of a scale for each group one for each element of the weight, a zero point one more; of a scale for each
-        channel, or each token, one for each element of the product; of a scale for each row of a cache one for each
-        score. Conversions have none, those of block formats with their scales neither.
+        With the same number of parameters; `param_bytes` includes their scales. Quantization and scaling FLOPs are
+        counted: one per weight element for group scales and one more for zero points, one per output element for
+        channel or token scales, and one per attention score for cache row scales. Conversions are free, including the
+        scaling of block formats.
 
     Raises
     ------
     BindingError
-        If a mixture depends on a size that the graph has no number for.
+        If a mixture depends on a size without a value.
     FormatError
-        If a format is unknown or wider than 8 bits, has scales and is asked for more, or one of the two operands
-        cannot hold the values of the other.
+        If a format is unknown, wider than 8 bits, or already has scales, or if weights and activations have no common
+        compute format.
     GraphError
-        If nothing is asked for, or there is nothing in the graph that it could be done to.
+        If no format is given, or the graph has nothing to quantize.
     UnsupportedError
-        If a product reads a quantized weight in an order that its scales have no place in, or an op is a recorded call.
+        If a matmul reads a quantized weight in an axis order that does not fit its scales, or an op is an external call
+        recorded by a trace.
 
     Notes
     -----
-    Formats as in GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023, arXiv 2306.00978) with
-    weights="int4", group=128; SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) with int8 on both sides; OCP
-    Microscaling (MX) 1.0; llama.cpp's mixtures (src/llama-quant.cpp). The products of a training step in fp8 are
-    `costgraph.Policy`'s.
+    `weights="int4", group=128` matches GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023, arXiv
+    2306.00978); int8 weights and activations match SmoothQuant (Xiao et al. 2022, arXiv 2211.10438). Block formats
+    follow OCP Microscaling (MX) 1.0; mixtures follow llama.cpp (src/llama-quant.cpp). For fp8 matmuls in a training
+    step, see `costgraph.Policy`.
 
     Examples
     --------
@@ -986,11 +980,11 @@ def quantize(
     return rewriter.run(graph)
 
 
-# -- the rewriter ----------------------------------------------------------------------------------------------------
+# -- rewriter ----------------------------------------------------------------------------------------------------------
 
 
 class _Quantizer(Rewriter):
-    """Copies a graph; what is stored narrower is widened where an op reads it."""
+    """Copies a graph, storing tensors in narrow formats and dequantizing them where ops read them."""
 
     lies = True
 
@@ -998,19 +992,19 @@ class _Quantizer(Rewriter):
         super().__init__()
         self.formats = formats
         self.stored = stored
-        """Formats by the names of parameters, where a mixture gives them."""
+        """Formats by parameter name, from a mixture."""
         self.weights: dict[Tensor, tuple[int, ...]] = {}
-        """Parameters that are quantized, and the axes that products sum."""
+        """Quantized parameters, with their summed axes."""
         self.uses: dict[Op, Use] = {}
-        """Ops that read them."""
+        """Uses of quantized parameters."""
         self.caches: set[Tensor] = set()
         self.wide: dict[tuple[Tensor, Graph], Tensor] = {}
-        """Wide copies, by the graph that they are in."""
+        """Dequantized copies, by the graph they are in."""
         self.narrow: dict[tuple[Tensor, Graph, tuple[int, ...]], Tensor] = {}
         """Quantized activations, by the axes that share a scale."""
 
     def choose(self, graph: Graph, kept: Sequence[str], *, embeddings: bool) -> None:
-        """Find the parameters that are quantized."""
+        """Select the parameters to quantize."""
         for t, uses in weights_of(graph, kept, embeddings=embeddings).items():
             if self.formats.weights is not None or t.name in self.stored:
                 self.weights[t] = summed_axes(t, uses)
@@ -1018,14 +1012,14 @@ class _Quantizer(Rewriter):
 
     @contextmanager
     def at(self, op: Op, graph: Graph) -> Iterator[None]:
-        """Let ops that are made now stand beside an op."""
+        """Add new ops in an existing op's scope."""
         with scoped(op), building(graph):
             yield
 
     # -- sources ---------------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Copy a source; a weight is stored with the summed axes innermost, and a view has the old order."""
+        """Copy a source; weights are stored with summed axes innermost, behind a view in the old order."""
         made: Tensor = super().source(old, new, suffix)
         if old in self.caches:
             assert self.formats.cache is not None
@@ -1050,7 +1044,7 @@ class _Quantizer(Rewriter):
             return rearrange(made, f"{left} -> {' '.join(names)}", name=f"{made.name}.order", **sizes_of)
 
     def placed(self, old: Tensor, at: Placement) -> Placement:
-        """Return where a weight of a rank lies: its summed axes are one, of the parts of each."""
+        """Return the placement of a sharded weight, with its summed axes merged."""
         if old not in self.weights:
             return at
         summed = self.weights[old]
@@ -1060,7 +1054,7 @@ class _Quantizer(Rewriter):
     # -- ops -------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy an op, or replace a use of a quantized parameter."""
         use = self.uses.get(op)
         if use is None:
             super().emit(op, new, suffix)
@@ -1076,7 +1070,7 @@ class _Quantizer(Rewriter):
             ) from None
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op; what it takes wide is widened in front of it."""
+        """Copy an op, dequantizing its operands first where it needs them wide."""
         if op.body is not None:
             return self.block(op, new)
         narrow = [i for i, t in enumerate(op.operands) if self.tensors[t].dtype != t.dtype]
@@ -1092,7 +1086,7 @@ class _Quantizer(Rewriter):
         return made
 
     def contracted(self, op: Op, kind: Einsum, i: int, new: Graph) -> Op:
-        """Multiply with what is cached as it is: the kernel widens what it reads of it."""
+        """Multiply by a cached operand in its narrow format; the kernel widens it while reading."""
         operands: list[Tensor] = [new.adopt(self.tensors[t]) for t in op.operands]
         made: list[Op] = []
 
@@ -1108,7 +1102,7 @@ class _Quantizer(Rewriter):
         return made[0]
 
     def widened(self, old: Tensor, op: Op, new: Graph) -> Tensor:
-        """Return a tensor in the format that it had: inside a kernel for nothing, elsewhere as a copy."""
+        """Return a tensor in its original format: for free inside a kernel, else as a copy."""
         t: Tensor = self.tensors[old]
         if t.dtype == old.dtype:
             return t
@@ -1118,7 +1112,7 @@ class _Quantizer(Rewriter):
         return self.wide[t, new]
 
     def block(self, op: Op, new: Graph) -> Op:
-        """Copy an op with a body, whose inputs have the formats that are given."""
+        """Copy an op with a body, whose formals take the operands' formats."""
         kind, loop = op.kind, op.loop
         assert isinstance(kind, Bodied)
         old = kind.body
@@ -1130,7 +1124,7 @@ class _Quantizer(Rewriter):
             t = self.widened(before, op, new) if f in carries else self.tensors[before]
             operands.append(t)
             if rewritten:
-                self.tensors[f] = t  # taken in when an op inside reads it: activations are quantized outside
+                self.tensors[f] = t  # captured on first use: activations are quantized outside
                 continue
             made = self.formal(f, body)
             made.dtype = t.dtype
@@ -1141,13 +1135,13 @@ class _Quantizer(Rewriter):
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
         kind = replace(kind, body=body)
-        if rewritten and isinstance(kind, Kernel):  # places among operands, which are in the order of their readers now
+        if rewritten and isinstance(kind, Kernel):  # operands are now in the order of their first use
             changed = tuple(body.captured.index(operands[i]) for i in kind.changed)
             kind = replace(kind, backward="", changed=changed)
         return self.add(op, kind, body.captured if rewritten else operands, new)
 
     def looked_up(self, op: Op, new: Graph) -> None:
-        """Look up rows of a quantized table and widen them, in one kernel."""
+        """Gather rows of a quantized table and dequantize them, in one kernel."""
         table, ids = (self.tensors[t] for t in op.operands)
         wide = op.results[0].dtype
         with self.at(op, new):
@@ -1160,7 +1154,7 @@ class _Quantizer(Rewriter):
         self.tensors[op.results[0]] = made
 
     def multiplied(self, op: Op, new: Graph) -> None:
-        """Multiply by a quantized weight, in one kernel that widens what it reads."""
+        """Multiply by a quantized weight, in one kernel that dequantizes it."""
         place, kind = 1 - self.uses[op].operand, op.kind
         assert isinstance(kind, Einsum | Grouped)
         x = self.widened(op.operands[place], op, new)
@@ -1178,10 +1172,7 @@ class _Quantizer(Rewriter):
     def quantized(
         self, op: Op, kind: Einsum | Grouped, x: Tensor, place: int, new: Graph
     ) -> tuple[Tensor, Einsum | Grouped]:
-        """Return the activations of a product in their narrow format, made once: axes that it sums merged, at the end.
-
-        The record of the product becomes one that reads them so.
-        """
+        """Return the quantized activations, summed axes merged and last, and the matching matmul record; cached."""
         outer, summed = _ROWS
         if isinstance(kind, Einsum):
             pattern = kind.pattern
@@ -1201,11 +1192,11 @@ class _Quantizer(Rewriter):
         return self.narrow[key], kind
 
     def product(self, op: Op, kind: Einsum | Grouped, x: Tensor) -> Tensor:
-        """Add a product and what scales it to the kernel that is open."""
+        """Add a matmul and its scaling to the open kernel."""
         place, wide, own = self.uses[op].operand, op.results[0].dtype, self.formats.product
         packed: Tensor = self.tensors[op.operands[place]]
         weights, activations = packed.dtype, self.formats.activations
-        if isinstance(kind, Grouped):  # unpacks the weights of those experts alone that rows go to
+        if isinstance(kind, Grouped):  # unpacks only the weights of experts that receive rows
             kind, w = replace(kind, unpacked=sum(packing(weights, scaled=own is None))), packed
         else:
             w = unpacked(packed, wide if own is None else self.formats.operand(weights), scaled=own is None)
@@ -1226,5 +1217,5 @@ class _Quantizer(Rewriter):
 
 
 def _level(op: Op) -> str:
-    """Return the name of a kernel for an op: its last level, without the suffixes of an unrolled loop."""
+    """Return an op's kernel name: its last level, without the suffixes of an unrolled loop."""
     return op.name.rpartition("/")[2].partition(".")[0]

@@ -1,4 +1,8 @@
-"""Equal blocks of several runs over a stack: which ops correspond, and what each of them reads."""
+"""Rerolling: turn equal consecutive blocks of a graph, or executed loop iterations, into loops with symbolic counts.
+
+`fold` compares a stack's blocks op by op, describes each operand relative to its block, and builds one loop per
+pass over the stack. `fold_turns` does the same for iterations that a traced program executed.
+"""
 
 from __future__ import annotations
 
@@ -79,14 +83,13 @@ __all__ = [
 ]
 
 
-# -- equal -------------------------------------------------------------------------------------------------------------
-# Whether two ops of two blocks are equal, and if not, in what.
+# -- op equality -------------------------------------------------------------------------------------------------------
 
 Names = Callable[[str], str]
 
 
 class Differs(CostGraphError):  # noqa: N818  # no error that anyone sees
-    """Two neighbouring blocks are not equal: caught where blocks at the edges are left out."""
+    """Two neighbouring blocks differ; caught where blocks at the edges are excluded."""
 
     def __init__(self, blocks: tuple[int, int], text: str) -> None:
         super().__init__(text)
@@ -94,20 +97,20 @@ class Differs(CostGraphError):  # noqa: N818  # no error that anyone sees
 
 
 def layout(t: Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common whose reading costs the same."""
+    """Return the key that tensors of equal read cost share."""
     return t.sizes, t.dtype, t.strides, t.offset, t.domain
 
 
 def _shared(op: Op) -> list[int | None]:
-    """Return for each result the operand whose storage it lies in."""
+    """Return, for each result, the index of the operand that shares its storage, or None."""
     stored = [t.storage for t in op.operands]
     return [stored.index(t.storage) if t.storage in stored else None for t in op.results]
 
 
 def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
-    """Say in what two ops differ, apart from which tensors they read; None where they are equal.
+    """Describe how two ops at the same position of two blocks differ, apart from their operands; None if equal.
 
-    They are at one place of two blocks; `names` return a scope as it is seen from the block of each.
+    `names` map a scope to its form relative to each block.
     """
     facts: dict[str, tuple[Any, Any]] = {
         "kind": (a.kind.name, b.kind.name),
@@ -143,7 +146,7 @@ def _told(tensors: Sequence[Tensor]) -> str:
 
 
 def _bodies(a: Graph, b: Graph, names: tuple[Names, Names]) -> str | None:
-    """Say in what two bodies differ: they are equal where their ops are, read in order."""
+    """Describe how two bodies differ: ops are compared in order."""
     if len(a.ops) != len(b.ops) or a.fused != b.fused:
         return f"body {b.name!r} has {len(b.ops)} ops, {a.name!r} has {len(a.ops)}"
     mine, other = _numbered(a), _numbered(b)
@@ -160,7 +163,7 @@ def _bodies(a: Graph, b: Graph, names: tuple[Names, Names]) -> str | None:
 
 
 def unlike(a: Graph, b: Graph) -> str | None:
-    """Say in what two graphs differ, whatever the names of their tensors; None where they are equal."""
+    """Describe how two graphs differ, ignoring tensor names; None if equal."""
     roles = [[(t.role, *layout(t)) for t in g.tensors if t.producer is None] for g in (a, b)]
     if roles[0] != roles[1]:
         return "other parameters, inputs or buffers"
@@ -168,43 +171,43 @@ def unlike(a: Graph, b: Graph) -> str | None:
 
 
 def _numbered(graph: Graph) -> dict[Tensor, int]:
-    """Number the tensors of a body: its inputs first, then what ops make, then what it owns."""
+    """Number a body's tensors: formals first, then op results, then its own sources."""
     own = [t for t in graph.tensors if t.producer is None and t.role != "formal"]
     return {t: i for i, t in enumerate([*graph.formals, *(r for op in graph.ops for r in op.results), *own])}
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-# What an op of a block reads, told in a way that is the same for all blocks.
+# -- block-relative values ---------------------------------------------------------------------------------------------
+# Describe an op's operands relative to its block, so that equal blocks have equal descriptions.
 
 
 @dataclass(frozen=True)
 class Made:
-    """What an op of the same turn makes."""
+    """An op's result in the same iteration."""
 
     at: int
-    """place of the op in the turn"""
+    """position of the op in the iteration"""
     result: int
-    """which of its results"""
+    """index of the result"""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor from outside that is the same in all turns."""
+    """A tensor from outside, the same in all iterations."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """Parameters, buffers or states of which each block has its own."""
+    """Parameters, buffers or states, one per block."""
 
     members: tuple[Tensor, ...]
-    """in the order of the blocks"""
+    """in block order"""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What the turns of an earlier run leave behind, one storage each."""
+    """Stacked residuals from an earlier run, one storage per iteration."""
 
     run: int
     value: Made | Before
@@ -215,28 +218,28 @@ Family = Owned | Left
 
 @dataclass(frozen=True)
 class Member:
-    """The one of a family that belongs to the block of the turn; outside of runs, all of them."""
+    """The family member of the iteration's block; outside runs, the whole family."""
 
     family: Family
 
 
 @dataclass(frozen=True)
 class Before:
-    """What something was as many turns ago as there are `starts`."""
+    """A value from `len(starts)` iterations earlier, which is carried."""
 
     of: Made | Member
     starts: tuple[Tensor | None, ...]
-    """what is read in its place in the first turns; None where nothing is"""
+    """initial values, read in the first iterations; None if not read"""
 
     @property
     def nearer(self) -> Before | Made | Member:
-        """What it was one turn later: what is handed on to become it."""
+        """The value one iteration closer, which becomes this one in the next iteration."""
         return Before(self.of, self.starts[1:]) if len(self.starts) > 1 else self.of
 
 
 @dataclass(frozen=True)
 class View:
-    """A view of a value, as an op of an earlier run made it for the same block."""
+    """A view that an earlier run made of a value, for the same block."""
 
     of: Value
     run: int
@@ -246,7 +249,7 @@ class View:
 
 @dataclass(frozen=True)
 class After:
-    """Outside of runs: what a value that a run carries is when its last turn is over."""
+    """Outside runs: a carry's final value."""
 
     run: int
     value: Before
@@ -256,21 +259,21 @@ Value = Made | Shared | Member | Before | View
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
-# Which block an op or a source belongs to, and in which order a program goes over the blocks.
+# Assign ops and sources to blocks, and find a program's passes over the blocks.
 
-#: Equal blocks that there have to be: two of them could be alike by chance.
+#: Fewest equal blocks to reroll: two could be equal by chance.
 FEWEST = 3
-#: Layers that take turns, at the most: of published models no more than 8 do.
+#: Most layers per period: published models alternate at most 8.
 _LONGEST = 16
 
 
 def unnumbered(name: str) -> str:
-    """Return a name without the number of the iteration that it ends with."""
+    """Strip a trailing iteration number from a name."""
     return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
 
 
 class Numbered(Protocol):
-    """Which block ops and sources belong to."""
+    """Assignment of ops and sources to blocks."""
 
     scope: str
     ops: dict[Op, int]
@@ -278,16 +281,16 @@ class Numbered(Protocol):
     count: int
 
     def relative(self, name: str, block: int) -> str:
-        """Return a name or scope as it is seen from a block: equal for equal blocks."""
+        """Return a name or scope relative to a block: equal for equal blocks."""
 
     def plain(self, name: str) -> str:
-        """Return a name or scope without the number of the block."""
+        """Strip the block number from a name or scope."""
 
 
 class Labels:
-    """The blocks of a stack, of `period` layers each, as those that take turns do.
+    """The blocks of a stack, with `period` layers each.
 
-    The scope is the path whose children `0`, `1`, ... are the layers; of a graph that was unrolled, that of the loop.
+    `scope` is the path whose children `0`, `1`, ... are the layers, or the loop name in an unrolled graph. Raises
     GraphError if there are no such blocks, or too few.
     """
 
@@ -297,16 +300,16 @@ class Labels:
         self.scope = scope
         self._prefix = f"{scope}/" if scope else ""
         self._scoped = re.compile(rf"^{path}(\d+)(?=/|$)")
-        # sources of an optimizer have the path of their parameter behind a level of its own
+        # optimizer sources have the path of their parameter after a level of their own
         self._named = re.compile(rf"(?<![^/]){path}(\d+)(?=/|$)" if scope else r"(?:^|(?<=^optimizer/))(\d+)(?=/|$)")
         self._played = re.compile(rf"^{path}.*\.i(\d+)(?=_\d+$|$)")
         self.unrolled = not any(self._scoped.match(op.scope) for op in graph.ops)
         self.sources = {
             t: found for t in graph.tensors if t.producer is None and (found := self._number(t.name)) is not None
         }
-        """the block that each source belongs to"""
+        """block of each source"""
         self.ops = self._labelled(graph)
-        """the block that each op belongs to"""
+        """block of each op"""
         numbers = {*self.ops.values()}
         self.layers = 1 + max(numbers, default=-1)
         if not numbers or numbers != set(range(self.layers)):
@@ -328,9 +331,9 @@ class Labels:
         return None if found is None else int(found.group(1))
 
     def _labelled(self, graph: Graph) -> dict[Op, int]:
-        """Find the block of each op: the one it stands in, or the only one of whose own it reads something.
+        """Assign each op to the block of its scope, or to the only block whose sources it reads.
 
-        That is parameters and states, and in an update gradients as well.
+        Sources are parameters and states, and for an update also gradients.
         """
         stored = {t.storage: block for t, block in self.sources.items()}
         grads = {g.storage: b for t, b in self.sources.items() if (g := graph.gradients.get(t)) is not None}
@@ -341,14 +344,14 @@ class Labels:
             read = {known[t.storage] for t in op.operands if t.storage in known}
             if found is not None:
                 out[op] = int(found.group(1))
-            elif len(read) == 1 and not isinstance(op.kind, Keep):  # which follows when something is given back
+            elif len(read) == 1 and not isinstance(op.kind, Keep):  # a `Keep` follows when memory is freed
                 (out[op],) = read
-                if op.phase == "optimizer":  # an update goes on with what it has made
+                if op.phase == "optimizer":  # an update's later ops read its results
                     stored |= {t.storage: out[op] for t in op.results}
         return out
 
     def taking_turns(self) -> int:
-        """Return how many layers take turns: the fewest that the longest stretch of layers has over and over."""
+        """Return the period of alternating layers: the shortest one with the longest periodic stretch."""
         found: list[list[object]] = [[] for _ in range(self.layers)]
         for op, layer in {} if self.unrolled else self.ops.items():
             sizes = tuple(t.sizes for t in op.results)
@@ -358,22 +361,22 @@ class Labels:
         return max(periods, key=lambda p: (stretches[p] // p >= FEWEST, stretches[p], -p))
 
     def relative(self, name: str, block: int) -> str:
-        """Return a name or scope with the number of a layer told from where it is seen: equal for equal blocks."""
+        """Return a name or scope with layer numbers relative to a block: equal for equal blocks."""
         if self.unrolled:
             return name
         return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) - block * self.period:+d}", name)
 
     def plain(self, name: str) -> str:
-        """Return a name or scope without the number of the block."""
+        """Strip the block number from a name or scope."""
         if self.unrolled:
             return unnumbered(name)
-        if self.period > 1:  # the layers of a block keep their places in it
+        if self.period > 1:  # keep a layer's position within its block
             return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) % self.period}", name)
         return self._named.sub(self.scope, name).replace("//", "/").strip("/")
 
 
 def stacks_of(graph: Graph) -> list[str]:
-    """Return the scopes that have children 0, 1 and 2, in program order; one stands before those inside of it."""
+    """Return the scopes with children 0, 1 and 2, in program order, outer before inner."""
     children: dict[str, set[str]] = {}
     for op in graph.ops:
         levels = op.scope.split("/")
@@ -384,7 +387,7 @@ def stacks_of(graph: Graph) -> list[str]:
 
 
 def _stretches(equal: Sequence[bool]) -> Iterator[int]:
-    """Yield how long it holds at a time."""
+    """Yield the lengths of consecutive True values."""
     yield 0
     yield from (len(list(group)) for holds, group in groupby(equal) if holds)
 
@@ -396,29 +399,29 @@ def _choices(graph: Graph) -> str:
 
 @dataclass(eq=False)
 class Run:
-    """One pass of the program over the blocks, forward or back."""
+    """A pass over the blocks, forward or backward."""
 
     phase: str
-    """phase of its first op"""
+    """phase of the first op"""
     blocks: list[int] = field(default_factory=list)
-    """blocks in the order in which it comes to them"""
+    """blocks in execution order"""
     starts: list[int] = field(default_factory=list)
-    """place in the program of the first op of each"""
+    """program index of each block's first op"""
     length: int = 0
-    """ops of each turn, and whatever stands between blocks"""
+    """number of ops per iteration, including those between blocks"""
 
     @property
     def step(self) -> int:
-        """1 where it goes from the first block to the last, -1 where it goes back."""
+        """1 if blocks run in ascending order, -1 if in descending order."""
         return 1 if self.blocks[0] < self.blocks[-1] else -1
 
     def goes_on(self, block: int) -> bool:
-        """Whether a block may be the next one."""
+        """Whether a block can follow."""
         step = block - self.blocks[-1]
         return block not in self.blocks and (step == self.step if len(self.blocks) > 1 else abs(step) == 1)
 
     def within(self, blocks: range) -> Run:
-        """Return the part of it that goes over some of the blocks."""
+        """Restrict the run to some blocks."""
         kept = [(b, s) for b, s in zip(self.blocks, self.starts, strict=True) if b in blocks]
         out = Run(self.phase, [b for b, _ in kept], [s for _, s in kept])
         out.length = min((b - a for a, b in zip(out.starts, out.starts[1:], strict=False)), default=0)
@@ -426,7 +429,7 @@ class Run:
 
 
 def find_runs(ops: Sequence[Op], labels: Labels) -> list[Run]:
-    """Return the passes over all blocks, in program order."""
+    """Return the passes over the blocks, in program order."""
     seen = [(i, op, labels.ops[op]) for i, op in enumerate(ops) if op in labels.ops]
     runs: list[Run] = []
     for phase, group in groupby(seen, lambda row: _PASS.get(row[1].phase, row[1].phase)):
@@ -450,23 +453,23 @@ def _passes(phase: str, seen: Sequence[tuple[int, int]], count: int) -> Iterator
     yield run
 
 
-# -- match -------------------------------------------------------------------------------------------------------------
+# -- matching ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Plan:
-    """A run and the loop that it becomes."""
+    """A run and the loop it becomes."""
 
     run: Run
     number: int
     reads: list[tuple[Value, ...]] = field(default_factory=list)
-    """what the op at each place of a turn reads"""
+    """operands at each position in an iteration"""
     carries: dict[Before, None] = field(default_factory=dict)
     slices: dict[Family, None] = field(default_factory=dict)
     saved: dict[Made | Before, None] = field(default_factory=dict)
 
     def carry(self, value: Before) -> Before:
-        """Let the turns hand something on."""
+        """Carry a value between iterations."""
         while isinstance(value.nearer, Before):
             self.carries[value] = None
             value = value.nearer
@@ -476,7 +479,7 @@ class Plan:
         return value
 
     def ago(self, of: Made | Member, turns: int) -> Before:
-        """Return what something was some turns ago, where no turn reads it: for what comes after the last one."""
+        """Return a value from some iterations earlier that no iteration reads, for an op after the loop."""
         known = max((c for c in self.carries if c.of == of), key=lambda c: len(c.starts), default=None)
         starts = () if known is None else known.starts[-turns:]
         out = Before(of, (None,) * (turns - len(starts)) + starts)
@@ -485,10 +488,10 @@ class Plan:
 
 
 class Match:
-    """Compares all blocks of a range.
+    """Compares a range of blocks.
 
-    Differs if two neighbours are not equal; GraphError if blocks that are equal read something that has no place in a
-    loop.
+    Raises Differs if two neighbours are not equal, and GraphError if equal blocks read values that a loop cannot
+    express.
     """
 
     def __init__(self, graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: range) -> None:
@@ -510,7 +513,7 @@ class Match:
             self._read(plan)
         self._consistent()
 
-    # -- what stands where ---------------------------------------------------------------------------------------
+    # -- positions -----------------------------------------------------------------------------------------------
 
     def _place(self, run: Run) -> None:
         missing = [b for b in self.blocks if b not in run.blocks]
@@ -524,7 +527,7 @@ class Match:
                 self.places[op] = plan, turn, at
 
     def _own(self) -> None:
-        """Find what each block has of its own, by names that differ in the number of the block alone."""
+        """Find each block's sources, by names that differ only in the block number."""
         named: dict[str, dict[int, Tensor]] = {}
         for t, block in self.labels.sources.items():
             if block in self.blocks:
@@ -532,7 +535,7 @@ class Match:
         for found in named.values():
             for a, b in zip(self.blocks, self.blocks[1:], strict=False):
                 mine, other = found.get(a), found.get(b)
-                if mine is None and other is None:  # a block further on has it alone
+                if mine is None and other is None:  # only a later block has it
                     continue
                 if mine is None or other is None:
                     has, lacks = (b, a) if mine is None else (a, b)
@@ -546,13 +549,13 @@ class Match:
             self.own(tuple(found[b] for b in self.blocks))
 
     def own(self, members: tuple[Tensor, ...]) -> Owned:
-        """Say that each block has a source of its own."""
+        """Register a family of sources, one per block."""
         family = Owned(members)
         self.owners |= dict.fromkeys(members, family)
         return family
 
     def _equal(self, plan: Plan) -> None:
-        """Compare the ops of neighbouring turns, apart from what they read."""
+        """Compare ops in neighbouring iterations, apart from their operands."""
         run = plan.run
         for turn in range(len(run.blocks) - 1):
             pair = run.blocks[turn], run.blocks[turn + 1]
@@ -569,14 +572,14 @@ class Match:
                 raise Differs(pair, f"blocks {pair[0]} and {pair[1]} differ: {found}")
 
     def _leftover(self) -> None:
-        """Check that no op of a block stands outside of the passes: there would be one for each block."""
+        """Check that all ops in the blocks belong to runs."""
         for op, block in self.labels.ops.items():
             if block in self.blocks and op not in self.places:
                 low = min(block, self.blocks[-2])
                 raise Differs((low, low + 1), f"{op.name!r} of block {block} stands apart from the rest of it")
 
     def _consistent(self) -> None:
-        """Check that what each block has for itself is read by no other block."""
+        """Check that no block-specific source is read by all blocks."""
         for plan in self.plans:
             for at, values in enumerate(plan.reads):
                 lent = [t for v in values if (t := _lent(v)) in self.owners]
@@ -586,7 +589,7 @@ class Match:
                         f"{lent[0]!r} in every block, which one block has for itself"
                     )
 
-    # -- what is read --------------------------------------------------------------------------------------------
+    # -- operands ------------------------------------------------------------------------------------------------
 
     def _read(self, plan: Plan) -> None:
         run = plan.run
@@ -596,7 +599,7 @@ class Match:
             plan.reads.append(values)
 
     def value(self, plan: Plan, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Value:
-        """Return what the turns of a run read in one place."""
+        """Return the value at one operand position of a run."""
         refs = [self.ref(plan, turn, t) for turn, t in enumerate(tensors)]
         if all(ref == refs[0] for ref in refs) and isinstance(refs[0], _Made) and not refs[0].ago:
             return Made(refs[0].at, refs[0].result)
@@ -608,7 +611,7 @@ class Match:
             return value
         refs = [self.ref(plan, turn, t) for turn, t in enumerate(tensors)]
         reading = _Reading(self, plan, ops, tensors, refs)
-        for typical in (refs[-1], refs[len(refs) // 2]):  # at the edges something else may stand
+        for typical in (refs[-1], refs[len(refs) // 2]):  # the edges may read other values
             if isinstance(typical, _Made):
                 return reading.made(typical)
             if isinstance(typical, _Member):
@@ -616,7 +619,7 @@ class Match:
         return reading.fixed()
 
     def ref(self, plan: Plan, turn: int, t: Tensor) -> _Made | _Member | Tensor:
-        """Tell a tensor as it is seen from a turn."""
+        """Describe a tensor relative to an iteration."""
         block = plan.run.blocks[turn]
         if t in self.owners:
             family = self.owners[t]
@@ -630,7 +633,7 @@ class Match:
         return _Member(Left(other.number, Made(at, result)), other.run.blocks[made] - block)
 
     def from_outside(self, t: Tensor) -> Shared | View | None:
-        """Return what a tensor is that no block makes, or a view of such a tensor, whichever block made the view."""
+        """Return the value of a tensor from outside the blocks, or a view of one, whichever block made the view."""
         if t in self.owners:
             return None
         if t.producer is None or t.producer not in self.places:
@@ -640,7 +643,7 @@ class Match:
         return None if of is None else View(of, plan.number, at, 0)
 
     def at(self, plan: Plan, value: Made, turn: int = -1) -> Tensor:
-        """Return the tensor that a value is in a turn."""
+        """Return a value's tensor in an iteration."""
         return self.ops[plan.run.starts[turn] + value.at].results[value.result]
 
     def typical(self, plan: Plan, value: Value | Family) -> Tensor:
@@ -660,7 +663,7 @@ class Match:
 
 @dataclass(frozen=True)
 class _Made:
-    """Made by the same run, some turns ago."""
+    """A result from the same run, some iterations earlier."""
 
     ago: int
     at: int
@@ -669,7 +672,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Member:
-    """Of a family, and of which block as seen from that of the turn."""
+    """A family member, and its block's offset from the current one."""
 
     family: Family
     shift: int
@@ -677,7 +680,7 @@ class _Member:
 
 @dataclass
 class _Reading:
-    """One operand of the ops at one place of all turns."""
+    """One operand at one position, in all iterations."""
 
     match: Match
     plan: Plan
@@ -686,7 +689,7 @@ class _Reading:
     refs: Sequence[_Made | _Member | Tensor]
 
     def differs(self, turn: int) -> Differs:
-        """Return the error that says which turn reads something else than the one after it."""
+        """Return the error for an iteration that reads another value than the next one."""
         turn = min(turn, len(self.ops) - 2)
         pair = self.plan.run.blocks[turn], self.plan.run.blocks[turn + 1]
         a, b = (f"{self.ops[i].name!r} reads {self.tensors[i].name!r}" for i in (turn, turn + 1))
@@ -738,14 +741,14 @@ class _Reading:
         family = typical.family
         run = self.match.plans[family.run].run if isinstance(family, Left) else None
         if run is None or run.step == self.plan.run.step:
-            raise self.differs(0)  # what comes later in this run, and in no earlier one
+            raise self.differs(0)  # computed later in this run, and by no earlier one
         assert isinstance(family, Left)
         assert isinstance(family.value, Made)
         starts = tuple(self.tensors[::-1][: abs(shift)])
         return self.slice(Left(family.run, Before(family.value, starts)))
 
     def view(self, family: Family) -> View | None:
-        """Make a view again where it is needed instead of keeping it: nothing is read twice then."""
+        """Return the value as a view to repeat rather than save, if it is one."""
         op = self.tensors[0].producer
         if not isinstance(family, Left) or not isinstance(family.value, Made) or op is None or not is_free_view(op):
             return None
@@ -756,21 +759,21 @@ class _Reading:
 
 
 def is_free_view(op: Op) -> bool:
-    """Whether an op only gives another view of its one operand, at no cost."""
+    """Whether an op is a free view of its only operand."""
     if len(op.operands) != 1 or len(op.results) != 1 or op.results[0].storage is not op.operands[0].storage:
         return False
     return op.body is None and not op.kind.overwrites() and not any((*op.kind.reads(op), *op.kind.writes(op)))
 
 
 def _lent(value: Value) -> Tensor | None:
-    """Return the tensor from outside that a value is, or is a view of."""
+    """Return the tensor from outside that a value is or views."""
     while isinstance(value, View):
         value = value.of
     return value.tensor if isinstance(value, Shared) else None
 
 
 def as_stored(t: Tensor) -> Tensor:
-    """Return the first tensor that lies in the same storage in the same way: what a view of a view comes back to."""
+    """Return the earliest tensor with the same storage and layout, seen through views of views."""
     found = t
     while t.is_view and t.producer is not None and not t.producer.kind.overwrites():
         t = next(o for o in t.producer.operands if o.storage is t.storage)
@@ -783,65 +786,65 @@ def _facts(t: Tensor) -> tuple[object, ...]:
     return (*layout(t), t.role, t.requires_grad, t.storage.bytes, t.storage.pieces)
 
 
-# -- cuts --------------------------------------------------------------------------------------------------------------
-# What turns of a loop read and write of their own: slices of something outside that go on from turn to turn.
+# -- slices per iteration ----------------------------------------------------------------------------------------------
+# Finds slices of outside tensors that advance from one executed iteration to the next, and writes into them.
 
-#: Loop and turn, of each loop around an op; the outermost first.
+#: Enclosing loops with their iterations, outermost first.
 Path = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Join:
-    """What turns of a loop have made, joined by an op outside of it."""
+    """A concat of values from all iterations, by an op outside the loop."""
 
     loop: int
     kind: Concat
     back: bool = False
-    """whether what the last turn has made comes first"""
+    """whether the last iteration comes first"""
 
 
 @dataclass(eq=False)
 class Turns:
-    """What is known of the loops that a program has run, turn by turn."""
+    """Loops that a program has executed."""
 
     counts: dict[int, Poly] = field(default_factory=dict)
-    """how many turns each loop has, by its number"""
+    """symbolic iteration count by loop number"""
     played: dict[int, int] = field(default_factory=dict)
-    """how many of them were run"""
+    """number of executed iterations"""
     paths: dict[Op, Path] = field(default_factory=dict)
-    """which turns an op is of"""
+    """iterations that an op belongs to"""
     joins: dict[str, Join] = field(default_factory=dict)
-    """By the name of a tensor that nobody makes: a `keep` of it stands for a join of what it holds besides."""
+    """joins by placeholder name: a `Keep` of the placeholder represents the join of its other operands"""
 
 
 @dataclass(eq=False)
 class Cut:
-    """Positions of an axis of something outside, so many further on in each turn."""
+    """Positions along an axis of an outside tensor that advance with the iteration."""
 
     loop: int
     base: Tensor
     axis: int
     start: Poly
-    """where those of turn 0 would begin"""
+    """first position in iteration 0"""
     step: Poly
     size: Poly
     unseen: bool = False
-    """whether no gradient is told of what is written there"""
+    """whether writes are hidden from autograd"""
     members: dict[int, Op] = field(default_factory=dict)
-    """the op that takes them in each turn"""
+    """each iteration's slice op"""
 
     def span(self) -> tuple[object, ...]:
-        """Return what two cuts of the same positions have in common."""
+        """Return the key that cuts of the same positions share."""
         return self.axis, self.start, self.step, self.size
 
 
 class Cuts:
-    """Finds the slices that go on from turn to turn, and what turns write into them."""
+    """Finds the slices that advance with the iterations, and the writes into them."""
 
     def __init__(self, graph: Graph, turns: Turns, group: set[int], depth: int) -> None:
         self.graph, self.turns, self.group, self.depth = graph, turns, group, depth
         self.loops: dict[int, dict[int, list[Op]]] = {}
-        """ops of each turn, by loop"""
+        """ops of each iteration, by loop"""
         for op, path in turns.paths.items():
             if len(path) == depth and path[-1][0] in group:
                 number, turn = path[-1]
@@ -849,32 +852,32 @@ class Cuts:
         self.count = turns.counts[min(group)]
         self.played = turns.played[min(group)]
         self.of: dict[Op, tuple[Cut, int]] = {}
-        """the cut that a slice is of, and its turn"""
+        """cut and iteration of each slice"""
         self.written: dict[Op, tuple[Cut, int]] = {}
-        """the same of the op that names what it was cut from, after it was written"""
+        """cut and iteration of each `Revised` op, which names the sliced tensor after a write"""
         self.same: dict[Op, Op] = {}
-        """views of something outside that all turns make, and the first of each"""
+        """loop-invariant views, mapped to the first of each"""
         self.ahead: dict[int, list[Op]] = {}
-        """those first ones by loop"""
+        """first loop-invariant views by loop"""
         self.back = set[int]()
-        """loops whose turns go from the last position to the first"""
+        """loops that run from the last position to the first"""
         for number, found in self.loops.items():
             self._hoist(number, found)
             self._look(number, found)
 
     def turn(self, op: Op) -> int | None:
-        """Return the place of an op's turn among all of them, in the order of positions."""
+        """Return the position of an op's iteration, in ascending order of slices."""
         path = self.turns.paths.get(op, ())
         inside = len(path) == self.depth and path[-1][0] in self.group and op not in self.same
         return self.at(*path[-1]) if inside else None
 
     def loop(self, op: Op) -> int | None:
-        """Return the loop that an op is of."""
+        """Return an op's loop."""
         path = self.turns.paths.get(op, ())
         return path[-1][0] if len(path) == self.depth and path[-1][0] in self.group else None
 
     def at(self, number: int, turn: int) -> int:
-        """Return the place of a loop's turn in the order of positions, or the turn of a place."""
+        """Convert between an iteration and its position in ascending order of slices."""
         return self.played - 1 - turn if number in self.back else turn
 
     def once(self, t: Tensor) -> Tensor:
@@ -882,17 +885,17 @@ class Cuts:
         return t if t.producer not in self.same else self.same[t.producer].results[0]
 
     def goes_on(self, op: Op) -> bool:
-        """Whether the turn that has written a part writes there once more."""
+        """Whether the same iteration writes to the part again."""
         after = (r for t in op.results for s in t.graph.successors(t) for r in s.results if s in self.written)
         return any(self.turns.paths.get(t.producer) == self.turns.paths[op] for t in after if t.producer is not None)
 
     def start(self, cut: Cut, turn: int) -> Poly:
-        """Return where the slice of one turn begins: of one in the second half, as seen from the last."""
+        """Return the start of an iteration's slice, in the second half relative to the last iteration."""
         late = turn >= self.played // 2
         return cut.start + cut.step * (self.count - (self.played - turn) if late else poly(turn))
 
     def _hoist(self, number: int, found: dict[int, list[Op]]) -> None:
-        """Find the views that all turns make alike of something outside: one is enough."""
+        """Find loop-invariant views, to keep only one of each."""
         own = {op for ops in found.values() for op in ops}
         written = {op.operands[i].storage for op in own for i in op.kind.overwrites()}
         alike: dict[tuple[object, ...], list[Op]] = {}
@@ -939,13 +942,13 @@ class Cuts:
         self._writes(own)
 
     def _base(self, t: Tensor, own: Collection[Op | None]) -> Tensor | None:
-        """Return what a tensor from outside was before turns wrote parts of it; None of what a turn has made."""
+        """Return an outside tensor as it was before the iterations wrote to it; None for an iteration's results."""
         while t.producer is not None and t.producer in own and isinstance(t.producer.kind, Revised):
             t = t.producer.operands[0]
         return None if t.producer in own else self.once(t)
 
     def _cut(self, number: int, base: Tensor, axis: int, size: Poly, ops: Mapping[int, Op]) -> None:
-        """Note the slices that go on by equal steps: the longest stretch of turns."""
+        """Record the slices that advance by equal steps: the longest stretch of iterations."""
         starts = {turn: op.kind.start for turn, op in ops.items() if isinstance(op.kind, Slice)}
         steps = {turn: starts[turn + 1] - start for turn, start in starts.items() if turn + 1 in starts}
         stretches: list[list[int]] = []
@@ -968,7 +971,7 @@ class Cuts:
             self.of[ops[turn]] = cut, turn
 
     def _writes(self, own: Collection[Op]) -> None:
-        """Find what turns write into parts of something outside, and see that nothing else of it is read meanwhile."""
+        """Find writes into slices of outside tensors, and check that their other parts are not read meanwhile."""
         written: dict[Tensor, dict[int, tuple[Op, Cut]]] = {}
         for op in own:
             base = self._base(op.operands[0], own) if isinstance(op.kind, Revised) else None
@@ -996,25 +999,24 @@ class Cuts:
                     raise GraphError(f"{op.name!r} reads {base.name!r}, parts of which other turns have written")
 
 
-# -- around ------------------------------------------------------------------------------------------------------------
-# What ops outside of all turns read of the blocks: the last one's results, or something of each of them.
+# -- ops outside runs --------------------------------------------------------------------------------------------------
 
 Outer = Shared | View | Member | After
 
 
 class Around:
-    """Tells what everything outside of the turns reads; what is read of the blocks is noted in their plans.
+    """Describes operands outside the runs, and records in the plans which values must leave a loop.
 
-    GraphError if something is read of one block that is not the last. What an op holds may be held of other blocks as
-    well that need it anyway, but for ops that are `exact`: they stand for what reads it.
+    Raises GraphError if a value of one block other than the last is read. A `Keep` may hold the values of some blocks
+    if the others are needed later anyway; `exact` ones represent their reader and must hold all.
     """
 
     def __init__(self, match: Match, exact: Collection[Op] = ()) -> None:
         self.match, self.exact = match, exact
         self.reads: dict[Op, tuple[Outer, ...]] = {}
-        """operands of ops outside: a family in place of each of its members"""
+        """operands of outside ops: a family replaces each of its members"""
         self.starts: dict[tuple[int, Tensor], Outer] = {}
-        """what runs start from, by run and tensor"""
+        """initial values of carries, by run and tensor"""
         self.gradients: dict[Outer, Outer] = {}
         self._at = {op: i for i, op in enumerate(match.graph.ops)}
         starts = {plan.run.starts[0]: plan for plan in match.plans}
@@ -1028,14 +1030,14 @@ class Around:
         self._gradients(end)
 
     def _enter(self, plan: Plan, i: int) -> None:
-        """Note what a run starts from, and what its turns share."""
+        """Describe the initial values of a run's carries."""
         for value in plan.carries:
             for t in value.starts:
                 if t is not None:
                     self.starts[plan.number, t] = self.one(t, i, f"block {plan.run.blocks[0]}")
 
     def _add(self, op: Op, i: int) -> None:
-        """Note what an op outside reads."""
+        """Describe an outside op's operands."""
         if isinstance(op.kind, Keep):
             at = len(self.match.ops) if op in self.exact else i
             if op in self.exact:
@@ -1045,7 +1047,7 @@ class Around:
             self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)
 
     def _has_edges(self, op: Op) -> None:
-        """Check that what stands for a list has something of all blocks; Differs where some at an edge have nothing."""
+        """Raise Differs if a list lacks values from blocks at an edge."""
         among, blocks = {as_stored(t) for t in op.operands}, self.match.blocks
         for family in {f for t in op.operands if (f := self.family(t)) is not None}:
             here = [b for b, t in zip(blocks, self.members(family), strict=True) if t in among]
@@ -1057,11 +1059,11 @@ class Around:
                     raise Differs(pair, f"{op.name!r} has something of one of blocks {low} and {low + 1} alone")
 
     def _of(self, t: Tensor) -> bool:
-        """Whether the blocks make a tensor or have it for themselves."""
+        """Whether a tensor is computed or owned by a block."""
         return t in self.match.owners or t.producer in self.match.places
 
     def family(self, t: Tensor) -> Family | None:
-        """Return the family that a tensor is of."""
+        """Return a tensor's family, None if it has none."""
         t = as_stored(t)
         if t in self.match.owners:
             return self.match.owners[t]
@@ -1071,7 +1073,7 @@ class Around:
         return Left(plan.number, Made(at, t.producer.results.index(t)))
 
     def members(self, family: Family) -> tuple[Tensor, ...]:
-        """Return the tensors of a family, in the order of the blocks."""
+        """Return the tensors of a family in block order."""
         if not isinstance(family, Left):
             return family.members
         plan = self.match.plans[family.run]
@@ -1080,13 +1082,13 @@ class Around:
         return tuple(self.match.at(plan, family.value, turn) for turn in turns)
 
     def _complete(self, tensors: Sequence[Tensor], i: int) -> set[Family]:
-        """Return the families of which all members are among some tensors, or needed after place `i` anyway."""
+        """Return the families whose members are all among `tensors`, or needed after position `i` anyway."""
         families = {f for t in tensors if (f := self.family(t)) is not None}
         among = {as_stored(t) for t in tensors}
         return {f for f in families if all(t in among or self._needed(t, i) for t in self.members(f))}
 
     def _needed(self, t: Tensor, i: int) -> bool:
-        """Whether a tensor is an output, or read after a place of the program, or last before it."""
+        """Whether a tensor is an output or read from a position on; `Keep` ops just before it count as part of it."""
         graph, ops = self.match.graph, self.match.ops
         if i == len(ops):
             return False
@@ -1095,7 +1097,7 @@ class Around:
         return t in graph.outputs or any(self._at[op] >= i for op in graph.successors(t))
 
     def _several(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
-        """Return what a list of tensors is, where all members of a family may be in it."""
+        """Describe a list of tensors that may contain whole families."""
         out: list[Outer] = []
         complete = self._complete(tensors, i)
         for t in tensors:
@@ -1110,7 +1112,7 @@ class Around:
         return Member(family)
 
     def one(self, t: Tensor, i: int, reader: str) -> Outer:
-        """Return what one tensor is for a reader at place `i` of the program."""
+        """Describe a single tensor for a reader at position `i` of the program."""
         if not self._of(t):
             return Shared(t)
         t = as_stored(t)
@@ -1129,7 +1131,7 @@ class Around:
         )
 
     def _ends(self, t: Tensor, i: int) -> list[tuple[int, Plan, Made | Member]]:
-        """Return the runs that have a tensor at hand near their end, and how many turns before it."""
+        """Return the runs that carry or slice a tensor, with the number of iterations before their end."""
         out: list[tuple[int, Plan, Made | Member]] = []
         family = self.family(t)
         for plan in self.match.plans:
@@ -1146,7 +1148,7 @@ class Around:
         return out
 
     def _gradients(self, end: int) -> None:
-        """Note which gradient belongs to which source."""
+        """Describe each source's gradient."""
         seen: dict[Family, dict[Tensor, Tensor]] = {}
         for t, g in self.match.graph.gradients.items():
             family = self.family(t)
@@ -1166,7 +1168,7 @@ class Around:
 
 
 def once(values: Iterable[Outer]) -> list[Outer]:
-    """Leave out a family that stands for several tensors where it is there already."""
+    """Keep only each family's first occurrence."""
     out: list[Outer] = []
     for value in values:
         if not isinstance(value, Member) or value not in out:
@@ -1174,15 +1176,15 @@ def once(values: Iterable[Outer]) -> list[Outer]:
     return out
 
 
-# -- listed ------------------------------------------------------------------------------------------------------------
-# Loops over a list of what turns of another have made: nothing counts them, and they are known by what is read.
+# -- loops over lists --------------------------------------------------------------------------------------------------
+# A loop over a list of results of another loop is not recorded; it is recognized by the order of its reads.
 
-#: Turns of a loop at the edges of which nothing need be read: first and last ones may stand apart.
+#: Iterations at the edges that a loop over a list may lack.
 _EDGES = 2
 
 
 def with_lists(graph: Graph, turns: Turns) -> Turns:
-    """Label the ops that go over what a loop has made, part by part, by turns of a loop of their own."""
+    """Label ops that process a loop's results one by one as iterations of another loop."""
     ops = graph.ops
     counts, played, paths = dict(turns.counts), dict(turns.played), dict(turns.paths)
     rows = [
@@ -1195,7 +1197,7 @@ def with_lists(graph: Graph, turns: Turns) -> Turns:
     for found, around, loop in sorted(rows, key=lambda row: row[0][0]):
         own = {op: turn for turn, part in _parts(ops, found, starts) for op in part}
         if any(paths.get(op) != turns.paths.get(op) or not _within(op, around, turns) for op in own):
-            continue  # of such a loop already, or of turns of another one
+            continue  # labelled already, or interleaved with other iterations
         number = max(counts) + 1
         counts[number], played[number] = turns.counts[loop], turns.played[loop]
         for op, turn in own.items():
@@ -1208,7 +1210,7 @@ def _within(op: Op, around: Path, turns: Turns) -> bool:
 
 
 def _reads(ops: Sequence[Op], turns: Turns) -> dict[tuple[Path, int], list[tuple[int, int]]]:
-    """Return where something of one turn of a loop is read, and of which, by what is around the reader and the loop."""
+    """Return positions and iterations of reads from each loop, by common outer iterations and loop."""
     out: dict[tuple[Path, int], list[tuple[int, int]]] = {}
     for i, op in enumerate(ops):
         around, found = turns.paths.get(op, ()), set[tuple[int, int]]()
@@ -1218,13 +1220,13 @@ def _reads(ops: Sequence[Op], turns: Turns) -> dict[tuple[Path, int], list[tuple
                 found.add(path[len(around)])
         for loop in {n for n, _ in found}:
             turn, *more = sorted((k for n, k in found if n == loop), reverse=True)
-            if len(more) <= 1:  # no more than one beside the one before it
+            if len(more) <= 1:  # at most one besides the previous one
                 out.setdefault((around, loop), []).append((i, turn))
     return out
 
 
 def _in_order(reads: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the stretches in which turns are read one after the other, forward or back, with where each is first."""
+    """Yield the stretches in which iterations are read in order, forward or backward, with their first reads."""
     found: list[tuple[int, int]] = []
     for at, turn in reads:
         if found and turn == found[-1][1]:
@@ -1240,9 +1242,9 @@ def _in_order(reads: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]
 def _parts(
     ops: Sequence[Op], found: Sequence[tuple[int, int]], others: Sequence[int]
 ) -> Iterator[tuple[int, Sequence[Op]]]:
-    """Yield the ops of each turn, which begins where it reads its part.
+    """Yield each iteration's ops; an iteration begins where it reads its part.
 
-    The last is as long as the one before it, unless another loop begins there.
+    The last one is as long as the one before, unless another loop begins there.
     """
     starts = [at for at, _ in found]
     ends = [*starts[1:], min(2 * starts[-1] - starts[-2], *(n for n in others if n > starts[-1]), len(ops))]
@@ -1250,50 +1252,50 @@ def _parts(
         yield turn, ops[at:end]
 
 
-# -- apart -------------------------------------------------------------------------------------------------------------
-# Turns of loops with their slices for themselves: what they share with each other is left outside.
+# -- separated iterations ----------------------------------------------------------------------------------------------
+# Give each iteration its own slices as sources, and move shared values outside.
 
 
 class Beginning(Rewriter):
-    """Copies kernels whose inputs begin where what they are given does."""
+    """Copies kernels whose formals take their operands' offsets."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.begins: dict[Tensor, Poly] = {}
-        """where inputs of kernels begin"""
+        """offsets of kernel formals"""
 
     def begin(self, op: Op, operands: Sequence[Tensor]) -> None:
-        """Note where the operands of an op begin that is copied next."""
+        """Record operand offsets for the op to copy next."""
         if op.body is not None and op.body.fused:
             self.begins |= {f: t.offset for f, t in zip(op.body.formals, operands, strict=True)}
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
-        """Copy an input of a body."""
+        """Copy a formal with its operand's offset."""
         made = super().formal(old, body, suffix)
         made.offset = self.begins.get(old, made.offset)
         return made
 
 
 class Apart(Beginning):
-    """Copies a graph in which each turn has its slices for itself, as nobody has made them."""
+    """Copies a graph, giving each iteration its slices as separate sources."""
 
     def __init__(self, cuts: Cuts) -> None:
         super().__init__()
         self.cuts = cuts
         self.paths: dict[Op, Path] = {}
         self.labels: dict[Op, int] = {}
-        """place of the turn of each op"""
+        """position of each op's iteration"""
         self.cut_of: dict[str, tuple[Cut, int]] = {}
-        """the cut that a tensor stands for, and its turn, by name"""
+        """cut and iteration of each slice source, by name"""
         self.after: dict[str, Tensor] = {}
-        """by the name of what a `keep` holds, the tensor whose parts were written"""
+        """base tensor of each placeholder for a written tensor, by name"""
         self.parts: dict[Tensor, list[tuple[Cut, int, Tensor]]] = {}
-        """what was written into a tensor: the cut that it is of, and its turn"""
+        """cut, iteration and value of each part written to a tensor"""
         self._numbers: dict[Cut, int] = {}
         self._begun: set[int] = set()
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, but for slices and names of what was written."""
+        """Copy an op, except slices and `Revised` ops."""
         number = self.cuts.loop(op)
         if number is not None and number not in self._begun:
             self._begun.add(number)
@@ -1317,7 +1319,7 @@ class Apart(Beginning):
             super().emit(op, new, suffix)
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op; one outside of loops that reads what a turn has cut out reads a view of its own."""
+        """Copy an op; outside loops, an iteration's slices are taken from the base again."""
         if op.graph.parent is None and self.cuts.loop(op) is None:
             seen = {t: self._apart(t, new) for t in op.operands if self._is_cut(t)}
             before = {t: self.tensors[t] for t in seen}
@@ -1331,12 +1333,12 @@ class Apart(Beginning):
         return super().copy(op, new, suffix)
 
     def _is_cut(self, t: Tensor) -> bool:
-        """Whether a tensor is a slice that goes on with the turns, or a view of one."""
+        """Whether a tensor is a slice that advances with the iterations, or a view of one."""
         op = t.producer
         return op in self.cuts.of or (op is not None and is_free_view(op) and self._is_cut(op.operands[0]))
 
     def _apart(self, t: Tensor, new: Graph) -> Tensor:
-        """Make a view again, outside of the turn that has made it."""
+        """Repeat a view outside the iteration that made it."""
         op = t.producer
         if op is None or not (op in self.cuts.of or self._is_cut(op.operands[0])):
             found: Tensor = self.tensors[t]
@@ -1349,7 +1351,7 @@ class Apart(Beginning):
         return made.results[0]
 
     def add(self, op: Op, kind: Any, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
-        """Add a copy, in the turn of the op."""
+        """Add a copy in the op's iteration."""
         at = self.cuts.turn(op)
         if at is not None:
             name = re.sub(r"_\d+$", "", op.name) + f".i{at}"
@@ -1362,15 +1364,15 @@ class Apart(Beginning):
         return made
 
     def _again(self, op: Op) -> bool:
-        """Whether a slice is what the same turn has written there before."""
+        """Whether a slice was written by the same iteration before."""
         before = op.operands[0].producer
         return before is not None and self.cuts.turn(before) == self.cuts.turn(op)
 
     def _written(self, op: Op, cut: Cut, turn: int, new: Graph) -> None:
-        """Note a part; once all are written, a name for the whole."""
+        """Record a written part; after the last one, add a placeholder for the whole."""
         parts = self.parts.setdefault(cut.base, [])
         if parts and parts[-1][1] == turn:
-            parts.pop()  # it has written there before
+            parts.pop()  # overwritten by the same iteration
         parts.append((cut, turn, self.tensors[op.operands[1]]))
         if turn + 1 < self.cuts.played or self.cuts.goes_on(op):
             return
@@ -1391,12 +1393,11 @@ class Apart(Beginning):
         return made
 
 
-# -- build -------------------------------------------------------------------------------------------------------------
-# From what was matched to a graph with a loop for each run.
+# -- building loops ----------------------------------------------------------------------------------------------------
 
 
 class Folder(Rewriter):
-    """Copies a graph, with loops of so many blocks in place of runs, and what the rest of the graph reads of them."""
+    """Copies a graph with a loop of `count` blocks for each run."""
 
     keeps_suffixes = False
 
@@ -1404,14 +1405,14 @@ class Folder(Rewriter):
         super().__init__()
         self.match, self.around, self.count = match, around, count
         self.families: dict[Family, Tensor] = {}
-        """What stands for a family: one tensor, a storage for each block."""
+        """New tensor for a family, with one storage per block."""
         self.ends: dict[After, Tensor] = {}
         self.views: dict[View, Tensor] = {}
         self.first = {match.ops[plan.run.starts[0]]: plan for plan in match.plans}
         self.inside = self._inside()
 
     def _inside(self) -> dict[Owned, Plan]:
-        """Return what is declared in the body of a loop: what nothing else reads."""
+        """Return the families declared in a loop body, because no other loop or op reads them."""
         readers: dict[Owned, list[Plan | None]] = {f: [] for f in dict.fromkeys(self.match.owners.values())}
         for plan in self.match.plans:
             for family in plan.slices:
@@ -1427,7 +1428,7 @@ class Folder(Rewriter):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
         self.new = new = Graph(old.name if name is None else name, dtype=old.dtype)
-        # a default of the count is of the loop that was here before, whatever its length
+        # a default of the count's symbol belongs to a loop that existed before
         defaults = {name: size for name, size in old.defaults.items() if name not in self.count.names()}
         layers = frozenset(scope for scope in old.layers if not iterations_of(scope))
         carry_facts(old, new, defaults=defaults, layers=layers)
@@ -1440,7 +1441,7 @@ class Folder(Rewriter):
         return new.freeze()
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
-        """Return where the tensors of the new graph lie: as those of each block, whose number is an axis of its own."""
+        """Return the placements of the new tensors: as in one block, with an unsharded leading axis."""
         for family in dict.fromkeys(self.match.owners.values()):
             first, *others = family.members
             other = next((t for t in others if sharding.places[t.name] != sharding.places[first.name]), None)
@@ -1460,10 +1461,10 @@ class Folder(Rewriter):
             gradients={t.name: place(t, sharding.gradients[self.origins[t].name]) for t in self.new.gradients},
         )
 
-    # -- outside of loops ----------------------------------------------------------------------------------------
+    # -- outside loops -------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Copy a source; those of which each block has one are declared together, here or in the body of a loop."""
+        """Copy a source; those of a family are declared together, here or in a loop's body."""
         family = self.match.owners.get(old)
         if old.graph.parent is not None:
             return self.declare(old, new, old.sizes, old.storage.pieces)
@@ -1474,14 +1475,14 @@ class Folder(Rewriter):
         return None
 
     def owned(self, family: Family, new: Graph) -> Tensor:
-        """Return what stands for what each block has, declared where the first of them or a loop needs it."""
+        """Return the tensor for a family, declared where it is first needed."""
         if isinstance(family, Owned) and family not in self.families:
             old = family.members[0]
             self.families[family] = self.declare(old, new, (self.count, *old.sizes), old.storage.pieces + 1)
         return self.families[family]
 
     def declare(self, old: Tensor, new: Graph, sizes: Sequence[Poly], pieces: int) -> Tensor:
-        """Add what the blocks have of their own."""
+        """Declare a source of the blocks."""
         made = Tensor(
             new, new.unique(self.match.labels.plain(old.name)), tuple(sizes), old.dtype,
             role=old.role, requires_grad=old.requires_grad, pieces=pieces, host=old.storage.host,
@@ -1491,11 +1492,11 @@ class Folder(Rewriter):
         return made
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op of a body, with a name that has no number of a block."""
+        """Copy an op in a body, without the block number in its name."""
         return self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op: of the blocks, a loop where the first of them begins."""
+        """Copy an op, or add a loop in place of a run's first op."""
         if op.graph.parent is not None:
             super().emit(op, new, suffix)
             return
@@ -1505,7 +1506,7 @@ class Folder(Rewriter):
             self.outside(op, new)
 
     def outer(self, value: Outer) -> Tensor:
-        """Return the tensor for what is read outside."""
+        """Return the tensor for a value read outside."""
         if isinstance(value, After):
             return self.ends[value]
         if isinstance(value, Member):
@@ -1519,7 +1520,7 @@ class Folder(Rewriter):
         return self.views[value]
 
     def viewed(self, value: View, of: Tensor, new: Graph, phase: str = "forward") -> Tensor:
-        """Make a view again."""
+        """Repeat a view."""
         plan = self.match.plans[value.run]
         op = self.match.ops[plan.run.starts[-1] + value.at]
         made = self.again(op, [of], new, self.match.labels.plain(op.name))
@@ -1527,7 +1528,7 @@ class Folder(Rewriter):
         return made.results[0]
 
     def outside(self, op: Op, new: Graph) -> None:
-        """Copy an op from outside of the blocks."""
+        """Copy an op outside the blocks."""
         self.again(op, [self.outer(v) for v in once(self.around.reads[op])], new, op.name)
 
     def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
@@ -1539,7 +1540,7 @@ class Folder(Rewriter):
         made.scope = self.match.labels.plain(op.scope)
         made.call = op.call if len(operands) == len(op.operands) else None
         for t, copy in zip(op.results, made.results, strict=True):
-            held = isinstance(kind, Keep) and not op.graph.out_degree(t)  # something of all turns, maybe
+            held = isinstance(kind, Keep) and not op.graph.out_degree(t)  # may hold values of all iterations
             if not held and self.laid_out(t) != self.laid_out(copy):
                 raise GraphError(
                     f"fold: {copy!r} of {made.name!r} lies otherwise in memory than {t!r}, expected the same"
@@ -1547,17 +1548,17 @@ class Folder(Rewriter):
         return made
 
     def laid_out(self, t: Tensor) -> tuple[object, ...]:
-        """Return how a tensor lies in memory, as a copy has to."""
+        """Return the memory layout that a copy must share."""
         return layout(t)
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
     def name_of(self, plan: Plan) -> str:
-        """Return a name for the loop of a run."""
-        return self.match.labels.scope or "blocks"  # those of a module that is itself a list
+        """Return a run's loop name."""
+        return self.match.labels.scope or "blocks"  # if the module itself is the list
 
     def loop(self, plan: Plan, new: Graph) -> None:
-        """Add the loop for a run."""
+        """Add a run's loop."""
         scope = self.name_of(plan)
         body = new.start_body(scope.rpartition("/")[2], fused=False)
         inner = _Inner(self, plan, body)
@@ -1575,7 +1576,7 @@ class Folder(Rewriter):
         self.families |= {Left(plan.number, v): next(results) for v in plan.saved}
 
     def start(self, plan: Plan, carry: Before, new: Graph) -> Tensor:
-        """Return what a carry starts from: nothing where no turn reads that."""
+        """Return a carry's initial value, absent if no iteration reads it."""
         t = carry.starts[0]
         if t is not None:
             return self.outer(self.around.starts[plan.number, t])
@@ -1585,7 +1586,7 @@ class Folder(Rewriter):
 
 
 class _Inner:
-    """The body of one loop."""
+    """Builds a loop body."""
 
     def __init__(self, folder: Folder, plan: Plan, body: Graph) -> None:
         self.folder, self.plan, self.body = folder, plan, body
@@ -1603,13 +1604,13 @@ class _Inner:
                 self.values[Member(owned)] = folder.declare(t, body, t.sizes, 0)
 
     def formal(self, like: Tensor, name: str) -> Tensor:
-        """Add an input of the body that lies in memory as a tensor of the blocks does."""
+        """Add a formal with the layout of a tensor in the blocks."""
         made = self.body.formal(like, f"{self.body.name}.{name}", like.sizes, like.strides)
         made.offset, made.domain = like.offset, like.domain
         return made
 
     def fill_body(self) -> None:
-        """Add the ops of one turn, and what the turns hand on and leave behind."""
+        """Add one iteration's ops, and its carries and residuals as outputs."""
         match, plan = self.folder.match, self.plan
         start = plan.run.starts[-1]
         for at, op in enumerate(match.ops[start : start + plan.run.length]):
@@ -1620,7 +1621,7 @@ class _Inner:
         self.body.outputs += [*handed, *map(self.tensor, plan.saved)]
 
     def tensor(self, value: Value) -> Tensor:
-        """Return what stands for a value."""
+        """Return the tensor for a value."""
         if value not in self.values:
             if isinstance(value, Shared):
                 self.values[value] = self.body.adopt(self.folder.tensors[value.tensor])
@@ -1632,48 +1633,45 @@ class _Inner:
         return self.values[value]
 
 
-# -- fold --------------------------------------------------------------------------------------------------------------
-# Equal blocks of a graph turned into a Repeat: what was written out block by block has a depth again.
+# -- stacks of blocks --------------------------------------------------------------------------------------------------
 
 
 def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default: bool = False) -> Graph:
-    """Turn the equal blocks of a stack into loops, so that their number is a symbol.
+    """Reroll a stack's equal blocks into loops, so that the depth becomes a symbol.
 
     Parameters
     ----------
     graph : Graph
-        With one op for each call in each block, as a trace or `unroll` makes it; it stays as it is.
+        With separate ops for each block, as made by a trace or `unroll`; it is not modified.
     scope : str, optional
-        Path whose children `0`, `1`, ... are the blocks, such as `transformer/h`; of an unrolled graph, the name of the
-        loop. By default every stack that the paths of ops show, as a trace gives them, and that has equal blocks; of
-        stacks in each other the outer one, where its blocks are equal.
+        Path whose children `0`, `1`, ... are the blocks, such as `transformer/h`, or the name of an unrolled loop. By
+        default every stack with equal blocks that the op paths of a trace show; among nested stacks the outer one, if
+        its blocks are equal.
     count : str
-        Name of the symbol for the number of blocks. Where several stacks are found, each has a symbol of this name
-        and its path without what all paths begin with, such as `L_encoder_layer`.
+        Name of the symbol for the number of blocks. With several stacks, the symbols also have the part of the path in
+        which the stacks differ, such as `L_encoder_layer`.
     default : bool
-        Whether the number of blocks that were there is the symbol's default size, as presets have them.
+        Whether the current number of blocks becomes the default size of the symbol, as in presets.
 
     Returns
     -------
     Graph
-        With a Repeat for each pass over the blocks: forward, backward (in reverse, reading what the forward pass left
-        behind, one storage a block) and the updates of an optimizer. Bound to the
-        number of blocks that were there, equal to the given graph in every cost; bound to another one, to the graph of
-        a model with so many blocks. Blocks at either end that are not like the others stay outside of the loops and
-        count as well. Layers that take turns, as of two kinds, are a block together: the loop runs L/2 times.
+        With a Repeat for each pass over the blocks: forward, backward (in reverse, reading the stacked residuals of the
+        forward pass) and optimizer updates. Bound to the current number of blocks, all costs equal those of the given
+        graph; bound to another number, those of a model with that depth. Differing blocks at either end stay
+        outside the loops but count. Alternating layers form a block together: with two kinds, the loop runs L/2 times.
 
     Raises
     ------
     GraphError
-        If there are no such blocks, fewer than three neighbours are equal (the text names the first op that differs,
-        and how), something outside reads what one block in the middle makes, or the symbol is in use.
+        If there are no such blocks, fewer than three neighbours are equal (the message names the first op that
+        differs), an op outside reads a value of a middle block, or the symbol is in use.
 
     Notes
     -----
-    Blocks are equal where their ops are, one by one in program order: kind, phase, facts, shapes, layouts, and
-    what they read: something of the same block, of the one before, of the same block in an earlier pass, a parameter
-    that each block has for itself, or one tensor that all of them share. Ops without a scope that stand between two
-    blocks belong to the first of them.
+    Blocks are equal if their ops are, in program order: kind, phase, fields, shapes, layouts, and operands. An operand
+    may come from the same block, the previous block, the same block in an earlier pass, a parameter of the block, or a
+    tensor shared by all blocks. Ops without a scope between two blocks belong to the first of them.
 
     Examples
     --------
@@ -1703,7 +1701,7 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
         )
     labels, match = _matched(graph, scope)
     outside, rest = labels.count - len(match.blocks), labels.layers % labels.period
-    around = labels.period * outside - (labels.period - rest if rest else 0)  # the last layers are less than a block
+    around = labels.period * outside - (labels.period - rest if rest else 0)  # the last block may be incomplete
     new = Folder(match, Around(match), (poly(dims(count)) - around) / labels.period).run(graph)
     with new:
         if around:
@@ -1714,7 +1712,7 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
 
 
 def _fold_all(graph: Graph, count: str, default: bool) -> Graph:
-    """Fold every stack that has equal blocks; the error is that of the first one where none has."""
+    """Fold every stack with equal blocks; if there is none, raise the first stack's error."""
     found: list[str] = []
     refused: GraphError | None = None
     for scope in stacks_of(graph):
@@ -1736,7 +1734,7 @@ def _fold_all(graph: Graph, count: str, default: bool) -> Graph:
 
 
 def _names(count: str, scopes: Sequence[str]) -> list[str]:
-    """Return a name for the depth of each stack: those of several have its path behind them, from where these part."""
+    """Return a symbol for each stack's depth; for several, append the path from where they differ."""
     if len(scopes) == 1:
         return [count]
     paths = [scope.split("/") for scope in scopes]
@@ -1745,7 +1743,7 @@ def _names(count: str, scopes: Sequence[str]) -> list[str]:
 
 
 def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
-    """Compare the blocks of a stack: single layers, or as few as take turns."""
+    """Compare a stack's blocks: single layers, or periods of alternating ones."""
     labels = Labels(graph, scope)
     if (period := labels.taking_turns()) > 1:
         labels = Labels(graph, scope, period)
@@ -1753,7 +1751,7 @@ def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
 
 
 def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: range | None = None) -> Match:
-    """Compare some blocks, or all; those at the edges that are not like the others are left out."""
+    """Compare some blocks, or all, excluding differing ones at the edges."""
     blocks = range(labels.count) if blocks is None else blocks
     while True:
         try:
@@ -1763,7 +1761,7 @@ def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: ra
 
 
 def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
-    """Return the larger part of blocks of which two neighbours differ; GraphError if it is small."""
+    """Return the blocks on the larger side of a difference; raise GraphError if it is too small."""
     after = error.low + 1
     front = after - blocks.start <= blocks.stop - after
     blocks = range(after, blocks.stop) if front else range(blocks.start, after)
@@ -1775,14 +1773,13 @@ def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
     return blocks
 
 
-# -- turns -------------------------------------------------------------------------------------------------------------
-# Turns of loops that a program has run, put into loops again whose count is a size.
+# -- executed iterations -----------------------------------------------------------------------------------------------
 
 
 def fold_turns(graph: Graph, turns: Turns) -> Graph:
-    """Put the turns of all loops into a Repeat each, inner ones first.
+    """Reroll all executed iterations into Repeats, inner loops first.
 
-    GraphError if turns are not alike, or one reads or writes what is no part of its own of something outside.
+    Raises GraphError if iterations differ, or one accesses an outside tensor other than through its own slice.
     """
     turns = with_lists(graph, turns)
     while True:
@@ -1797,7 +1794,7 @@ def fold_turns(graph: Graph, turns: Turns) -> Graph:
 
 
 def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Graph, Turns]:
-    """Fold loops of one count that are equally deep in others."""
+    """Reroll loops with the same count at the same depth."""
     played = turns.played[min(group)]
     if played < FEWEST:
         raise GraphError(
@@ -1816,13 +1813,13 @@ def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Gr
         try:
             around = Around(match, standing)
             break
-        except Differs as error:  # a list has nothing of the first turns, or of the last ones: these stand outside
+        except Differs as error:  # a list lacks values of the first or last iterations, which then stay outside
             blocks = without_an_edge(plain, match.blocks, error)
     folder = _Folder(match, around, cuts, apart)
     made = folder.run(plain)
 
     def left(path: Path) -> Path:
-        """Return the turns that an op is still of."""
+        """Return the iterations that an op still belongs to."""
         return path[:-1] if len(path) == depth and path[-1][0] in group else path
 
     paths = {new: path for new, old in folder.made_of.items() if (path := left(apart.paths.get(old, ())))}
@@ -1830,7 +1827,7 @@ def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Gr
 
 
 class _Labels:
-    """Which turn an op and a slice belong to, as `Match` asks for it."""
+    """Assignment of ops and slices to iterations, as `Match` needs it."""
 
     scope = ""
 
@@ -1841,7 +1838,7 @@ class _Labels:
         self.sources: dict[Tensor, int] = {}
 
     def runs(self, graph: Graph) -> list[Run]:
-        """Return the loops, as passes over the turns."""
+        """Return the loops as passes over the iterations."""
         cut_of = {t: self.apart.cut_of[t.name] for t in graph.tensors if t.name in self.apart.cut_of}
         self.sources = {t: self.cuts.at(cut.loop, turn) for t, (cut, turn) in cut_of.items()}
         passes: dict[tuple[int, str], Run] = {}
@@ -1856,43 +1853,43 @@ class _Labels:
 
     @staticmethod
     def relative(name: str, block: int) -> str:
-        """Return a scope as it is seen from a turn."""
+        """Return the scope: it does not depend on the iteration."""
         return name
 
     @staticmethod
     def plain(name: str) -> str:
-        """Return a name without the number of a turn."""
+        """Strip the iteration number from a name."""
         return unnumbered(name)
 
 
 class _Folder(Beginning, Folder):
-    """Copies a graph with loops in place of turns, which are given views of what their slices were cut from."""
+    """Copies a graph with loops in place of iterations; their slices are views of the original tensors."""
 
     def __init__(self, match: Match, around: Around, cuts: Cuts, apart: Apart) -> None:
         super().__init__(match, around, cuts.count - (cuts.played - len(match.blocks)))
         self.cuts, self.apart = cuts, apart
         self.made_of: dict[Op, Op] = {}
-        """which op of the old graph each one stands for"""
+        """old op for each new one"""
         self.left = {base: list(parts) for base, parts in apart.parts.items()}
-        """what is written into a tensor from here on, in the order of turns"""
+        """parts still to be written to a tensor, in iteration order"""
         self.wholes: dict[Tensor, Tensor] = {}
-        """what it is after what was written"""
+        """tensors after the writes so far"""
 
     def _inside(self) -> dict[Owned, Plan]:
         return {}
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Copy a source; what stands for slices is made where a loop reads them."""
+        """Copy a source; those for slices are created where a loop reads them."""
         own = old.name in self.apart.cut_of or old.name in self.apart.after
         return None if own or self._joins(old) else super().source(old, new, suffix)
 
     def _joins(self, t: Tensor) -> bool:
-        """Whether it stands for a join of what these loops have made."""
+        """Whether a tensor is a placeholder for joined results of these loops."""
         join = self.cuts.turns.joins.get(t.name)
         return join is not None and join.loop in self.cuts.group
 
     def owned(self, family: Family, new: Graph) -> Tensor:
-        """Return the view of something outside whose first axis is that of the turns."""
+        """Return an outside tensor as a view whose first axis counts iterations."""
         if isinstance(family, Owned) and family not in self.families:
             cut, _ = self.apart.cut_of[family.members[0].name]
             self.families[family] = self._in_turns(cut)
@@ -1901,7 +1898,7 @@ class _Folder(Beginning, Folder):
     def _in_turns(self, cut: Cut) -> Tensor:
         x, axis, count = self._now(cut.base), cut.axis, self.count
         start, step = self._span(cut)
-        if step != cut.size:  # one position each, and others between them
+        if step != cut.size:  # single positions with gaps between them
             assert isinstance(step.constant, int)
             x = slice_axis(x, axis, start, count, step.constant)
         elif start or step * count != x.sizes[axis]:
@@ -1910,15 +1907,15 @@ class _Folder(Beginning, Folder):
         return permute(x, (axis, *(i for i in range(x.ndim) if i != axis)))
 
     def _span(self, cut: Cut) -> tuple[Poly, Poly]:
-        """Return where the first position is that turns of the loop have, and by how much they go on."""
-        # of one that goes back, the last turn's comes first
+        """Return the first position of the loop's slices, and the step."""
+        # in a reversed loop, the last iteration has the first position
         last = cut.start + cut.step * (self.cuts.count - 1 - self.match.blocks.start)
         if cut.loop in self.cuts.back:
             return last, -cut.step
         return cut.start + cut.step * self.match.blocks.start, cut.step
 
     def outer(self, value: Any) -> Tensor:
-        """Return the tensor for what is read outside: a slice that a turn outside of the loop has."""
+        """Return the tensor for a value read outside, such as the slice of an iteration outside the loop."""
         if isinstance(value, Shared) and value.tensor.name in self.apart.cut_of:
             t = value.tensor
             if self.tensors[t] is None:
@@ -1929,7 +1926,7 @@ class _Folder(Beginning, Folder):
         return super().outer(value)
 
     def outside(self, op: Op, new: Graph) -> None:
-        """Copy an op from outside, or join what turns have made and name what they have written."""
+        """Copy an op, or replace a placeholder by a join or a written tensor."""
         name = op.operands[0].name if isinstance(op.kind, Keep) else ""
         if name in self.apart.after:
             self.tensors[op.results[0]] = self._now(self.apart.after[name])
@@ -1944,7 +1941,7 @@ class _Folder(Beginning, Folder):
             super().outside(op, new)
 
     def _now(self, base: Tensor) -> Tensor:
-        """Return a tensor after the parts of it that are written so far."""
+        """Return a tensor after the writes so far."""
         whole: Tensor = self.wholes.get(base) or self.tensors[self.apart.tensors[base]]
         left = self.left.get(base, [])
         while left:
@@ -1964,13 +1961,13 @@ class _Folder(Beginning, Folder):
 
     @staticmethod
     def _merged(part: Tensor, axis: int) -> Tensor:
-        """Return what all turns have as positions of the axis that they were cut from."""
+        """Merge the iteration axis into the sliced axis."""
         part = permute(part, (*range(1, axis + 1), 0, *range(axis + 1, part.ndim)))
         sizes = (*part.sizes[:axis], part.sizes[axis] * part.sizes[axis + 1], *part.sizes[axis + 2 :])
         return reshape(part, sizes)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op, which is of the turns around it that the op is of."""
+        """Copy an op, recording the old op for each new one."""
         before = len(new)
         super().emit(op, new, suffix)
         if op.graph.parent is None:
@@ -1982,11 +1979,11 @@ class _Folder(Beginning, Folder):
         return super().again(op, operands, new, name)
 
     def laid_out(self, t: Tensor) -> tuple[object, ...]:
-        """Return how a tensor lies in memory, wherever it begins."""
+        """Return the memory layout that a copy must share, without the offset."""
         return layout(t)[:3]
 
     def name_of(self, plan: Plan) -> str:
-        """Return a name for a loop: the path that its ops have in common."""
+        """Return the loop name: the common scope of its ops."""
         start = plan.run.starts[-1]
         paths = [op.scope.split("/") for op in self.match.ops[start : start + plan.run.length]]
         return "/".join((*(level for level in _common(paths) if level), "scan"))

@@ -1,4 +1,8 @@
-"""The walk from the results of a graph back to its inputs: in reverse program order, and gradients add up."""
+"""Reverse-mode differentiation of graphs, loops and fused kernels.
+
+Activity analysis, preparation of the forward graph (hoisting, defensive copies, peeling), and the reverse walk that
+accumulates gradients, recomputes segments and differentiates loops and kernels.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +58,14 @@ __all__ = [
 ]
 
 
-# -- flow --------------------------------------------------------------------------------------------------------------
-# Which tensors a backward pass goes through: what may want a gradient, and what one comes to.
+# -- activity analysis -------------------------------------------------------------------------------------------------
+# A tensor is active if it depends on a differentiated source, and graded if a gradient reaches it from the loss.
 
 
 def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op] = ()) -> set[Tensor]:
-    """Return the tensors whose gradient may be wanted: those given, and what is computed from them.
+    """Return the active tensors: `start` and the tensors computed from them.
 
-    Some of the ops that hold tensors may be `standing` for what has computed something of these.
+    `standing` are `Keep` ops that replace an op whose result is saved; all their operands count.
     """
     active = set(start)
     for op in ops:
@@ -75,12 +79,12 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op
 
 
 def is_leaf(op: Op) -> bool:
-    """Whether an op makes a leaf of autograd, whose gradient is asked for whatever its operand is."""
+    """Whether an op makes an autograd leaf, which gets a gradient whatever its operand is."""
     return isinstance(op.kind, Keep) and op.kind.leaf
 
 
 def _before(op: Op) -> Sequence[Tensor]:
-    """Return the operands that a gradient may go to: what is held until an op, or written unseen, has none of it."""
+    """Return the operands that can receive a gradient: not those only kept alive, nor unseen writes."""
     alone = isinstance(op.kind, Keep) or (isinstance(op.kind, Revised) and op.kind.unseen)
     return op.operands[:1] if alone else op.operands
 
@@ -90,18 +94,18 @@ def _passes(op: Op) -> bool:
 
 
 def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
-    """Return the active tensors of a body, in any of its iterations."""
+    """Return a body's tensors that are active in any iteration."""
     body, loop = op.body, op.loop
     assert body is not None
     start = [f for f, t in zip(body.formals, op.operands, strict=True) if t in active]
     start += [t for t in body.tensors if t.producer is None and t.requires_grad]
-    if loop is not None and loop.count != ONE:  # what an iteration makes is what the next one starts from
+    if loop is not None and loop.count != ONE:  # an active carry-out makes the next carry-in active
         start += [f for f, r in zip(loop.carries, loop.lasts, strict=True) if r in active]
     return active_in(body.ops, start)
 
 
 def _active_carries(op: Op, active: set[Tensor]) -> None:
-    """Add the results of a loop that depend on what is active; a carry makes itself active an iteration later."""
+    """Add a loop's active results, up to the fixed point over its carries."""
     assert op.body is not None
     while True:
         inside = active_inside(op, active)
@@ -112,7 +116,7 @@ def _active_carries(op: Op, active: set[Tensor]) -> None:
 
 
 def graded_in(ops: Iterable[Op], active: set[Tensor], ends: Iterable[Tensor]) -> set[Tensor]:
-    """Return the active tensors that a gradient comes to: those given, and what they are computed from."""
+    """Return the active tensors that a gradient reaches: `ends` and the tensors they are computed from."""
     graded = active.intersection(ends)
     for op in reversed(list(ops)):
         if not any(t in graded for t in op.results):
@@ -127,7 +131,7 @@ def graded_in(ops: Iterable[Op], active: set[Tensor], ends: Iterable[Tensor]) ->
 
 
 def graded_inside(op: Op, active: set[Tensor], graded: set[Tensor]) -> set[Tensor]:
-    """Return the tensors of a body that a gradient comes to, in any of its iterations."""
+    """Return a body's tensors that a gradient reaches in any iteration."""
     body, loop = op.body, op.loop
     assert body is not None
     within = active_inside(op, active)
@@ -136,27 +140,27 @@ def graded_inside(op: Op, active: set[Tensor], graded: set[Tensor]) -> set[Tenso
         found = graded_in(body.ops, within, ends)
         if loop is None or loop.count == ONE:
             return found
-        # what an iteration starts from is what the one before has made
+        # one iteration's carry-in is the carry-out of the previous one
         more = {t for f, t in zip(loop.carries, loop.nexts, strict=True) if f in found} - ends
         if not more:
             return found
         ends |= more
 
 
-# -- updating ----------------------------------------------------------------------------------------------------------
-# Updates of parameters inside the backward pass: each as soon as its gradient is complete, which then dies.
+# -- optimizer in backward ---------------------------------------------------------------------------------------------
+# Each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
-#: Declares state of a name, sizes and a format beside a parameter.
+#: Declares optimizer state of a parameter: name, sizes and dtype.
 Declare = Callable[[str, Sequence[object], "str | DType"], Tensor]
-#: Adds what stands for one position along the first axis of a tensor, under a name.
+#: Adds a slice at one position of a tensor's first axis, under a name.
 Cut = Callable[[Tensor, str], Tensor]
 
 
 class Update:
-    """What is done with the gradient of one parameter.
+    """Optimizer update of one parameter.
 
-    `declare` declares its state; `master` and `moments` are formats of a copy that is updated in its place, and of its
-    state. Where the parameter is a part of a whole, `outer` is of that, and done when this one is.
+    `declare` declares its state; `master` and `moments` are the dtypes of a master copy and the state. For a slice of a
+    larger parameter, `outer` is the update of the whole, marked as done together with this one.
     """
 
     def __init__(
@@ -172,7 +176,7 @@ class Update:
         self.done = False
 
     def inside(self, cut: Cut, count: Poly) -> Update:
-        """Return the update of what an iteration of a loop owns of the parameter."""
+        """Return the update for the slice that one loop iteration owns."""
 
         def declare(name: str, sizes: Sequence[object], dtype: str | DType) -> Tensor:
             return cut(self.declare(name, (count, *sizes), dtype), name)
@@ -186,24 +190,22 @@ class Update:
         with opened(phase="optimizer"):
             master = None if self.master is None else self.declare("master", param.sizes, self.master)
             (slot,) = self.optimizer.update([Slot(param, grad, master, self.moments, self.declare)])
-            keep(slot.param, slot.grad)  # a gradient is given up after the update, not within it
+            keep(slot.param, slot.grad)  # the gradient is freed after the update, not within it
         around: Update | None = self
         while around is not None:
             around.done, around = True, around.outer
 
 
 # -- hoist -------------------------------------------------------------------------------------------------------------
-# Sources of a Repeat's body declared outside it: what belongs to each iteration becomes a slice of one tensor.
-#
-# Each iteration still has a storage of its own. What runs after the loop, its backward pass or an optimizer, can then
-# read and update what the iterations own.
+# Sources of a Repeat's body are declared outside it and sliced per iteration, so that ops after the loop, such as its
+# backward pass or the optimizer, can read and update them. Each iteration keeps its own storage.
 
 
 def hoist(graph: Graph) -> Graph:
-    """Declare parameters, buffers and caches of all bodies at the top, one storage for each iteration.
+    """Declare parameters, buffers and caches from all bodies at the top level, one storage per iteration.
 
-    Every cost stays. A parameter of shape (D, F) inside a Repeat with count L is one of shape (L, D, F) whose storage
-    has `pieces` 1.
+    Costs do not change. A parameter of shape (D, F) inside a Repeat with count L becomes one of shape (L, D, F) whose
+    storage has `pieces` 1.
     """
     if not any(_owned(op) for op in graph.ops):
         return graph
@@ -211,7 +213,7 @@ def hoist(graph: Graph) -> Graph:
 
 
 def _owned(op: Op) -> list[Tensor]:
-    """Sources that belong to each iteration of a loop, those of loops inside it included."""
+    """Return the sources declared in a loop's body, including nested loops."""
     if op.loop is None:
         return []
     body = op.loop.body
@@ -223,7 +225,7 @@ class _Hoister(Rewriter):
     def __init__(self) -> None:
         super().__init__()
         self.outside: dict[Tensor, Tensor] = {}
-        """What stands for a source of a body in the graph that is being filled."""
+        """Hoisted sources, as seen from the graph that is being filled."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         if old.parent is None:
@@ -232,7 +234,7 @@ class _Hoister(Rewriter):
         super().fill(old, new, suffix)
 
     def declare(self, op: Op, new: Graph, counts: tuple[Poly, ...]) -> None:
-        """Add to the top what the iterations of a loop own."""
+        """Declare a loop body's sources at the top level."""
         loop = op.loop
         if loop is None:
             return
@@ -274,14 +276,13 @@ class _Hoister(Rewriter):
         self.outside |= around
 
 
-# -- apart -------------------------------------------------------------------------------------------------------------
-# Ops in place whose own gradient reads what they write over: they write beside it, as torch keeps a copy for them.
-#
-# One that writes into a part of a tensor cannot, as the rest would have to be written as well: it gets that copy.
+# -- defensive copies --------------------------------------------------------------------------------------------------
+# An in-place op whose gradient reads the value it overwrites becomes out-of-place. If it writes only part of a tensor,
+# the old value is copied instead, as torch does.
 
 
 def apart(graph: Graph) -> Graph:
-    """Return a copy of a forward graph whose ops leave what the gradients of their operands read."""
+    """Return a copy of a forward graph whose in-place ops do not overwrite values saved for the backward pass."""
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     rewriter = _Beside()
     for op in graph.ops:
@@ -296,13 +297,13 @@ def apart(graph: Graph) -> Graph:
 
 
 def _is_unseen(op: Op) -> bool:
-    """Whether a backward pass knows nothing of an op in place: all who read the tensor have it as it was."""
+    """Whether an in-place write is hidden from autograd: all readers see the tensor as it was."""
     readers = [o.kind for o in op.graph.successors(op.results[0])]
     return bool(readers) and all(isinstance(kind, Revised) and kind.unseen for kind in readers)
 
 
 class _Beside(Rewriter):
-    """Copies a graph, some of whose ops in place get a result, or a copy of what they write over, of their own."""
+    """Copies a graph, making some in-place ops out-of-place (`ops`) or cloning their operand first (`parts`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +311,7 @@ class _Beside(Rewriter):
         self.parts: set[Op] = set()
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy an op, out-of-place or after a clone where needed."""
         if op in self.ops and isinstance(op.kind, Pointwise):
             self.add(op, replace(op.kind, inplace=False), [self.tensors[t] for t in op.operands], new)
             return
@@ -321,7 +322,7 @@ class _Beside(Rewriter):
 
 
 def overwritten(op: Op, t: Tensor) -> Tensor:
-    """Return what stands for an operand behind an op: of what the op writes over, a copy that was made before it."""
+    """Return an operand's value before an in-place op: the defensive copy if there is one."""
     if not isinstance(op.kind, Pointwise) or not op.kind.inplace or t is not op.operands[0]:
         return t
     copies = [o for o in t.graph.successors(t) if isinstance(o.kind, Pointwise) and o.kind.function.name == "copy"]
@@ -329,22 +330,20 @@ def overwritten(op: Op, t: Tensor) -> Tensor:
 
 
 # -- peel --------------------------------------------------------------------------------------------------------------
-# First and last iterations taken out of loops, where fewer gradients go through them than through the others.
-#
-# What a loop starts from may want no gradient: the first layer's dX is not computed where its input is data. What it
-# ends with may be read by nobody: the last state of a recurrence has none, so that what made it has none there either.
-# And recomputation may stop early in the last iteration.
+# First and last iterations with fewer gradients than the others are peeled off loops. The initial carry may need no
+# gradient (the first layer computes no dX if its input is data), and the final carry may be unread (the last state of
+# a recurrence gets no gradient). Recomputation may also stop early in the last iteration.
 
 Carries = frozenset[int]
 
 
 def peel(graph: Graph, stops_early_in: Callable[[Op], bool]) -> Graph:
-    """Split loops of which some iterations at either end have other gradients than those in the middle.
+    """Peel iterations with other gradients than the middle ones off both loop ends.
 
-    Which of its carries want a gradient, and to which one comes, follows from those of the iteration before it, or
-    behind it: the iterations up to where that repeats itself are taken out. In place of such a loop there are loops of
-    one iteration each, and one of the rest, which may be none, that read parts of its slices, and write into one stack.
-    Loops inside of kernels stay as they are. Those for which `stops_early_in` is true have their last iteration apart.
+    The active and graded carries of an iteration follow from its neighbour's; iterations are peeled until that state
+    repeats. The loop becomes single-iteration loops around a middle one, possibly empty, which read parts of its
+    slices and write into one stack. Loops inside kernels are left alone. `stops_early_in` selects loops whose last
+    iteration is always peeled.
     """
     if not any(op.loop is not None for op in graph.walk()):
         return graph
@@ -357,20 +356,20 @@ def peel(graph: Graph, stops_early_in: Callable[[Op], bool]) -> Graph:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Iterations of a loop through which the same gradients go."""
+    """Consecutive loop iterations with the same active and graded carries."""
 
     name: str
-    """what the name of the loop ends with"""
+    """suffix of the loop's name"""
     count: Poly
-    """how many there are"""
+    """number of iterations"""
     active: Carries
-    """what they start from that may want a gradient"""
+    """carries-in that are active"""
     graded: Carries
-    """what they end with that a gradient comes to"""
+    """carries-out that receive a gradient"""
 
 
 def _states(first: Carries, step: Callable[[Carries], Carries]) -> tuple[list[Carries], int]:
-    """Return what follows from a state until it comes back, and which one that is."""
+    """Return the successive states up to the first repetition, and the repeated one's index."""
     seen: list[Carries] = []
     while first not in seen:
         seen.append(first)
@@ -383,7 +382,7 @@ def _places(tensors: Sequence[Tensor], of: set[Tensor]) -> Carries:
 
 
 class _Loop:
-    """What goes through a loop of which it is known what is active, and graded, around it."""
+    """A loop with the active and graded carries of its iterations."""
 
     def __init__(self, op: Op, active: set[Tensor], graded: set[Tensor], *, stops: bool) -> None:
         assert op.loop is not None
@@ -399,7 +398,7 @@ class _Loop:
         self.entered, first = _states(_places(loop.starts, active), self._enter)
         self.left, self.last = _states(_places(loop.lasts, graded), self._leave)
         self.middle = frozenset().union(*self.entered[first:]), frozenset().union(*self.left[self.last :])
-        wanted = self._leave(self.middle[1])  # what starts without a gradient that is zero anyway is as all others
+        wanted = self._leave(self.middle[1])  # no need to peel where the gradient is zero anyway
         while first and self.entered[first - 1] & wanted == self.entered[first] & wanted:
             first -= 1
         self.first = first
@@ -411,15 +410,15 @@ class _Loop:
         return _places(self.parts.carries, self.graded(self.anywhere, carries))
 
     def active(self, carries: Carries) -> set[Tensor]:
-        """Return what is active in an iteration that starts from these."""
+        """Return the active tensors in an iteration with active carries-in `carries`."""
         return active_in(self.parts.body.ops, [*self.fixed, *(self.parts.carries[i] for i in carries)])
 
     def graded(self, active: set[Tensor], carries: Carries) -> set[Tensor]:
-        """Return what a gradient comes to in an iteration of whose results these have one."""
+        """Return the graded tensors in an iteration with graded carries-out `carries`."""
         return graded_in(self.parts.body.ops, active, [*self.ends, *(self.parts.nexts[i] for i in carries)])
 
     def turns(self) -> list[_Turn]:
-        """Return the loops that stand for it."""
+        """Return the loops that replace this one, in order."""
         count = self.parts.count
         first, last = (self.first, max(self.last, self.stops)) if self._can_be_split() else (0, 0)
         if isinstance(count.constant, int):
@@ -431,7 +430,7 @@ class _Loop:
         return out + [self._turn(f".last{i or ''}", ONE, None, i) for i in reversed(range(last))]
 
     def _turn(self, name: str, count: Poly, i: int | None, behind: int | None) -> _Turn:
-        """Describe iteration `i`, or the one that so many come behind, or None of both: those in the middle."""
+        """Describe the iteration with index `i` or with `behind` iterations after it; both None for the middle."""
         whole = self.parts.count.constant
         if whole == 1:
             i = behind = 0
@@ -444,24 +443,24 @@ class _Loop:
         return _Turn(name, count, active, graded)
 
     def may_be_empty(self, middle: _Turn) -> bool:
-        """Whether the others go through all that the iterations in the middle do: without these it has a gradient."""
+        """Whether the peeled iterations yield all gradients of the middle ones, which may then number zero."""
         peeled = [t for turn in self.turns() if turn.name for t in self.reached(turn)]
         return self.reached(middle).intersection((*self.parts.slices, *self.parts.captured)) <= set(peeled)
 
     def reached(self, turn: _Turn) -> set[Tensor]:
-        """Return what a gradient comes to in some iterations."""
+        """Return the tensors that a gradient reaches in the given iterations."""
         return self.graded(self.active(turn.active), turn.graded)
 
     def _can_be_split(self) -> bool:
         loop = self.parts
         if loop.count == ONE or loop.reverse or loop.until:
             return False
-        # what iterations have left is there in several parts then, which a list takes
+        # the residuals then come in several parts, so every reader must accept lists
         left = [t for t in loop.pieces if t.storage.pieces]
         readers = (op for t in left for op in t.graph.successors(t))
         if any(t in t.graph.outputs for t in left) or not all(op.kind.takes_lists for op in readers):
             return False
-        # what has a storage for each iteration has no parts
+        # a tensor with one storage per iteration cannot be split
         pieces = any(t.storage.pieces for t in loop.xs)
         return not pieces and bool(self.middle[1] or self.left[0] or self.ends)
 
@@ -471,7 +470,7 @@ class _Peeler(Rewriter):
         super().__init__()
         self.stops_early_in = stops_early_in
         self.active, self.graded = active, graded
-        """Tensors of the graph, or body, that is being copied: what may want a gradient, and what one comes to."""
+        """Active and graded tensors in the graph or body that is being copied."""
         self.found = False
 
     def loop(self, loop: _Loop, turn: _Turn, operands: Sequence[Tensor], new: Graph) -> Loop:
@@ -487,9 +486,9 @@ class _Peeler(Rewriter):
         return made
 
     def split(self, loop: _Loop, turns: Sequence[_Turn], new: Graph) -> None:
-        """Copy a loop as several, which read parts of its slices and write parts of its stacks."""
+        """Replace a loop by several, which read parts of its slices and write parts of its stacks."""
         op, old = loop.op, loop.parts
-        if any(not t.storage.pieces for t in old.pieces):  # of what is written in place, parts are apart only so
+        if any(not t.storage.pieces for t in old.pieces):  # parts written in place are disjoint only if counts are >= 0
             new.root.assume(*(f"{turn.count} >= 0" for turn in turns if turn.count.constant is None))
         state, dense, shared = ([self.tensors[t] for t in ts] for ts in (old.starts, old.xs, old.shared))
         counts = [turn.count.expr for turn in turns]
@@ -508,7 +507,7 @@ class _Peeler(Rewriter):
         self.tensors |= dict(zip(op.results, [*state, *whole, *left], strict=True))
 
     def _left(self, old: Loop, k: int, made: Sequence[Loop], new: Graph) -> Any:
-        """Return what all parts of a loop have left behind, or the operand that they have written."""
+        """Return the residuals that all parts of a loop leave, or the operand they were written into."""
         x = old.revised(k)
         if x is None:
             return [part.pieces[k] for part in made]
@@ -520,13 +519,13 @@ class _Peeler(Rewriter):
         return whole
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op; a list may have more in it."""
+        """Copy an op, whose list operands may have grown."""
         if any(isinstance(self.tensors[t], list) for t in op.operands):
             return self.add(op, op.kind, flat(op, self.tensors), new, op.name)
         return super().copy(op, new, suffix)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy an op, or peel a loop."""
         if op.loop is None or new.fused:
             super().emit(op, new, suffix)
             return
@@ -539,58 +538,58 @@ class _Peeler(Rewriter):
             self.loop(loop, turns[0], [self.tensors[t] for t in op.operands], new)
 
 
-# -- walk --------------------------------------------------------------------------------------------------------------
+# -- reverse walk ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """What becomes of a gradient that stays, once it is complete."""
+    """How a leaf's complete gradient is stored."""
 
     total: Tensor | None = None
-    """what it is added to, None where it is the first"""
+    """gradient buffer to add to, None for none"""
     dtype: DType | None = None
-    """format that it is kept in, None for that of the tensor"""
+    """dtype to store it in, None for the tensor's own"""
     update: Update | None = None
-    """of the parameter, where it is updated at once and the gradient does not stay"""
+    """optimizer update that consumes the gradient at once"""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sum of the contributions is the gradient itself."""
+        """Whether the summed contributions are stored unchanged."""
         return self.total is None and self.dtype is None
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a walk does with ops that have a body, and with ops that are computed again."""
+    """How a walk treats ops with a body, and recomputed ops."""
 
     fused: Pullers
-    """of a kernel"""
+    """differentiates a kernel"""
     repeated: Pullers
-    """of a loop"""
+    """differentiates a loop"""
     again: Callable[[Walk, Sequence[Op]], None]
-    """computes a run of ops again and walks back over it"""
+    """recomputes a run of ops and walks back over it"""
     runs: Callable[[Sequence[Op]], Sequence[Sequence[Op]]]
-    """of the ops of a graph or body, the runs that are computed again"""
+    """returns the recomputed runs among the ops in a graph or body"""
     keeps: Callable[[Op], bool]
-    """whether what an op of a run makes is kept, and not computed again"""
+    """whether the result of an op in a run is saved instead of recomputed"""
     early_stop: bool = True
     """whether recomputation stops after the last op of a run that the backward pass reads"""
     start: bool = False
-    """whether what an iteration of a loop starts from is computed again from the first one's start"""
+    """whether carries-in of a loop are recomputed from its initial carry"""
     within: Hooks | None = None
-    """the same for ops that are computed again already; None where nothing of them is once more"""
+    """hooks for ops already being recomputed; None if nothing is recomputed twice"""
 
 
 Pullers = Callable[["Walk", Op, Sequence["Tensor | None"], Sequence[bool]], Sequence["Tensor | None"]]
 
 
 def scoped(op: Op) -> AbstractContextManager[None]:
-    """Let ops that are made now stand in the scope of another one."""
+    """Add new ops in an existing op's scope."""
     return opened(levels=tuple(op.scope.split("/")) if op.scope else ())
 
 
 def is_view_op(op: Op) -> bool:
-    """Whether an op only gives another view of its operand's storage."""
+    """Whether an op only returns a view of its operand's storage."""
     return (
         isinstance(op.kind, Rearrange | Slice | Expand)
         and op.results[0].storage is op.operands[0].storage
@@ -599,12 +598,12 @@ def is_view_op(op: Op) -> bool:
 
 
 class Walk:
-    """Gradients of the tensors of one graph, or of one body.
+    """Reverse walk over one graph or body, with the gradients of its tensors.
 
-    `hooks` say what is done with ops that have a body, `active` whose gradients are wanted, and `saved` what stands for
-    a tensor of the forward pass in the graph that is being built. `carried` are inputs of the body that is being built
-    that may be written into; `leaves` tensors whose gradients stay, and what becomes of each. Ops that are `fused` go
-    into a kernel: sums then need no storage. `rules` are of single ops, in place of those of their kinds.
+    `active` are the tensors that need gradients, and `saved` maps a forward tensor to the graph being
+    built. `carried` are inputs of the body being built that may be overwritten, and `leaves` says how gradients that
+    persist are stored. `fused` emits ops into a kernel, where sums need no storage. `rules` override the rules of
+    single ops.
     """
 
     def __init__(
@@ -624,23 +623,23 @@ class Walk:
         self.carried: set[Tensor] = set() if carried is None else carried
         self.leaves = dict(leaves or {})
         self.final: dict[Tensor, Tensor] = {}
-        """Gradients of leaves that are complete."""
+        """Complete gradients of leaves."""
         self.readers: Counter[Tensor] = Counter()
-        """Ops that have not contributed yet to the gradient of a leaf."""
+        """Number of ops still to contribute to a leaf's gradient."""
         self.fused = fused
         self.rules = dict(rules or {})
         self.grads: dict[Tensor, Tensor] = {}
         self.parts: dict[Tensor, dict[Op, Tensor]] = {}
-        """Gradients of parts that a tensor was split into."""
+        """Gradients for the parts of a split tensor."""
         self.stacks: dict[Op, Tensor] = {}
-        """What loops write the gradients of parts into, by the first of these."""
+        """Stacks that loops write the gradients of parts into, by the first part."""
         self.held: Counter[Storage] = Counter()
-        """How many gradients that are not complete yet lie in a storage."""
+        """Number of incomplete gradients per storage."""
 
-    # -- gradients that add up --------------------------------------------------------------------------------------
+    # -- accumulation -----------------------------------------------------------------------------------------------
 
     def put(self, t: Tensor, grad: Tensor | None) -> None:
-        """Add a contribution to the gradient of a tensor: the first one becomes it, others are added."""
+        """Accumulate a contribution to a tensor's gradient."""
         if grad is None or t not in self.active:
             return
         if len(grad.sizes) != t.ndim or not all(map(t.graph.same, grad.sizes, t.sizes)):
@@ -655,19 +654,19 @@ class Walk:
         self.keep(t, grad)
 
     def keep(self, t: Tensor, grad: Tensor) -> None:
-        """Note the gradient of a tensor as far as it is known."""
+        """Record a tensor's partial gradient."""
         self.grads[t] = grad
         self.held[grad.storage] += 1
 
     def own(self, grad: Tensor) -> Tensor:
-        """Return a gradient that can stay: a copy if it is expanded, or someone else's."""
+        """Return a gradient that can persist: a copy if it is expanded or shared."""
         if grad.storage.pieces or self.fused:
             return grad
         mine = not any(g is grad for g in self.grads.values()) and grad.touched == grad.numel
         return contiguous_copy(grad) if mine else pointwise("copy", grad, name="own")
 
     def writable(self, grad: Tensor) -> bool:
-        """Whether nothing else holds a gradient, so that it may be written into: a view holds what it is of."""
+        """Whether a gradient may be written in place: nothing else holds it, and it is not a view."""
         origin = grad.producer
         while origin is not None and isinstance(origin.kind, Keep):
             origin = origin.operands[0].producer
@@ -677,7 +676,7 @@ class Walk:
         return whole and not self.held[grad.storage] and (grad.role == "activation" or grad in self.carried)
 
     def add(self, before: Tensor, grad: Tensor) -> Tensor:
-        """Add to a gradient, in place where nothing else holds it."""
+        """Accumulate into a gradient, in place where nothing else holds it."""
         if self.fused or not self.writable(before):
             return pointwise("add", before, grad)
         if before in self.carried:
@@ -685,7 +684,7 @@ class Walk:
         return pointwise("add", before, grad, inplace=True)
 
     def take(self, t: Tensor) -> Tensor | None:
-        """Return the gradient of a tensor that all who read it have contributed to."""
+        """Remove and return a tensor's gradient, once all its users have contributed."""
         parts = self.parts.pop(t, {})
         for cuts in _tilings(t) if parts else ():
             grads = [parts.get(cut) for cut in cuts]
@@ -698,13 +697,13 @@ class Walk:
         return grad
 
     def taken(self, t: Tensor) -> Tensor | None:
-        """Return the gradient of a source."""
+        """Return a source's complete gradient."""
         return self.final[t] if t in self.final else self.take(t)
 
     # -- ops --------------------------------------------------------------------------------------------------------
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Walk back over ops."""
+        """Walk back over ops in reverse order."""
         self.readers.update(t for op in ops for t in dict.fromkeys(op.operands) if t in self.leaves)
         runs = {run[-1]: run for run in self.hooks.runs(ops)}
         left = list(ops)
@@ -719,9 +718,9 @@ class Walk:
                 self.contributed([op])
 
     def contributed(self, ops: Sequence[Op]) -> None:
-        """Add the gradients of leaves, that ops were the last to contribute to, to what there is already."""
+        """Finalize the gradients of leaves whose last contribution came from `ops`."""
         for op in ops:
-            # the bias of a linear layer before its weight, whose gradient torch has to transpose first
+            # bias of a linear layer before its weight, whose gradient torch must transpose first
             for t in dict.fromkeys(reversed(op.operands)):
                 if t not in self.leaves:
                     continue
@@ -734,9 +733,9 @@ class Walk:
                         update(self.saved(t), self.final[t])
 
     def complete(self, t: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient that stays."""
+        """Return the gradient in the form in which it persists."""
         leaf = self.leaves[t]
-        if leaf.is_plain or t.storage.pieces:  # a loop has done it slice by slice
+        if leaf.is_plain or t.storage.pieces:  # a loop has finalized it slice by slice
             return grad
         total = leaf.total
         if leaf.dtype is not None and leaf.dtype.bits <= grad.dtype.bits:
@@ -745,10 +744,10 @@ class Walk:
             return grad
         if total.dtype == grad.dtype:
             return accumulate(total, grad)
-        return pointwise("add", total, grad, inplace=True)  # into a buffer of another format
+        return pointwise("add", total, grad, inplace=True)  # into a buffer of another dtype
 
     def pull(self, op: Op) -> None:
-        """Ask the rule of one op."""
+        """Apply one op's gradient rule and accumulate the results."""
         grads = tuple(self.take(t) for t in op.results)
         needs = tuple(t in self.active for t in op.operands)
         if not (any(needs) or is_leaf(op)) or all(g is None for g in grads):
@@ -763,7 +762,7 @@ class Walk:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
             made = self.gradients(op, grads, needs)
-            # several may be one tensor: the sum that one becomes part of must not overwrite those still to come
+            # gradients may share a tensor: adding one in place must not overwrite those still to come
             self.held.update(grad.storage for grad in made if grad is not None)
             for t, grad in zip(op.operands, made, strict=True):
                 if grad is not None:
@@ -773,8 +772,8 @@ class Walk:
     def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
         """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
 
-        The whole gradient is copied. The gradient of the slice is cloned and passed to the op; the gradient that the op
-        returns overwrites the slice.
+        The whole gradient is copied. The slice's gradient is cloned and passed to the op, whose result overwrites
+        the slice.
         """
         copied = pointwise("copy", grad)
         part = _viewed(copied, op.operands[0], write.operands[0])
@@ -788,7 +787,7 @@ class Walk:
             self.put(t, g if g is None or needs[0] else keep(g, grad, copied))
 
     def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Return the gradients of the operands of an op, given those of its results."""
+        """Return the gradients for an op's operands, given its results' gradients."""
         graph = current_graph()
         before = len(graph)
         made = self.in_memory_format(op, grads, needs)
@@ -801,7 +800,7 @@ class Walk:
     def in_memory_format(
         self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> Sequence[Tensor | None]:
-        """Return gradients as `gradients`, with the copies that a kernel makes in its memory format."""
+        """Return the gradients as `gradients` does, with the copies a kernel makes for its memory format."""
         if self.fused or not op.kind.grad_memory_format:
             return self.pulled(op, grads, needs)
         order = _memory_format(op, grads)
@@ -816,7 +815,7 @@ class Walk:
         return made
 
     def pulled(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Ask the rule of an op."""
+        """Dispatch to an op's rule."""
         if op in self.rules:
             return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
         if op.body is not None:
@@ -827,7 +826,7 @@ class Walk:
     def asked(
         self, rule: Rule[Any], op: Op, grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Ask the rule of an op; what it was given and has read stays until all it makes is there, as in torch."""
+        """Apply a rule; its inputs and saved tensors stay alive until all its gradients exist, as in torch."""
         read: dict[Tensor, None] = dict.fromkeys(g for g in grads if g is not None)
         graph = current_graph()
         before = len(graph)
@@ -839,7 +838,7 @@ class Walk:
 
         if not self.fused:
             for place in op.kind.saved_operands:
-                if needs[place] or not isinstance(op.kind, Concat):  # one part of another one's gradient
+                if needs[place] or not isinstance(op.kind, Concat):  # a part is needed only for its own gradient
                     saved(op.operands[place])
         made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
         if self.fused:
@@ -854,9 +853,9 @@ class Walk:
 
 
 def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Return the order of axes in memory that a backward kernel copies incoming gradients into."""
+    """Return the memory order of axes that a backward kernel copies incoming gradients into."""
     grad = next(g for g in grads if g is not None)
-    if op.kind.grad_memory_format == "bshd":  # heads may be two axes: groups, and those that share keys
+    if op.kind.grad_memory_format == "bshd":  # heads may be two axes, the first being KV groups
         return (0, grad.ndim - 2, *range(1, grad.ndim - 2), grad.ndim - 1)
     like = op.operands[0] if op.kind.grad_memory_format == "operand" else grad
     contiguous = op.kind.grad_memory_format == "contiguous"
@@ -864,10 +863,10 @@ def _memory_format(op: Op, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
 
 
 def _in_own_format(op: Op, made: Tensor, order: Sequence[int], grad: Tensor) -> Tensor:
-    """Copy the gradient of an operand from the memory format of the kernel into its own.
+    """Copy an operand's gradient from the kernel's memory format into its own.
 
-    That of an elementwise kernel is the incoming gradient's. Windows copy inside the kernel, and what the forward pass
-    saved in another format, too.
+    For an elementwise kernel that is the format of the incoming gradient. Pooling copies inside the kernel, including
+    residuals saved in another format.
     """
     maker = made.producer
     while maker is not None and isinstance(maker.kind, Keep):
@@ -901,7 +900,7 @@ def _viewed(t: Tensor, whole: Tensor, part: Tensor) -> Tensor:
 
 
 def _keep_places(op: Op) -> None:
-    """Let a pooling tell where its maxima stand."""
+    """Make a max pooling return its indices."""
     if not isinstance(op.kind, Pool) or op.kind.operation != "max" or op.kind.indices:
         return
     modify(op.graph, op.name)
@@ -910,7 +909,7 @@ def _keep_places(op: Op) -> None:
 
 
 def _tilings(t: Tensor) -> Iterator[list[Op]]:
-    """Yield the parts that a tensor was split into, once for each time that it was."""
+    """Yield the parts of a tensor, once for each time it was split."""
     cuts = [(op, op.kind) for op in t.graph.successors(t) if isinstance(op.kind, Slice) and op.kind.split]
     while cuts:
         axis, at, found = cuts[0][1].axis, ZERO, list[Op]()
@@ -925,7 +924,7 @@ def _tilings(t: Tensor) -> Iterator[list[Op]]:
 
 
 def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | None) -> Tensor:
-    """Join the gradients of the parts that a tensor was split into: zeros where a part has none."""
+    """Concatenate the gradients for the parts of a split tensor, with zeros for parts without one."""
     dtype = next(g for g in grads if g is not None).dtype
     pairs = [(cut.results[0], g) for cut, g in zip(cuts, grads, strict=True)]
     parts = [restricted(fill(t.shape, dtype=dtype), t) if g is None else g for t, g in pairs]
@@ -936,7 +935,7 @@ def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | 
 
 
 def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
-    """Let loops that read parts of a tensor write the gradients of these into one stack, made before the first."""
+    """Let loops that read parts of a tensor write their gradients into one preallocated stack."""
     cut = t.producer
     if cut is None or not isinstance(cut.kind, Slice) or not cut.kind.split or cut.kind.axis:
         return
@@ -948,15 +947,13 @@ def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
     walk.stacks[cuts[0]] = apply(Empty(sizes=sizes, dtype=dtype), [], f"{cuts[0].name}.grad")[0]
 
 
-# -- branches ----------------------------------------------------------------------------------------------------------
-# Saved tensors of branches that receive no gradient.
-#
+# -- residuals of branches without gradient ----------------------------------------------------------------------------
 # A mask, an index or an unused variable may be computed from parameters. The backward pass never reaches these ops, yet
 # autograd saves tensors for them, and frees these with the last tensor of the branch.
 
 
 def with_branches(graph: Graph, hooks: Hooks) -> Graph:
-    """Return a forward graph in which the saved tensors of such branches live until the branch is freed.
+    """Return a forward graph that keeps the saved tensors of gradient-free branches alive until the branch is freed.
 
     Recomputed ops save nothing.
     """
@@ -979,7 +976,7 @@ def with_branches(graph: Graph, hooks: Hooks) -> Graph:
             for t in _saved(op, active, hooks):
                 if t.role == "activation" and last.get(t.storage, -1) < ends[op]:
                     held.setdefault(ends[op], set()).add(t.storage)
-    newest = {t.storage: t for op in ops for t in op.results}  # a Keep reads a storage as it is after the last write
+    newest = {t.storage: t for op in ops for t in op.results}  # a Keep reads a storage as of its last write
     kept = {ops[i]: [t for storage, t in newest.items() if storage in storages] for i, storages in held.items()}
     return _Holding(kept).run(graph)
 
@@ -989,7 +986,7 @@ def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> 
 
 
 def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
-    """Return the tensors that the gradient rule of an op reads; none if it has no rule."""
+    """Return the tensors that an op's gradient rule reads; none if it has no rule."""
     scratch = Graph("saved")
     scratch.relations = op.graph.root.relations
     asked: dict[Tensor, Tensor] = {}
@@ -1010,31 +1007,29 @@ def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
 
 
 class _Holding(Rewriter):
-    """Copies a graph, and keeps tensors alive until after some of its ops."""
+    """Copies a graph, keeping tensors alive until after some of its ops."""
 
     def __init__(self, held: dict[Op, list[Tensor]]) -> None:
         super().__init__()
         self.held = held
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add an op, and a `Keep` of the tensors that live until here."""
+        """Copy an op, followed by a `Keep` of the tensors that live until it."""
         super().emit(op, new, suffix)
         if op in self.held:
             new.add_op(Keep(), [self.tensors[t] for t in self.held[op]], "keep", op.phase)
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
-# Computing a run of ops again in the backward pass, in place of keeping what it made.
 
 Made = Mapping[Tensor, Tensor]
 
 
 def again(walk: Walk, run: Sequence[Op]) -> None:
-    """Compute a run of ops again from its inputs, and walk back over what that makes.
+    """Recompute a run of ops from its inputs and walk back over the copies.
 
-    As in torch's checkpoint without reentrance, the ops run in their order and stop after the last one that the
-    backward pass reads anything of, unless the policy has no early stop. Inputs of the run, and results that are kept,
-    stay until the walk has left the run, read or not.
+    As in torch's non-reentrant checkpoint, the ops run in order and stop after the last one whose result the backward
+    pass reads, if `early_stop`. The inputs and saved results stay alive until the walk leaves the run, read or not.
     """
     results = [t for op in run for t in op.results]
     if not any(t in walk.grads or t in walk.parts for t in results):
@@ -1056,7 +1051,7 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     own, standins, read = set(copies), set(inputs.values()), set[Tensor]()
 
     def saved(t: Tensor) -> Tensor:
-        """Return what stands for a tensor of the forward pass: for one that is computed again it is itself."""
+        """Map a forward tensor to its copy; recomputed tensors map to themselves."""
         read.add(t)
         if t in standins or t.producer in own:
             return t
@@ -1069,7 +1064,7 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     if walk.hooks.early_stop:
         _stop_early(graph, copies)
     left = [t for op, t in kept.items() if copier.tensors[op.results[0]] not in graph]
-    if read:  # else there is nothing that would call the run again, which is what names its arguments
+    if read:  # else no saved-tensor hook holds the run's arguments
         left += (now for t, now in inputs.items() if origin(t).role in ("activation", "input"))
     _hold(walk, inputs, left)
 
@@ -1077,9 +1072,9 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
 def _walk_back(
     walk: Walk, back: Walk, run: Sequence[Op], copies: Sequence[Op], made: Made, inputs: Mapping[Tensor, Tensor]
 ) -> None:
-    """Walk back over what is computed again, from the gradients of its results to those of what it starts from."""
+    """Walk back over the recomputed ops, from gradients of results to gradients of inputs."""
     back.held, back.carried = walk.held, walk.carried
-    # a gradient is complete in here if no op outside is still to contribute
+    # a gradient is complete here if no op outside is still to contribute
     back.readers.update({m: walk.readers[t] - sum(t in op.operands for op in run) for t, m in inputs.items()})
     for t in (t for op in run for t in op.results):
         grad = walk.take(t)
@@ -1100,7 +1095,7 @@ def _walk_back(
 
 
 def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
-    """Let what a run starts from, and keeps, live until a gradient leaves it, as torch's frame of the run does."""
+    """Keep the inputs and saved results of a run alive until a gradient leaves it, like torch's checkpoint frame."""
     last = next((t for t in inputs if t in walk.grads and t not in walk.leaves), None)
     if left and last is not None:
         grad = walk.take(last)
@@ -1109,19 +1104,19 @@ def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
 
 
 def _kept(walk: Walk, op: Op) -> Tensor:
-    """Return what an op of the forward pass has made, which is kept."""
+    """Return an op's saved result from the forward pass."""
     if len(op.results) > 1:
         raise GraphError(f"keep: {op.name!r} has {len(op.results)} results, expected an op with one")
     return walk.saved(op.results[0])
 
 
 def _recall(copier: Rewriter, op: Op, kept: Tensor, graph: Graph) -> Op:
-    """Add what stands for an op whose result is kept: its operands are made again, it is not."""
+    """Add a `Keep` in place of an op whose result is saved; its operands are recomputed."""
     return copier.add(op, Keep(), [kept, *(copier.tensors[t] for t in op.operands)], graph)
 
 
 def _forward_rule(back: Walk, op: Op) -> Rule[Any]:
-    """Return the rule of an op that stands for one whose result is kept: that of the op itself."""
+    """Return the rule for a `Keep` that replaces a saved op: that op's own."""
 
     def rule(pull: Pull[Any]) -> Sequence[Tensor | None]:
         return [None, *back.gradients(op, pull.grads, pull.needs[1:])]
@@ -1137,7 +1132,7 @@ def _every(ops: Iterable[Op]) -> Iterator[Op]:
 
 
 def _stop_early(graph: Graph, copies: Sequence[Op]) -> None:
-    """Remove the ops after the last op whose result is read, also within a last iteration."""
+    """Remove the ops after the last one whose result is read, also within a peeled last iteration."""
     for op in reversed(copies):
         if any(_is_read(t) for t in op.results):
             if op.loop is not None and op.loop.count == ONE:
@@ -1151,7 +1146,7 @@ def _is_read(t: Tensor) -> bool:
 
 
 def _stop_within(op: Op, loop: Loop) -> None:
-    """Stop early within a loop of one iteration whose carries are not read."""
+    """Stop early within a single-iteration loop, for final carries that are not read."""
     body, unread = loop.body, [t for t in loop.stacks if not _is_read(t)]
     for i, (start, t) in enumerate(zip(loop.starts, loop.lasts, strict=True)):
         if not _is_read(t):  # the carry passes through unchanged
@@ -1164,49 +1159,49 @@ def _stop_within(op: Op, loop: Loop) -> None:
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------
-# Walking back over a loop: its iterations in reverse, each reading what the forward one left behind.
+# The backward pass of a loop runs its iterations in reverse and reads the stacked residuals of the forward loop.
 
-# Formats below are for operands of matrix products alone: their gradients are in the graph's own.
+# narrower dtypes are for matmul operands only: their gradients have the graph's default dtype
 _LEAST_BITS = 16
 
 
 @dataclass
 class _Reverse:
-    """The loop that is being built: its inputs and results as they turn out to be needed."""
+    """The backward loop under construction; inputs are added as they are needed."""
 
     forward: Loop
-    """loop of the forward pass"""
+    """the forward loop"""
     outer: Walk
-    """walk over the graph that the loop is in"""
+    """walk over the graph that contains the loop"""
     body: Graph
-    """what each iteration does"""
+    """body of the backward loop"""
     carries: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    """inputs that are carried, and what they start from if it is known"""
+    """carried formals, and their initial values if known"""
     xs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """inputs that are slices, and of what"""
+    """sliced formals, and the tensors they slice"""
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
-    """what stands for tensors of the forward body"""
+    """counterparts for tensors in the forward body"""
 
     @cached_property
     def shared(self) -> set[int]:
-        """Places of the operands that all iterations of the forward pass read whole."""
+        """Indices of the operands that all forward iterations read whole."""
         return {i for i, f in enumerate(self.forward.body.formals) if f in self.forward.captured}
 
     def carry(self, like: Tensor, name: str, start: Tensor | None) -> Tensor:
-        """Add an input that the iterations hand on."""
+        """Add a carried formal."""
         made = self.body.formal(like, name, like.sizes, contiguous(like.sizes))
         self.carries.append((made, start))
         return made
 
     def drop(self, formal: Tensor) -> None:
-        """Remove an input that nothing reads."""
+        """Remove an unused formal."""
         self.carries = [c for c in self.carries if c[0] is not formal]
         self.xs = [x for x in self.xs if x[0] is not formal]
         self.body.remove_node(formal)
         self.body.formals.remove(formal)
 
     def slice(self, outer: Tensor, name: str) -> Tensor:
-        """Add an input that is one position along the first axis."""
+        """Add a formal that is one position along the first axis of `outer`."""
         found = next((f for f, t in self.xs if t is outer), None)
         if found is None:
             found = slice_of(self.body, outer, name)
@@ -1214,13 +1209,13 @@ class _Reverse:
         return found
 
     def part(self, outer: Tensor, name: str) -> Tensor:
-        """Add an input that is one position of a tensor that was declared further out."""
+        """Slice a tensor that was declared further out."""
         around = self.body.parent
         assert around is not None
         return self.slice(around.adopt(outer), name)
 
     def saved(self, t: Tensor) -> Tensor:
-        """Return what stands for a tensor of the forward body."""
+        """Return the counterpart for a tensor in the forward body."""
         if t not in self.seen:
             self.seen[t] = self.find(t)
         return self.seen[t]
@@ -1234,7 +1229,7 @@ class _Reverse:
             return self.body.adopt(around.adopt(self.outer.saved(loop.shared[loop.captured.index(t)])))
         if t in loop.carries and self.outer.hooks.start:
             return self.from_start()[loop.carries.index(t)]
-        if t.producer is not None and isinstance(t.producer.kind, Keep):  # what was held is not held here
+        if t.producer is not None and isinstance(t.producer.kind, Keep):  # liveness of the forward pass only
             return self.saved(t.producer.operands[0])
         if t.producer is not None and is_view_op(t.producer):
             base = self.saved(t.producer.operands[0])
@@ -1243,7 +1238,7 @@ class _Reverse:
         return self.slice(around.adopt(self.outer.saved(left_behind(loop.op, t))), f"{t.name}.saved")
 
     def from_start(self) -> tuple[Tensor, ...]:
-        """Compute again what an iteration starts from, by all iterations before it."""
+        """Recompute an iteration's carries-in by running all iterations before it."""
         loop, around = self.forward, self.body.parent
         assert around is not None
         operands = [self.body.adopt(around.adopt(self.outer.saved(t))) for t in loop.op.operands]
@@ -1259,7 +1254,7 @@ class _Reverse:
 
 
 def left_behind(op: Op, t: Tensor) -> Tensor:
-    """Return the result of a loop that keeps a tensor of its body, one storage an iteration."""
+    """Return the stacked residuals for a tensor in a loop body, one storage per iteration, adding the result if new."""
     loop = op.loop
     assert loop is not None
     if t in loop.saved:
@@ -1273,7 +1268,7 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
 
 
 def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
-    """Add the loop that makes the gradients of the operands of a loop."""
+    """Add the backward loop for a loop and return its operands' gradients."""
     loop = op.loop
     assert loop is not None
     made = _Reverse(loop, walk, current_graph().start_body(f"{loop.body.name}_backward", fused=False))
@@ -1293,7 +1288,7 @@ def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
 
 
 def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
-    """Put the gradients of what an iteration hands on and writes; returns the places of carries that have one."""
+    """Seed the gradients of a body's outputs; return the indices of carries with a gradient."""
     loop = made.forward
     once = loop.count == ONE
     of = dict(zip(loop.op.results, grads, strict=True))
@@ -1307,7 +1302,7 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
             back.carried.add(seed)
             if grad is not None or not once:
                 seeds.append((t, seed))
-        elif grad is not None and t in graded:  # what the only iteration starts from wants no gradient
+        elif grad is not None and t in graded:  # single iteration whose carry-in needs no gradient
             seed = made.body.adopt(grad)
             if made.outer.writable(grad):
                 back.carried.add(seed)
@@ -1322,7 +1317,7 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
 
 
 def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, tuple[Tensor, Tensor | None]]:
-    """Begin the gradients of what all iterations share, and go on with those of slices that are there already."""
+    """Start the gradient sums for captured operands, and continue existing ones for slices."""
     loop, walk = made.forward, made.outer
     sums: dict[int, tuple[Tensor, Tensor | None]] = {}
     for i, (t, f) in enumerate(zip(loop.op.operands, loop.body.formals, strict=True)):
@@ -1342,7 +1337,7 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
         if f in loop.captured:
             start = made.carry(t, f"{t.name}.sum", before if fits else None)
             if t.dtype.bits < _LEAST_BITS:
-                start.dtype = t.graph.root.dtype  # no gradient has so few bits
+                start.dtype = t.graph.root.dtype  # gradients never have this few bits
         elif t.storage.pieces and before is not None:
             start = made.slice(before, f"{t.name}.sum")
         else:
@@ -1354,7 +1349,7 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
 
 
 class _Out:
-    """Results of the loop that is being built."""
+    """Results of the backward loop under construction."""
 
     def __init__(self, made: _Reverse, back: Walk, carried: list[int]) -> None:
         self.made = made
@@ -1366,7 +1361,7 @@ class _Out:
         self.kept: list[tuple[int, Tensor]] = []
 
     def carry(self, p: int, grad: Tensor | None) -> None:
-        """Hand on a gradient to the iteration before; one that no iteration changes is the one that came in."""
+        """Carry a gradient to the previous iteration, or pass it around the loop if no iteration changes it."""
         like, start = self.made.carries[len(self.after)]
         if grad is like and not any(self.made.body.successors(like)):
             self.made.drop(like)
@@ -1381,7 +1376,7 @@ class _Out:
         self.after.append(pointwise("copy", grad, name="own") if lent or twice else contiguous_copy(grad))
 
     def sum(self, i: int, grad: Tensor | None, sums: dict[int, tuple[Tensor, Tensor | None]]) -> None:
-        """Hand on the gradient of what all iterations share; one that nothing was added to is none."""
+        """Return an operand's gradient sum from the loop; drop it if nothing was added."""
         start, _ = sums[i]
         if grad is None or grad is start:
             del sums[i]
@@ -1392,7 +1387,7 @@ class _Out:
             self.kept.append((i, grad))
 
     def slices(self, needs: Sequence[bool]) -> None:
-        """Keep the gradients of slices: of what has a storage for each iteration so, of others in one stack."""
+        """Return the gradients for slices: one storage per iteration if the operand has that, else one stack."""
         loop, done = self.made.forward, {i for i, _ in self.kept}
         for i, (t, f) in enumerate(zip(loop.op.operands, loop.body.formals, strict=True)):
             wanted = f in loop.slices and needs[i] and i not in done
@@ -1403,8 +1398,8 @@ class _Out:
             if t.storage.pieces:
                 leaf = self.back.leaves.get(f)
                 if leaf is not None and leaf.update is not None:
-                    continue  # the parameter is updated, the gradient is of no use any more
-                if leaf is None or leaf.total is None:  # else it lies in the sum that it was added to
+                    continue  # the update has consumed the gradient
+                if leaf is None or leaf.total is None:  # else it is in the gradient buffer already
                     grad = self.back.own(grad) if own else pointwise("copy", grad, name="own")
                 self.kept.append((i, grad))
             else:
@@ -1416,23 +1411,23 @@ class _Out:
 
 
 def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Tensor | None]]) -> Grads:
-    """Append the loop and hand out what it makes."""
+    """Append the backward loop and return operand gradients."""
     made, old, op = out.made, out.made.forward, out.made.forward.op
     body, graph = made.body, made.body.parent
     assert graph is not None
     body.outputs += [*out.after, *(t for _, t in out.stacks), *(t for _, t in out.kept)]
     for f in [f for f, _ in made.xs if not body.out_degree(f) and f not in body.outputs]:
-        made.drop(f)  # what is computed again has stopped before it
+        made.drop(f)  # read only by ops that an early stop has removed
     results: list[Tensor | None] = [out.passed.get(i) for i in range(len(op.operands))]
     if not body.outputs:
         return results
     body.formals[:] = [*(f for f, _ in made.carries), *(f for f, _ in made.xs), *map(body.capture, body.captured)]
-    # a start that the loop reads under another name as well must not be written into
+    # an initial value that the loop also reads under another name must not be overwritten
     several = Counter(t.storage for _, t in (*made.carries, *made.xs) if t is not None)
     several.update(t.storage for t in body.captured)
     starts = []
     for i, (f, t) in enumerate(made.carries):
-        # of sums, which stand behind gradients that came in, it is known that they may be written into
+        # sums, which follow the incoming gradients, are known to be writable
         begun, shared = i >= len(out.carried), t is not None and several[t.storage] > 1
         starts.append(_start(walk, graph, body, f, t, begun=begun, shared=shared))
     kind = Repeat(
@@ -1441,7 +1436,7 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
     )  # fmt: skip
     for i, t in out.stacks:
         stack_of(walk, op.operands[i], t.dtype)
-    # a name is made complete by the scope that is open
+    # the open scope completes the name
     loop = graph.add_op(
         kind, (*starts, *(t for _, t in made.xs), *body.captured), f"{op.name.rpartition('/')[2]}.backward"
     )
@@ -1461,10 +1456,10 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
 def _start(
     walk: Walk, graph: Graph, body: Graph, f: Tensor, start: Tensor | None, *, begun: bool, shared: bool
 ) -> Tensor:
-    """Return what a carry starts from: nothing where the first iteration only adds to it, else zeros."""
+    """Return a carry's initial value: absent if the first iteration only accumulates into it, else zeros."""
     if start is None:
         readers = list(body.successors(f))
-        # what a loop only adds to; the first term becomes it
+        # if the loop only accumulates into the carry, the first term becomes its value
         absent = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
         absent = absent or _passed_on(body, f)
         if absent:
@@ -1475,7 +1470,7 @@ def _start(
     if start.storage.pieces or begun:
         return start
     written = any(s is f.storage for inner in body.ops for s in overwritten_by(inner))
-    # what is handed on, in any place, is written into afterwards
+    # a carry that is forwarded, in any position, is overwritten later
     written |= any(t.role == "formal" for t in body.outputs[: len(body.formals) - len(body.captured)])
     if written and (shared or (start not in walk.carried and not walk.writable(start))):
         return pointwise("copy", start, name="own")
@@ -1487,7 +1482,7 @@ def _only_added_to(op: Op, f: Tensor) -> bool:
 
 
 def _passed_on(body: Graph, f: Tensor) -> bool:
-    """Whether only a loop inside reads a sum, which adds to it in turn."""
+    """Whether the only user of a sum is an inner loop that accumulates into it."""
     readers = list(body.successors(f))
     if len(readers) != 1 or readers[0].loop is None or f in body.outputs:
         return False
@@ -1500,7 +1495,7 @@ def _passed_on(body: Graph, f: Tensor) -> bool:
 
 @vjp(Stacked)
 def _unstacked(pull: Pull[Stacked]) -> Grads:
-    """Return the part of the gradient for each part of a stack: a slice of an unrolled one, several of a loop."""
+    """Split a stack's gradient into its parts: one index per unrolled part, a slice per loop."""
     grad, at, out = pull.grads[0], ZERO, list[Tensor | None]([None])
     assert grad is not None
     for i, (t, need) in enumerate(zip(pull.op.operands[1:], pull.needs[1:], strict=True)):
@@ -1521,26 +1516,26 @@ def _absent(pull: Pull[Absent]) -> Grads:
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
-# Walking back over a fused kernel: as one kernel again, as separate ops, or by a rule of its own.
+# A fused kernel is differentiated as one kernel, as separate ops, or by its own rule.
 
 Grads = Sequence[Tensor | None]
 
 
 @dataclass
 class _Inside:
-    """What stands for the tensors of a kernel's body in its backward pass: what it saves, or computes again."""
+    """Saved or recomputed tensors from a kernel's body in its backward pass."""
 
     op: Op
     walk: Walk
     own: Inside
     graph: Graph = field(default_factory=current_graph)
-    """where it is computed again: a loop that goes back inside it reads slices of what stands there"""
+    """where ops are recomputed: a backward loop inside the kernel reads slices of tensors there"""
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
     loops: dict[Op, tuple[Op, Rewriter]] = field(default_factory=dict)
-    """loops that are computed again, and what stands for the tensors of their bodies"""
+    """recomputed loops, and the counterparts of their body's tensors"""
 
     def saved(self, t: Tensor) -> Tensor:
-        """Return what stands for a tensor of the body."""
+        """Return the counterpart for a tensor in the body."""
         if t not in self.seen:
             self.seen[t] = self.find(t)
         return self.seen[t]
@@ -1570,7 +1565,7 @@ class _Inside:
         return self.seen[t]
 
     def handed_out(self, t: Tensor) -> Tensor | None:
-        """Return what the kernel hands out of a tensor of the body, with its axes put back; None for nothing."""
+        """Return a body tensor from a kernel result, undoing rearrangements; None if not returned."""
         body = self.op.body
         assert body is not None
         for out, result in zip(body.outputs, self.op.results, strict=False):
@@ -1580,7 +1575,7 @@ class _Inside:
                 (out,) = out.producer.operands
             if out is t:
                 value = self.walk.saved(result)
-                for op in moves:  # the gradient of a rearrangement is the one back
+                for op in moves:  # the gradient rule of a rearrangement inverts it
                     (moved,) = rule_of(op)(Pull(op, (value,), (True,), self.saved))
                     assert moved is not None
                     value = moved
@@ -1588,7 +1583,7 @@ class _Inside:
         return None
 
     def repeated(self, op: Op, result: Tensor) -> Tensor:
-        """Return a result of a loop: what its iterations carry on, or a part of the rest, which is asked for."""
+        """Return a result of a recomputed loop: a final carry, or a stack or residual added on request."""
         if op not in self.loops:
             self.loops[op] = self.loop(op)
         made, again = self.loops[op]
@@ -1602,7 +1597,7 @@ class _Inside:
         return (_stacked if result in old.stacks else left_behind)(made, again.tensors[t])
 
     def loop(self, op: Op) -> tuple[Op, Rewriter]:
-        """Run the iterations of a loop again, for what they carry on alone."""
+        """Recompute a loop, with only its carries."""
         loop = op.loop
         assert loop is not None
         again = Rewriter()
@@ -1622,7 +1617,7 @@ class _Inside:
 
 
 def _compute(again: Rewriter, t: Tensor, body: Graph) -> None:
-    """Copy the ops into a body that a tensor is made by there and that are not in it yet."""
+    """Copy into a body the missing ops that compute a tensor."""
     if t in again.tensors:
         return
     maker = t.producer
@@ -1634,7 +1629,7 @@ def _compute(again: Rewriter, t: Tensor, body: Graph) -> None:
 
 
 def _stacked(op: Op, t: Tensor) -> Tensor:
-    """Let the iterations of a loop write a tensor of its body into one stack, as they do what a scan returns."""
+    """Make a loop return a body tensor as a stack."""
     loop = op.loop
     assert loop is not None
     modify(op.graph, op.name)
@@ -1642,22 +1637,22 @@ def _stacked(op: Op, t: Tensor) -> Tensor:
     loop.body.outputs.insert(at, t)
     op.graph.add_result(op, op.kind.infer(op.operands)[at], f"{t.name}.again")
     *others, made = op.results
-    op.results = (*others[:at], made, *others[at:])  # in the order of the outputs
+    op.results = (*others[:at], made, *others[at:])  # in the body's output order
     return made
 
 
 def _mark(ops: Iterable[Op]) -> None:
-    """Note of ops that they are computed again."""
+    """Mark ops as recomputed within the backward pass."""
     for op in ops:
         op.phase = "backward"
         op.state(again=True)
 
 
 def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
-    """Add what makes the gradients of the operands of a kernel.
+    """Add a kernel's backward pass and return its operands' gradients.
 
-    The field `backward` of the kernel says how: `ops` for an op each, the name of a rule of its own, or nothing
-    for one kernel in which the rules of the ops inside are asked.
+    The kernel's field `backward` selects it: `ops` for separate ops, the name of a special rule, or empty for a single
+    kernel built from the rules of the ops inside.
     """
     assert isinstance(op.kind, Kernel)
     how = op.kind.backward
@@ -1684,13 +1679,13 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     space = op.kind.gradient_workspace if all(g is None or g.is_contiguous for g in grads) else ZERO
     if op.kind.workspace or space:
         owner.state(workspace=_casts(body) + space)
-    if not owner.results:  # every gradient is one that came in
+    if not owner.results:  # every gradient is passed through unchanged
         owner.graph.remove_node(owner)
     return out
 
 
 def _casts(body: Graph) -> Poly:
-    """Return the bytes of what a kernel that casts its operands first casts again on the way back."""
+    """Return the bytes for operand casts that a kernel repeats in its backward pass."""
     formats = [
         (t, op.results[0].dtype)
         for op in body.ops
@@ -1709,7 +1704,7 @@ def _handed_out(body: Graph, grad: Tensor) -> Tensor:
 
 
 def _view_outside(body: Graph, t: Tensor) -> Tensor | None:
-    """Return the same view of the operand outside, None if a kernel computes the tensor."""
+    """Return the same view of the operand outside the kernel, None if the kernel computes the tensor."""
     lies = (t.storage, t.offset, t.sizes, t.strides)
     pairs = ((outer, body.adopt(outer)) for outer in body.captured)
     outer = next((outer for outer, x in pairs if (x.storage, x.offset, x.sizes, x.strides) == lies), None)
@@ -1722,7 +1717,7 @@ def _view_outside(body: Graph, t: Tensor) -> Tensor | None:
 def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *, fused: bool) -> Grads:
     op, body = inside.op, inside.op.body
     assert body is not None
-    # what a kernel computes again it says itself
+    # recomputation inside a kernel is the kernel's own choice
     hooks = replace(walk.hooks, runs=lambda ops: ())
     active = active_inside(op, walk.active) | active_in(body.ops, inside.own.joint)
     needs = [need or f in inside.own.joint for f, need in zip(body.formals, needs, strict=True)]

@@ -1,4 +1,4 @@
-"""Copying a graph op by op: what every transform does, except where it does something else."""
+"""Rewriter: the base class for graph transforms, which copies a graph op by op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ K = TypeVar("K", bound=OpKind)
 
 
 def members(made: Any) -> Iterator[Any]:
-    """Yield what stands for a tensor: of one with a storage for each iteration it may be a list."""
+    """Yield the new tensors for an old one: a tensor with one storage per iteration may have become a list."""
     if isinstance(made, list):
         for part in made:
             yield from members(part)
@@ -39,14 +39,14 @@ def members(made: Any) -> Iterator[Any]:
 
 
 def flat(op: Op, tensors: Mapping[Tensor, Any]) -> list[Any]:
-    """Return what stands for the operands of an op one by one, in the order in which it takes those of lists."""
+    """Return an op's new operands one by one, in the order in which it reads list elements."""
     back = isinstance(op.kind, Concat) and op.kind.reverse
     each = ([*members(tensors[t])] for t in op.operands)
     return [made for part in each for made in part[:: -1 if back else 1]]
 
 
 def bound(value: Any, values: Mapping[str, Poly]) -> Any:
-    """Return a fact of an op with sizes put in for symbols."""
+    """Bind sizes in a value."""
     if not values:
         return value
     if isinstance(value, Poly):
@@ -63,39 +63,39 @@ def bound(value: Any, values: Mapping[str, Poly]) -> Any:
 
 
 def bound_record(kind: K, values: Mapping[str, Poly]) -> K:
-    """Return the record of an op with sizes put in for symbols."""
+    """Bind sizes in an op's record."""
     if not values:
         return kind
     return replace(kind, **{name: bound(v, values) for name, v in kind.stated().items()})
 
 
 class Rewriter:
-    """Builds a new graph from an old one in program order: a copy, but for what a subclass does otherwise.
+    """Copies a graph in program order; subclasses override single steps.
 
-    `values` are sizes that are put in for symbols on the way.
+    `values` are sizes bound for symbols in the copy.
     """
 
     lies = False
-    """Whether tensors of the graph of one rank lie on its mesh as they did, or those of each iteration do."""
+    """Whether the copy preserves the placements of a per-rank graph, up to a leading iteration axis."""
     replays = True
-    """Whether a call that a trace saw can be made again where its op is copied: tensors are as they were."""
+    """Whether a traced call can be replayed for the copied op, because its operands are unchanged."""
 
     keeps_suffixes = True
-    """Whether ops stay in the iterations of the loops that they were unrolled from."""
+    """Whether ops keep the suffixes of unrolled iterations."""
 
     def __init__(self, values: Mapping[str, Poly] | None = None) -> None:
         self.values = dict(values or {})
         self.tensors: dict[Tensor, Any] = {}
-        """What stands for each tensor of the old graph."""
+        """New tensor, or list of tensors, for each old one."""
         self.given_of: dict[Tensor, Tensor] = {}
-        """Operand, in the old graph, for each input of a kernel that is copied."""
+        """Old operand for each formal in a copied kernel."""
         self.origins: dict[Tensor, Tensor] = {}
-        """What each source of the new graph is of the old one, or a part of."""
+        """Old source for each new source, which may be a part of it."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph.
 
-        UnsupportedError if the copy would lose the placements of a per-rank graph.
+        Raises UnsupportedError if the copy would lose the placements of a per-rank graph.
         """
         alone = type(self) is Rewriter or self.lies
         if old.parts or (old.sharding is not None and not alone):
@@ -114,14 +114,14 @@ class Rewriter:
         return new.freeze()
 
     def changed(self, old: Graph) -> dict[str, Any]:
-        """Return the facts of the graph that differ in the new one, by name: those that hold bound sizes."""
+        """Return the graph attributes that differ in the copy, by name: those that contain bound sizes."""
         waiting = old.waiting
         if waiting is not None:
             waiting = replace(waiting, **{k: bound(v, self.values) for k, v in vars(waiting).items()})
         return {"waiting": waiting}
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
-        """Return where the tensors of the new graph lie: an axis of iterations, which is whole, may have gone."""
+        """Return the placements of the new tensors; the iteration axis, which is not sharded, may be gone."""
 
         def place(t: Tensor, at: Placement) -> Placement:
             return at.with_dims([bound(dim, self.values) for dim in at.dims[len(at.dims) - t.ndim :]])
@@ -140,11 +140,11 @@ class Rewriter:
         )
 
     def placed(self, old: Tensor, at: Placement) -> Placement:
-        """Return where the axes of a source lie in the order that the new graph has them in."""
+        """Return the placement of a source in the axis order of the copy."""
         return at
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        """Copy sources and ops; inputs of a body have to be in `tensors` already."""
+        """Copy sources and ops; body formals must be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
                 with same_suffix(node.name if self.keeps_suffixes else ""):  # added ops share its iteration
@@ -153,7 +153,7 @@ class Rewriter:
                 self.tensors[node] = self.source(node, new, suffix)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op: by default a copy."""
+        """Copy or replace an op."""
         self.copy(op, new, suffix)
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
@@ -168,7 +168,7 @@ class Rewriter:
         return tensor
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op, its body included."""
+        """Copy an op with its body."""
         kind = bound_record(op.kind, self.values)
         if isinstance(kind, Bodied):
             if op.loop is None:
@@ -179,28 +179,28 @@ class Rewriter:
         return made
 
     def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
-        """Add an op in the scope and phase of an old one, whose results stand for those of the old one."""
+        """Add an op in the scope and phase of an old one, whose results it replaces."""
         made = new.add_op(kind, operands, op.name if name is None else name, op.phase)
         made.scope = op.scope
         if made.body is not None:
             made.body.owner = made
-        self.tensors |= dict(zip(op.results, made.results, strict=False))  # it may have more of them
+        self.tensors |= dict(zip(op.results, made.results, strict=False))  # the new op may have more results
         return made
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
-        """Copy an input of a body."""
+        """Copy a body's formal."""
         sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (old.sizes, old.strides))
         made = body.formal(old, old.name + suffix, sizes, strides)
         made.offset = old.offset.bind(self.values)
         before = self.given_of.get(old)
         now = None if before is None else self.tensors[before]
         if before is not None and isinstance(now, Tensor) and now.strides != bound(before.strides, self.values):
-            made.strides, made.offset = now.strides, now.offset  # a copy that is laid out in another way
+            made.strides, made.offset = now.strides, now.offset  # the operand has another layout
         made.domain = bound(old.domain, self.values)
         return made
 
     def body(self, old: Graph, new: Graph, suffix: str) -> Graph:
-        """Copy a body; results of its op are in the order of its outputs."""
+        """Copy a body; the results of its op follow the order of its outputs."""
         body = new.start_body(old.name, fused=old.fused)
         for f in old.formals:
             self.tensors[f] = self.formal(f, body, suffix)
@@ -210,7 +210,7 @@ class Rewriter:
 
 
 def map_stages(graph: Graph, transform: Callable[[Graph], Graph]) -> Graph:
-    """Transform a graph, or each stage of a pipeline."""
+    """Apply a transform to a graph, or to each stage of a pipeline."""
     if not graph.parts:
         return transform(graph)
     stages = tuple(map(transform, graph.parts))

@@ -1,7 +1,7 @@
-"""Parameters by name, by scope, and by the layers of a stack: `head`, `*/bias`, `layers[16:]`, `layers/31/mlp`.
+"""Select parameters by name, scope, or layers of a stack: `head`, `*/bias`, `layers[16:]`, `layers/31/mlp`.
 
-Parameters of a loop belong to all of its iterations. Where a pattern names some of them, the loop is split into loops
-that follow each other, so that each has parameters of its own.
+A parameter of a loop belongs to all its iterations. If a pattern selects only some of them, the loop is split into
+consecutive loops with their own parameters.
 """
 
 from __future__ import annotations
@@ -29,28 +29,25 @@ __all__ = [
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
-# Which ops make up one layer of a stack: in a loop, in an unrolled loop, and in numbered scopes of a program.
-#
-# A layer is one iteration of a loop. Where layers of several kinds take turns, it is each scope that
-# `costgraph.nn.layers` has marked in `Graph.layers`. `unroll` adds each iteration to `Graph.layers`, as a scope with
-# the iteration behind it: `layers.i3`, or `layers/local.i0.i3`. Without a loop, the scopes `h/0`, `h/1`, ... are
-# layers.
+# A layer is one iteration of a loop. Where kinds of layers alternate, it is a scope that `costgraph.nn.layers` has
+# marked in `Graph.layers`. `unroll` adds each iteration to `Graph.layers`, as a scope with the iteration appended:
+# `layers.i3`, or `layers/local.i0.i3`. Without a loop, numbered scopes `h/0`, `h/1`, ... are layers.
 
 
 def layers_of(loop: Op, suffix: str) -> set[str]:
-    """Return the entries of `Graph.layers` for one iteration of a loop that is unrolled.
+    """Return the entries in `Graph.layers` for one iteration of an unrolled loop.
 
     Parameters
     ----------
     loop : Op
         The loop.
     suffix : str
-        The iteration, with those of the loops around it, such as `.i0.i3`.
+        The iteration, after those of the enclosing loops, such as `.i0.i3`.
 
     Returns
     -------
     set of str
-        The scope of the loop, unless it is inside another layer, and the marked scopes that its own ops stand in.
+        The scope of the loop, unless it is inside another layer, and the marked scopes of its own ops.
     """
     if loop.phase != "forward" or loop.body is None:
         return set()
@@ -63,7 +60,7 @@ def layers_of(loop: Op, suffix: str) -> set[str]:
 
 
 class Layers:
-    """The layers that the ops of a graph, or of the body of a loop, belong to.
+    """Layers in a graph or loop body, by op.
 
     Parameters
     ----------
@@ -76,7 +73,7 @@ class Layers:
         self.stacks = _stacks(graph)
 
     def layer(self, op: Op) -> str:
-        """Return the innermost layer that an op stands in, empty where it stands in none."""
+        """Return an op's innermost layer, empty if there is none."""
         return self.layer_of(op.scope, op.name)
 
     def layer_of(self, scope: str, name: str) -> str:
@@ -91,7 +88,7 @@ class Layers:
         return self.numbered(scope)
 
     def period(self, op: Op) -> tuple[str, int] | None:
-        """Return the outermost loop or stack that an op stands in, and the iteration; None outside of all."""
+        """Return the outermost loop or stack around an op, and the iteration; None if there is none."""
         return self.period_of(op.scope, op.name)
 
     def period_of(self, scope: str, name: str) -> tuple[str, int] | None:
@@ -104,7 +101,7 @@ class Layers:
         return (stack, int(number)) if number else None
 
     def numbered(self, scope: str) -> str:
-        """Return the numbered scope of a stack that a scope is in."""
+        """Return the numbered scope of a stack that contains a scope."""
         levels = scope.split("/")
         for n, level in enumerate(levels):
             if level.isdigit() and "/".join(levels[:n]) in self.stacks:
@@ -115,9 +112,9 @@ class Layers:
 def _stacks(graph: Graph) -> set[str]:
     """Return the scopes whose numbered children are layers.
 
-    Of stacks inside each other, the outer one has the layers, unless all of its children differ, such as the stages of
-    a hierarchical model. Inside the body of a loop, only the scope of the loop itself counts: an iteration is a layer,
-    whatever numbered parts it has.
+    Among nested stacks, the outer one holds the layers, unless its children all differ, like the stages of a
+    hierarchical model. Inside a loop body only the scope of the loop counts: an iteration is a layer, whatever numbered
+    parts it has.
     """
     owner = graph.owner
     inside = None if owner is None or owner.loop is None else base_name(owner.name)
@@ -133,7 +130,7 @@ def _stacks(graph: Graph) -> set[str]:
                 row = ("/".join(levels[n + 1 :]), op.kind.name, sizes)
                 children.setdefault(stack, {}).setdefault(level, []).append(row)
     found = set[str]()
-    for stack, parts in children.items():  # in program order, an outer one before those inside it
+    for stack, parts in children.items():  # in program order, outer before inner
         if any(_is_inside(stack, outer) for outer in found):
             continue
         nested = any(other != stack and _is_inside(other, stack) for other in children)
@@ -152,26 +149,26 @@ def _any_equal(parts: Iterable[Sequence[object]]) -> bool:
     return len(set(rows)) < len(rows)
 
 
-# -- selecting ---------------------------------------------------------------------------------------------------------
+# -- patterns ----------------------------------------------------------------------------------------------------------
 
-#: One layer or several, after the name of a stack: `[16:]`, `[-1]`, or `/31`.
+#: One layer or several, after a stack's name: `[16:]`, `[-1]`, or `/31`.
 _PLACE = re.compile(r"\[(-?\d+)?(:)?(-?\d+)?\]|/(\d+)(?=/|$)")
 
 
 @dataclass(frozen=True)
 class _LayerRange:
-    """A pattern that names some layers of a stack."""
+    """A pattern that selects some layers of a stack."""
 
     text: str
     stack: str
     first: int | None
     last: int | None
-    """end of the range, as in a slice; None where it has none"""
+    """end of the range, as in a slice; None if open"""
     rest: str
-    """pattern of names within a layer, empty for all"""
+    """pattern for names within a layer, empty for all"""
 
     def bounds(self, count: Poly, defaults: dict[str, Poly]) -> tuple[Poly, Poly]:
-        """Return the first layer and the end, of so many layers."""
+        """Return the first layer and the end, given the number of layers."""
         known = count.bind(defaults).constant
         return self._at(self.first, ZERO, count, known), self._at(self.last, count, count, known)
 
@@ -180,23 +177,23 @@ class _LayerRange:
             return default
         if isinstance(known, int) and not -known <= place <= known:
             raise GraphError(f"{self.text!r} of {known} layers in {self.stack!r}: expected at most {known}")
-        # where the number of layers is a symbol, a range that ends with the stack does so for other numbers as well
+        # with a symbolic number of layers, a range that ends with the stack does so for other numbers as well
         return count if place == known else count + place if place < 0 else as_poly(place)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Layers of a stack that have the same parameters: one layer, or the iterations of a loop."""
+    """Layers of a stack that share parameters: a single layer, or a loop's iterations."""
 
     first: Poly
     last: Poly
     loop: Op | None
     period: int = 1
-    """layers of one iteration"""
+    """layers per iteration"""
 
 
 class Names:
-    """Names of parameters, with the layers that patterns can select.
+    """Parameter names, and the layers that patterns can select.
 
     Parameters
     ----------
@@ -235,7 +232,7 @@ class Names:
         return segments[-1]
 
     def place(self, t: Tensor) -> tuple[str, _Segment] | None:
-        """Return the stack and the layers that have a parameter."""
+        """Return the stack and segment that contain a parameter, None if there are none."""
         owner, graph = None, t.graph
         while graph.parent is not None:
             owner, graph = graph.owner, graph.parent
@@ -245,7 +242,7 @@ class Names:
         return self._keys.get(self.layers.layer_of(t.name.rpartition("/")[0], t.name))
 
     def layer_range(self, pattern: str) -> _LayerRange | None:
-        """Return the layers that a pattern selects, None where it has names alone."""
+        """Return the layers that a pattern selects, None for a pattern of names alone."""
         for found in _PLACE.finditer(pattern):
             first, colon, last, number = found.groups()
             stack, rest = pattern[: found.start()], pattern[found.end() :]
@@ -260,13 +257,13 @@ class Names:
         return None
 
     def ranges(self, layers: _LayerRange) -> Iterator[tuple[str, Poly, Poly]]:
-        """Yield the stacks that a pattern names, and of each the first layer and the end."""
+        """Yield each stack that a pattern matches, with the range's first layer and end."""
         for stack, segments in self.stacks.items():
             if fnmatchcase(stack, layers.stack):
                 yield stack, *layers.bounds(segments[-1].last, self.defaults)
 
     def answers(self, t: Tensor, patterns: Sequence[str]) -> bool:
-        """Whether one of some patterns matches a parameter, or a scope around it."""
+        """Whether a pattern matches a parameter or an enclosing scope."""
         own = {t.name, base_name(t.name)}
         for pattern in patterns:
             if any(_matches(name, pattern) for name in own):
@@ -282,7 +279,7 @@ class Names:
         return False
 
     def _covers(self, stack: str, first: Poly, last: Poly, segment: _Segment) -> bool:
-        """Whether a segment lies within a range. The range begins and ends with segments: loops are split there."""
+        """Whether a segment lies within a range; loops are split so that ranges consist of whole segments."""
         segments = self.stacks[stack]
         begin = next((i for i, s in enumerate(segments) if s.first == first), len(segments))
         end = next((i for i, s in enumerate(segments) if s.last == last), -1)
@@ -302,7 +299,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _layers_in(body: Graph) -> int:
-    """Return how many layers an iteration of a loop has."""
+    """Return the number of layers per loop iteration."""
     marked = body.root.layers
     own = {op.scope[: len(s)] for op in body.ops if op.loop is None for s in marked if _matches(op.scope, s)}
     inner = 0
@@ -316,28 +313,28 @@ def _layers_in(body: Graph) -> int:
 
 
 def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
-    """Split the loops of a graph where patterns name some of their layers.
+    """Split loops where patterns select only some of their layers.
 
     Parameters
     ----------
     place : str
-        What is asked, for errors.
+        Caller, for error messages.
     graph : Graph
-        A forward pass; it stays as it is.
+        A forward pass; it is not modified.
     *given : str or sequence of str
-        Patterns, as a caller gives them.
+        Patterns, as passed by the caller.
 
     Returns
     -------
     Graph
-        The graph where nothing is split. Every cost stays.
+        The same object if nothing is split. Costs do not change.
 
     Raises
     ------
     GraphError
         If there are fewer layers.
     UnsupportedError
-        If a range begins or ends within the iteration of a loop, or a loop does more than hand on its carries.
+        If a range begins or ends within an iteration of a loop, or a loop to split has slices or stacked results.
     """
     listed = [[patterns] if isinstance(patterns, str) else patterns for patterns in given]
     texts = [p for patterns in listed if isinstance(patterns, list | tuple) for p in patterns if isinstance(p, str)]
@@ -355,7 +352,7 @@ def split_at_layers(place: str, graph: Graph, *given: object) -> Graph:
 def _cut(
     place: str, text: str, names: Names, segment: _Segment, ends: tuple[Poly, Poly], cuts: dict[Op, list[Poly]]
 ) -> None:
-    """Note the iterations of a loop at which a range begins or ends."""
+    """Record the iterations at which a range splits a loop."""
     if segment.loop is None:
         return
     for end in ends:
@@ -363,7 +360,7 @@ def _cut(
         sizes = [d.bind(names.defaults).constant for d in (before, behind)]
         if any(n is not None and n <= 0 for n in sizes):
             continue
-        # numbers are counted from the first layer, and what depends on their number from the last one
+        # positions are relative to the first layer, or, if they depend on the number of layers, to the last one
         apart = end.constant is None and segment.last.constant is not None
         apart |= end.constant is not None and segment.first.constant is None
         if None in sizes and apart:
@@ -380,7 +377,7 @@ def _cut(
 
 
 class _Cutter(Rewriter):
-    """Copies a graph and splits some of its loops into several that follow each other."""
+    """Copies a graph, splitting loops into consecutive ones."""
 
     lies = True
 
@@ -389,7 +386,7 @@ class _Cutter(Rewriter):
         self.defaults, self.cuts = defaults, cuts
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, a loop in its parts."""
+        """Copy an op, or a loop in parts."""
         if op not in self.cuts or op.loop is None:
             super().emit(op, new, suffix)
             return
@@ -399,7 +396,7 @@ class _Cutter(Rewriter):
             )
         before = {t: self.tensors[t] for t in op.loop.starts}
         ends = [ZERO, *sorted(self.cuts[op], key=self._order), op.loop.count]
-        taken = {other.name for other in op.graph.ops}  # parts that the loop was split into earlier
+        taken = {other.name for other in op.graph.ops}  # parts from an earlier split
         free = (part for n in count(1) if op.name + (part := f".cut{n}") not in taken)
         for n, (begin, end) in enumerate(pairwise(ends)):
             part, times = next(free) if n else "", end - begin
@@ -407,7 +404,7 @@ class _Cutter(Rewriter):
                 new.root.assume(f"{times} >= 1")
             kind = replace(op.loop.kind, body=self.body(op.loop.body, new, suffix + part), count=times)
             made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix + part)
-            self.tensors |= zip(op.loop.starts, made.results, strict=True)  # where the next part goes on
+            self.tensors |= zip(op.loop.starts, made.results, strict=True)  # carried into the next part
         self.tensors |= before
 
     def _order(self, cut: Poly) -> tuple[bool, object]:
@@ -416,7 +413,7 @@ class _Cutter(Rewriter):
 
 
 def patterns_of(place: str, given: object, names: Names, tensors: Sequence[Tensor]) -> Sequence[str]:
-    """Return patterns of names, scopes or layers; GraphError where one is none, or no tensor answers to it."""
+    """Return a list of patterns; raise GraphError for invalid ones, or ones that match no tensor."""
     patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
         raise GraphError(f"{place} {shown(given)}, expected names or scopes, such as 'layers/*'")
@@ -427,15 +424,14 @@ def patterns_of(place: str, given: object, names: Names, tensors: Sequence[Tenso
     return patterns
 
 
-# -- frozen ------------------------------------------------------------------------------------------------------------
-# Which parameters are trained: others have neither gradient nor state.
+# -- freezing ----------------------------------------------------------------------------------------------------------
 
 
 def with_frozen(graph: Graph, freeze: object, trainable: object) -> Graph:
-    """Return the graph with some of its parameters frozen, or the graph where nothing is asked for.
+    """Freeze parameters: those that match `freeze`, or all except those that match `trainable`.
 
-    Patterns are of names, scopes or layers: of what is frozen, or of what alone is not. GraphError if a pattern is
-    none, or no parameter answers to it, or there are patterns of both kinds.
+    Returns the graph itself if both are None. Raises GraphError for invalid patterns, patterns without a match, or if
+    both are given.
     """
     if freeze is None and trainable is None:
         return graph

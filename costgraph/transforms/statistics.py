@@ -1,4 +1,4 @@
-"""Batch norms as they train: with the statistics of the batch, and running ones updated."""
+"""Batch norms in training mode: batch statistics, with the running ones updated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Trained"]
 
 
 class Trained(Rewriter):
-    """Copies a graph, with statistics of the batch in batch norms that leave the choice."""
+    """Copies a graph, with batch statistics in batch norms whose mode is `auto`."""
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Copy an op, or replace a batch norm."""
         if not isinstance(op.kind, Kernel) or op.kind.statistics != "auto":
             super().emit(op, new, suffix)
             return

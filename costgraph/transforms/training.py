@@ -1,4 +1,4 @@
-"""One step of training: forward and backward pass, gradients added up over micro-batches, and the optimizer."""
+"""Training step: forward and backward pass, gradient accumulation over micro-batches, and the optimizer."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ __all__ = ["training_step"]
 
 @dataclass(frozen=True)
 class _Pass:
-    """Forward and backward pass, and where the gradients are."""
+    """A graph with forward and backward pass, and its gradients."""
 
     graph: Graph
     grads: dict[Tensor, Tensor]
-    """of each source that has one"""
+    """gradients by source"""
     stay: set[Tensor]
-    """sources whose gradients are there from one step to the next"""
+    """sources whose gradient buffers persist across steps"""
 
 
 def training_step(
@@ -78,54 +78,54 @@ def training_step(
     freeze: str | Sequence[str] | None = None,
     trainable: str | Sequence[str] | None = None,
 ) -> Graph:
-    """Turn a forward graph into a whole step of training, in its steady state.
+    """Turn a forward graph into a complete training step, in its steady state.
 
     Parameters
     ----------
     graph : Graph
-        The model; it stays as it is.
+        The model; it is not modified.
     loss : str or callable, optional
-        As `with_loss`: by default what the graph names.
+        As in `with_loss`. Default: the loss that the graph names.
     optimizer : Optimizer, type or str, optional
-        By default `costgraph.AdamW()` with its foreach implementation. A name (`"adamw"`), a class, or a class of
-        `torch.optim` means that optimizer with its default options.
+        Default: `costgraph.AdamW()` with its foreach implementation. A name (`"adamw"`), a class, or a class of
+        `torch.optim` selects that optimizer with its default options.
     precision : str, mapping or Policy, optional
-        `fp32`, `bf16`, `bf16-master`, `bf16-mixed`, `fp16-mixed`, `megatron-bf16`, `fp8`, or a policy of one's own; by
-        default the formats that are declared.
+        `fp32`, `bf16`, `bf16-master`, `bf16-mixed`, `fp16-mixed`, `megatron-bf16`, `fp8`, or a custom policy. Default:
+        the declared formats.
     checkpoint : Checkpoint or bool, optional
         Activation checkpointing policy, such as `costgraph.selective("attention")`. True means `every_block()`.
     accumulate : sympy.Expr or int
-        Micro-batches whose gradients are added up before the update. Inputs get a first axis of that size, sizes such
-        as `B` are those of one micro-batch.
+        Micro-batches whose gradients are accumulated before the update. Inputs get a leading axis of that size; sizes
+        such as `B` refer to one micro-batch.
     clip : float, optional
-        Largest norm of all gradients together, as `torch.nn.utils.clip_grad_norm_`.
+        Maximum total norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`.
     set_to_none : bool
-        False fills gradients with zeros at the end, so that they live throughout; by default they are given back.
+        Whether gradients are freed after the update. False fills them with zeros, so that they stay allocated.
     autocast_device : str, optional
-        cuda (by default) or cpu: whose lists of ops autocast follows.
+        `cuda` (default) or `cpu`: the device whose autocast op lists apply.
     optimizer_in_backward : bool
-        Whether each parameter is updated as soon as its gradient is complete, which dies then, as hooks do that torch
-        calls after a gradient was accumulated (`register_post_accumulate_grad_hook`; Lv et al. 2023, arXiv 2306.09782).
+        Whether each parameter is updated as soon as its gradient is complete, and the gradient freed, as by torch's
+        `register_post_accumulate_grad_hook` (Lv et al. 2023, arXiv 2306.09782).
     defer_accumulation : bool
-        Whether gradients that are kept in a wider format than they are made in wait for the end of a backward pass, all
-        of them beside what they are then added to, as in nanotron (`FP32GradientAccumulator.backward` of
-        optim/gradient_accumulator.py at e24d248). By default each is added as it is made, as by hooks of Megatron-LM.
+        Whether gradients that are kept in a wider format are accumulated only at the end of a backward pass, as in
+        nanotron (`FP32GradientAccumulator.backward` in optim/gradient_accumulator.py at e24d248). By default each is
+        added as soon as it is computed, as by the hooks of Megatron-LM.
     freeze, trainable : str or sequence of str, optional
-        Parameters without gradient and state, or those that alone have them: names or scopes, in which `*` stands for
-        anything, as in `layers/*/bias`, or layers of a stack, as `layers[:16]` or `layers/31/mlp`.
+        Parameters to freeze, or the only ones to train: names or scopes in which `*` matches anything, such as
+        `layers/*/bias`, or layers of a stack, such as `layers[:16]` or `layers/31/mlp`.
 
     Returns
     -------
     Graph
-        With phases forward, recompute, backward and optimizer. Its output is the loss, one of each micro-batch. All
-        questions can be asked of it; parameters of a Repeat are declared outside it, one storage an iteration.
+        With phases forward, recompute, backward and optimizer. Its output is the loss, one per micro-batch. Parameters
+        of a Repeat are declared outside it, one storage per iteration.
 
     Raises
     ------
     GraphError
-        If there is no loss, nothing to train, or an argument is none of the above.
+        If there is no loss, nothing to train, or an argument is invalid.
     UnsupportedError
-        If an op has no vector-Jacobian rule, or is a recorded call of a trace.
+        If an op has no vector-Jacobian rule, or is an external call recorded by a trace.
 
     Examples
     --------
@@ -162,7 +162,7 @@ def training_step(
 
 
 def _need_one_at_a_time(formats: Policy, *, accumulate: bool, clip: bool, set_to_none: bool) -> None:
-    """Raise GraphError where an update needs more than the gradient of its own parameter, or one that stays."""
+    """Raise GraphError if an update needs more than its own parameter's gradient, or that gradient must persist."""
     wants = {
         "accumulate: gradients of micro-batches are added up before it": accumulate,
         "clip: the norm of all gradients comes before it": clip,
@@ -175,7 +175,7 @@ def _need_one_at_a_time(formats: Policy, *, accumulate: bool, clip: bool, set_to
 
 
 def _need_wider(forward: Graph, formats: Policy) -> None:
-    """Raise GraphError where no gradient is kept in a wider format than it is made in."""
+    """Raise GraphError if no gradient is kept in a wider format than it is computed in."""
     if not any(_is_wider(t, formats) for t in _wanted(forward)):
         raise GraphError(
             f"training_step: defer_accumulation beside precision {formats.name!r}, which keeps gradients as they are "
@@ -194,12 +194,12 @@ def _wanted(graph: Graph) -> list[Tensor]:
 
 
 def _is_wider(t: Tensor, formats: Policy) -> bool:
-    """Whether the gradient of a tensor is kept in a wider format than it is made in."""
+    """Whether a tensor's gradient is kept in a wider format than it is computed in."""
     return t.role == "param" and formats.formats_of(t).grad.bits > t.dtype.bits
 
 
 def _buffer(t: Tensor, formats: Policy, *, always: bool) -> Tensor | None:
-    """Declare what the gradient of a parameter is added to, if it stays from one step to the next."""
+    """Declare the gradient buffer of a parameter if it persists across steps."""
     if t.role != "param":
         return None
     if not (always or _is_wider(t, formats)):
@@ -208,7 +208,7 @@ def _buffer(t: Tensor, formats: Policy, *, always: bool) -> Tensor | None:
 
 
 def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer | None = None) -> Leaf:
-    """Say what becomes of the gradient of a tensor."""
+    """Return how a tensor's gradient is stored or consumed."""
     if t.role != "param":
         return Leaf(total)
     kept, update = formats.formats_of(t), None
@@ -223,7 +223,7 @@ def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer
 
 
 def _added(made: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Add gradients that have waited for the end of a pass to what is there already, one after the other."""
+    """Add deferred gradients to their buffers, one after the other."""
     late = [t for t in totals if t in made]
     with opened(phase="backward"):
         groups = [(totals[t], made[t]) for t in late]
@@ -234,7 +234,7 @@ def _added(made: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> di
 def _once(
     new: Graph, policy: Checkpoint, formats: Policy, at_once: Optimizer | None, *, always: bool, defer: bool
 ) -> _Pass:
-    """Run forward and backward pass."""
+    """Add the backward pass of a single batch."""
     wanted = _wanted(new)
     buffers = {t: None if at_once else _buffer(t, formats, always=always) for t in wanted}
     loss = loss_of(new)
@@ -247,13 +247,13 @@ def _once(
 
 
 def _scaled(loss: Tensor, formats: Policy, times: Poly) -> Tensor:
-    """Divide the loss by the number of micro-batches, and multiply it so that small gradients keep their digits."""
+    """Divide the loss by the number of micro-batches and apply the loss scale."""
     made = loss if times == ONE else pointwise("div", loss, times if times.constant is None else int(times.constant))
     return pointwise("mul", made, 65536.0, name="scale") if formats.loss_scaling else made
 
 
 class _IntoLoop(Rewriter):
-    """Copies a forward pass into the body of a loop over micro-batches, whose inputs are slices."""
+    """Copies a forward pass into the body of a loop over micro-batches, with slices as inputs."""
 
     def __init__(self, given: dict[Tensor, Tensor]) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class _IntoLoop(Rewriter):
 def _accumulated(
     forward: Graph, new: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool, defer: bool
 ) -> _Pass:
-    """Run forward and backward pass for each micro-batch, and add up the gradients."""
+    """Run forward and backward pass for each micro-batch and accumulate the gradients."""
     carry_facts(forward, new)
     body, copier = new.start_body("microbatches", fused=False), Rewriter()
     sources = {t: _source(t, new, copier, times) for t in forward.tensors if t.producer is None}
@@ -311,7 +311,7 @@ def _accumulated(
 
 
 def _source(t: Tensor, new: Graph, copier: Rewriter, times: Poly) -> Tensor:
-    """Declare a source again; inputs with an axis for the micro-batches."""
+    """Redeclare a source; inputs get a leading micro-batch axis."""
     if t.role != "input":
         made: Tensor = copier.source(t, new, "")
         return made
@@ -321,20 +321,20 @@ def _source(t: Tensor, new: Graph, copier: Rewriter, times: Poly) -> Tensor:
 
 
 def _total(t: Tensor, body: Graph, formats: Policy, buffer: Tensor | None) -> Tensor:
-    """Add the input of the loop's body that holds the sum of the gradients so far."""
+    """Add the formal that carries the accumulated gradient through the loop."""
     made = body.formal(t if buffer is None else buffer, f"{t.name}.total", t.sizes, contiguous(t.sizes))
     made.dtype = formats.formats_of(t).grad
     return made
 
 
 def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | None) -> None:
-    """Add what happens to the gradients: scaling, clipping, the update, and zeros where they stay."""
+    """Add the optimizer phase: unscaling, clipping, the update, and zeroing of persistent gradients."""
     graph = made.graph
     with opened(graph=graph, levels=(), phase="optimizer"):
         params = [t for t in made.grads if t.role == "param"]
         slots = [_slot(t, made.grads[t], formats) for t in params]
         graph.gradients = dict(made.grads)
-        if not slots:  # they were updated on the way
+        if not slots:  # updated during the backward pass
             return
         if formats.loss_scaling:
             _, slots = unscale(slots)

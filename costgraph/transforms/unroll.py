@@ -1,4 +1,4 @@
-"""Repeats played out: the same model without a loop, every iteration with ops and parameters of its own."""
+"""Loop unrolling: replace loops by their iterations, each with its own ops and parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .selection import layers_of
 
 __all__ = ["position", "unroll"]
 
-_MOST_OPS = 1 << 17  # each of them takes about half a millisecond: a minute
+_MOST_OPS = 1 << 17  # at about half a millisecond each: a minute
 
 
 def unroll(graph: Graph, /, **dims: int) -> Graph:
@@ -43,22 +43,22 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     Parameters
     ----------
     graph : Graph
-        What is unrolled; it stays as it is.
+        The graph to unroll; it is not modified.
     **dims : int
-        Sizes, of the counts of all Repeats at least.
+        Sizes; at least those in the counts of all Repeats.
 
     Returns
     -------
     Graph
-        Equal in FLOPs, bytes, parameters and peak memory.
+        With the same FLOPs, bytes, parameters and peak memory.
 
     Raises
     ------
     BindingError
-        If a count is still a symbol, or the iterations have more than 131,072 ops.
+        If a count is symbolic, or the iterations have more than 131,072 ops.
     UnsupportedError
-        If an op outside of loops takes a list with an element for each iteration, as `fold` makes it, or the graph is a
-        stage of a pipeline.
+        If an op outside loops reads a list with one element per iteration, as made by `fold`, or the graph is a
+        pipeline stage.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     (5, 10*B*D**2)
     """
     values = bindings(graph, dims)
-    if graph.parts or graph.waiting is not None:  # what waits is known for groups of iterations
+    if graph.parts or graph.waiting is not None:  # in-flight activations are known per group of iterations
         raise UnsupportedError(
             f"unroll of graph {graph.name!r}, a stage of a pipeline, expected the graph before costgraph.parallelize"
         )
@@ -79,12 +79,12 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     return _Unroller(values).run(graph)
 
 
-#: Where an op goes: the new graph, and what names of this iteration end with.
+#: Where an op is added: the new graph, and the suffix of the iteration.
 _Place = tuple[Graph, str]
 
 
 class _Unroller(Rewriter, Player[_Place]):
-    """Plays loops out. What has a storage for each iteration becomes a list, a sum before its first term None."""
+    """Executes loops. A tensor with one storage per iteration becomes a list, an absent sum None."""
 
     lies = True
 
@@ -92,9 +92,9 @@ class _Unroller(Rewriter, Player[_Place]):
         Rewriter.__init__(self, values)
         Player.__init__(self)
         self.layers = set[str]()
-        """scopes of layers, each with its iteration"""
+        """layer scopes, with their iterations"""
         self._whole: dict[Tensor, Any] = {}
-        """what tensors stand for of which a loop has slices that it writes into"""
+        """original tensors whose slices a loop writes in place"""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         new = super().run(old, name)
@@ -108,7 +108,7 @@ class _Unroller(Rewriter, Player[_Place]):
         return self.part(old, new, suffix, sizes, old.storage.pieces)
 
     def part(self, old: Tensor, new: Graph, suffix: str, sizes: Sizes, depth: int) -> Any:
-        """Declare each of the storages of a source."""
+        """Declare each storage of a source."""
         if depth:
             return [self.part(old, new, f"{suffix}.i{i}", sizes[1:], depth - 1) for i in range(_count(old, sizes[0]))]
         tensor = Tensor(
@@ -130,7 +130,7 @@ class _Unroller(Rewriter, Player[_Place]):
             self.copy(op, new, suffix)
 
     def take_whole(self, op: Op, new: Graph) -> None:
-        """Let an op outside of loops read what has a storage for each iteration."""
+        """Add an op outside loops that reads all storages of a tensor."""
         if not op.kind.takes_lists and not isinstance(op.kind, Stacked):
             raise UnsupportedError(
                 f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
@@ -166,7 +166,7 @@ class _Unroller(Rewriter, Player[_Place]):
         self.fill(loop.body, place[0], own)
 
     def before(self, loop: Loop) -> int:
-        """Return how many iterations the loops have that a loop goes on from, as parts of one that was split."""
+        """Return the number of iterations in preceding loops that were split from the same one."""
         name, counts = base_name(loop.op.name), 0
         for op in loop.op.graph.ops:
             if op is loop.op:
@@ -176,12 +176,12 @@ class _Unroller(Rewriter, Player[_Place]):
         return counts
 
     def one(self, op: Op, env: Env, place: _Place) -> None:
-        """Run an op; slices and stacks around an inner loop get the suffix of its iteration."""
+        """Run an op; slices and stacks next to an inner loop get its iteration's suffix."""
         with same_suffix(op.name + place[1]):
             super().one(op, env, place)
 
     def loop(self, loop: Loop, env: Env, place: _Place) -> None:
-        """Run a loop; slices that its iterations write into are there before the first one writes."""
+        """Run a loop; slices that its iterations write in place exist before the first write."""
         count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
         whole = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.revised(i)) is not None}
         for x, t in whole.items():
@@ -215,7 +215,7 @@ def _count(of: object, count: Poly) -> int:
 
 
 def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
-    """Raise BindingError for more ops than anyone waits for."""
+    """Raise BindingError for too many ops."""
 
     def played(g: Graph) -> int:
         return sum(1 if op.body is None else times(op) * played(op.body) for op in g.ops)
@@ -229,32 +229,32 @@ def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
 
 
 def _is_part(t: Tensor) -> bool:
-    """Whether several loops write into a stack, of which a result of one of them is a part."""
+    """Whether a loop result is part of a stack that several loops write into."""
     return any(isinstance(op.kind, Stacked) and t in op.operands[1:] for op in t.graph.successors(t))
 
 
 def _beside(op: Op, t: Tensor) -> str:
-    """Return a name, in the scope of a loop, for an op that reads or writes a tensor for the loop."""
+    """Return a name in the scope of a loop for an op that reads or writes a tensor for it."""
     return "/".join((*op.scope.split("/"), base_name(t.name).rpartition("/")[2])).lstrip("/")
 
 
 def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
-    """Return the stack once all of its slices are written, with an op that says so if anyone reads it."""
-    if not read:  # its slices lie in it all the same
+    """Return a stack whose slices are all written, adding a `Stacked` op if it is read."""
+    if not read:  # only check that the slices are in place
         Stacked().infer([stack, *order])
         return stack
     return new.add_op(Stacked(), [stack, *order], f"{_beside(op, stack)}.filled", op.phase).results[0]
 
 
 def _slice(t: Any, i: int, new: Graph, op: Op) -> Any:
-    """View of one position of the first axis; of what has a storage for each, that one."""
+    """Return one position of the first axis as a view, or a list element."""
     if t is None or isinstance(t, list):
         return None if t is None else t[i]
     return position(t, as_poly(i), new, op)
 
 
 def position(t: Tensor, at: Poly, new: Graph, op: Op) -> Tensor:
-    """Return a view of one position of the first axis, which a loop reads."""
+    """Return a view of one position of the first axis, for a loop to read."""
     name, kind = _beside(op, t), Slice(axis=0, start=at, size=ONE, step=1, split=True)
     (sliced,) = new.add_op(kind, [t], f"{name}.slice", op.phase).results
     whole = Rearrange(split=sliced.sizes, order=tuple(range(sliced.ndim)), merged=t.sizes[1:])

@@ -1,4 +1,4 @@
-"""Vector-Jacobian rules: what each op kind adds to a graph when its gradient is taken."""
+"""Vector-Jacobian rules: the ops that each op kind adds for its gradient."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from . import rules
 
 __all__ = ["NOT_DIFFERENTIABLE", "rules"]
 
-#: Op kinds without a body that have no rule, and why.
+#: Op kinds without a body and without a rule, with the reason.
 NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
     {
         Unpool: "a gradient already: of gradients of gradients of windows nothing is stated",

@@ -1,4 +1,4 @@
-"""Rules of fused kernels that have one of their own, as torch has a function for each."""
+"""Gradient rules for fused kernels that have their own backward function in torch."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ Saved = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Inside:
-    """How a kernel goes back over its ops where it does better than to compute all of them again."""
+    """Exceptions to recomputing a kernel's ops in its backward pass."""
 
     rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
-    """tensors inside that come back otherwise than from what made them"""
+    """inner tensors that are recomputed in another way than by their producers"""
     kept: frozenset[Tensor] = frozenset()
-    """tensors inside that the forward kernel writes"""
+    """inner tensors that the forward kernel writes"""
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
-    """rules of ops inside, in place of those of their kinds"""
+    """rules that override those of inner ops"""
     joint: frozenset[Tensor] = frozenset()
-    """inputs whose gradients one kernel computes, even if only one of them is needed"""
+    """formals whose gradients come from a single kernel, even if only one is needed"""
 
 
-#: `prepare(op, grads, saved)`: gradients of the kernel's results, and what stands for its operands and results.
+#: `prepare(op, grads, saved)`: gradients of the kernel's results, and saved operands and results.
 Prepare = Callable[[Op, Sequence[Tensor | None], Saved], Inside]
 
 
 def _rows(op: Op) -> tuple[str, str]:
-    """Return patterns of what a kernel runs over and of one number a row: its body reduces some axes to size 1."""
+    """Return patterns for the operand and for one value per row: a reduction keeps reduced axes with size 1."""
     assert op.body is not None
     pattern = next(o.kind.pattern for o in op.body.ops if isinstance(o.kind, Reduce))
     return " ".join(map(str, pattern.operands[0])), " ".join(map(str, pattern.result))
 
 
 def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
-    """Return y * (g - sum(g * y)): reads the result alone.
+    """Return y * (g - sum(g * y)): reads only the result.
 
-    What stands in the sum beside the row, where there is such an operand, has the share 1 - sum(y) of it.
+    An extra term in the sum (a sink) is an operand with probability 1 - sum(y).
     """
     g, (names, kept) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
@@ -89,17 +89,17 @@ def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
 
 
 def _in_format_of(x: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient in the format of its operand, as `input_dtype` of torch's kernel does where it cast inside."""
+    """Cast a gradient to its operand's dtype, as torch's kernel does with `input_dtype` if it cast inside."""
     return gradient if gradient.dtype == x.dtype else cast(gradient, x.dtype)
 
 
 def _dense_copies(*tensors: Tensor) -> Poly:
-    """Return the bytes of the copies that torch's kernel makes of what does not lie dense."""
+    """Return the bytes for the contiguous copies that torch's kernel makes."""
     return ZERO if current_graph().fused else total(t.numel * t.dtype.bytes for t in tensors if not t.is_contiguous)
 
 
 def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g - exp(y) * sum(g): reads the result alone."""
+    """Return g - exp(y) * sum(g): reads only the result."""
     g, (names, kept) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
     assert g is not None
@@ -109,7 +109,7 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g * x / norm, or the formula of another order, and 0 at a norm of 0: torch's `norm_backward`."""
+    """Return g * x / norm, or the formula for another order, and 0 at a norm of 0: torch's `norm_backward`."""
     x, y, g = _rows_beside(pull)
     assert pull.op.body is not None
     steps = {o.kind.function.name: o.kind for o in reversed(pull.op.body.ops) if isinstance(o.kind, Pointwise)}
@@ -120,14 +120,14 @@ def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     if next(o.kind.operation for o in pull.op.body.ops if isinstance(o.kind, Reduce)) == "sum":
         return (pointwise("sign", x) * g,)
     modulus = pointwise("abs", x)
-    # torch's `logical_or`: at most one of both is true
+    # torch's `logical_or`: they are never both true
     largest = pointwise("ne", pointwise("eq", modulus, y), pointwise("ne", modulus, modulus))
     shares, *between = _shared(g, largest, x)
     return (_kept(pointwise("sign", x) * shares, *between, modulus, largest),)
 
 
 def _power_norm(x: Tensor, y: Tensor, g: Tensor, order: Any) -> Tensor:
-    """Return the gradient of the root of a sum of powers, whose steps depend on the order."""
+    """Return the gradient of the root of a sum of powers, in steps that depend on the order."""
     inplace = not current_graph().fused
     modulus = pointwise("abs", x)
     if order > 2:
@@ -145,7 +145,7 @@ def _power_norm(x: Tensor, y: Tensor, g: Tensor, order: Any) -> Tensor:
 
 
 def _power(x: Tensor, exponent: float, *, inplace: bool = False) -> Tensor:
-    """Return a power in the steps that torch's kernel takes."""
+    """Return a power, in the steps of torch's kernel."""
     for step in POWERS.get(exponent, ("pow",)):
         x = pointwise(step, x, *((exponent,) if step == "pow" else ()), inplace=inplace)
     return x
@@ -157,7 +157,7 @@ def _kept(made: Tensor, *others: Tensor) -> Tensor:
 
 
 def _counted(found: Tensor, kept: Sequence[Poly], filled: Poly = ZERO) -> Tensor:
-    """Count the true elements of a mask, kept to axes of size 1; a CPU casts the mask to int64 first."""
+    """Count the true elements of a mask, keeping reduced axes with size 1; a CPU casts the mask to int64 first."""
     names = [f"n{i}" for i in range(found.ndim)]
     axes = " ".join("1" if n == ONE else name for n, name in zip(kept, names, strict=True))
 
@@ -168,9 +168,9 @@ def _counted(found: Tensor, kept: Sequence[Poly], filled: Poly = ZERO) -> Tensor
 
 
 def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Share the gradient among the elements that are as large: torch's `scale_grad_by_count` on a CPU.
+    """Share the gradient among tied elements: torch's `scale_grad_by_count` on a CPU.
 
-    Of all elements `evenly_distribute_backward` fills zeros, which it makes before it counts.
+    A full reduction uses `evenly_distribute_backward`, which allocates zeros before it counts.
     """
     x, y, g = _rows_beside(pull)
     ties = pointwise("eq", y, x)
@@ -183,7 +183,7 @@ def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Divide a gradient among the true elements of a mask; also return the intermediate results.
 
-    A CPU casts the count before the division, and the mask before it is multiplied.
+    A CPU casts the count before the division, and the mask before the multiplication.
     """
     many = _counted(where, g.sizes)
     share = _with_copies("div", lambda g, n: pointwise("div", g, n), g, many, bytes_=many.numel * g.dtype.bytes)
@@ -194,7 +194,7 @@ def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g * (y / x): torch's `prod_backward`, which first checks for zeros, if there are none."""
+    """Return g * (y / x): torch's `prod_backward` without zeros, for which it checks first."""
     x, y, g = _rows_beside(pull)
     zeros = pointwise("eq", x, 0)
     if not pull.op.results[0].ndim:
@@ -205,7 +205,7 @@ def product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, bytes_: Poly) -> Tensor:
-    """Run a function that casts operands into copies first."""
+    """Run a function that first copies its operands for a cast."""
     if current_graph().fused:
         return function(*operands)
     with kernel(name, workspace=bytes_) as body:
@@ -216,7 +216,7 @@ def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, 
 def polar(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
     """Return the real parts of conj(g) * sgn(y) and conj(g) * i*y: torch's `polar_backward`.
 
-    A product makes a conjugate of its own. The second one is written as the imaginary part of g * conj(y).
+    Multiplication resolves a conjugate first. The second gradient is the imaginary part of g * conj(y).
     """
     (g,), y = pull.grads, pull.saved(pull.op.results[0])
     assert g is not None
@@ -232,7 +232,7 @@ def polar(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
 
 
 def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g * exp(x - y), the share of each element; the difference lives until that is done, as in C++."""
+    """Return g * exp(x - y), the share of each element; the difference stays alive until then, as in C++."""
     x, y, g = _rows_beside(pull)
     less = x - y
     made = g * pointwise("exp", less)
@@ -240,7 +240,7 @@ def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
-    """Return s/n * (g - v * d/n**2) and d/n, d being the sum of g * v along a row of length n, the second result.
+    """Return s/n * (g - v * d/n**2) and d/n, where d sums g * v along a row of length n, the second result.
 
     Salimans and Kingma 2016, arXiv 1602.07868, eq. 3.
     """
@@ -254,7 +254,7 @@ def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
 
 
 def _rows_beside(pull: Pull[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a kernel was given, and what it made of each row and its gradient, as they stand beside a row."""
+    """Return a kernel's operand, and its result and gradient in shapes that broadcast against it."""
     (g,), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert g is not None
     assert body is not None
@@ -266,7 +266,7 @@ def _rows_beside(pull: Pull[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def variance(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return 2 * g * (x - mean) / n, and the share of the mean: torch's `var_backward` and `std_backward`."""
+    """Return 2 * g * (x - mean) / n, plus the gradient of the mean: torch's `var_backward` and `std_backward`."""
     (g, *means), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert body is not None
     pattern = next(o.kind.pattern for o in body.ops if isinstance(o.kind, Reduce))
@@ -290,19 +290,19 @@ def variance(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Put the gradients of the values where they were found, along an axis that is not the last."""
+    """Scatter the gradients of the values to their original positions, along an axis that is not the last."""
     (x,), g, body = pull.op.operands, pull.grads[0], pull.op.body
     if g is None or not pull.needs[0]:
         return (None,)
     assert body is not None
-    turn = next(o.kind.order for o in body.ops if isinstance(o.kind, Rearrange))  # the axis goes to the end
+    turn = next(o.kind.order for o in body.ops if isinstance(o.kind, Rearrange))  # moves the axis to the end
     places, values = (permute(t, turn) for t in (pull.saved(pull.op.results[1]), g))
     zeros = permute(fill(x.sizes, 0, x.dtype), turn)
     return (permute(scatter(zeros, places, values, "set", along=True), [turn.index(i) for i in range(x.ndim)]),)
 
 
 def flip(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return the gradient in the order that the operand has."""
+    """Flip the gradient back."""
     (g,), body = pull.grads, pull.op.body
     assert g is not None
     assert body is not None
@@ -313,14 +313,14 @@ def flip(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def cumulative_sum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Add up the gradient from the end, as torch's `cumsum_backward` does."""
+    """Return the reversed cumulative sum of the gradient: torch's `cumsum_backward`."""
     (g,) = pull.grads
     assert g is not None
     return (_from_the_end(g, pull.op),)
 
 
 def cumulative_product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Add up g * y from the end and divide by x: torch's `cumprod_backward` where nothing is zero, which it asks."""
+    """Return the reversed cumulative sum of g * y, over x: torch's `cumprod_backward` after its check for zeros."""
     (g,), (x, y) = pull.grads, map(pull.saved, (*pull.op.operands, *pull.op.results))
     assert g is not None
     shares, zeros = y * g, pointwise("eq", x, 0)
@@ -330,20 +330,20 @@ def cumulative_product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def _from_the_end(x: Tensor, op: Op) -> Tensor:
-    """Turn an axis round, add it up and turn it back; what is in between lives until that is done, as in C++."""
+    """Flip an axis, accumulate and flip back; intermediate results stay alive until the end, as in C++."""
     assert op.body is not None
     moves = (o.kind.order[0] for o in op.body.ops if isinstance(o.kind, Rearrange))
-    axis = next(moves, 0)  # to the front, if it is another one
+    axis = next(moves, 0)  # moved to the front unless it is the first
     turned = one_kernel("flip", reverse, x, backward="flip", axes=[axis])
     added = running(turned, axis, "add", 0, "cumulative_sum", backward="cumulative_sum")
     return keep(one_kernel("flip", reverse, added, backward="flip", axes=[axis]), turned)
 
 
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
-    """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
+    """Let the forward kernel write the log-sum-exp of each row, from which the probabilities are recomputed.
 
-    The sum of gradient times probability along a row is that of gradient times result, which is much shorter (Dao et
-    al. 2022, arXiv 2205.14135, section B.4).
+    The sum of gradient times probability along a row equals that of gradient times output, which is much shorter (Dao
+    et al. 2022, arXiv 2205.14135, section B.4).
     """
     probabilities, statistic = row_sums(op)
     scores = probabilities.operands[0]
@@ -371,19 +371,19 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
 
 
 def _source(t: Tensor) -> Tensor:
-    """Follow views, casts and scalings back to the tensor that they start from."""
+    """Follow views, casts and scalings back to their source."""
     while t.producer is not None and isinstance(t.producer.kind, Rearrange | Expand | Pointwise):
         t = t.producer.operands[0]
     return t
 
 
 def row_sums(op: Op) -> tuple[Op, Tensor]:
-    """Return the softmax in a kernel of attention, and the logarithm of the sum of each of its rows."""
+    """Return the softmax in an attention kernel, and the log-sum-exp of its rows."""
     assert op.body is not None
     probabilities = next(o for o in op.body.ops if isinstance(o.kind, Kernel) and o.kind.backward == "softmax")
     inner = probabilities.body
     assert inner is not None
-    if len(probabilities.results) > 1:  # it was asked for
+    if len(probabilities.results) > 1:  # already requested
         return probabilities, probabilities.results[1]
     scores = probabilities.operands[0]
     largest, sums = (_second(inner, function) for function in ("sub", "div"))
@@ -393,13 +393,13 @@ def row_sums(op: Op) -> tuple[Op, Tensor]:
 
 
 def _second(body: Graph, function: str) -> Tensor:
-    """Return what a softmax subtracts, or divides by."""
+    """Return the second operand of `sub` or `div` in a softmax."""
     found = (o for o in body.ops if isinstance(o.kind, Pointwise) and o.kind.function.name == function)
     return next(o.operands[1] for o in found if o.operands[0].sizes == o.results[0].sizes)
 
 
 def _along_rows(op: Op, product: Tensor) -> Tensor:
-    """Sum over what a result has beside the axes of the probabilities, and order the axes as theirs."""
+    """Sum over the result axes that the probabilities lack, and reorder the others to match."""
     assert op.body is not None
     pattern = next(o.kind.pattern for o in reversed(op.body.ops) if isinstance(o.kind, Einsum))
     names, rows = list(pattern.result_names), pattern.operand_names(0)
@@ -408,7 +408,7 @@ def _along_rows(op: Op, product: Tensor) -> Tensor:
     return reshape(total, [product.sizes[names.index(n)] if n in names else 1 for n in rows])
 
 
-#: Rules of kernels by the name that their `backward` says.
+#: Rules by the kernel field `backward`.
 KERNELS: dict[str, Rule[Kernel]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -424,27 +424,26 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "polar": polar,
     "weight_norm": weight_norm,
 }
-#: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
+#: Kernels whose backward pass differs from recomputing and differentiating the ops inside.
 INSIDE: dict[str, Prepare] = {"flash": _flash}
 
 
-# -- scaled ------------------------------------------------------------------------------------------------------------
-# Products of 8 bits: how a tensor is quantized, and the rules of the kernels that do it and multiply.
+# -- 8-bit matmuls -----------------------------------------------------------------------------------------------------
+# Quantization of operands with per-tensor scales, and the gradient rules of these kernels.
 #
-# A tensor is read once for its largest magnitude and once to be scaled, clamped and cast. A gradient passes that as if
-# nothing had been rounded, and none passes a scale. The products of the backward pass read the narrow copies and a
-# narrow copy of the incoming gradient, each with a scale for the tensor.
+# A tensor is read once for its absolute maximum and once to be scaled, clamped and cast. Gradients pass straight
+# through the rounding, scales get none. The backward matmuls read quantized operands and a quantized incoming gradient.
 
-#: Kernel that finds the largest magnitude of a tensor.
+#: Kernel that computes a tensor's absolute maximum.
 AMAX = "amax"
-#: Kernel that scales, clamps and casts a tensor: operands are the tensor and its scale.
+#: Kernel that scales, clamps and casts: its operands are a tensor and a scale.
 QUANTIZE = "quantize"
 #: Kernel that multiplies quantized operands and divides by their scales.
 SCALED_MM = "scaled_mm"
 
 
 def quantize(x: Tensor, wanted: DType) -> tuple[Tensor, Tensor]:
-    """Return a narrow copy of a tensor and the scale that it was multiplied by, a scalar in fp32."""
+    """Return a quantized copy of a tensor, and its scale, an fp32 scalar."""
     axes = " ".join(f"a{i}" for i in range(x.ndim))
 
     def largest(x: Tensor) -> Tensor:
@@ -460,12 +459,12 @@ def quantize(x: Tensor, wanted: DType) -> tuple[Tensor, Tensor]:
 
 
 def unscaled(y: Tensor, first: Tensor, second: Tensor, wanted: DType) -> Tensor:
-    """Divide a product by the scales of its operands: a multiplication of scalars, and one FLOP an element."""
+    """Divide a matmul result by the scales of its operands: one scalar product, and one FLOP per element."""
     return cast(pointwise("div", y, pointwise("mul", first, second, name="scales"), name="unscale"), wanted)
 
 
 def backward_rule(wanted: str) -> str:
-    """Return the name of the rule of products whose incoming gradient is quantized to a format."""
+    """Return the rule name for matmuls whose incoming gradient is quantized to a format."""
     return f"{SCALED_MM}_{wanted}"
 
 
@@ -494,7 +493,7 @@ def _scaled_mm(wanted: DType, pull: Pull[Kernel]) -> list[Tensor | None]:
 
 
 def _product(product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], wanted: DType) -> Tensor:
-    """Add the product that makes the gradient of an operand."""
+    """Add the matmul for an operand's gradient."""
     assert isinstance(product.kind, Einsum)
     forward = product.kind.pattern
     pattern = Pattern((forward.result, forward.operands[1 - i]), forward.operands[i])
@@ -506,7 +505,7 @@ def _product(product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tens
 
 
 def _summed(grad: Tensor, bias: Tensor) -> Tensor:
-    """Add up the gradient of what was added along leading axes."""
+    """Sum the gradient of a bias over leading axes."""
     lead = grad.ndim - bias.ndim
     names = [f"a{i}" for i in range(grad.ndim)]
     return reduce(grad, f"{' '.join(names)} -> {' '.join(names[lead:])}", "sum") if lead else grad

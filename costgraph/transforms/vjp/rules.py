@@ -1,4 +1,4 @@
-"""Gradients of elementwise functions, as the table of functions states them, and of dropout."""
+"""Gradient rules for all op kinds except fused kernels and loops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ...ops.updates import ZeroGrad
 from .table import Pull, also_saved, expanded, order_of_parameter, restricted, sum_to, summed, vjp
 
 # -- contraction -------------------------------------------------------------------------------------------------------
-# Gradient of a contraction: a contraction of the result's gradient with the other operands.
+# The gradient of a contraction contracts the result's gradient with the other operands.
 
 _Dims = tuple[Axes | Affine, ...]
 
@@ -53,14 +53,14 @@ def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
     if any(isinstance(a, Affine) for dims in pull.kind.pattern.operands for a in dims):
-        also_saved(pull, *pull.op.operands)  # of a convolution, whichever gradient is wanted
+        also_saved(pull, *pull.op.operands)  # a convolution saves both, whichever gradient is needed
     wanted = [i for i in pull.kind.order or range(len(pull.needs)) if pull.needs[i]]
     made = {i: _of_operand(pull, g, i) for i in wanted}
     return [made.get(i) for i in range(len(pull.needs))]
 
 
 def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
-    """Contract the gradient with the other operands; an axis that no other one has is repeated, which is free."""
+    """Contract the gradient with the other operands; axes that none of them has are broadcast, which is free."""
     op, kind, x = pull.op, pull.kind, pull.op.operands[i]
     pattern, extents = kind.pattern, kind.extents
     others = [j for j in range(len(op.operands)) if j != i]
@@ -92,7 +92,7 @@ def _conjugate(t: Tensor) -> Tensor:
 
 
 def _lone(target: _Dims, inside: set[str], restriction: tuple[object, str, str] | None) -> set[str]:
-    """Return the axes of an operand along which its gradient is the same everywhere."""
+    """Return an operand's axes along which its gradient is constant."""
     names = [n for a in target for n in a.names]
     kept = inside.union(n for a in target if isinstance(a, Affine) for n in a.names)
     kept |= set() if restriction is None else set(restriction[1:])
@@ -105,7 +105,7 @@ def _plain(result: _Dims, inside: set[str]) -> bool:
 
 
 def _without(target: _Dims, lone: set[str], x: Tensor, extents: Mapping[str, Poly]) -> tuple[_Dims, tuple[Poly, ...]]:
-    """Return the dimensions of an operand without some of its axes, and their sizes."""
+    """Return the dimensions of an operand without the axes `lone`, and their sizes."""
     dims: list[Axes | Affine] = []
     sizes: list[Poly] = []
     for a, size in zip(target, x.sizes, strict=True):
@@ -120,7 +120,7 @@ def _without(target: _Dims, lone: set[str], x: Tensor, extents: Mapping[str, Pol
 
 
 def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: Mapping[str, Poly]) -> Tensor:
-    """Repeat along the axes that were left out, and merge those that stand in one dimension."""
+    """Broadcast along the axes `lone`, and merge axes that share a dimension."""
     kept: list[int | None] = []
     sizes: list[Poly] = []
     left: list[str] = []
@@ -141,7 +141,6 @@ def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: M
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
-# Gradients of reductions.
 
 
 @vjp(Reduce)
@@ -166,26 +165,26 @@ def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
 
 
 def _reduced(pull: Pull[Reduce]) -> list[int]:
-    """Return the places of the axes that are reduced."""
+    """Return the indices of the reduced axes."""
     pattern = pull.kind.pattern
     return [i for i, n in enumerate(pattern.operand_names(0)) if n not in pattern.result_names]
 
 
 def _spread(pull: Pull[Reduce], t: Tensor) -> Tensor:
-    """Return something of the shape of the result as a view of the shape of the operand."""
+    """Broadcast a tensor from the result shape to the operand shape."""
     (x,) = pull.op.operands
     return expanded(t, x.sizes, _places(pull), x)
 
 
 def _places(pull: Pull[Reduce]) -> list[int | None]:
-    """Return which axis of the result each one of the operand is, None of those that are reduced."""
+    """Return the result axis of each operand axis, None for reduced ones."""
     pattern = pull.kind.pattern
     places = [a.names for a in pattern.result]
     return [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
 
 
 def _count(pull: Pull[Reduce]) -> Poly | int:
-    """Return how many elements there are to a mean."""
+    """Return the number of elements per mean."""
     (x,) = pull.op.operands
     if x.domain is not None:
         raise UnsupportedError(f"backward of {pull.op.name!r}: mean of {x!r}, expected one that is whole")
@@ -193,13 +192,12 @@ def _count(pull: Pull[Reduce]) -> Poly | int:
     return count if count.constant is None else int(count.constant)
 
 
-# -- windows -----------------------------------------------------------------------------------------------------------
-# Gradient of pooling.
+# -- pooling -----------------------------------------------------------------------------------------------------------
 
 
 @vjp(Pool)
 def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
-    """Give each window's gradient to its elements; torch keeps the input of the pooling for its shape."""
+    """Distribute each window's gradient to its elements; torch saves the pooling input for its shape."""
     g, op, kind = pull.grads[0], pull.op, pull.kind
     if g is None or not pull.needs[0]:
         return [None]
@@ -216,17 +214,17 @@ def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
-# Gradients of ops that move or rename elements, and of those that make them from nothing.
+# Ops that move or rename elements, and ops that create them.
 
 
 def _only(pull: Pull[Any]) -> Tensor | None:
-    """Return the gradient of the only result, None where that of the only operand is not wanted."""
+    """Return the gradient of the only result, None if the only operand needs none."""
     return pull.grads[0] if pull.needs[0] else None
 
 
 @vjp(Rearrange)
 def _rearrange(pull: Pull[Rearrange]) -> Sequence[Tensor | None]:
-    """Go the other way; a copy that was made for its layout alone has the gradient of its result."""
+    """Invert the rearrangement; a mere copy passes the gradient on."""
     g, kind, (x,) = _only(pull), pull.kind, pull.op.operands
     split, order = kind.split, kind.order
     if g is None or (kind.merged == x.sizes and list(order) == sorted(order)):
@@ -253,7 +251,7 @@ def _pad(pull: Pull[Pad]) -> Sequence[Tensor | None]:
 
 @vjp(Expand)
 def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
-    """Sum over the axes along which it was repeated."""
+    """Sum over the axes that were expanded."""
     g, (x,), kept = _only(pull), pull.op.operands, pull.kind.kept
     if g is None:
         return [None]
@@ -267,7 +265,7 @@ def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
 
 @vjp(Concat)
 def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
-    """Cut the gradient into views: of what a loop has left, one whose first axis is that of the iterations."""
+    """Slice the gradient into views; stacked residuals get one whose first axis counts iterations."""
     (g,), kind, parts = pull.grads, pull.kind, pull.op.operands
     assert g is not None
     sizes = kind.extents(parts)
@@ -279,7 +277,7 @@ def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
 
 
 def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
-    """Return the gradient of an operand as it is: with an axis of iterations, or without that along which it is one."""
+    """Reshape an operand's gradient: with an iteration axis, or without the stacking axis."""
     axis = kind.axis
     if t.storage.pieces > 1 or (t.storage.pieces and kind.reverse):
         raise UnsupportedError(
@@ -295,7 +293,7 @@ def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
 
 @vjp(Keep)
 def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
-    """What is only held has no part in the result."""
+    """Pass the gradient to the first operand; the others are only kept alive."""
     if pull.kind.pulled_by:
         by, graph = pull.kind.pulled_by, pull.op.graph.root
         if pull.kind.leaf:
@@ -312,13 +310,13 @@ def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
 
 @vjp(Cache)
 def _cache(pull: Pull[Cache]) -> Sequence[Tensor | None]:
-    """Nothing happens in training."""
+    """Pass the gradient on: caches do nothing in training."""
     return [_only(pull)]
 
 
 @vjp(Assign)
 def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
-    """What was overwritten has no gradient."""
+    """Pass the gradient to the new value; the overwritten one gets none."""
     (g,), (_, value) = pull.grads, pull.op.operands
     assert g is not None
     return [None, cast(g, value.dtype) if pull.needs[1] else None]
@@ -326,13 +324,13 @@ def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
 
 @vjp(ZeroGrad)
 def _zeros(pull: Pull[ZeroGrad]) -> Sequence[Tensor | None]:
-    """Nothing of what was there is left."""
+    """Return no gradient: the old value is overwritten."""
     return [None]
 
 
 @vjp(Revised)
 def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
-    """What has been written gets its part, and what was there before the rest, with zeros in its place."""
+    """Slice the gradient for the written part; the tensor before gets the rest, with zeros in the slice."""
     (g,), (x, part), places = pull.grads, pull.op.operands, pull.kind.places
     assert g is not None
     if pull.kind.unseen:
@@ -351,7 +349,7 @@ def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
 
 
 def _shapes_without(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]) -> Tensor:
-    """Return a gradient with zeros where a part is, at places that follow each other."""
+    """Return a gradient with zeros in a contiguous slice."""
     if not places:
         return fill(part.sizes, 0, g.dtype)
     (axis, start, _), *others = places
@@ -367,12 +365,12 @@ def _shapes_without(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, i
 
 @vjp(Fill, Arange, Empty, InitialState)
 def _nothing(pull: Pull[Any]) -> Sequence[Tensor | None]:
-    """Return no gradient: there is no operand."""
+    """Return no gradients: there are no operands."""
     return []
 
 
-# -- spectra -----------------------------------------------------------------------------------------------------------
-# Gradients of Fourier transforms, and of views of complex numbers: torch's convention, that by the conjugate.
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+# Fourier transforms and complex views, in torch's convention: gradients by the conjugate.
 
 _BACK = {"real": "complex", "complex": "real", "conjugate": "conjugate"}
 
@@ -381,12 +379,12 @@ _BACK = {"real": "complex", "complex": "real", "conjugate": "conjugate"}
 def _view_as(pull: Pull[ViewAs]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
-    g = contiguous_copy(g) if pull.kind.what == "real" else g  # pairs side by side
+    g = contiguous_copy(g) if pull.kind.what == "real" else g  # real and imaginary parts must be adjacent
     return [view_as(g, _BACK[pull.kind.what])]
 
 
 def _applied(kind: Fourier, x: Tensor) -> Tensor:
-    """Transform, and copy first where the axes that are not transformed are not one in memory."""
+    """Transform, with a copy first unless the untransformed axes are contiguous."""
     workspace = joined(x, kind.axes)
     if current_graph().fused or not workspace:
         return apply(kind, [x], "fft")[0]
@@ -397,34 +395,33 @@ def _applied(kind: Fourier, x: Tensor) -> Tensor:
 
 @vjp(Fourier)
 def _fourier(pull: Pull[Fourier]) -> Sequence[Tensor | None]:
-    """Transform the other way, with the same scale: by the conjugate of a matrix that is symmetric."""
+    """Apply the inverse transform with the same scale: the symmetric matrix has its conjugate as adjoint."""
     (g,), (x,), kind = pull.grads, pull.op.operands, pull.kind
     assert g is not None
     if x.dtype.kind != "complex":
-        also_saved(pull, x)  # torch asks it for a size
+        also_saved(pull, x)  # torch reads its size
     axis, back = kind.axes[-1], replace(kind, inverse=not kind.inverse, last=None)
     if kind.last is None:
         made = _applied(back, g)
         return [made if x.dtype.kind == "complex" else real_part(made)]
-    if x.dtype.kind != "complex":  # the other half of the spectrum had no part in the result
+    if x.dtype.kind != "complex":  # the other half of the spectrum does not contribute to the result
         g = g if kind.last == x.sizes[axis] else pad(g, axis, 0, x.sizes[axis])
         return [real_part(_applied(back, g))]
     half = x.sizes[axis]
     made = _applied(replace(back, last=half), g)
-    twice = kind.last - half  # points that stand for their mirror images as well
+    twice = kind.last - half  # bins that also represent their mirror images
     if not twice:
         return [made]
     part = pointwise("mul", slice_axis(made, axis, 1, twice), 2, inplace=True)
     return apply(Revised(axes=(axis,), starts=(ONE,), steps=(1,)), [made, part], "revised")
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-# Gradients of lookups and updates by index.
+# -- indexing ----------------------------------------------------------------------------------------------------------
 
 
 @vjp(Gather)
 def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
-    """Add what each row got to a table of zeros, as torch's `embedding_dense_backward`."""
+    """Scatter-add the gradient into zeros, as torch's `embedding_dense_backward`."""
     (g,), (table, *ids) = pull.grads, pull.op.operands
     if g is None or not pull.needs[0]:
         return [None, *(None for _ in ids)]
@@ -437,14 +434,14 @@ def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
 
 @vjp(Scatter)
 def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
-    """Look up what the updates got; of rows that were overwritten the target has no gradient."""
+    """Gather the gradient of the updates; overwritten rows of the target get zero."""
     (g,), (_, *ids, updates) = pull.grads, pull.op.operands
     assert g is not None
     if pull.kind.passed is not None:
         raise UnsupportedError(f"backward of {pull.op.name!r}: it passes row {pull.kind.passed} by, expected all rows")
     if pull.kind.mode == "max":
         return _largest(pull, g)
-    if [t.ndim for t in ids] == [1] and not pull.kind.inplace:  # `index_add` and `index_copy` ask it for its shape
+    if [t.ndim for t in ids] == [1] and not pull.kind.inplace:  # `index_add` and `index_copy` save it for its shape
         also_saved(pull, updates)
     target, rows = g if pull.needs[0] else None, list(map(pull.saved, ids))
     if target is not None and pull.kind.mode == "set":
@@ -455,7 +452,7 @@ def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
 
 
 def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:
-    """Share the gradient among what is as large as the result, as torch's `scatter_reduce_backward` of amax."""
+    """Share the gradient among elements equal to the result, as torch's `scatter_reduce_backward` for amax."""
     batch, (target, ids, updates) = pull.kind.batch, pull.op.operands
     if pull.kind.inplace:
         raise UnsupportedError(
@@ -470,13 +467,12 @@ def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:
     return [made, None, pointwise("mul", gather(each, rows, batch=batch), theirs) if pull.needs[2] else None]
 
 
-# -- grouped -----------------------------------------------------------------------------------------------------------
-# Gradients of choosing the largest and of products by expert.
+# -- top-k and grouped matmuls -----------------------------------------------------------------------------------------
 
 
 @vjp(TopK, Sort)
 def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
-    """Put the gradients of the values where they were found, as torch's `value_selecting_reduction_backward`."""
+    """Scatter the gradients to the selected positions, as torch's `value_selecting_reduction_backward`."""
     g, op = pull.grads[0], pull.op
     if g is None or not pull.needs[0]:
         return [None]
@@ -486,7 +482,7 @@ def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
 
 @vjp(Grouped)
 def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
-    """Multiply by the experts' matrices the other way round, and add up outer products by expert."""
+    """Multiply by the transposed expert weights, and sum outer products per expert."""
     (g,), op = pull.grads, pull.op
     assert g is not None
     rows, weights, ends = op.operands
@@ -504,7 +500,7 @@ def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
 
 @vjp(GroupedOuter)
 def _grouped_outer(pull: Pull[GroupedOuter]) -> Sequence[Tensor | None]:
-    """Multiply each row by the gradient of its expert: of every expert, whatever is assumed of routing."""
+    """Multiply each row by its expert's gradient; assume that rows go to all experts, whatever the routing."""
     (g,), (a, b, ends) = pull.grads, pull.op.operands
     assert g is not None
     every = Grouped(routing="capacity", chosen=ends.sizes[0])
@@ -517,10 +513,9 @@ def _grouped_outer(pull: Pull[GroupedOuter]) -> Sequence[Tensor | None]:
     return made
 
 
-# -- stated ------------------------------------------------------------------------------------------------------------
-# Gradients of moves between memories and devices, and of ops whose costs are stated.
+# -- transfers, collectives and opaque ops -----------------------------------------------------------------------------
 
-#: The collective that takes gradients the other way.
+#: The adjoint of each collective.
 _STATED_BACK = {
     "all_reduce": "all_reduce",
     "all_gather": "reduce_scatter",
@@ -547,7 +542,7 @@ def _collective(pull: Pull[Collective]) -> Sequence[Tensor | None]:
 
 @vjp(Opaque)
 def _opaque(pull: Pull[Opaque]) -> Sequence[Tensor | None]:
-    """Add the op whose costs the caller stated."""
+    """Add an op with the backward costs that the caller stated."""
     op, stated = pull.op, pull.kind.backward
     if stated is None:
         raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
@@ -570,7 +565,7 @@ def _opaque(pull: Pull[Opaque]) -> Sequence[Tensor | None]:
 
 
 def _chosen(amounts: Sequence[Poly] | None, places: Sequence[int], count: int) -> tuple[Poly, ...] | None:
-    """Return the bytes of some tensors; an amount for all of them stands at the first."""
+    """Return the bytes of some tensors; a single amount for all is assigned to the first."""
     if amounts is None or not count:
         return None
     if len(amounts) == 1:
@@ -580,7 +575,7 @@ def _chosen(amounts: Sequence[Poly] | None, places: Sequence[int], count: int) -
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
-#: What functions of numbers alone give, without an op.
+#: Functions evaluated directly if all arguments are numbers.
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "sub": lambda a, b: a - b,
     "div": lambda a, b: a / b,
@@ -607,7 +602,7 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
         )
     places = [i for i, s in enumerate(pull.kind.scalars or (None,) * len(op.operands)) if s is None]
     if any("y" in names_in(function.grad[place]) for place in places):
-        also_saved(pull, op.results[0])  # whichever gradient is wanted
+        also_saved(pull, op.results[0])  # whichever gradient is needed
     given = _Given(pull, restricted(g, op.results[0]), places)
     found: dict[int, Any] = {}
     needs = dict(zip(places, pull.needs, strict=True))
@@ -624,12 +619,12 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
         expression = function.grad[place]
         if expression is not None and place not in joint:
             found[place] = given.gradient(expression)
-    made = map(found.get, places)  # summed once all of them are there
+    made = map(found.get, places)  # reduced once all of them exist
     return [sum_to(g, t) if isinstance(g, Tensor) else None for g, t in zip(made, op.operands, strict=True)]
 
 
 def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
-    """Multiply real numbers by complex ones, which casts the real ones first; None for operands of one kind."""
+    """Multiply or divide real and complex tensors, casting the real ones first; None for other cases."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     kinds = {t.dtype.kind for t in tensors}
     if function not in ("mul", "div") or kinds != {"float", "complex"} or current_graph().fused:
@@ -646,7 +641,7 @@ def _elementwise_conjugate(x: Tensor) -> Tensor:
 
 
 def _shared_in(expression: Any) -> Iterator[Any]:
-    """Yield the values that a function of torch computes for all gradients, in the order of their computation."""
+    """Yield the shared subexpressions that a torch function computes for all gradients, in order."""
     if isinstance(expression, tuple):
         for part in expression[1:]:
             yield from _shared_in(part)
@@ -655,7 +650,7 @@ def _shared_in(expression: Any) -> Iterator[Any]:
 
 
 class _Given:
-    """What the names in the gradient of a function stand for: asked for only where they are read."""
+    """Evaluates a function's gradient expressions, saving tensors only when read."""
 
     def __init__(self, pull: Pull[Pointwise], g: Tensor, places: Sequence[int]) -> None:
         self.pull = pull
@@ -663,18 +658,18 @@ class _Given:
         self.places = places
         self.conjugates: dict[Tensor, Tensor] = {}
         self.plain = False
-        """Whether complex numbers stand for themselves, not for their conjugates."""
+        """Whether complex numbers are used as they are, not conjugated."""
         self.made: list[Tensor] = []
-        """What an expression has made so far."""
+        """Temporaries of the current expression."""
         self.parts: dict[Any, Any] = {}
-        """Values of subexpressions that a C++ variable holds."""
+        """Values of subexpressions held in a C++ variable."""
 
     def gradient(self, expression: Any, parts: dict[Any, Any] | None = None) -> Any:
-        """Return what an expression makes; all that it makes on the way lives to its end, as in C++."""
+        """Evaluate an expression; its temporaries live to its end, as in C++."""
         return self.gradients([expression], parts)[0]
 
     def gradients(self, expressions: Sequence[Any], parts: dict[Any, Any] | None = None) -> list[Any]:
-        """Return what expressions of one C++ function make; all that it makes on the way lives to its end."""
+        """Evaluate the expressions of one C++ function; its temporaries live to its end."""
         self.made, self.parts = [], parts or {}
         if parts is None:
             for shared in (part for expression in expressions for part in _shared_in(expression)):
@@ -689,7 +684,7 @@ class _Given:
         return [*found[:-1], keep(last, *early) if early else last]
 
     def value(self, expression: Any) -> Any:
-        """Return the tensor or number that an expression makes, its ops one by one."""
+        """Evaluate an expression op by op, to a tensor or number."""
         if isinstance(expression, tuple):
             if expression not in self.parts:
                 self.parts[expression] = self.applied(*expression)
@@ -708,10 +703,10 @@ class _Given:
         return self.factor(op.operands[self.places.index(place)])
 
     def factor(self, t: Tensor) -> Tensor:
-        """Return what the gradient is multiplied with: the conjugate of complex numbers, which torch makes first.
+        """Return a factor of the gradient, conjugated if complex, as torch does first.
 
-        The gradient of a real loss by z is that by the conjugate of z (Wirtinger): of f it is multiplied with f' of the
-        conjugate. A modulus has no derivative, and its gradient the sign of the number itself.
+        The gradient of a real loss is taken by the conjugate (Wirtinger), so that the gradient of f(z) is multiplied
+        by the conjugate of f'(z). The modulus has no derivative; its gradient uses the sign of the number itself.
         """
         found = self.pull.saved(t)
         if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs" or self.plain:
@@ -731,7 +726,7 @@ class _Given:
         return self.made[-1]
 
     def applied(self, name: str, *arguments: Any) -> Any:
-        """Apply a function; what numbers alone decide takes no op."""
+        """Apply a function; expressions of numbers alone add no op."""
         plain = name.removesuffix("_")
         if plain == "causal_mask_backward":
             return apply(Pointwise(function=FUNCTIONS[plain], masked=self.pull.kind.masked), [self.g], plain)[0]
@@ -745,7 +740,7 @@ class _Given:
             op = self.pull.op
             kind = replace(self.pull.kind, inplace=False)
             self.made += apply(kind, [self.factor(t) for t in op.operands], plain)
-            self.made[-1].producer.call = op.call  # type: ignore[union-attr]  # it was made by an op just now
+            self.made[-1].producer.call = op.call  # type: ignore[union-attr]  # just added, so it has a producer
             return self.made[-1]
         first = self.value(arguments[0])
         if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
@@ -762,7 +757,7 @@ class _Given:
         return self.made[-1]
 
     def called(self, expression: Any) -> Any:
-        """Evaluate an expression; its temporaries are freed at its end, as in a C++ function."""
+        """Evaluate an expression whose temporaries are freed at its end, as in a C++ function."""
         outer, before = self.made, {*self.parts}
         found = self.gradient(expression, {**self.parts})
         self.made = [*outer, found] if isinstance(found, Tensor) else outer
@@ -770,7 +765,7 @@ class _Given:
         return found
 
     def in_one_kernel(self, expression: Any) -> Any:
-        """Evaluate an expression in one kernel, whose temporaries take no memory."""
+        """Evaluate an expression in one kernel, whose temporaries need no memory."""
         if current_graph().fused:
             return self.value(expression)
         with kernel(f"{self.pull.op.name.rpartition('/')[2]}_slope".replace(".", "_")) as body:

@@ -1,4 +1,4 @@
-"""What several rules do: undo broadcasting, keep a number format, say where a gradient is zero."""
+"""Registry of vector-Jacobian rules, and helpers they share: summing over broadcast axes, dtypes, masked domains."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ __all__ = [
 ]
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-# The table of vector-Jacobian rules, and what a rule is given.
+# -- registry ----------------------------------------------------------------------------------------------------------
 
 K = TypeVar("K", bound=OpKind)
 
@@ -45,44 +44,44 @@ K = TypeVar("K", bound=OpKind)
 @guarded()
 @dataclass(frozen=True)
 class Pull(Generic[K]):
-    """What a vector-Jacobian rule is given: an op of the forward pass and the gradients of its results."""
+    """Input to a vector-Jacobian rule: a forward op and the gradients of its results."""
 
     op: Op
-    """op of the forward pass"""
+    """forward op"""
     grads: tuple[Tensor | None, ...]
-    """gradient of each result, of its shape; None where there is none, one of them at least is a tensor"""
+    """gradient per result, with its shape; None for no gradient, but at least one is a tensor"""
     needs: tuple[bool, ...]
-    """for each operand whether its gradient is wanted"""
+    """whether each operand needs a gradient"""
     saved: Callable[[Tensor], Tensor]
-    """what stands for an operand or result of the op in the backward pass: asking for it is what saves it"""
+    """maps an operand or result of the op to the backward pass; calling it saves the tensor"""
 
     @property
     def kind(self) -> K:
-        """Record of the op."""
-        return self.op.kind  # type: ignore[return-value]  # a rule is given ops of its own kind
+        """The op's record."""
+        return self.op.kind  # type: ignore[return-value]  # a rule gets ops of its own kind
 
 
-#: Adds ops to the graph that is open and returns the gradient of each operand, None where none is wanted or it is zero.
+#: Adds ops to the open graph; returns the gradient per operand, None if it is not needed or zero.
 Rule = Callable[[Pull[K]], Sequence[Tensor | None]]
 
 _rules: dict[type[OpKind], Rule[Any]] = {}
-#: Rule of each op kind.
+#: Rules by op kind.
 RULES: Mapping[type[OpKind], Rule[Any]] = MappingProxyType(_rules)
 
 
 def vjp(*kinds: type[K]) -> Callable[[Rule[K]], Rule[K]]:
-    """Register the vector-Jacobian rule of an op kind: `@costgraph.vjp(MyKind)`.
+    """Register the vector-Jacobian rule for an op kind: `@costgraph.vjp(MyKind)`.
 
     Parameters
     ----------
     *kinds : subclass of OpKind
-        Of which ops it is.
+        Op kinds that the rule applies to.
 
     Returns
     -------
     callable
-        Decorator of the rule, a function `rule(pull)` that adds ops and returns a gradient or None for each operand:
-        `pull.kind` is the record.
+        Decorator for a function `rule(pull)` that adds ops and returns a gradient or None for each operand. The record
+        of the op is `pull.kind`.
 
     Raises
     ------
@@ -93,10 +92,7 @@ def vjp(*kinds: type[K]) -> Callable[[Rule[K]], Rule[K]]:
 
 
 def rule_of(op: Op) -> Rule[Any]:
-    """Return the rule of an op's kind.
-
-    UnsupportedError if it has none.
-    """
+    """Return the rule for an op; raise UnsupportedError if its kind has none."""
     if isinstance(op.kind, Foreign):
         raise refusal("backward", op, "trace with train=True")
     if type(op.kind) not in _rules:
@@ -107,36 +103,35 @@ def rule_of(op: Op) -> Rule[Any]:
     return _rules[type(op.kind)]
 
 
-# -- common ------------------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
-    """Save tensors that torch saves although the formula does not read them; not for one of several ops of a kernel."""
+    """Save tensors that torch saves although the formula does not read them, unless the op is one of several fused."""
     if not current_graph().fused or is_alone(pull.op):
         for t in tensors:
             pull.saved(t)
 
 
 def is_alone(op: Op) -> bool:
-    """Whether all other ops of the graph are views, as in a kernel that stands for one op."""
+    """Whether all other ops of the graph are views, as in a kernel for a single op."""
     return all(other is op or isinstance(other.kind, Rearrange) for other in op.graph.ops)
 
 
 def restricted(g: Tensor, like: Tensor) -> Tensor:
-    """Return a view of a gradient that holds nothing where the tensor that it belongs to does not."""
+    """Restrict a gradient to the domain of its tensor, as a view."""
     if like.domain in (None, g.domain):
         return g
-    if g.domain is not None:  # over another axis of size 1 than that which was left out, or merged, on the way here
+    if g.domain is not None:  # over another axis of size 1 than the one that was dropped or merged
         moved, rest = dict(zip(like.domain[1:], g.domain[1:], strict=True)), iter({*range(g.ndim)} - {*g.domain[1:]})
         return permute(g, [moved[i] if i in moved else next(rest) for i in range(g.ndim)])
     return apply(Expand(sizes=g.sizes, kept=tuple(range(g.ndim)), domain=like.domain), [g], "restrict")[0]
 
 
 def order_of_parameter(x: Tensor) -> tuple[int, ...] | None:
-    """Return the order of axes in which a parameter lies that a tensor is another view of.
+    """Return the memory order of axes if a tensor is a permuted view of a parameter, else None.
 
-    Its gradient is made in that order, as torch's products make that of a weight which they take transposed; None where
-    that is the order of the axes, and of what is no parameter.
+    The gradient is computed in that order, like torch's gradient of a weight used transposed.
     """
     outer = x
     while outer.graph.fused and outer.graph.owner is not None and outer.storage.role == "formal":
@@ -155,13 +150,13 @@ def order_of_parameter(x: Tensor) -> tuple[int, ...] | None:
 
 
 def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:
-    """Return a view repeated along axes that `kept` has None for, restricted as another tensor is."""
+    """Return a view repeated along axes for which `kept` has None, restricted like another tensor."""
     domain = like.domain if like is not None and t.domain is None else None
     return apply(Expand(sizes=sizes, kept=tuple(kept), domain=domain), [t], "expand")[0]
 
 
 def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
-    """Sum over the axes of a gradient that are not kept; '1' keeps an axis of size 1."""
+    """Sum a gradient over the axes that are not kept; '1' keeps an axis with size 1."""
     pattern = f"{' '.join(names)} -> {' '.join(kept)}"
     if set(names) - set(kept):
         return reduce(g, pattern, "sum")
@@ -171,7 +166,7 @@ def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
 
 
 def whole(g: Tensor) -> Tensor:
-    """Return a restricted gradient with zeros where it holds nothing, as a tensor that is not restricted needs it."""
+    """Return a restricted gradient with zeros outside its domain."""
     if g.domain is None:
         return g
     domain, query, key = g.domain
@@ -184,9 +179,9 @@ def whole(g: Tensor) -> Tensor:
 
 
 def sum_to(g: Tensor, x: Tensor) -> Tensor:
-    """Return a gradient in the shape and format of an operand that was broadcast: torch's `sum_to`, then a cast.
+    """Reduce a gradient to the shape and dtype of a broadcast operand: torch's `sum_to`, then a cast.
 
-    Of a real operand that met complex numbers it is the real part.
+    A real operand combined with complex ones gets the real part.
     """
     if g.dtype.kind == "complex" and x.dtype.kind != "complex":
         g = real_part(g)
