@@ -30,10 +30,10 @@ def llama(
     shared: bool = True,
     system: System = "torch",
 ) -> cg.Graph:
-    """Declare Llama: tokens (B, S) to logits (B, S, V); dropout falls on attention probabilities alone.
+    """Declare Llama: tokens (B, S) to logits (B, S, V), with dropout on attention probabilities only.
 
-    `shared`: there are fewer heads of keys than of queries, so that eager code (`composed`) repeats them; `system` is
-    whose code runs the layers.
+    With `shared` there are fewer KV heads than query heads, so eager code (`composed`) repeats them; `system` selects
+    the implementation of layers.
     """
     S, H, G, K, L = cg.dims("S H G K L")
     run = Composed(dtype, softmax="fp32", renamed=False) if composed else KERNELS
