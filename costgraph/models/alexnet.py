@@ -1,6 +1,6 @@
 """AlexNet in one column: five convolutions and three linear layers.
 
-Sizes: Krizhevsky 2014 (arXiv 1404.5997). Order of ops: `AlexNet` of torchvision 0.20.
+Sizes: Krizhevsky 2014 (arXiv 1404.5997). Op order: `AlexNet` in torchvision 0.20.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BERT: a bidirectional encoder with learned positions, token types, post-LayerNorm and biases.
 
 Sizes: Devlin et al. 2018 (arXiv 1810.04805), section 3, and the `config.json` of google-bert/bert-base-uncased and
-bert-large-uncased. Order of ops: `BertModel`, with its pooler, and `BertForMaskedLM` of transformers.
+bert-large-uncased. Op order: `BertModel`, with its pooler, and `BertForMaskedLM` in transformers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _headed(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' BertConfig."""
+    """Read a transformers `BertConfig`."""
     c.expect("is_decoder", False)
     c.expect("add_cross_attention", False)
     c.expect("position_embedding_type", "absolute")

@@ -1,7 +1,7 @@
 """CLIP: a text tower and a vision tower, whose final vectors are compared.
 
 Sizes: Radford et al. 2021 (arXiv 2103.00020), table 20, and the `config.json` of openai/clip-vit-base-patch32,
-clip-vit-base-patch16 and clip-vit-large-patch14. Order of ops: `CLIPModel` of transformers. Both towers have biases and
+clip-vit-base-patch16 and clip-vit-large-patch14. Op order: `CLIPModel` in transformers. Both towers have biases and
 LayerNorm before attention and MLP; the text tower is causal.
 """
 
@@ -86,7 +86,7 @@ def _tower(c: Config) -> tuple[list[int], str]:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' CLIPConfig."""
+    """Read a transformers `CLIPConfig`."""
     c.ignore("logit_scale_init_value", "is_encoder_decoder", "tie_word_embeddings", "text_config", "vision_config")
     # if the older field exists as well, transformers reads only that one
     text, vision = (

@@ -1,7 +1,7 @@
 """ConvNeXt: 7 x 7 depthwise convolutions, LayerNorm, and an inverted bottleneck of linear layers.
 
 Sizes: Liu et al. 2022 (arXiv 2201.03545), section 3, and the `config.json` of facebook/convnext-tiny-224,
-convnext-small-224, convnext-base-224 and convnext-large-224. Order of ops: `ConvNextForImageClassification` of
+convnext-small-224, convnext-base-224 and convnext-large-224. Op order: `ConvNextForImageClassification` in
 transformers, equal to `torchvision.models.convnext`.
 """
 
@@ -60,7 +60,7 @@ def _channels_norm(x: cg.Tensor, name: str) -> cg.Tensor:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' ConvNextConfig."""
+    """Read a transformers `ConvNextConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
         raise cg.FormatError(f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)} as depths has")

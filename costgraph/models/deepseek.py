@@ -1,9 +1,9 @@
 """DeepSeek-V2, V2-Lite and V3: latent attention, fine-grained experts with shared ones, and dense first layers.
 
 Sizes: DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2 and appendix B, and 2024 (arXiv 2412.19437), section 4.2, and
-the `config.json` of deepseek-ai/DeepSeek-V2, DeepSeek-V2-Lite and DeepSeek-V3. Order of ops: `DeepseekV2ForCausalLM`
-and `DeepseekV3ForCausalLM` of transformers with grouped matmuls for experts. Multi-token prediction layers of V3 are
-left out, as in transformers.
+the `config.json` of deepseek-ai/DeepSeek-V2, DeepSeek-V2-Lite and DeepSeek-V3. Op order: `DeepseekV2ForCausalLM` and
+`DeepseekV3ForCausalLM` in transformers with grouped matmuls for experts. Multi-token prediction layers of V3 are left
+out, as in transformers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def deepseek(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' DeepseekV2Config or DeepseekV3Config."""
+    """Read a transformers `DeepseekV2Config` or `DeepseekV3Config`."""
     third = c.architecture == "DeepseekV3ForCausalLM"
     c.expect("hidden_act", "silu")
     c.expect("mlp_bias", False)

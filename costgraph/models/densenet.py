@@ -1,6 +1,6 @@
 """DenseNet: every layer of a block reads the concatenated outputs of all previous layers.
 
-Sizes: Huang et al. 2016 (arXiv 1608.06993), table 1. Order of ops: `DenseNet` of torchvision 0.20. The inputs of layers
+Sizes: Huang et al. 2016 (arXiv 1608.06993), table 1. Op order: `DenseNet` in torchvision 0.20. The inputs of layers
 grow, so no two layers are equal: the depth of a block is structure, not a symbol.
 """
 

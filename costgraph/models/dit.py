@@ -1,6 +1,6 @@
 """DiT: a diffusion transformer over latent patches, with adaptive norms conditioned on time and class.
 
-Sizes: Peebles and Xie 2022 (arXiv 2212.09748), table 1. Order of ops: `DiT` of facebookresearch/DiT, models.py, with
+Sizes: Peebles and Xie 2022 (arXiv 2212.09748), table 1. Op order: `DiT` of facebookresearch/DiT, models.py, with
 adaLN-Zero blocks, at 256x256 pixels: 32x32 latents of 4 channels. It predicts noise and variance.
 """
 

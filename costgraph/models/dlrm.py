@@ -1,8 +1,8 @@
 """DLRM: embedding tables, an MLP for dense features, and pairwise dot products.
 
-Naumov et al. 2019 (arXiv 1906.00091). Sizes and order of ops: `dlrm_s_pytorch.py` of facebookresearch/dlrm;
-dlrm-mlperf is the MLPerf benchmark on Criteo Terabyte (`bench/run_and_time.sh`, indices below 40,000,000), dlrm-small
-that of `bench/dlrm_s_criteo_kaggle.sh` on Criteo Kaggle.
+Naumov et al. 2019 (arXiv 1906.00091). Sizes and order of ops: `dlrm_s_pytorch.py` of facebookresearch/dlrm; dlrm-mlperf
+is the MLPerf benchmark on Criteo Terabyte (`bench/run_and_time.sh`, indices below 40,000,000), dlrm-small that of
+`bench/dlrm_s_criteo_kaggle.sh` on Criteo Kaggle.
 """
 
 from __future__ import annotations

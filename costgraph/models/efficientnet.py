@@ -1,7 +1,7 @@
 """EfficientNet: inverted residuals with squeeze and excitation, scaled in width and depth.
 
 Sizes: Tan and Le 2019 (arXiv 1905.11946), table 1; scaling factors of B1 to B7 and image sizes of `torchvision.models`.
-Order of ops: torchvision. Configurations: `EfficientNetForImageClassification` of transformers.
+Op order: torchvision. Configurations: `EfficientNetForImageClassification` in transformers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _blocks(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' EfficientNetConfig."""
+    """Read a transformers `EfficientNetConfig`."""
     wide, deep = c.number("width_coefficient", above=0), c.number("depth_coefficient", above=0)
     by, ratio = c.size("depth_divisor"), c.number("squeeze_expansion_ratio", above=0)
     names = ("in_channels", "out_channels", "kernel_sizes", "strides", "num_block_repeats", "expand_ratios")

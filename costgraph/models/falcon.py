@@ -1,7 +1,7 @@
 """Falcon: multi-query or grouped-query attention, parallel attention and MLP, LayerNorm, a tied head.
 
 Sizes: Almazrouei et al. 2023 (arXiv 2311.16867), table 15, and the `config.json` of tiiuae/falcon-7b, falcon-40b,
-falcon-180B and falcon-11B. Order of ops: `FalconForCausalLM` of transformers.
+falcon-180B and falcon-11B. Op order: `FalconForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def falcon(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' FalconConfig, or of the code published with the first checkpoints."""
+    """Read a transformers `FalconConfig`, or one of the code published with the first checkpoints."""
     c.expect("alibi", False, None)
     c.expect("apply_residual_connection_post_layernorm", False)
     c.ignore("max_position_embeddings", "ff_factor")

@@ -1,8 +1,8 @@
 """Gemma 2 and 3: alternating local and global attention, norms before and after each branch, a tied head.
 
 Sizes: Gemma Team 2024 (arXiv 2408.00118), table 1, and 2025 (arXiv 2503.19786), and the `config.json` of
-google/gemma-2-2b, -9b, -27b and google/gemma-3-1b-pt, -4b-pt, -12b-pt, -27b-pt (`text_config`: the decoder of text).
-Order of ops: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` of transformers.
+google/gemma-2-2b, -9b, -27b and google/gemma-3-1b-pt, -4b-pt, -12b-pt, -27b-pt (`text_config`: the decoder of text). Op
+order: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gemma(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Gemma2Config or Gemma3TextConfig."""
+    """Read a transformers `Gemma2Config` or `Gemma3TextConfig`."""
     third = c.architecture == "Gemma3ForCausalLM"
     c.ignore(
         "max_position_embeddings", "query_pre_attn_scalar", "cache_implementation", "rope_local_base_freq", "hidden_act"

@@ -1,8 +1,8 @@
 """GPT-2 and GPT-3: learned positions, LayerNorm, a fused QKV projection, a tied head.
 
-Sizes: GPT-2 from the `config.json` of openai-community/gpt2, gpt2-medium, gpt2-large and gpt2-xl; GPT-3 from
-Brown et al. 2020 (arXiv 2005.14165), table 2.1. Order of ops: `GPT2LMHeadModel` of transformers. GPT-3 has
-locally banded attention in every other layer; all layers are declared dense.
+Sizes: GPT-2 from the `config.json` of openai-community/gpt2, gpt2-medium, gpt2-large and gpt2-xl; GPT-3 from Brown et
+al. 2020 (arXiv 2005.14165), table 2.1. Op order: `GPT2LMHeadModel` in transformers. GPT-3 has locally banded attention
+in every other layer; all layers are declared dense.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def gpt2(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' GPT2Config."""
+    """Read a transformers `GPT2Config`."""
     c.expect("scale_attn_weights", True)
     c.expect("reorder_and_upcast_attn", False)
     c.ignore("attn_pdrop", "embd_pdrop", "resid_pdrop", "scale_attn_by_inverse_layer_idx")

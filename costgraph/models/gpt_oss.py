@@ -1,7 +1,7 @@
 """GPT-OSS 20B and 120B: alternating window and full attention with sinks, and experts with clamped gates.
 
-Sizes: OpenAI 2025 (arXiv 2508.10925), table 1, and the `config.json` of openai/gpt-oss-20b and gpt-oss-120b. Order of
-ops: `GptOssForCausalLM` of transformers with grouped matmuls for experts.
+Sizes: OpenAI 2025 (arXiv 2508.10925), table 1, and the `config.json` of openai/gpt-oss-20b and gpt-oss-120b. Op order:
+`GptOssForCausalLM` in transformers with grouped matmuls for experts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _clamped(gate: cg.Tensor, up: cg.Tensor) -> cg.Tensor:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' GptOssConfig."""
+    """Read a transformers `GptOssConfig`."""
     c.expect("hidden_act", "silu")
     c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.ignore("max_position_embeddings", "initial_context_length", "router_aux_loss_coef", "swiglu_limit")

@@ -1,9 +1,9 @@
 """A causal transformer with linear attention, whose state has a constant size.
 
 Sizes: Katharopoulos et al. 2020 (arXiv 2006.16236), section 4.2: images as sequences of pixels with 256 values, 8
-layers for MNIST and 16 for CIFAR-10, 8 heads of 32 elements, a feed-forward layer of four times the width. Order of
-ops: `TransformerEncoderLayer` and `CausalLinearAttention` of idiap/fast-transformers, with post-norm, biases and
-sinusoidal positions. The head predicts all values, where the paper's predicts a mixture of ten logistics.
+layers for MNIST and 16 for CIFAR-10, 8 heads of 32 elements, a feed-forward layer of four times the width. Op order:
+`TransformerEncoderLayer` and `CausalLinearAttention` of idiap/fast-transformers, with post-norm, biases and sinusoidal
+positions. The head predicts all values, where the paper's predicts a mixture of ten logistics.
 """
 
 from __future__ import annotations

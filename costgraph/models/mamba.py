@@ -1,8 +1,8 @@
 """Mamba and Mamba-2: selective state-space models with a state of constant size.
 
-Sizes: Gu and Dao 2023 (arXiv 2312.00752), the `config.json` of state-spaces/mamba-130m-hf to mamba-2.8b-hf; Dao and
-Gu 2024 (arXiv 2405.21060), that of state-spaces/mamba2-130m to mamba2-2.7b and of
-mistralai/Mamba-Codestral-7B-v0.1. Order of ops: `MambaForCausalLM` and `Mamba2ForCausalLM` of transformers.
+Sizes: Gu and Dao 2023 (arXiv 2312.00752), the `config.json` of state-spaces/mamba-130m-hf to mamba-2.8b-hf; Dao and Gu
+2024 (arXiv 2405.21060), that of state-spaces/mamba2-130m to mamba2-2.7b and of mistralai/Mamba-Codestral-7B-v0.1. Op
+order: `MambaForCausalLM` and `Mamba2ForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
 
 
 def read_mamba(c: Config) -> Preset:
-    """Read a config.json of transformers' MambaConfig."""
+    """Read a transformers `MambaConfig`."""
     D = c.size("hidden_size")
     sizes = {"D": D, "E": _inner(c, D), "N": c.size("state_size")}
     sizes |= {"R": c.size_or_auto("time_step_rank", -(-D // 16)), "L": c.size("num_hidden_layers")}
@@ -219,7 +219,7 @@ def read_mamba(c: Config) -> Preset:
 
 
 def read_mamba2(c: Config) -> Preset:
-    """Read a config.json of transformers' Mamba2Config."""
+    """Read a transformers `Mamba2Config`."""
     D, H, K = c.size("hidden_size"), c.size("num_heads"), c.size("head_dim")
     if _inner(c, D) != H * K:
         raise cg.FormatError(f"{c.place}: num_heads*head_dim is {H * K}, expected expand*hidden_size = {_inner(c, D)}")

@@ -1,7 +1,7 @@
 """Mixtral 8x7B and 8x22B: Mistral's attention, and a mixture of 8 experts in every layer, 2 for each token.
 
 Sizes: Jiang et al. 2024 (arXiv 2401.04088), table 1, and the `config.json` of mistralai/Mixtral-8x7B-v0.1 and
-Mixtral-8x22B-v0.1. Order of ops: `MixtralForCausalLM` of transformers with grouped matmuls for experts.
+Mixtral-8x22B-v0.1. Op order: `MixtralForCausalLM` in transformers with grouped matmuls for experts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mixtral(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' MixtralConfig."""
+    """Read a transformers `MixtralConfig`."""
     c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.expect("router_jitter_noise", 0, 0.0)
     c.ignore("max_position_embeddings", "router_aux_loss_coef")

@@ -1,7 +1,7 @@
 """MobileNet V2 and V3: inverted residuals with depthwise convolutions; V3 adds squeeze and excitation.
 
-Sizes: Sandler et al. 2018 (arXiv 1801.04381), table 2; Howard et al. 2019 (arXiv 1905.02244), tables 1 and 2. Order of
-ops: `torchvision.models.mobilenet_v2` and `mobilenet_v3`. Configurations: `MobileNetV2ForImageClassification` of
+Sizes: Sandler et al. 2018 (arXiv 1801.04381), table 2; Howard et al. 2019 (arXiv 1905.02244), tables 1 and 2. Op order:
+`torchvision.models.mobilenet_v2` and `mobilenet_v3`. Configurations: `MobileNetV2ForImageClassification` in
 transformers.
 """
 
@@ -100,7 +100,7 @@ def divisible(value: float, by: int = 8, least: int | None = None) -> int:
 
 
 def read_v2(c: Config) -> Preset:
-    """Read a config.json of transformers' MobileNetV2Config."""
+    """Read a transformers `MobileNetV2Config`."""
     factor, by = c.number("depth_multiplier", above=0), c.size("depth_divisible_by")
     least = c.size("min_depth")
     ratio, limit = c.number("expand_ratio", above=0), c.size("output_stride")

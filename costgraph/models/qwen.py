@@ -1,8 +1,8 @@
 """Dense Qwen 2.5 and Qwen 3: Llama's layers with QKV biases, or with norms of query and key heads.
 
 Sizes: Yang et al. 2024 (arXiv 2412.15115), Yang et al. 2025 (arXiv 2505.09388), table 1, and the `config.json` of
-Qwen/Qwen2.5-0.5B to Qwen2.5-72B and Qwen/Qwen3-0.6B to Qwen3-32B. Order of ops: `Qwen2ForCausalLM` and
-`Qwen3ForCausalLM` of transformers.
+Qwen/Qwen2.5-0.5B to Qwen2.5-72B and Qwen/Qwen3-0.6B to Qwen3-32B. Op order: `Qwen2ForCausalLM` and `Qwen3ForCausalLM`
+in transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def qwen(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Qwen2Config or Qwen3Config."""
+    """Read a transformers `Qwen2Config` or `Qwen3Config`."""
     c.ignore("max_position_embeddings")
     c.expect("use_mrope", False)
     third = c.architecture == "Qwen3ForCausalLM"

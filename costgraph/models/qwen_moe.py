@@ -1,8 +1,8 @@
 """Qwen with experts: Qwen1.5-MoE and Qwen2 with a gated shared expert, Qwen3 without one.
 
 Sizes: Yang et al. 2024 (arXiv 2407.10671), table 1, Yang et al. 2025 (arXiv 2505.09388), table 2, and the `config.json`
-of Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B, Qwen3-30B-A3B and Qwen3-235B-A22B. Order of ops: `Qwen2MoeForCausalLM` and
-`Qwen3MoeForCausalLM` of transformers with grouped matmuls for experts.
+of Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B, Qwen3-30B-A3B and Qwen3-235B-A22B. Op order: `Qwen2MoeForCausalLM` and
+`Qwen3MoeForCausalLM` in transformers with grouped matmuls for experts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def qwen_moe(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Qwen2MoeConfig or Qwen3MoeConfig."""
+    """Read a transformers `Qwen2MoeConfig` or `Qwen3MoeConfig`."""
     third = c.architecture == "Qwen3MoeForCausalLM"
     c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.ignore("max_position_embeddings", "router_aux_loss_coef", "max_window_layers")

@@ -1,8 +1,8 @@
 """ResNet, ResNeXt and Wide ResNet: stages of residual blocks of convolutions with batch norm.
 
-Sizes: He et al. 2015 (arXiv 1512.03385), table 1; Xie et al. 2016 (arXiv 1611.05431), table 1; Zagoruyko and
-Komodakis 2016 (arXiv 1605.07146). Order of ops: `ResNet` of torchvision 0.20, whose bottlenecks have their stride in
-the 3x3 convolution. Configurations: `ResNetModel` and `ResNetForImageClassification` of transformers.
+Sizes: He et al. 2015 (arXiv 1512.03385), table 1; Xie et al. 2016 (arXiv 1611.05431), table 1; Zagoruyko and Komodakis
+2016 (arXiv 1605.07146). Op order: `ResNet` in torchvision 0.20, whose bottlenecks have their stride in the 3x3
+convolution. Configurations: `ResNetModel` and `ResNetForImageClassification` in transformers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def resnet(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' ResNetConfig."""
+    """Read a transformers `ResNetConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
         c.expect("hidden_sizes", f"{len(depths)} numbers, as many as depths")

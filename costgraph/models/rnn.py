@@ -1,7 +1,7 @@
 """LSTM and GRU language models: an embedding, L recurrent layers of the same width, a head with a bias.
 
 Sizes: Zaremba et al. 2014 (arXiv 1409.2329), section 4.1, on the Penn Treebank (V = 10,000): 200 units a layer without
-regularization, 650 ("medium") and 1500 ("large") with dropout. Order of ops: `RNNModel` of pytorch/examples,
+regularization, 650 ("medium") and 1500 ("large") with dropout. Op order: `RNNModel` of pytorch/examples,
 word_language_model, with torch.nn.LSTM or torch.nn.GRU; the GRU models have the same sizes.
 """
 

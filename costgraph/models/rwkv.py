@@ -1,7 +1,7 @@
 """RWKV-7 "Goose": a matrix state for each head, updated at each position by decay, a delta rule and a new term.
 
-Sizes: Peng et al. 2025 (arXiv 2503.14456). Order of ops: `RWKV_Tmix_x070` and `RWKV_CMix_x070` of
-BlinkDL/RWKV-LM, and its kernel `wkv7`.
+Sizes: Peng et al. 2025 (arXiv 2503.14456). Op order: `RWKV_Tmix_x070` and `RWKV_CMix_x070` of BlinkDL/RWKV-LM, and its
+kernel `wkv7`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Swin Transformer: attention within windows of 7 x 7 positions, shifted by half a window in every other layer.
 
 Sizes: Liu et al. 2021 (arXiv 2103.14030), section 3.3, and the `config.json` of microsoft/swin-tiny-patch4-window7-224,
-swin-small-patch4-window7-224 and swin-base-patch4-window7-224. Order of ops: `SwinForImageClassification` of
-transformers; rows and columns are padded as `torchvision.models.swin_transformer` pads them.
+swin-small-patch4-window7-224 and swin-base-patch4-window7-224. Op order: `SwinForImageClassification` in transformers;
+rows and columns are padded as `torchvision.models.swin_transformer` pads them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' SwinConfig."""
+    """Read a transformers `SwinConfig`."""
     depths, heads = c.sizes("depths"), c.sizes("num_heads")
     width, ratio = c.size("embed_dim"), c.number("mlp_ratio", above=0)
     side, patch, window = (c.size(n) for n in ("image_size", "patch_size", "window_size"))

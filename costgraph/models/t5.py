@@ -1,8 +1,8 @@
 """T5: an encoder-decoder with relative position biases, RMSNorm and linear layers without biases.
 
 Sizes: Raffel et al. 2020 (arXiv 1910.10683), sections 2.1 and 3.7, and the `config.json` of google-t5/t5-small,
-t5-base, t5-large, t5-3b and t5-11b, where heads times head size may differ from the width. Order of ops:
-`T5ForConditionalGeneration` of transformers. T5 1.1 and Flan-T5 have gated feed-forward layers and an untied head.
+t5-base, t5-large, t5-3b and t5-11b, where heads times head size may differ from the width. Op order:
+`T5ForConditionalGeneration` in transformers. T5 1.1 and Flan-T5 have gated feed-forward layers and an untied head.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _feed_forward(x: cg.Tensor, *, gated: bool, activation: str, p: float) -> cg
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' T5Config."""
+    """Read a transformers `T5Config`."""
     c.expect("is_encoder_decoder", True)
     c.expect("is_decoder", False)
     c.ignore("dropout_rate", "relative_attention_max_distance", "n_positions", "output_past")

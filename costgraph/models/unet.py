@@ -1,8 +1,8 @@
 """Diffusion U-Nets: residual blocks conditioned on time, down- and upsampling, and skip connections.
 
 Sizes: Ho et al. 2020 (arXiv 2006.11239), appendix B, for CIFAR-10; Rombach et al. 2021 (arXiv 2112.10752) and
-`unet/config.json` of stable-diffusion-v1-5 for Stable Diffusion. Order of ops: `UNet2DModel` and
-`UNet2DConditionModel` of diffusers 0.31.
+`unet/config.json` of stable-diffusion-v1-5 for Stable Diffusion. Op order: `UNet2DModel` and `UNet2DConditionModel` of
+diffusers 0.31.
 """
 
 from __future__ import annotations

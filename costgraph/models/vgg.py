@@ -1,6 +1,6 @@
 """VGG: five stages of 3x3 convolutions with pooling, and three linear layers.
 
-Sizes: Simonyan and Zisserman 2014 (arXiv 1409.1556), table 1, configurations A, B, D and E. Order of ops: `VGG` of
+Sizes: Simonyan and Zisserman 2014 (arXiv 1409.1556), table 1, configurations A, B, D and E. Op order: `VGG` in
 torchvision 0.20; names with -bn have batch norm.
 """
 

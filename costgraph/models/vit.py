@@ -1,8 +1,8 @@
 """ViT: image patches and a class token in a pre-LayerNorm encoder.
 
-Sizes: Dosovitskiy et al. 2020 (arXiv 2010.11929), table 1. Order of ops: `VisionTransformer` of torchvision 0.20 (its
+Sizes: Dosovitskiy et al. 2020 (arXiv 2010.11929), table 1. Op order: `VisionTransformer` in torchvision 0.20 (its
 vit_b_16, vit_b_32, vit_l_16 and vit_h_14, at 224x224 pixels with 1000 classes). Configurations: `ViTModel`, which has a
-pooler, and `ViTForImageClassification` of transformers.
+pooler, and `ViTForImageClassification` in transformers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def vit(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' ViTConfig."""
+    """Read a transformers `ViTConfig`."""
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride")
     D, head = c.size("hidden_size"), HEADS[c.architecture]
     sizes = {"R": c.size("image_size"), "IC": c.size("num_channels"), "D": D}

@@ -1,7 +1,7 @@
 """Whisper: convolutions and an encoder over 30 s of log-mel spectrogram, and a text decoder.
 
 Sizes: Radford et al. 2022 (arXiv 2212.04356), table 1, and the `config.json` of openai/whisper-tiny, -base, -small,
--medium and -large-v3. Order of ops: `WhisperForConditionalGeneration` of transformers: pre-LayerNorm, biases except for
+-medium and -large-v3. Op order: `WhisperForConditionalGeneration` in transformers: pre-LayerNorm, biases except for
 keys, learned positions in the decoder and frozen sinusoidal ones in the encoder.
 """
 
@@ -68,7 +68,7 @@ def _convolved(sound: cg.Tensor, act: Part) -> cg.Tensor:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' WhisperConfig."""
+    """Read a transformers `WhisperConfig`."""
     c.expect("is_encoder_decoder", True)
     c.expect("apply_spec_augment", False)
     c.expect("encoder_layerdrop", 0, 0.0)

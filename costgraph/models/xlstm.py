@@ -1,8 +1,8 @@
 """xLSTM: mLSTM with a matrix state for each head, and sLSTM with recurrent gates.
 
 Sizes: Beck et al. 2025 (arXiv 2503.13427) and the `config.json` of NX-AI/xLSTM-7b; Beck et al. 2024 (arXiv 2405.04517),
-appendix on language modelling, xLSTM[1:0] with mLSTM only and xLSTM[7:1] with some sLSTM blocks.
-Order of ops: `xLSTMForCausalLM` of transformers, and `xLSTMLMModel` of NX-AI/xlstm.
+appendix on language modelling, xLSTM[1:0] with mLSTM only and xLSTM[7:1] with some sLSTM blocks. Op order:
+`xLSTMForCausalLM` in transformers, and `xLSTMLMModel` of NX-AI/xlstm.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _slstm(gates: list[cg.Tensor], weight: cg.Tensor, bias: cg.Tensor, scan: str
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' xLSTMConfig."""
+    """Read a transformers `xLSTMConfig`."""
     D, L, H = c.size("hidden_size"), c.size("num_hidden_layers"), c.size("num_heads")
     qk, v = (int(D * c.number(f"{name}_dim_factor", above=0)) for name in ("qk", "v"))
     if qk % H or v % H:
