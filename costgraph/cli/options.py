@@ -199,7 +199,7 @@ def read_sizes(words: list[str] | None) -> dict[str, int]:
 
 #: Largest file in bytes that is parsed as a configuration; they have a few thousand.
 _LARGEST_CONFIG = 2**20
-#: Timeout of the Hub in seconds.
+#: Timeout in seconds for requests to the Hub.
 _PATIENCE = 10
 
 
@@ -243,7 +243,7 @@ def _configured(path: str) -> Callable[..., Graph]:
 
 
 def _config_of(model: str) -> str:
-    """Return the configuration of weights or of a Hub model; return other arguments unchanged."""
+    """Return the configuration for weights or a Hub model; return other arguments unchanged."""
     if model.lower().endswith((".safetensors", ".safetensors.index.json", ".gguf")):
         beside = os.path.join(os.path.dirname(model), "config.json")
         if os.path.exists(beside) or model.lower().endswith(".gguf"):
@@ -340,7 +340,7 @@ def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
 
 
 def stage_of(rank: Graph, name: str) -> Graph:
-    """Return the graph of a pipeline stage by the end of its name; without a pipeline, the graph itself.
+    """Return a pipeline stage's graph by the end of its name; without a pipeline, the graph itself.
 
     Raise FormatError if there is no such stage.
     """
@@ -357,7 +357,7 @@ def rank_of(
     pp: str = "1", schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
     system: str = "torch",
 ) -> Graph:  # fmt: skip
-    """Return the graph of one rank of a step, or the step itself without parallelism.
+    """Return the per-rank graph of a step, or the step itself without parallelism.
 
     Arguments are command-line text: `degrees` by mesh axis; `context` is the attention algorithm along cp; `buckets` is
     none, copy or view; `system` is torch or megatron. Raise an error if a degree is neither a size nor a name, a word

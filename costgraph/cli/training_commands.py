@@ -1,4 +1,4 @@
-"""Training commands: costs of a step, preflight checks of a run, and strategy search."""
+"""Training commands: step costs, preflight checks, and strategy search."""
 
 from __future__ import annotations
 

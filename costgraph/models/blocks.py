@@ -18,7 +18,7 @@ Part = Callable[[cg.Tensor], cg.Tensor]
 #: Rotary cosines and sines.
 Tables = tuple[cg.Tensor, cg.Tensor]
 
-#: Implementation of a layer where they differ: the module's, or that of Megatron-LM (core_r0.14.0, 23e00ed).
+#: Implementation of a layer, if it matters: the module's, or Megatron-LM's (core_r0.14.0, 23e00ed).
 System = Literal["torch", "megatron"]
 
 
@@ -95,7 +95,7 @@ def gated(activation: str, *, f: object = None, system: System = "torch", **fact
 
 
 def mixed(routing: str, capacity: float | None, *, system: System = "torch", **facts: Any) -> Part:
-    """Return a mixture of E experts of width Fe, with k experts for each token.
+    """Return a mixture of E experts with width Fe, k experts per token.
 
     Megatron-LM applies the routing weights inside the experts, and computes the router in the format of the layer.
     """

@@ -22,7 +22,7 @@ _HIDDEN = -1e4
 class Kernels:
     """Functions as kernels, without variables: a tensor dies after its last reader."""
 
-    # -- lifetimes of variables ----------------------------------------------------------------------------------------
+    # -- variable lifetimes --------------------------------------------------------------------------------------------
 
     def named(self, x: cg.Tensor) -> cg.Tensor:
         """Return a tensor that lives until the final norm."""
@@ -33,7 +33,7 @@ class Kernels:
         return x
 
     def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
-        """Add the output of a residual branch to the residual stream; `given` is the input of the branch."""
+        """Add a residual branch's output to the residual stream; `given` is the input of the branch."""
         return x + made
 
     def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
@@ -94,7 +94,7 @@ class Composed(Kernels):
         self._of_model: list[cg.Tensor] = []
         self._of_layer: list[cg.Tensor] = []
 
-    # -- lifetimes of variables ----------------------------------------------------------------------------------------
+    # -- variable lifetimes --------------------------------------------------------------------------------------------
 
     def named(self, x: cg.Tensor) -> cg.Tensor:
         """Return a tensor that lives until the final norm has returned."""
@@ -113,7 +113,7 @@ class Composed(Kernels):
         return cg.ops.keep(x + made, given)
 
     def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
-        """Keep the input of a layer, and the outputs of its attention, alive until it returns."""
+        """Keep a layer's input, and its attention outputs, alive until it returns."""
         named, self._of_layer = self._of_layer, []
         return cg.ops.keep(y, *named, x)
 

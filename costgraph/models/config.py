@@ -1,4 +1,4 @@
-"""Configurations of transformers: every field of a config.json is read, known to change no cost, or rejected."""
+"""Transformers configurations: every field of a config.json is read, known to change no cost, or rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 # -- GGUF --------------------------------------------------------------------------------------------------------------
-# Translation of GGUF metadata to fields of a config.json.
+# GGUF metadata, translated to fields of a config.json.
 
 #: Architectures of transformers by GGUF architecture; llama with experts is Mixtral.
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -53,7 +53,7 @@ _FREE = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
 
 
 def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Translate the metadata of a GGUF file to fields of a config.json.
+    """Translate GGUF metadata to fields of a config.json.
 
     Raise UnsupportedError for an unknown architecture, field or file type; the message names it.
     """
@@ -136,7 +136,7 @@ _FALCON = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 
-#: Value of a missing field; None means null, which the reader of the family interprets.
+#: Defaults for missing fields; None means null, which the family's reader interprets.
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gpt2": {
         "n_inner": None, "activation_function": "gelu_new", "tie_word_embeddings": True, "scale_attn_weights": True,
@@ -256,7 +256,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "swin": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
 }  # fmt: skip
 
-#: Fields of any model that change no cost of a forward pass or training step of the whole model.
+#: Fields that change no cost of a forward pass or training step, in any model.
 NO_COST = frozenset(
     """
     architectures model_type transformers_version _name_or_path name_or_path auto_map torch_dtype dtype return_dict
@@ -299,7 +299,7 @@ _RUNS = 128  # runs of equal layers in a period: each run is declared separately
 
 
 class Config:
-    """The fields of a configuration, and which of them have been read.
+    """The fields of a configuration, and which have been read.
 
     A missing field has the default of transformers (`DEFAULTS`), or else is an error. Null has the value that the
     caller passes as `default`, unless transformers has a default other than null.
@@ -308,7 +308,7 @@ class Config:
     def __init__(self, fields: Mapping[str, object], place: str) -> None:
         self._fields = dict(fields)
         self.place = place
-        """Prefix of error messages."""
+        """Prefix for error messages."""
         self._defaults: Mapping[str, object] = {}
         self._used: set[str] = set()
         self._parts: list[Config] = []
@@ -332,7 +332,7 @@ class Config:
 
     @property
     def fields(self) -> dict[str, object]:
-        """All fields of the file."""
+        """All fields in the file."""
         return dict(self._fields)
 
     # -- reading fields ----------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class Config:
         return ACTIVATIONS[self.choice(name, of=ACTIVATIONS, default=default)]
 
     def labels(self) -> int:
-        """Return the number of classes, which transformers stores as a mapping of their names."""
+        """Return the number of classes, which transformers stores as a mapping of names."""
         names = self._get("id2label")
         if names is None:
             return self.size("num_labels", default=2)
@@ -451,7 +451,7 @@ class Config:
         return found
 
     def layer_types(self, of: Mapping[str, str], depth: int, rule: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """Return the kinds of layers in one period, and the number of layers in a final partial period.
+        """Return the kinds of layers in one period, and the length of a final partial period.
 
         `of` maps the words of the file to kinds; `rule` is the repeating pattern if the file lists no layers.
         """
@@ -465,7 +465,7 @@ class Config:
         return self.period("layer_types", [of[word] for word in words], depth)
 
     def period(self, name: str, kinds: Sequence[str], depth: int) -> tuple[tuple[str, ...], int]:
-        """Return the shortest period of the kinds of layers, and the number of layers in a final partial period."""
+        """Return the shortest period of the layers' kinds, and the length of a final partial period."""
         found = _period(kinds)
         if depth > len(kinds) and len(kinds) % found:  # the given pattern restarts within the shorter period
             found = len(kinds)
@@ -508,7 +508,7 @@ class Config:
     # -- rotary positions --------------------------------------------------------------------------------------------
 
     def _rope(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return the parameters of rotary positions, for all layers or for each kind of layer."""
+        """Return rotary position parameters, for all layers or by kind of layer."""
         found: list[tuple[str, Mapping[str, Any]]] = []
         both = [n for n in ("rope_parameters", "rope_scaling") if self.has(n)]
         for name in both:
@@ -541,7 +541,7 @@ class Config:
         return float(next(iter(said.values()), 1))
 
     def rotated(self, head: int) -> int:
-        """Return the number of rotated elements of a head, in whole pairs."""
+        """Return the number of rotated elements per head, in whole pairs."""
         part = self.partial_rotary()
         if int(head * part) < 1:
             raise self._wrong("partial_rotary_factor", part, f"a part of {head} that is 1 at the least")
@@ -578,7 +578,7 @@ class Config:
 
     @property
     def architecture(self) -> str:
-        """The single architecture of the file."""
+        """The file's single architecture."""
         value = self._fields.get("architectures")
         if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], str):
             raise FormatError(f"{self.place}: architectures is {shown(value)}, expected a list of one name")
@@ -717,7 +717,7 @@ def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
 
 
 def _fp8(c: Config, whole: Config) -> dict[str, Any]:
-    """Read fine-grained fp8: weights in blocks of 128 x 128, activations in groups of 128 per token (DeepSeek-V3)."""
+    """Read fine-grained fp8: weights in 128 x 128 blocks, activations in groups of 128 per token (DeepSeek-V3)."""
     c.expect("fmt", "e4m3")
     c.expect("activation_scheme", "dynamic")
     c.expect("scale_fmt", "float")

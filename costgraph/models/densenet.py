@@ -1,4 +1,4 @@
-"""DenseNet: every layer of a block reads the concatenated outputs of all previous layers.
+"""DenseNet: every layer reads the concatenated outputs of all previous layers in its block.
 
 Sizes: Huang et al. 2016 (arXiv 1608.06993), table 1. Op order: `DenseNet` in torchvision 0.20. The inputs of layers
 grow, so no two layers are equal: the depth of a block is structure, not a symbol.
@@ -19,7 +19,7 @@ def densenet(
 ) -> cg.Graph:  # fmt: skip
     """Declare DenseNet: images (B, IC, R, R) to logits (B, C), with dropout on the output of each layer.
 
-    Each layer adds K channels, with a bottleneck of Z*K; `blocks` are the numbers of layers between transitions.
+    Each layer adds K channels, with a bottleneck of Z*K; `blocks` lists the number of layers between transitions.
     """
     B, R, IC, D, K, Z, C = cg.dims("B R IC D K Z C")
 

@@ -62,7 +62,7 @@ _KAGGLE = (
 
 
 def _preset(rows: tuple[int, ...], bottom: tuple[int, ...], top: tuple[int, ...]) -> Preset:
-    """Return sizes of the tables, the bottom MLP, and the hidden layers of the top MLP."""
+    """Return sizes for the tables, the bottom MLP, and the top MLP's hidden layers."""
     *hidden, width = bottom
     sizes = {"dense": 13, "N": 1, "D": width}
     for letter, numbers in (("F", hidden), ("T", top), ("V", rows)):

@@ -1,4 +1,4 @@
-"""Model families: a declaration, presets of published models, and a reader of configurations."""
+"""Model families: a declaration, presets for published models, and a configuration reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Family", "Preset"]
 
 @dataclass(frozen=True)
 class Preset:
-    """One model of a family."""
+    """One model in a family."""
 
     sizes: Mapping[str, int]
     """Default sizes."""

@@ -59,7 +59,7 @@ def _log_sigmoid(x: cg.Tensor) -> cg.Tensor:
 
 
 def _states(q: cg.Tensor, v: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor, cg.Tensor]:
-    """Return the initial state of a head: a matrix, a sum of keys, and the running maximum of exponents."""
+    """Return a head's initial state: a matrix, a sum of keys, and the running maximum of exponents."""
     (B, _, H, K), U = q.shape, v.shape[-1]
     shapes = {"matrix": (B, H, K, U), "norm": (B, H, K), "largest": (B, H)}
     made = [cg.ops.initial_state(shape, "fp32", name=f"mlstm/{n}") for n, shape in shapes.items()]

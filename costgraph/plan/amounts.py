@@ -51,7 +51,7 @@ def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str
 
 
 def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "executed", **dims: int) -> Formula:
-    """Return the FLOPs of training on a number of tokens.
+    """Return the FLOPs for training on a number of tokens.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class LeadingTerm:
     """Training FLOPs, split into the rule of thumb and the remainder."""
 
     params: Formula
-    """number of parameters N; in a mixture of experts, active parameters"""
+    """number of parameters N; active parameters in a mixture of experts"""
     leading: Formula
     """6 * N * tokens"""
     remainder: Formula
@@ -250,7 +250,7 @@ def training_tokens(
     hardware, devices, mfu : object
         As in `training_seconds`.
     dtype : str, optional
-        Format of the peak rate, by default the one with the most matmul FLOPs of the step.
+        Format of the peak rate, by default the one with the most matmul FLOPs in the step.
     count : str
         executed, or full.
     fallback : object

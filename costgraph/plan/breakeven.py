@@ -78,7 +78,7 @@ class Crossovers(Table):
 
 @dataclass
 class _Curves:
-    """Plans of one structure, as functions of a size."""
+    """Plans with a common structure, as functions of one size."""
 
     family: Family
     symbol: str

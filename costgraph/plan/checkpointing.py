@@ -89,7 +89,7 @@ def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
 
 
 def _coefficient(p: Poly, name: str, exponent: int) -> Poly:
-    """Return the coefficient of a power of a symbol."""
+    """Return the coefficient of a symbol's power."""
     found = {m: c for m, c in p.terms.items() if dict(m).get(name) == exponent}
     return Poly({tuple((k, e) for k, e in m if k != name): c for m, c in found.items()})
 
@@ -147,7 +147,7 @@ def checkpoint_for(
     -------
     Checkpoint or None
         None if the step fits without checkpointing. Candidates are parts of a layer by name, each layer, every k-th
-        layer for the divisors of the number of layers, alone and nested, and the whole model.
+        layer for every divisor of the layer count, alone and nested, and the whole model.
 
     Raises
     ------
@@ -189,7 +189,7 @@ def checkpoint_for(
 
 
 def _layers(graph: Graph, dims: dict[str, int]) -> int:
-    """Return the number of layers of the deepest stack."""
+    """Return the depth of the deepest stack of layers."""
     values = bindings(graph, dims)
     counts = [op.loop.count.bind(values).constant for op in graph.ops if op.loop is not None]
     return max((int(n) for n in counts if n is not None), default=1)

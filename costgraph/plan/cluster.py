@@ -69,7 +69,7 @@ def run(
     pp: Formula = 1, micro_batches: Formula = 1, virtual: Formula | None = None, dtype: str | None = None,
     fallback: Fallback = None, **dims: int,
 ) -> Run:  # fmt: skip
-    """Return throughput, duration and cost of training on a number of tokens.
+    """Return throughput, duration and cost of a training run with a given number of tokens.
 
     Parameters
     ----------
@@ -89,10 +89,10 @@ def run(
     bubble : number or sympy.Expr
         Idle time in a pipeline as a fraction of busy time.
     schedule : str, optional
-        Pipeline schedule, if the step is one rank of a pipeline. The idle fraction is then that of `bubble`, with equal
-        times of the forward pass and of both gradients.
+        Pipeline schedule, if the step is one pipeline rank. The idle fraction is then that of `bubble`, with equal
+        times for the forward pass and both gradients.
     pp, micro_batches, virtual : int or sympy.Expr, optional
-        Pipeline ranks, micro-batches of a step and model chunks of a rank, as in `bubble`.
+        Pipeline ranks, micro-batches per step and model chunks per rank, as in `bubble`.
     dtype : str, optional
         Format of the peak rate, by default as in `mfu`.
     fallback : str or mapping, optional
@@ -103,7 +103,7 @@ def run(
     Returns
     -------
     Run
-        Time of a step and of the run, tokens per second, MFU, device hours and cost.
+        Step time, run time, tokens per second, MFU, device hours and cost.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def run(
 
 
 def _mean(stages: Sequence[tuple[Graph, Bindings]], dims: Mapping[str, int]) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the mean model FLOPs of the pipeline stages, and the number of stages."""
+    """Return the mean model FLOPs over the pipeline stages, and the number of stages."""
     done, ranks = sympy.Integer(0), sympy.Integer(0)
     for g, values in stages:
         assert g.waiting is not None
@@ -191,7 +191,7 @@ def _idle(
 
 
 def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
-    """Return the number of devices of a graph, and the number of parts that tokens are split into."""
+    """Return a graph's number of devices, and the number of parts that they split tokens into."""
     sharding = graph.sharding
     if sharding is None:
         return ONE, ONE
@@ -206,7 +206,7 @@ def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
 
 
 def served(place: str, graph: Graph) -> tuple[Poly, Poly]:
-    """Return the number of devices of a pass, and how many times the graph's tokens pass through all of them."""
+    """Return a pass's number of devices, and how often the graph's tokens pass through all of them."""
     devices, parts = spread(place, graph)
     of_stage = graph.waiting
     return (devices, parts) if of_stage is None else (devices * of_stage.stages, parts * of_stage.micro_batches)

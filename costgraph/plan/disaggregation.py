@@ -43,7 +43,7 @@ class Disaggregated:
     """Serving with a prefill mesh and a decode mesh. Created by `disaggregated`."""
 
     first_token: float
-    """seconds of a prefill of one batch"""
+    """seconds to prefill one batch"""
     transfer: float
     """seconds to send its KV cache"""
     next_token: float
@@ -55,7 +55,7 @@ class Disaggregated:
     sent: int | float
     """largest number of bytes that a device sends or receives"""
     link: str
-    """link of the transfer: interconnect, network or a level of it"""
+    """link used for the transfer: interconnect, network or one of its levels"""
     prefill_devices: int
     """devices of the prefill mesh"""
     decode_devices: int
@@ -101,7 +101,7 @@ def disaggregated(
     prefill, decode : Graph
         Results of the two transforms for one model, each with `parallelize` for its own mesh or for one device.
     hardware : str, path-like or Hardware
-        The devices of both meshes.
+        The devices in both meshes.
     prompt : int
         Prompt length.
     steps : int
@@ -109,9 +109,9 @@ def disaggregated(
     sequences : (int, int)
         Sequences in a prefill and in a decode step, on all devices of the mesh; with a pipeline, in all micro-batches.
     batch : str
-        Name of the batch dimension.
+        Batch dimension.
     along : str
-        Name of the sequence dimension.
+        Sequence dimension.
     time : str
         Roofline time to use: estimate or lower_bound.
     network : str, path-like or Network, optional

@@ -58,7 +58,7 @@ class Simulated:
     """A simulated pipeline step. Created by `simulate`."""
 
     events: tuple[tuple[Event, ...], ...]
-    """events of each rank, in order"""
+    """events by rank, in order"""
 
     @property
     def makespan(self) -> Time:
@@ -67,7 +67,7 @@ class Simulated:
 
     @property
     def busy(self) -> tuple[Time, ...]:
-        """Busy time of each rank."""
+        """Busy time by rank."""
         return tuple(sum((e.end - e.start for e in events), 0) for events in self.events)
 
     @property
@@ -87,7 +87,7 @@ def simulate(
     actions : sequence of sequence of Action
         Actions of each rank, as `schedule` lists them, with or without sends.
     forward : number or sequence of number
-        Time of the forward pass of a stage, or a list for all stages.
+        Time of a stage's forward pass, or a list for all stages.
     backward_input : number or sequence of number
         Time of the input gradient, likewise.
     backward_weight : number or sequence of number
@@ -164,7 +164,7 @@ def _time(name: str, value: object) -> Time:
 
 
 def _forwards(name: str) -> sympy.Expr:
-    """Return the number of forward passes of a rank in a step."""
+    """Return a rank's number of forward passes in a step."""
     made = SCHEDULES[name]
     half = 2 if made.both_ways else 1
     phases = made.phases(_M / half, _P / half, _V, sympy.Integer(0))
@@ -176,14 +176,14 @@ def bubble(
     name: str, pp: Formula, micro_batches: Formula, virtual: Formula | None = None, *, forward: Formula = 1,
     backward_input: Formula = 1, backward_weight: Formula = 1,
 ) -> Formula:  # fmt: skip
-    """Return the idle time of a pipeline rank as a fraction of its busy time.
+    """Return a pipeline rank's idle time as a fraction of its busy time.
 
     Parameters
     ----------
     name : str
-        Name of a `schedule`.
+        Schedule name, as in `schedule`.
     pp, micro_batches : int or sympy.Expr
-        Ranks, and micro-batches of a step.
+        Ranks, and micro-batches per step.
     virtual : int or sympy.Expr, optional
         Model chunks of a rank, as in `schedule`.
     forward, backward_input, backward_weight : number or sympy.Expr

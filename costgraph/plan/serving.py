@@ -65,13 +65,13 @@ class ThroughputRow:
     seconds: float
     """estimated seconds of the step: the time between tokens"""
     lower_bound: float
-    """lower bound of the seconds"""
+    """lower bound in seconds"""
     memory: int | float
     """peak memory in bytes, on one device"""
     fits: bool
     """whether it fits into the usable memory"""
     bound: str
-    """bottleneck of most of the estimated time: compute, memory or link"""
+    """largest part of the estimated time: compute, memory or link"""
     devices: int = 1
     """number of devices"""
 
@@ -144,7 +144,7 @@ class Throughput(Table):
 
 
 def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
-    """Return the bound sizes of a graph, except that of one dimension."""
+    """Return a graph's bound sizes, except for one dimension."""
     found: dict[str, int] = {}
     for g, values in of_stages(graph, dims):
         values.pop(free, None)
@@ -166,7 +166,7 @@ def throughput(
     graph: Graph, hardware: str | Hardware, symbol: str, values: Annotated[Iterable[int] | None, READ] = None, /, *,
     network: str | Network | None = None, fallback: Fallback = None, **dims: int,
 ) -> Throughput:  # fmt: skip
-    """Return time, throughput and memory of an inference step for several sizes of a dimension.
+    """Return time, throughput and memory of an inference step for several sizes.
 
     Parameters
     ----------
@@ -300,7 +300,7 @@ def latency(
     steps : int
         Decode steps after the prefill.
     along : str
-        Name of the sequence dimension.
+        Sequence dimension.
     time : str
         Roofline time to use: estimate or lower_bound.
     network : str, path-like or Network, optional

@@ -1,4 +1,4 @@
-"""Search for a parallelization strategy: closed forms of structures, evaluated over arrays of all degrees."""
+"""Search for a parallelization strategy: closed forms by structure, evaluated over arrays of degrees."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Plan:
     schedule: str
     """pipeline schedule, empty without a pipeline"""
     virtual: int
-    """model chunks of a rank"""
+    """model chunks per rank"""
     precision: str
     """name of the precision policy"""
     offload: tuple[str, ...]
@@ -121,7 +121,7 @@ class Search(Table):
     devices: int
     """number of devices"""
     limit: float
-    """memory limit of a device in bytes"""
+    """memory limit per device in bytes"""
     rows: tuple[Plan, ...]
     """by time, then memory; within 1 % of the fastest remaining plan, fewer pipeline stages come first"""
     tried: int
@@ -240,7 +240,7 @@ class Fit(NamedTuple):
     structure: Structure
     point: Point
     stages: tuple[int, ...]
-    """bytes of each stage"""
+    """bytes by stage"""
     seconds: float
     parts: dict[str, float]
     """seconds by part"""
@@ -469,8 +469,8 @@ def search(
     dp, tp : int or iterable of int, optional
         Allowed values; by default all divisors.
     pp : int or iterable of int, optional
-        Allowed pipeline stages, with several micro-batches; by default all divisors of the devices up to the number of
-        layers.
+        Allowed pipeline stages, with several micro-batches; by default all divisors of the devices up to the layer
+        count.
     cp : int or iterable of int, optional
         Allowed context-parallel ranks, by default 1; None for all divisors.
     ep : int or iterable of int, optional
@@ -488,7 +488,7 @@ def search(
         Pipeline schedules, as in `parallelize`: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe and
         dualpipev.
     virtual : int or iterable of int, optional
-        Model chunks of a rank under interleaved and interleaved-zb; by default all divisors of its layers. zbv,
+        Model chunks per rank under interleaved and interleaved-zb; by default all divisors of its layers. zbv,
         dualpipe and dualpipev have two, other schedules one.
     offload : str or iterable of str
         Tensors in host memory: none, optimizer, parameters or activations, joined by a plus sign for several, such as
@@ -518,7 +518,7 @@ def search(
 
     Notes
     -----
-    The time is the estimate of `seconds`, based on vendors' peak rates, and the peak is that of `peak_memory`.
+    The time is the estimate of `seconds`, based on vendors' peak rates, and the peak follows `peak_memory`.
     Throughput counts tokens if all inputs are sequences of one length, else samples. Closed forms are derived once for
     each structure (ZeRO stage, sequence parallelism, checkpointing), and evaluated over arrays of degrees. Choices that
     make no difference, because an axis has one rank, count as one plan. Plans are not derived if their parameters,
@@ -635,7 +635,7 @@ def _precisions(place: str, given: object) -> dict[str, object]:
 
 
 def _offloads(place: str, given: object) -> list[tuple[str, ...]]:
-    """Return the combinations of offloaded tensors."""
+    """Return the allowed combinations of offloaded tensors."""
     found = []
     for value in _several(place, given):
         if not isinstance(value, str):

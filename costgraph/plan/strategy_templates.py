@@ -109,7 +109,7 @@ class Rings:
 
 
 # -- closed forms ------------------------------------------------------------------------------------------------------
-# Peak memory and seconds of the ranks of a structure, over arrays of degrees.
+# Peak memory and seconds of a structure's ranks, over arrays of degrees.
 
 #: Points that are evaluated together.
 _CHUNK = 1 << 14
@@ -118,12 +118,12 @@ COMPUTE, MEMORY, IDLE, SENT = "compute", "memory traffic", "idle", "send over pp
 
 
 class Cut(NamedTuple):
-    """Pipeline stages of one kind, over an array of pipelines."""
+    """Pipeline stages with equal graphs, over an array of pipelines."""
 
     layers: Array
-    """layers of each stage"""
+    """layers per stage"""
     alike: Array
-    """number of stages; 0 if a pipeline has none of this kind"""
+    """number of stages, possibly 0"""
 
 
 @dataclass
@@ -239,7 +239,7 @@ class _Taken(NamedTuple):
     shares: dict[str, Any]
     """`apart` by pass, over all micro-batches"""
     send: Any
-    """seconds of one send"""
+    """seconds per send"""
     parts: dict[str, Any]
     """`apart` by part"""
 
@@ -256,14 +256,14 @@ class Found(NamedTuple):
 
 @dataclass
 class Forms:
-    """Closed forms of a structure; a pipeline has several kinds of ranks."""
+    """A structure's closed forms; a pipeline has several kinds of ranks."""
 
     kinds: Mapping[str, Kind]
     """by name, as in cuts"""
     names: Mapping[str, str]
-    """dimension names of the degrees"""
+    """dimension names by degree"""
     layers: str | None = None
-    """name of the dimension of layers"""
+    """dimension name of the layers"""
 
     def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
         """Evaluate at points with known degrees, in chunks that stay in cache."""
@@ -328,7 +328,7 @@ class Forms:
         return Found(_by_place(peaks_), seconds, parts)
 
     def of_stage(self, sizes: Mapping[str, Array], cut: Cut) -> dict[str, Array]:
-        """Return the sizes of a stage; graphs take the number of layers of all stages."""
+        """Return the sizes for a stage; its graph takes the number of layers of all stages."""
         assert self.layers is not None
         return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
 
@@ -352,7 +352,7 @@ def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _whole_step(schedule: str, kinds: int) -> Evaluated:
-    """Return the seconds of a pipelined step as a function of its stages' seconds."""
+    """Return the seconds of a pipelined step in terms of its stages' seconds."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
     starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
@@ -362,7 +362,7 @@ def _whole_step(schedule: str, kinds: int) -> Evaluated:
 
 
 def _of_few(env: dict[str, Any], kinds: int) -> Array:
-    """Return the seconds of 1F1B steps with equal numbers of ranks and of micro-batches."""
+    """Return the seconds of 1F1B steps with equal numbers of ranks and micro-batches."""
     ranks = [i for i in range(kinds) for _ in range(int(env[f"n{i}"][0]))]
     forward, backward = ([env[f"{way}{i}"] for i in ranks] for way in ("forward", "backward"))
     passes: Array = of_few(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
@@ -374,14 +374,14 @@ def _of_few(env: dict[str, Any], kinds: int) -> Array:
 
 @lru_cache(maxsize=64)
 def _waits(schedule: str) -> Evaluated:
-    """Return the number of exposed sends: the time of a step whose stages take no time."""
+    """Return the number of exposed sends: the step time if stages take no time."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = Waiting((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
     return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
 
 
 def _sent_as(work: Work) -> str | None:
-    """Return the name of a collective or send among the parts of the time, None for other work."""
+    """Return a collective's or send's name among the parts of the time, None for other work."""
     if isinstance(work.op.kind, Send):
         return f"send over {work.op.kind.axis}"
     return None if work.collective is None else f"{work.collective.collective} over {work.collective.axis}"
@@ -392,7 +392,7 @@ def _sent_as(work: Work) -> str | None:
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: Choices of a structure in addition to degrees.
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
-#: Further symbols: model chunks of a rank, and the last of the ranks with the most layers.
+#: Further symbols: model chunks per rank, and the last rank with the most layers.
 _MORE = ("virtual", "rank")
 _MOST_KEPT = 32  # structures
 
@@ -402,7 +402,7 @@ class Structure:
     """The choices that change the graph: plans of one structure share closed forms.
 
     A degree is 1, which removes its collectives from the graph, None if it is symbolic, or a number if no formula holds
-    symbolically. A tensor-parallel degree may be the name of a dimension, which it is a multiple of.
+    symbolically. A tensor-parallel degree may name a dimension, of which it is a multiple.
     """
 
     zero: int
@@ -457,7 +457,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Policies:
-    """Communication policies of all plans of a search."""
+    """Communication policies, common to all plans of a search."""
 
     overlap: str
     """none, ideal or streams"""
@@ -469,7 +469,7 @@ class Policies:
 
 @dataclass
 class Family:
-    """Training steps of one model on one device type, and the closed forms of their structures."""
+    """Training steps for one model and one device type, with closed forms by structure."""
 
     model: Graph
     batch: str
@@ -486,7 +486,7 @@ class Family:
     precisions: Mapping[str, Any]
     """policies by name"""
     dims: Mapping[str, Any]
-    """sizes, except that of the batch"""
+    """sizes, except the batch"""
     placed: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """by degrees, the representative degrees with the same axes sharded by ZeRO"""
     first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -512,13 +512,13 @@ class Family:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Dimension names of the degrees, distinct from those of the model."""
+        """Dimension names for the degrees, distinct from the model's."""
         known, every = known_names(self.model), (*DEGREES, *_MORE)
         return {d: next(n for i in range(len(known) + 1) if (n := d + "_" * i) not in known) for d in every}
 
     @cached_property
     def layers(self) -> str | None:
-        """Name of the number of layers, None if the model has no loop with a named count to cut into stages."""
+        """Dimension that counts layers, None if the model has no loop with a named count to cut into stages."""
         loops = [op.loop for op in self.model.ops if op.loop is not None and op.loop.starts]
         names = sorted(loops[0].count.names()) if len(loops) == 1 else []
         return names[0] if len(names) == 1 and self.size(names[0]) is not None else None
@@ -548,7 +548,7 @@ class Family:
         return found
 
     def cuts(self, structure: Structure, pp: Array) -> dict[str, Cut]:
-        """Return the kinds of stages, each with layers and number of stages.
+        """Return the kinds of stages, each with layers per stage and number of stages.
 
         If the stages do not divide the layers, the last stage has one layer less, then the first (both have other work
         as well), then middle stages from the last.
@@ -602,7 +602,7 @@ class Family:
         return steps[key]
 
     def split(self, graph: Graph, structure: Structure) -> Graph:
-        """Return the graph of a rank."""
+        """Return the per-rank graph."""
         degrees = {d: self.degree(d, structure) for d in DEGREES if d != "accumulate"}
         if structure.pp != 1:
             degrees |= {"micro_batches": self.degree("accumulate", structure), "schedule": structure.schedule}
@@ -619,7 +619,7 @@ class Family:
         return structure.zero >= 2 and structure.pp == 1 if asked is None else asked
 
     def policy_text(self) -> str:
-        """Return the policies of all plans of a search, in words."""
+        """Return the policies of a search, in words."""
         asked = self.policies.reduce_each
         gradients = f"reduced {'in each' if asked else 'behind the last'} micro-batch"
         if asked is None and self.system == "torch":  # Megatron has neither of them
@@ -641,7 +641,7 @@ class Family:
                 graph.defaults = given
 
     def degree(self, name: str, structure: Structure) -> object:
-        """Return a degree of a structure as an argument of parallelize."""
+        """Return a structure's degree as an argument for parallelize."""
         found = getattr(structure, name)
         if isinstance(found, str):
             return symbol(found) * symbol(self.names[name])
@@ -683,7 +683,7 @@ class Family:
             yield name, found
 
     def formed(self, rank: Graph, structure: Structure) -> Kind:
-        """Derive the costs of a rank; the number of layers of a stage stays symbolic."""
+        """Derive the costs of a rank; the number of layers per stage stays symbolic."""
         known, waiting = known_names(rank), rank.waiting
         left = () if structure.pp == 1 else (self.layers,)
         if left:
@@ -716,7 +716,7 @@ class Family:
         return states[name]
 
     def least(self, structure: Structure, degrees: Mapping[str, Any]) -> Any:
-        """Return a lower bound of a rank's memory: equal shards of parameters, gradients and states."""
+        """Return a lower bound for a rank's memory: equal shards of parameters, gradients and states."""
         found = self.state(structure)
         ranks = degrees["tp"] * degrees["pp"] * degrees["ep"]
         split = ranks * degrees["dp"] * degrees["cp"]
@@ -728,7 +728,7 @@ class Family:
         return sum((amount / (split if structure.zero >= stage else ranks) for stage, amount in kept), 0 * ranks)
 
     def goes_over(self, batch: int) -> tuple[int, str]:
-        """Return the number of tokens, or else samples, of a step, and the unit."""
+        """Return a step's number of tokens, or else samples, and the unit."""
         amount, unit = goes_over(self.model, poly(symbol(self.batch)))
         known = bindings(self.model, {**self.dims, self.batch: batch})
         left = [name for name in sorted(known_names(self.model)) if name not in known or known[name].constant is None]
@@ -783,7 +783,7 @@ _AXES = ("dp", "cp", "tp", "ep")
 
 
 def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> Any:
-    """Return a mask of the degrees that divide all sharded axes of a structure."""
+    """Return a mask of degrees that divide all sharded axes."""
     graph = family.step(structure)
     known = {name: poly(n) for name, n in {**graph.defaults, **family.dims}.items()}
     own = {axis: family.degree(axis, structure) for axis in _AXES}
@@ -800,7 +800,7 @@ def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> A
 
 
 def batch_of(model: Graph) -> str:
-    """Return the name of the batch dimension: the first axis of all inputs."""
+    """Return the batch dimension's name: the first axis of all inputs."""
     firsts = {t.sizes[0] for t in model.tensors if t.producer is None and t.role == "input" and t.ndim}
     names = {name for n in firsts for name in n.names()}
     if len(names) != 1 or firsts != {poly(symbol(*names))}:

@@ -66,7 +66,7 @@ class Given:
     stays: bool = False
     """Whether it is a parameter, to which the other operands are redistributed."""
     name: str = ""
-    """The name of the tensor."""
+    """The tensor's name."""
     stated: bool = False
     """Whether its placement is stated, so that other operands are redistributed."""
     repeated: Collection[int] = ()
@@ -77,17 +77,17 @@ class Given:
 
 @dataclass
 class Choice:
-    """The placements that an op requires of its operands, and those of its results."""
+    """The placements that an op requires for its operands, and those of its results."""
 
     operands: list[Placement | None]
     """None for an operand that is used with any placement."""
     results: list[Placement]
     extents: dict[str, Poly]
-    """Local size of each name of the rule."""
+    """Local size of each name in the rule."""
     ranks: dict[str, str]
     """The mesh axis that splits a contracted name."""
     spread: dict[str, Factors]
-    """Factors of each name of the rule."""
+    """Factors by name."""
     moved: list[Moved] = field(default_factory=list)
     """Operands that are gathered although the op does not need it."""
 
@@ -190,7 +190,7 @@ class _Op:
         return base.zero or (base.at is not None and base.at.pending.get(axis) == self.rule.reduced[name])
 
     def pick(self, axis: str, names: Mapping[str, list[int]], wanted: Mapping[str, str]) -> str | None:
-        """Choose a name: first that of a parameter, then the requested one, then one of a result."""
+        """Choose a name: a parameter's first, then the requested one, then a result's."""
         if not names:
             return None
         stay = [n for n, at in names.items() if any(self.given[i].stays for i in at)]
@@ -258,7 +258,7 @@ class _Op:
         return how if how in ("sum", "mean") else None  # a maximum does not commute with differences
 
     def added(self, axis: str, into: int) -> str | None:
-        """Return the reduction of a term added to zeros or to a partial sum of the same kind."""
+        """Return the reduction for a term added to zeros or to a partial sum of the same kind."""
         base, term = self.given[into], self.given[-1].at
         how = None if term is None else term.pending.get(axis)
         fits = base.zero or (base.at is not None and base.at.pending.get(axis) == how)
@@ -308,7 +308,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
 
 
 def _spread(name: str, axes: Sequence[str], op: _Op) -> Factors:
-    """Return the factors of a name: those of the operand with most of the chosen axes, with the others inside."""
+    """Return a name's factors: those in the operand with most of the chosen axes, with the others inside."""
     if not axes:
         return ()
     if name in op.rule.once:  # gathered rows are concatenated
@@ -366,9 +366,9 @@ def queries(op: Op, rule: Split, choice: Choice) -> frozenset[str]:
 
 
 def of_keys(rule: Split, choice: Choice, params: Sequence[bool]) -> Placement | None:
-    """Return the placement of a sum over the queries of all ranks: keys are sharded like their queries.
+    """Return the placement of a sum over all ranks' queries: keys are sharded like their queries.
 
-    Queries and keys are axes of equal length of one operand that is not a parameter: the gradient of scores.
+    Queries and keys are axes with equal length in one operand that is not a parameter: the gradient of scores.
     """
     if len(choice.results) != 1:
         return None
@@ -414,7 +414,7 @@ def at_places(kind: K, at: Placement, mesh: Mesh) -> K:
 
 
 def _positions(op: Op, rule: Split) -> Iterator[tuple[Names, Names]]:
-    """Yield the names of queries and keys of the domains of an op."""
+    """Yield the names of queries and keys in an op's domains."""
     for labels, t in (*zip(rule.operands, op.operands, strict=True), *zip(rule.results, op.results, strict=True)):
         if t.domain is not None and labels is not None:
             yield labels[t.domain[1]], labels[t.domain[2]]
@@ -469,7 +469,7 @@ class Own:
     what: str
     """tokens or rows (indices), ends (row offsets), owners (expert of each row), or nothing (unknown)"""
     factors: Factors
-    """factors of the axis that is indexed"""
+    """factors of the indexed axis"""
     rows: Factors
     """factors of the rows"""
     routing: Routing
@@ -500,7 +500,7 @@ class Rows:
         self.ordered: dict[Any, Order] = {}
         """New tensors with rows in rank-local order."""
         self.ends: dict[tuple[Routing, Graph], Tensor] = {}
-        """Row offsets of experts in each body."""
+        """Expert row offsets by body."""
 
     def stands_for(self, made: Tensor, t: Tensor) -> None:
         """Note that a new tensor aliases another, or is a slice or a stack of it."""
@@ -512,7 +512,7 @@ class Rows:
             order = self.ordered[t]
             self.ordered[made] = replace(order, dims=frozenset(i + made.ndim - t.ndim for i in order.dims))
 
-    # -- location of rows --------------------------------------------------------------------------------------------
+    # -- row location ------------------------------------------------------------------------------------------------
 
     def asked(self, op: Op, given: Sequence[Any], table: Placement | None) -> tuple[str, Routing] | None:
         """Return the mesh axis along which an op needs rows with their experts; empty for none, None for either.
@@ -544,7 +544,7 @@ class Rows:
         return found[0] if found else ""
 
     def experts(self, axis: str, routing: Routing) -> Factors:
-        """Return the factors of an axis of experts that a mesh axis splits."""
+        """Return the factors of an expert axis that a mesh axis splits."""
         return tidy((axis, routing.experts / self.mesh[axis]))
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -631,7 +631,7 @@ class Rows:
         self.ordered |= dict.fromkeys([made[0], *made[3:]], Order(frozenset({0}), routing))
 
     def counted(self, op: Op, choice: Choice) -> Choice:
-        """Return the choice of a dispatch with row counts as partial sums over the ranks of tokens."""
+        """Return a dispatch's choice with row counts as partial sums over the ranks that split tokens."""
         if not isinstance(op.kind, Dispatch):
             return choice
         tokens, ends, *rest = choice.results

@@ -60,7 +60,7 @@ class Cutting(Routed):
         return True
 
     def plain(self, op: Op, new: Graph) -> None:
-        """Add the local form of an op."""
+        """Add an op with local sizes."""
         raise NotImplementedError
 
     def kernel(self, op: Op, new: Graph) -> None:
@@ -133,7 +133,7 @@ class Cutting(Routed):
             self.inside[old], self.tensors[old] = t, self.moved_to(t, at, new, phase)
 
     def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return an operand of a kernel, with a partial sum reduced to the placement of a similar operand."""
+        """Return a kernel operand, with a partial sum reduced to the placement of a similar operand."""
         old = op.operands[i]
         t = inside[old] if old in inside else self.value(old, new)
         at = self.at[t]

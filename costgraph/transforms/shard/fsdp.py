@@ -64,7 +64,7 @@ class Unit:
     key: str
     """The common prefix of their names; empty for the root."""
     members: list[Tensor] = field(default_factory=list)
-    """Parameters of the old graph."""
+    """Old parameters."""
     first: dict[str, Op] = field(default_factory=dict)
     """The first op of each pass that reads a member."""
     last: dict[str, Op] = field(default_factory=dict)
@@ -93,11 +93,11 @@ class Frame:
     """Whether an iteration has several layers, each of them a unit."""
     units: list[Unit] = field(default_factory=list)
     of: dict[Storage, Unit] = field(default_factory=dict)
-    """The unit of each old storage, which includes views of members."""
+    """The unit by old storage, which includes views of members."""
     casts: dict[Tensor, Tensor] = field(default_factory=dict)
     """Old casts of members to the format that is gathered, and the members."""
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
-    """The shard of each member."""
+    """Shards by member."""
     halves: dict[Tensor, Tensor] = field(default_factory=dict)
     """The part of each member that a rank keeps between the passes, if it is larger than the shard."""
     open: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Frame:
     """The last op of the forward pass that reads a member."""
 
     def note(self, old: Graph, members: Mapping[Tensor, str], dtype: str | None = None) -> None:
-        """Record the units of members, their casts, and the first and last op of each unit."""
+        """Record the units of members, their casts, and each unit's first and last op."""
         read = {t.storage for op in old.ops if window(op) for t in reads(op)}
         for t, key in members.items():
             if t.storage in read:
@@ -197,7 +197,7 @@ class Frame:
 
 
 class Buffers(Kept):
-    """Extends the lifetimes of buffers for prefetching."""
+    """Extends buffer lifetimes for prefetching."""
 
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
@@ -234,7 +234,7 @@ class Buffers(Kept):
         return out
 
     def hand_on_last(self, body: Graph, phase: str) -> None:
-        """Carry the buffers of the last unit of an iteration to the next one, if shape and format match."""
+        """Carry the last unit's buffers to the next iteration, if shape and format match."""
         left = {"flat": self.frame.flats, "input": self.frame.inputs}
         for c in (c for c in self.frame.carried if c.next is None):
             alike = [t for t in left[c.what] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
@@ -242,7 +242,7 @@ class Buffers(Kept):
             c.next = alike[0] if alike else added(body, kind, [], f"{c.start.name}.none", phase)
 
     def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
-        """Return the first row of a reduce-scatter input, whose copy follows the release of the previous input."""
+        """Return the first row of a reduce-scatter input, which is filled after the previous input is freed."""
         waiting, self.frame.inputs = self.frame.inputs, []
         if self.frame.layer and not (self.frame.split and any(c.what == "input" for c in self.frame.carried)):
             sizes = (*row.sizes[:-1], size)
@@ -326,7 +326,7 @@ class Reducing(Buffers):
         """What remains of each gradient storage after reduction."""
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add the local form of an op."""
+        """Add an op with local sizes."""
         raise NotImplementedError
 
     def put_off(self, op: Op) -> bool:
@@ -356,7 +356,7 @@ class Reducing(Buffers):
         return isinstance(base, Tensor) and bool(self.at[base].pending)
 
     def defer(self, t: Tensor) -> bool:
-        """Defer the reduction of a gradient to that of its unit; return False if that is impossible."""
+        """Defer a gradient's reduction to that of its unit; return False if that is impossible."""
         made = self.tensors[t]
         axes = self.reducible(made, self.wanted[t])
         if self.policy is None or not self.policy.by_unit or self.piece is not None or not axes:
@@ -365,7 +365,7 @@ class Reducing(Buffers):
         return True
 
     def _unit(self, t: Tensor) -> str:
-        """Return the unit of an old gradient."""
+        """Return an old gradient's unit."""
         frame = self.frame
         if frame.split:
             op = t.producer
@@ -464,10 +464,10 @@ class Units(Reducing):
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.apart = False
-        """Whether ops read shards of parameters, as views of shards do."""
+        """Whether ops read sharded parameters, as views of shards do."""
 
     def plain(self, op: Op, new: Graph) -> None:
-        """Add the local form of an op."""
+        """Add an op with local sizes."""
         raise NotImplementedError
 
     # -- bodies ------------------------------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ class Units(Reducing):
 
     @staticmethod
     def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Return the units of the gradients, and of their terms, that a graph or one iteration computes."""
+        """Return the units of gradients, and their terms, that a graph or one iteration computes."""
         loop = old.owner.loop if old.owner is not None else None
         inner = {} if loop is None else dict(zip(loop.shared, loop.captured, strict=True))
         left = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
@@ -584,7 +584,7 @@ class Units(Reducing):
             self.tensors[t] = self._seen(t, self.frame.shards if found is None else found, new)
 
     def _seen(self, t: Tensor, whole: dict[Tensor, Tensor], new: Graph) -> Tensor:
-        """Return the new tensor of a member, or of a view of one, which each pass creates anew."""
+        """Return the new tensor for a member, or for a view of one, which each pass creates anew."""
         if t in self.frame.casts:
             return self._seen(self.frame.casts[t], whole, new)
         if t not in whole:
@@ -738,7 +738,7 @@ class Units(Reducing):
         return out
 
     def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
-        """Return a copy of the part of a parameter that a rank keeps between the passes."""
+        """Return a copy of the part that a rank keeps between the passes."""
         at = self.at[self.frame.shards[t]]
         gone = self._along(self.frame.shards[t]) - axes
         part = self.moved_to(made, at.without(gone, self.mesh), new, phase)

@@ -33,7 +33,7 @@ class FullyShard:
     axes : str or iterable of str
         Mesh axes.
     units : str or iterable of str
-        Name prefixes of parameters outside of loops that form a unit each, `"layers.*"`.
+        Name prefixes of parameters outside loops that form a unit each, `"layers.*"`.
     reshard_after_forward : bool, str or iterable of str
         Whether parameters are freed after the forward pass and gathered again in the backward pass. Names are the mesh
         axes along which they are resharded; ranks of the other axes keep them between the passes, as with torch's

@@ -41,7 +41,7 @@ class Kept(Placed):
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.terms: dict[Tensor, Placement] = {}
-        """Buffers of the old graph, and their placements as partial sums of the accumulated terms."""
+        """Old buffers, and their placements as partial sums of the accumulated terms."""
         self.products: dict[Tensor, DType] = {}
         """Buffers that matmuls accumulate into, and the format of the products."""
         self.finals: dict[Tensor, Tensor] = {}
@@ -54,7 +54,7 @@ class Kept(Placed):
         """Old buffers whose reduction leaves a rank its own part: the collectives, and axes counted from the last."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of one rank."""
+        """Return the per-rank graph."""
         self.finals = {g: t for t, g in old.gradients.items()}
         if not self.stated.reduce_each:
             self.of = {source: g for g in self.finals for source in [origin(g)] if source.role == "gradient"}
@@ -62,7 +62,7 @@ class Kept(Placed):
         return super().run(old, name)
 
     def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
-        """Return placements of gradients, and target placements of their terms."""
+        """Return gradient placements, and target placements for the terms."""
         kept = {g: self.goal(g) for g in self.of.values()}
         known = {g: at for g, at in kept.items() if at is not None}
         found = self.terms_of(old, {g: at for g, at in gradients.items() if g not in kept} | known)

@@ -43,7 +43,7 @@ class LastApart(Rewriter):
         """New tensors in the remaining loop, by old tensor."""
 
     def said(self, of: Mapping[Tensor, T]) -> dict[Tensor, T]:
-        """Translate a mapping of old tensors to both of their copies."""
+        """Translate a mapping of old tensors to both copies."""
         return {made: what for t, what in of.items() for made in (self.tensors[t], self.before.get(t, self.tensors[t]))}
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -141,12 +141,12 @@ class Buckets:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Sizes in bytes of the first bucket, and of all others."""
+        """Sizes in bytes of the first bucket, and all others."""
         return (2**20, 25 * 2**20) if self.cap is None else (self.cap, self.cap)
 
 
 def in_buckets(graph: Graph, policy: Buckets, axes: frozenset[str]) -> Graph:
-    """Replace all-reduces of gradients along some mesh axes by all-reduces of buckets.
+    """Replace gradient all-reduces along some mesh axes by bucketed all-reduces.
 
     Each reduced gradient gets a bucket buffer in the graph. Raise UnsupportedError if a gradient is reduce-scattered,
     or if gradients of micro-batches are each reduced and shall stay in a bucket.
@@ -156,7 +156,7 @@ def in_buckets(graph: Graph, policy: Buckets, axes: frozenset[str]) -> Graph:
 
 @dataclass
 class _Reduction:
-    """All-reduces of a gradient, or of one of its terms."""
+    """All-reduces of a gradient, or of one term."""
 
     of: Tensor
     """The parameter."""
@@ -165,7 +165,7 @@ class _Reduction:
     way: tuple[Op, ...]
     """Enclosing loops, outermost first."""
     outer: Tensor
-    """The result outside of all loops."""
+    """The result outside all loops."""
     late: bool
     """Whether it is not needed before the end of the backward pass."""
     stays: bool
@@ -195,7 +195,7 @@ class _InBuckets(Rewriter):
     # -- reductions of the old graph ---------------------------------------------------------------------------------
 
     def reductions(self, t: Tensor, g: Tensor) -> Iterator[_Reduction]:
-        """Yield the reductions of the terms of a gradient."""
+        """Yield the reductions of a gradient's terms."""
         left: list[tuple[Tensor, tuple[Op, ...], Tensor]] = [(g, (), g)]
         while left:
             made, way, outer = left.pop()

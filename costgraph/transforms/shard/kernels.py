@@ -25,11 +25,11 @@ __all__ = [
 
 
 # -- heads and positions -----------------------------------------------------------------------------------------------
-# DeepSpeed-Ulysses exchanges a part of the sequence for a part of the heads.
+# DeepSpeed-Ulysses exchanges sequence shards for head shards.
 
 
 def heads(body: Graph) -> dict[Sizes, tuple[int, int]]:
-    """Return the head and position axis of operands and results of an attention kernel, by shape.
+    """Return the head and position axis for operands and results of an attention kernel, by shape.
 
     Scores are intermediates whose last two axes have equal length. Heads are the last axis before them that all tensors
     of the same matmul share.
@@ -62,7 +62,7 @@ def swapped(at: Placement, axis: str, there: int, sizes: Sizes, mesh: Mesh) -> P
 
 
 def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
-    """Return the placement of a unary op's operand from that of its result, None if there is none."""
+    """Return the operand placement of a unary op from that of its result, None if there is none."""
     labels = rule.operands[0]
     parts: dict[str, Factors] = {}
     for names, dim in zip(rule.results[0], want.dims, strict=True):
@@ -161,7 +161,7 @@ class Pieces:
         return self.new if self.around is None else self.around.outside(t)
 
     def strides(self, t: Tensor, i: int) -> Sizes | None:
-        """Return the strides of a result, with the axis order of the full tensor."""
+        """Return a result's strides, with the axis order of the full tensor."""
         stated = self.kind.strides[i] if i < len(self.kind.strides) else None
         return None if stated is None else in_the_order_of(self.kind.body.outputs[i].sizes, stated, t.sizes)
 

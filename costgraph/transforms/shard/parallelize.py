@@ -48,7 +48,7 @@ __all__ = [
 
 # -- tensor-parallel plan ----------------------------------------------------------------------------------------------
 
-#: Tensor-parallel placements of parameters of `costgraph.nn`, by name suffix: Shoeybi et al. 2019 (arXiv 1909.08053),
+#: Tensor-parallel placements for parameters of `costgraph.nn`, by name suffix: Shoeybi et al. 2019 (arXiv 1909.08053),
 #: section 3. Column-parallel weights split heads, the inner width or the vocabulary; row-parallel weights, which
 #: project back to the model width, split the contracted axis. `kv` equals `tp` unless there are more ranks than KV
 #: heads, in which case several ranks share a head.
@@ -133,7 +133,7 @@ SUMMED = (
 
 
 def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Yield tensor-parallel placements of parameters, and of states, gradients and caches with the same shape."""
+    """Yield tensor-parallel placements for parameters, and for states, gradients and caches with the same shape."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     names = {t.name for t in sources}
     for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
@@ -290,7 +290,7 @@ def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tup
 
 
 class _Flat:
-    """The ops of the forward pass with kernels inlined, and aliases of tensors resolved."""
+    """The forward pass with kernels inlined, and aliases of tensors resolved."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops: list[Op] = []
@@ -389,7 +389,7 @@ class _Group:
         return True
 
     def through(self, op: Op, t: Tensor, dim: int) -> bool:
-        """Shard an op along an axis of one of its tensors."""
+        """Shard an op along a tensor's axis."""
         kind, rule = op.kind, op.kind.placed(op)
         if isinstance(kind, Slice) and kind.axis == dim:
             whole, part = op.operands[0].sizes[dim], op.results[0].sizes[dim]
@@ -457,7 +457,7 @@ class _Group:
 
 
 def with_states(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield placements of parameters, and of gradients and states with the same shape."""
+    """Yield placements for parameters, and for gradients and states with the same shape."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     sizes = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.name in split}
     for t in sources:
@@ -508,8 +508,8 @@ def parallelize(
     graph : Graph
         A forward pass, a training step or an inference pass.
     dp : sympy.Expr or int
-        Data-parallel ranks. They split the batch: the first axis of every input (the second if the first one is that of
-        micro-batches) and of KV caches.
+        Data-parallel ranks. They split the batch: the first axis of inputs (the second, if the first one counts
+        micro-batches) and KV caches.
     cp : sympy.Expr or int
         Context-parallel ranks. They split the sequence: the second axis of integer inputs (tokens and targets) and the
         positions of KV caches. In a pass that continues a sequence, such as `decode`, all ranks have the new positions.
@@ -571,9 +571,9 @@ def parallelize(
     Returns
     -------
     Graph
-        The graph of one rank. With a pipeline it is that of the first stage, and `stages` holds the first, middle and
+        The per-rank graph. With a pipeline it is the first stage's, and `stages` holds the first, middle and
         last stage; with `layers`, all middle stages that differ. `peak_memory` and `flops` are those of the largest
-        stage and `seconds` that of the step; ask other questions of each stage.
+        stage and `seconds` is for the whole step; ask other questions of each stage.
 
     Raises
     ------
@@ -595,7 +595,7 @@ def parallelize(
     the token embedding receives the all-gathered gradient, as in `_ReduceScatterToSequenceParallelRegion` of
     tensor_parallel/mappings.py, and accumulates its own rows.
 
-    The graph of a rank with several model chunks runs through all of them before it sends anything; the costs are those
+    The graph of a rank with several model chunks runs through all of them before it sends anything; costs are those
     of the rank. In-flight micro-batches are validated against action lists. With as many micro-batches as ranks,
     gradients of chunks that finish before others start are left out.
 
@@ -648,7 +648,7 @@ def _of_rank(
     buckets: Buckets | None,
     strict: bool,
 ) -> Graph:
-    """Return the graph of one rank of a pipeline stage."""
+    """Return the per-rank graph of a pipeline stage."""
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
     left = replicated(graph, places, placements or ()) if mesh["tp"] != ONE else []
     if strict and left:
@@ -678,7 +678,7 @@ def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
 
 
 def _numbered(graph: Graph) -> list[str]:
-    """Return name patterns of the layers of an unrolled graph: numbered scopes with equal parameters."""
+    """Return name patterns for the layers of an unrolled graph: numbered scopes with equal parameters."""
     found: dict[str, dict[str, set[str]]] = {}
     for t in graph.tensors:
         levels = t.name.split("/") if t.role == "param" and t.producer is None else []
@@ -790,7 +790,7 @@ def _carries(graph: Graph) -> Iterator[str]:
 def _caches(graph: Graph) -> tuple[dict[str, int], bool]:
     """Return position axes of caches whose length is the sequence, and whether the pass continues a sequence.
 
-    Other caches, such as convolution states, have a constant length or one of the sizes of parameters.
+    Other caches, such as convolution states, have a constant length or a parameter's size.
     """
     params = (t for g in graph.bodies() for t in g.tensors if t.role == "param")
     known = {name for t in params for size in t.sizes for name in size.names()}

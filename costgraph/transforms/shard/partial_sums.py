@@ -113,7 +113,7 @@ def late(loop: Loop, i: int, each: bool) -> bool:
 
 
 def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:
-    """Return the common placement of the terms of a carry, None if they are not all partial sums alike."""
+    """Return the common placement of a carry's terms, None if they are not all partial sums alike."""
     carry = loop.carries[i]
     found = {at.get(tensors[t]): t.ndim for t in _terms(loop, i)}
     (first, ndim), *others = found.items()

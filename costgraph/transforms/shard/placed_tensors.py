@@ -197,7 +197,7 @@ def _exchange(
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------
-# Ring attention: kernels use each part of a tensor as it arrives, in place of an all-gather.
+# Ring attention: kernels use each part of a tensor as it arrives, without an all-gather.
 
 
 def in_rings(graph: Graph, axes: frozenset[str]) -> Graph:
@@ -338,17 +338,17 @@ class Stated:
 
     mesh: Mesh
     places: Mapping[Tensor, Placement]
-    """Placements of sources of the old graph, and of other tensors with a stated placement."""
+    """Placements of old sources, and other old tensors with a stated placement."""
     gradients: Mapping[Tensor, Placement]
-    """Placements of gradients of the old graph."""
+    """Placements of old gradients."""
     staying: Mapping[Tensor, frozenset[str]]
     """Mesh axes along which the parameter of a gradient stays sharded while an op reads it."""
     gathered: frozenset[str]
     """Mesh axes along which parameters are all-gathered before use."""
     resident: Mapping[Tensor, frozenset[str]] = field(default_factory=dict)
-    """Parameters of the old graph that stay sharded along some of these axes, and these axes."""
+    """Old parameters that stay sharded along some of these axes, and these axes."""
     stacks: Mapping[Tensor, Placement] = field(default_factory=dict)
-    """Placements of stacks of the old graph, inherited from the slices written into them."""
+    """Placements of old stacks, inherited from the slices written into them."""
     policy: FullyShard | None = None
     """How parameters are gathered."""
     exchanged: frozenset[str] = frozenset()
@@ -358,7 +358,7 @@ class Stated:
     reduce_each: bool = True
     """Whether the gradients of each micro-batch are reduced."""
     kept: Mapping[Tensor, Placement] = field(default_factory=dict)
-    """Placements of gradient buffers of the old graph in which ranks accumulate partial sums."""
+    """Placements of old gradient buffers in which ranks accumulate partial sums."""
     fused: bool = False
     """Whether matmuls accumulate into these buffers (gradient accumulation fusion)."""
     products: Mapping[Tensor, DType] = field(default_factory=dict)
@@ -386,7 +386,7 @@ class Placed(Rewriter):
         self.stacks: dict[Tensor, Placement] = {}
         """Stacks of the old graph whose slices have another placement than stated, and that placement."""
         self.names: dict[Tensor, str] = {}
-        """More descriptive names of new tensors: the outer name of a formal, or that of a gradient."""
+        """More descriptive names for new tensors: a formal's outer name, or a gradient's."""
         self.params: dict[Tensor, frozenset[str]] = {}
         """New tensors that are parameters or alias them, and the mesh axes along which they are gathered."""
         self.fixed: set[Tensor] = set()
@@ -417,13 +417,13 @@ class Placed(Rewriter):
         """Storages that each rank has written a part of: the last old tensor in each, and its target placement."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of one rank."""
+        """Return the per-rank graph."""
         self.wanted = self.aims(old, self.stated.gradients)
         self.staying = self.terms_of(old, self.stated.staying)
         return super().run(old, name)
 
     def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
-        """Return placements of gradients and of the terms that are accumulated into them."""
+        """Return placements for gradients and the terms that are accumulated into them."""
         return self.terms_of(old, gradients)
 
     def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:

@@ -70,7 +70,7 @@ class Sharder(Cutting):
     """Copies ops with local sizes, and redistributes operands to the placements that sharding rules require."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of one rank."""
+        """Return the per-rank graph."""
         self.own = made_of(old, adds, _SAME)  # sums over tokens: their placement is that of the weight
         return super().run(old, name)
 
@@ -210,7 +210,7 @@ class Sharder(Cutting):
         }
 
     def kept_at(self, place: Placement, behind: Sequence[Op]) -> Placement | None:
-        """Return the placement of a tensor from that of the gradient that ops make of it."""
+        """Return a tensor's placement from that of the gradient it becomes."""
         found: Placement | None = place
         for op in reversed(behind):
             rule = op.kind.placed(op)
@@ -218,7 +218,7 @@ class Sharder(Cutting):
         return found
 
     def met(self, t: Tensor) -> Placement | None:
-        """Return the placement of the tensor that an old one, or the result of elementwise ops, is combined with."""
+        """Return the placement of the tensor that an old one, or an elementwise function of it, is combined with."""
         while True:
             if t in self.met_by:
                 return self.met_by[t]
@@ -287,7 +287,7 @@ class Sharder(Cutting):
                 break
             except _WiderError as wider:
                 starts = [wider.starts.get(i, place) for i, place in enumerate(starts)]
-                # undo the ops of this attempt
+                # undo this attempt
                 self.tensors, self.copies, self.inside = dict(known), dict(copies), dict(within)
         self.piece = around
 
@@ -317,7 +317,7 @@ class Sharder(Cutting):
         lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending} | self.whole_pass
         for t in (*loop.ys, *loop.saved):
             made = self.summed(t, body, op.phase, parts=t in lasts)
-            # a rank's slice of a replicated tensor is a view of all of it: save only a copy of the slice
+            # a rank's slice of a replicated tensor is a view of the whole: save only a copy of the slice
             part = made.is_view and not t.is_view
             self.tensors[t] = self.copied(made, body, f"{made.name}.contiguous", op.phase) if part else made
         outputs = [self.tensors[t] for t in loop.body.outputs]
@@ -344,7 +344,7 @@ class Sharder(Cutting):
     def enter(
         self, loop: Loop, begun: Sequence[Tensor], xs: Sequence[Tensor], shared: Sequence[Tensor], body: Graph
     ) -> None:
-        """Add the formals of a body, and note the placements of gradients that are computed inside it."""
+        """Add a body's formals, and note the placements of gradients that are computed inside it."""
         for f, outer in zip(loop.carries, begun, strict=True):
             made = self.stand_for(f, outer, body, outer.sizes, contiguous(outer.sizes), self.at[outer])
             self.carried.add(made.storage)
@@ -440,7 +440,7 @@ def mesh(**axes: object) -> Mesh:
     Parameters
     ----------
     **axes : sympy.Expr, int or tuple of str
-        Number of ranks of each axis, outermost first: `mesh(dp=8, tp=cg.dims("T"))`. Neighbouring axes may have a joint
+        Number of ranks by axis, outermost first: `mesh(dp=8, tp=cg.dims("T"))`. Neighbouring axes may have a joint
         name, `mesh(kv=2, replica=4, tp=("kv", "replica"))`. Placements may use it, and a collective along all of the
         axes is one collective.
 
@@ -513,7 +513,7 @@ def shard(
         parallelism. A `FullyShard` sets the policy, by default that of torch's `fully_shard`. Along other axes,
         parameters stay sharded and activations are redistributed.
     gradients : mapping of str to str, optional
-        Placements of gradients by the name of their parameter; by default that of the parameter. Sharded gradients of
+        Gradient placements by parameter name; by default the parameter's placement. Sharded gradients of
         replicated parameters are ZeRO-2.
     exchange : str or iterable of str
         Mesh axes that split heads inside an attention kernel and the sequence outside of it, by all-to-alls:
@@ -547,7 +547,7 @@ def shard(
     Returns
     -------
     Graph
-        The graph of one rank, for any analysis. `communication` lists its messages, and `sharding` the placements of
+        The per-rank graph, for any analysis. `communication` lists its messages, and `sharding` the placements of
         its tensors. Symbolic mesh sizes are dimensions of the graph.
 
     Raises
@@ -586,7 +586,7 @@ def shard(
     reduced = _axes("buckets", buckets.axes, used, mesh) if buckets is not None else frozenset[str]()
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
-    # micro-batches of a pipeline interleave with those of other stages, so none is peeled
+    # micro-batches interleave with those of other pipeline stages, so none is peeled
     if gathered and policy.by_unit and not reduce_each and graph.waiting is None:
         apart = LastApart()
         graph = apart.run(graph)
@@ -649,7 +649,7 @@ def _axes(what: str, given: str | Iterable[str], used: Mesh, mesh: Mesh) -> froz
 
 
 def _used(mesh: Mesh) -> Mesh:
-    """Return a mesh without axes of one rank, except members of a joint axis."""
+    """Return a mesh without one-rank axes, except members of a joint axis."""
     joint = tuple((name, parts) for name, parts in mesh.joint if mesh[name] != ONE)
     kept = {a for _, parts in joint for a in parts}
     return Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE or name in kept), joint)

@@ -31,7 +31,7 @@ class Routed(Units):
         self.delivered: dict[tuple[Tensor, str, Graph], Tensor] = {}
         """Exchanged rows."""
         self.arrived: dict[tuple[Tensor, Graph], Tensor] = {}
-        """Offsets of all rows for the experts of one rank, after the exchange."""
+        """Row offsets for one rank's experts, after the exchange."""
         self.joined: dict[Tensor, frozenset[str]] = {}
         """Old token indices, and the mesh axes along which their tokens are replicated."""
         self.read: dict[Tensor, list[Tensor]] = {}
@@ -120,7 +120,7 @@ class Routed(Units):
         return Collective(collective="all_to_all", ranks=self.mesh[axis], axis=axis, source=0)
 
     def ends(self, routing: Routing, axis: str, graph: Graph, phase: str) -> Tensor:
-        """Return the offsets of all rows for the experts of this rank."""
+        """Return the row offsets for this rank's experts."""
         home: Graph | None = graph
         while home is not None and (routing, home) not in self.rows.ends:
             home = home.parent
