@@ -301,8 +301,8 @@ _RUNS = 128  # runs of equal layers in a period: each run is declared separately
 class Config:
     """The fields of a configuration, and which have been read.
 
-    A missing field has the default of transformers (`DEFAULTS`), or else is an error. Null has the value that the
-    caller passes as `default`, unless transformers has a default other than null.
+    A missing field has the default of transformers (`DEFAULTS`); without one it is an error. Null has the value that
+    the caller passes as `default`, or is an error if transformers has a default other than null.
     """
 
     def __init__(self, fields: Mapping[str, object], place: str) -> None:

@@ -1,4 +1,4 @@
-"""Training runs on a cluster: throughput, days and cost from the time of a step."""
+"""Training runs on a cluster: throughput, days and cost from the step time."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class Run:
     """Throughput, duration and cost of a training run; formulas while a size is symbolic."""
 
     devices: Formula
-    """number of devices, on all pipeline stages"""
+    """device count, on all pipeline stages"""
     seconds: Formula
-    """seconds of a step, including pipeline idle time"""
+    """seconds per step, including pipeline idle time"""
     step_tokens: Formula
-    """tokens of a step on all devices"""
+    """tokens per step on all devices"""
     tokens_per_second: Formula
     """tokens per second on all devices"""
     mfu: Formula
-    """model FLOPs utilization of a rank, the mean over pipeline stages; work that ranks duplicate counts on each"""
+    """model FLOPs utilization per rank, the mean over pipeline stages; work that ranks duplicate counts on each"""
     dtype: str
-    """format of the peak rate in the MFU"""
+    """format whose peak rate defines the MFU"""
     others: Mapping[str, Formula]
-    """matmul FLOPs of a rank in other formats, by format"""
+    """matmul FLOPs per rank in other formats, by format"""
     steps: Formula
-    """number of steps, not rounded"""
+    """step count, not rounded"""
     days: Formula
     """days of 86,400 seconds, without restarts"""
     device_hours: Formula
-    """hours of all devices together"""
+    """hours summed over all devices"""
     cost: Formula | None
     """in the currency of the price; None without a price"""
 
@@ -83,7 +83,7 @@ def run(
     network : str, path-like or Network, optional
         Network between the interconnect domains, as in `roofline`.
     price : number or sympy.Expr, optional
-        Price of a device hour, in any currency.
+        Price per device hour, in any currency.
     overlap : str
         Overlap of communication, as in `roofline`.
     bubble : number or sympy.Expr
@@ -94,7 +94,7 @@ def run(
     pp, micro_batches, virtual : int or sympy.Expr, optional
         Pipeline ranks, micro-batches per step and model chunks per rank, as in `bubble`.
     dtype : str, optional
-        Format of the peak rate, by default as in `mfu`.
+        Format whose peak rate counts, by default as in `mfu`.
     fallback : str or mapping, optional
         As in `Hardware.rate`.
     **dims : int
@@ -191,7 +191,7 @@ def _idle(
 
 
 def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
-    """Return a graph's number of devices, and the number of parts that they split tokens into."""
+    """Return the number of devices that a graph runs on, and the number of parts that they split tokens into."""
     sharding = graph.sharding
     if sharding is None:
         return ONE, ONE
@@ -206,7 +206,7 @@ def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
 
 
 def served(place: str, graph: Graph) -> tuple[Poly, Poly]:
-    """Return a pass's number of devices, and how often the graph's tokens pass through all of them."""
+    """Return the number of devices that a pass runs on, and how often the graph's tokens pass through all of them."""
     devices, parts = spread(place, graph)
     of_stage = graph.waiting
     return (devices, parts) if of_stage is None else (devices * of_stage.stages, parts * of_stage.micro_batches)

@@ -57,21 +57,21 @@ class Disaggregated:
     link: str
     """link used for the transfer: interconnect, network or one of its levels"""
     prefill_devices: int
-    """devices of the prefill mesh"""
+    """devices in the prefill mesh"""
     decode_devices: int
-    """devices of the decode mesh"""
+    """devices in the decode mesh"""
     prefill_memory: int | float
-    """peak memory of a prefill in bytes, on one device"""
+    """peak memory during prefill in bytes, on one device"""
     decode_memory: int | float
-    """peak memory of the last decode step in bytes, on one device"""
+    """peak memory in the last decode step in bytes, on one device"""
     fits: bool
     """whether both fit into the usable memory"""
     prefilled: float
-    """sequences per second of the prefill mesh, limited by compute or transfer"""
+    """sequences per second that the prefill mesh can start, limited by compute or transfer"""
     decoded: float
-    """sequences per second of the decode mesh, which is always full"""
+    """sequences per second that the decode mesh can finish when full"""
     tokens: int
-    """tokens of an answer, from prefill and decode steps"""
+    """tokens per answer, from prefill and decode steps"""
 
     @property
     def meshes(self) -> float:
@@ -210,17 +210,17 @@ class _Side:
         self.parts = parts // self.batches
 
     def tokens(self, positions: int) -> int:
-        """Return the tokens of a pass on all devices."""
+        """Return the tokens per pass on all devices."""
         return self.parts * self.batches * bound_size(tokens_poly(self.graph), {**self.fixed, self.along: positions})
 
     def seconds(self, positions: int, time: str, fallback: Fallback) -> float:
-        """Return the time of a pass in seconds."""
+        """Return the seconds per pass."""
         sizes = {**self.dims, self.along: positions}
         times = bound_roofline("disaggregated", self.graph, self.device, fallback, sizes)
         return times.estimate if time == "estimate" else times.lower_bound
 
     def kept(self, positions: int) -> int:
-        """Return the KV cache bytes of a rank for one batch, in the stage with the largest cache."""
+        """Return a rank's KV cache bytes for one batch, in the stage with the largest cache."""
         sizes = {**self.dims, self.along: positions}
         return max(
             bound_size(cached(g), {k: int(v.constant or 0) for k, v in values.items()})
@@ -228,7 +228,7 @@ class _Side:
         )
 
     def memory(self, positions: int) -> int | float:
-        """Return the peak memory of a rank in bytes."""
+        """Return a rank's peak memory in bytes."""
         sizes: dict[str, Any] = {**self.dims, self.along: positions}
         found = peak_memory(self.graph, **sizes)
         assert isinstance(found, int | float)
@@ -244,7 +244,7 @@ def _batches(place: str, graph: Graph) -> int:
 
 
 def _between(device: Hardware, devices: int) -> Wire:
-    """Return the nearest link that joins all of the devices."""
+    """Return the nearest link that joins all devices."""
     if device.cluster is not None and device.cluster.torus:
         raise SpecError(f"disaggregated: network {device.cluster.id} is a torus, expected levels of switches")
     for name, size in extents(device):

@@ -323,9 +323,9 @@ def latency(
 
     Notes
     -----
-    The prefill produces the first token. The context of a decode step grows by its new tokens with each step. Step
-    times are interpolated between two contexts if they are linear at the points tested in between, as they are while no
-    op changes between memory-bound and compute-bound.
+    The prefill produces the first token, and each decode step extends the context by its new tokens. Step times are
+    interpolated between two contexts if they are linear at the points tested in between, as they are while no op
+    changes between memory-bound and compute-bound.
 
     Examples
     --------

@@ -85,7 +85,7 @@ class Rings:
     """why the first of these has no ring"""
 
     def seconds(self, op: Op, asked: Asked, value: Values, shape: tuple[int, ...]) -> Array:
-        """Return the seconds of one collective or send at each point; NaN if there are no rings for it."""
+        """Return the seconds that a collective or send takes at each point; NaN if there are no rings for it."""
         times, what, size = message(op, asked.values)
         group = (np.broadcast_to(value(p.bind(asked.values)), shape) for p in ranks_apart(op, asked.graph))
         pairs, place = np.unique(np.array([*group]), axis=1, return_inverse=True)
@@ -109,7 +109,7 @@ class Rings:
 
 
 # -- closed forms ------------------------------------------------------------------------------------------------------
-# Peak memory and seconds of a structure's ranks, over arrays of degrees.
+# Peak memory and seconds of each rank, over arrays of degrees.
 
 #: Points that are evaluated together.
 _CHUNK = 1 << 14
@@ -152,7 +152,7 @@ class Kind:
         self.least: list[Poly] = []
 
     def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> Kind:
-        """Return a copy with the given overlap of communication, for one search."""
+        """Return a copy with the given communication overlap, for one search."""
         out = copy(self)
         out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
         out.least = [memory_time(self.asked)] if overlap == "ideal" else []
@@ -328,7 +328,7 @@ class Forms:
         return Found(_by_place(peaks_), seconds, parts)
 
     def of_stage(self, sizes: Mapping[str, Array], cut: Cut) -> dict[str, Array]:
-        """Return the sizes for a stage; its graph takes the number of layers of all stages."""
+        """Return the sizes for a stage; its graph takes the total number of layers."""
         assert self.layers is not None
         return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
 
@@ -390,7 +390,7 @@ def _sent_as(work: Work) -> str | None:
 # -- structures --------------------------------------------------------------------------------------------------------
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
-#: Choices of a structure in addition to degrees.
+#: Choices other than degrees.
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
 #: Further symbols: model chunks per rank, and the last rank with the most layers.
 _MORE = ("virtual", "rank")
@@ -473,7 +473,7 @@ class Family:
 
     model: Graph
     batch: str
-    """name of the batch dimension"""
+    """batch dimension"""
     hardware: Hardware
     fallback: Fallback
     policies: Policies
@@ -529,12 +529,12 @@ class Family:
         return (None if self.layers is None else self.size(self.layers)) or 1
 
     def size(self, name: str) -> int | None:
-        """Return the size of a dimension of the model."""
+        """Return the size of a model dimension."""
         found = self.dims.get(name, self.model.defaults.get(name))
         return None if found is None else size_of(f"search: {name}", found)
 
     def sizes(self, degrees: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
-        """Return the sizes in the closed forms; the batch is that of one micro-batch on all ranks."""
+        """Return the sizes in the closed forms; the batch is one micro-batch on all ranks."""
         found = {self.names[d]: n for d, n in degrees.items() if d in self.names}
         if isinstance(structure.tp, str):
             found[self.names["tp"]] = degrees["tp"] // self.size(structure.tp)
@@ -567,7 +567,7 @@ class Family:
         return {name: cut for name, cut in found.items() if cut.alike.any()}
 
     def structure(self, point: Any, tensor: int | str | None, **choices: Any) -> Structure:
-        """Return the structure of a plan's degrees and choices."""
+        """Return the structure for a plan's degrees and choices."""
         found: dict[str, Any] = {d: 1 if getattr(point, d) == 1 else None for d in DEGREES if d != "tp"}
         return Structure(tp=tensor, ranks=self.ranks(point) if choices["zero"] else (), **found, **choices)
 
@@ -630,7 +630,7 @@ class Family:
 
     @contextmanager
     def at_ranks(self, graph: Graph, structure: Structure) -> Iterator[None]:
-        """Make ZeRO choose the axes that it shards with the degrees of a structure."""
+        """Make ZeRO choose the axes that it shards with a structure's degrees."""
         given, ranks = graph.defaults, zip(("dp", "cp", "ep"), structure.ranks, strict=False)
         if structure.ranks:  # assigning defaults clears the graph's caches
             graph.defaults = {**given, **{self.names[d]: n for d, n in ranks}}
@@ -702,7 +702,7 @@ class Family:
         return Rings(self.hardware) if torus else None
 
     def poly(self, name: str, structure: Structure) -> Poly:
-        """Return a degree of a structure as a polynomial."""
+        """Return a degree as a polynomial."""
         return poly(self.degree(name, structure))
 
     def state(self, structure: Structure) -> StateBytes:
