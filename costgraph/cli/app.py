@@ -1,7 +1,7 @@
-"""The command line: `costgraph`, also `python -m costgraph`.
+"""The `costgraph` command, also `python -m costgraph`.
 
-Every refusal of the library is one line on the standard error and exit code 2, as is an output that takes nothing; a
-reader that goes away is no error. `costgraph.interruption` has what Ctrl-C does.
+Library errors and failed writes print one line to standard error and exit with code 2. A closed pipe is not an error.
+`costgraph.interruption` handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = [
 
 _EXTRA = 'costgraph: the command line needs typer and rich: pip install "costgraph[cli]"'
 
-#: What a shell reports for a filter whose reader went away: 128 + SIGPIPE.
+#: Exit code of a filter whose reader has closed the pipe: 128 + SIGPIPE.
 _BROKEN_PIPE = 141
 
-#: Where a shell says that it wants words completed.
+#: Environment variable with which a shell requests completions.
 _COMPLETE = "_COSTGRAPH_COMPLETE"
 
 _LONGEST_LINE = 2000
@@ -65,16 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Words after the name of the program; those of the process by default.
+        Arguments after the program name; by default those of the process.
 
     Returns
     -------
     int
-        Exit code: 0, 2 for a mistake in what was asked or an output that cannot be written, 130 after an
-        interruption, 141 where the reader went away.
+        Exit code: 0, 2 for an invalid request or a failed write, 130 after an interruption, 141 for a closed pipe.
     """
     try:
-        if sys.stdout is None:  # closed before the program began
+        if sys.stdout is None:  # closed before the program started
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         code = _run(arguments)
         sys.stdout.flush()
@@ -90,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unwritten(error: OSError) -> int:
-    """Report an output that cannot be written; one whose reader went away is left in silence."""
+    """Report a failed write; stay silent if the reader closed the pipe."""
     if sys.stdout is not None:
-        # Python flushes once more at its end, and would complain then
+        # Python flushes standard output at exit, and would report the error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return _BROKEN_PIPE
@@ -115,11 +114,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         if asked := os.environ.get(_COMPLETE):
             return shell_complete(command, {}, "costgraph", _COMPLETE, asked)
-        # not command.main, which has an answer of its own to a broken pipe
+        # not command.main, which handles broken pipes itself
         with command.make_context("costgraph", words) as context, waiting(printable(words[0])[:40]):
             command.invoke(context)
         return 0
-    except SystemExit as stop:  # how typer ends what completes, and what installs that
+    except SystemExit as stop:  # typer's completion and its installation end this way
         return int(stop.code or 0)
     except typer.Exit as stop:
         return int(stop.exit_code)
@@ -130,7 +129,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _usage(error: Exception) -> int:
-    """Report what the parser of arguments refuses; anything else keeps its traceback or is met above."""
+    """Report an argument error; other exceptions propagate."""
     show = getattr(error, "format_message", None)
     if show is None:
         raise error
@@ -141,7 +140,7 @@ def _refuse(message: str) -> int:
     line = printable(" ".join(message.split("\n")))
     if len(line) > _LONGEST_LINE:
         line = line[: _LONGEST_LINE - 3] + "..."
-    with suppress(OSError, AttributeError):  # nobody listens: the pipe is broken, or it was closed
+    with suppress(OSError, AttributeError):  # standard error is closed
         sys.stderr.write(f"costgraph: {line}\n")
     return 2
 
@@ -150,12 +149,10 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# -- frame -------------------------------------------------------------------------------------------------------------
-# What all commands stand in: their names, and the module that each is imported from once it is asked for.
-#
-# A word on the command line, or a key that completes it, waits for its own command alone.
+# -- commands ----------------------------------------------------------------------------------------------------------
+# Modules are imported lazily: calling or completing a command imports only its own module.
 
-#: The module of each command, and what the list of commands says of it.
+#: The module of each command, and its short help.
 COMMANDS = {
     "report": ("commands", "Costs of a model, on a device if one is named."),
     "formula": ("commands", "Closed form of one quantity of a model."),
@@ -179,7 +176,7 @@ _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": 
 
 
 class _Commands(TyperGroup):
-    """Commands whose modules are imported when one of theirs is called, or its arguments are completed."""
+    """Group that imports the module of a command when it is called or completed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -202,7 +199,7 @@ app = typer.Typer(
 
 
 def _listed() -> None:
-    """Stand for a command in lists."""
+    """Act as the placeholder of a command in lists."""
 
 
 for _name, (_, _help) in COMMANDS.items():
@@ -210,7 +207,7 @@ for _name, (_, _help) in COMMANDS.items():
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes a function a command; the lines of its examples stay lines."""
+    """Return a decorator that registers a command; its help keeps the line breaks of examples."""
 
     def declared(function: Callable[..., None]) -> Callable[..., None]:
         text = re.sub(r"^Examples\n-+$", "\b\nExamples:", getdoc(function) or "", flags=re.MULTILINE)
@@ -232,17 +229,16 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Take what stands before a command."""
+    """Parse the options before a command."""
 
 
-# -- terminal ----------------------------------------------------------------------------------------------------------
-# Where the command line writes: the standard output, files and pictures.
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def say(lines: str, *, styled: bool = False) -> None:
-    """Write lines to the standard output: of control characters only those of styles, where `text.draw` set them.
+    """Write lines to standard output, without control characters except the styles of `text.draw`.
 
-    What the output's encoding lacks becomes a question mark, and a rule a row of hyphens.
+    Characters that the encoding lacks become question marks, and rules become hyphens.
     """
     lines = lines if styled else printable(lines)
     encoding = sys.stdout.encoding or "utf-8"
@@ -253,15 +249,15 @@ def say(lines: str, *, styled: bool = False) -> None:
 
 
 def screen() -> tuple[int, bool]:
-    """Return the columns of the output, and whether it shows colors."""
+    """Return the width of the output, and whether it supports colors."""
     terminal = sys.stdout.isatty()
-    # 80 where nobody says otherwise: a pipe has no width
+    # a pipe has no width: use the default unless COLUMNS is set
     width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else WIDTH
     return max(width, 40), terminal and "NO_COLOR" not in os.environ
 
 
 def check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
-    """Refuse what cannot be written before anything is derived."""
+    """Raise an error for files that cannot be written, before any computation."""
     if json == csv == "-":
         raise FormatError("--json - and --csv -: the standard output takes one of them, expected a file for the other")
     for path in plots:
@@ -270,10 +266,10 @@ def check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
 
 
 def write_files(*files: tuple[str | None, Callable[[], str]]) -> bool:
-    """Write what functions return to their files, if any; a hyphen is the standard output: whether one took that."""
+    """Write each file; `-` is standard output. Return whether standard output was used."""
     for path, content in files:
         if path == "-":
-            # JSON leaves this one as it is, and has one way to escape it
+            # DEL is valid in JSON, but `say` would strip it
             say(content().removesuffix("\n").replace("\x7f", "\\u007f"))
         elif path is not None:
             write_file(path, content())
@@ -283,7 +279,7 @@ def write_files(*files: tuple[str | None, Callable[[], str]]) -> bool:
 def draw_report(
     graph: Graph, found: Report, dims: Mapping[str, Any], plot: str | None, memory_plot: str | None
 ) -> None:
-    """Draw the pictures that were asked for."""
+    """Draw the requested plots."""
     if plot is not None:
         found.plot(plot)
     if memory_plot is not None:

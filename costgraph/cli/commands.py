@@ -1,4 +1,4 @@
-"""The commands of the command line: what is asked, and which formatter answers. Errors are `costgraph.cli`'s."""
+"""Commands that report costs, list models and devices, and read checkpoints."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ __all__ = [
 ]
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
 # -- report ------------------------------------------------------------------------------------------------------
 
 
@@ -57,16 +55,16 @@ def report_command(
     csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
     device: opt.On = None, arch: opt.Arch = None, hierarchical: opt.Hierarchical = False,
 ) -> None:  # fmt: skip
-    """Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
+    """Print the costs of a model: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
-    Sizes that are left open stay symbols, and formulas stand in the place of numbers.
+    Unbound sizes stay symbolic, and the results are formulas.
 
     Examples
     --------
       costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
-    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of report, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = report(
         graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch,
@@ -93,7 +91,7 @@ def formula_command(
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
     composed: opt.Composed = False,
 ) -> None:  # fmt: skip
-    """Print the closed form of a quantity, every size a symbol unless it is bound.
+    """Print the closed form of a quantity; unbound sizes stay symbolic.
 
     Examples
     --------
@@ -144,7 +142,7 @@ def crossover_command(
     composed: opt.Composed = False,
     symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
-    """Print the size at which compute time overtakes memory time, all ops together as declared.
+    """Print the size at which compute time overtakes memory time, over all ops together.
 
     Examples
     --------
@@ -163,8 +161,7 @@ def crossover_command(
         say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
 
 
-# -- explore command ---------------------------------------------------------------------------------------------------
-# The command that writes the page with sliders.
+# -- explore -----------------------------------------------------------------------------------------------------------
 
 _Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to write.")]
 _Views = Annotated[
@@ -180,7 +177,7 @@ def explore_command(
     model: opt.Model, out: _Out, views: _Views = None, attention: opt.Attention = None, dtype: opt.Format = None,
     dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
-    """Write one HTML file that shows in a browser what follows from sizes: memory, FLOPs and time, without a server.
+    """Write an HTML page that shows memory, FLOPs and time for adjustable sizes, without a server.
 
     Examples
     --------
@@ -193,8 +190,7 @@ def explore_command(
     say(f"{out}: {page.name}, {len(page.html):,} characters")
 
 
-# -- weights command ---------------------------------------------------------------------------------------------------
-# The command that reads checkpoints, and holds them to a model.
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 @command("weights")
@@ -205,9 +201,9 @@ def weights_command(
         autocompletion=opt.one_of(opt.presets))] = None,
     sizes: opt.Sizes = None, dtype: opt.Format = None,
 ) -> None:  # fmt: skip
-    """Print which tensors a checkpoint holds, from its headers alone; with a model, in what the two differ.
+    """Print the tensors of a checkpoint, read from its headers; with a model, print the differences.
 
-    The exit code is 1 where they differ.
+    The exit code is 1 if they differ.
 
     Examples
     --------
@@ -224,8 +220,7 @@ def weights_command(
         raise typer.Exit(1)
 
 
-# -- lists -------------------------------------------------------------------------------------------------------------
-# The commands that list models and devices, and tell all that is known of one device.
+# -- models and hardware -----------------------------------------------------------------------------------------------
 
 
 def models() -> RenderableType:
@@ -240,7 +235,7 @@ def models() -> RenderableType:
 
 
 def devices() -> RenderableType:
-    """Return a table of the devices: matrix rate in bf16, memory, bandwidth and ridge point."""
+    """Return a table of the devices: bf16 matrix rate, memory, bandwidth and ridge point."""
     rows = []
     for name in list_hardware():
         found = load_hardware(name)
@@ -254,7 +249,7 @@ def devices() -> RenderableType:
 
 
 def device(found: Hardware) -> Iterator[RenderableType]:
-    """Yield all that a specification says: quantities, units, sources and noted disagreements."""
+    """Yield a full specification: quantities, units, sources and disagreements between sources."""
     yield f"[bold]{clean(found.name)}[/bold]"
     rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
     rows += [] if found.arch is None else [("arch", clean(found.arch))]
@@ -290,7 +285,7 @@ def hardware_command(
         ),
     ] = None,
 ) -> None:
-    """List the devices; of one, every quantity with its unit, sources and noted disagreements.
+    """List the devices; with a name, print every quantity with unit, sources and disagreements between sources.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options shared by several commands, and how they select a graph."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ __all__ = [
 
 
 def one_of(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return what completes a word on the command line to one of these."""
+    """Return a completion function for some words."""
 
     def matching(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -93,12 +93,12 @@ def one_of(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 def choice(option: str, metavar: str, help: str, words: Iterable[str]) -> Any:
-    """Return an option that the shell completes to one of some words."""
+    """Return an option with shell completion for some words."""
     return typer.Option(option, metavar=metavar, help=help, autocompletion=one_of(lambda: words))
 
 
 def presets() -> list[str]:
-    """Return the names of models; files are completed by the shell."""
+    """Return the names of presets; the shell completes files."""
     from .. import models
 
     return models.names()
@@ -152,7 +152,7 @@ Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write CS
 Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline: .png, .svg or .pdf.")]
 Memory = Annotated[str | None, typer.Option("--memory-plot", metavar="FILE", help="Draw live memory over steps.")]
 
-#: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
+#: Keywords of library functions: dimensions with these names cannot be bound on the command line.
 _RESERVED = (
     "allocator",
     "arch",
@@ -172,9 +172,9 @@ _RESERVED = (
 
 
 def read_sizes(words: list[str] | None) -> dict[str, int]:
-    """Read sizes as they stand on a command line.
+    """Parse NAME=SIZE arguments.
 
-    BindingError if a word is no such pair, or a name stands there twice.
+    Raise BindingError for a malformed argument or a repeated name.
 
     Examples
     --------
@@ -195,11 +195,11 @@ def read_sizes(words: list[str] | None) -> dict[str, int]:
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
-# Which graph a word on the command line stands for: a preset, a saved graph, a configuration, a model of the Hub.
+# A model argument is a preset, a saved graph, a configuration, weights, or a model of the Hugging Face Hub.
 
-#: Bytes up to which a file is looked at as a configuration: they have a few thousand.
+#: Largest file in bytes that is parsed as a configuration; they have a few thousand.
 _LARGEST_CONFIG = 2**20
-#: Seconds in which the Hub has to answer.
+#: Timeout in seconds for requests to the Hub.
 _PATIENCE = 10
 
 
@@ -211,12 +211,12 @@ def load_model(
     composed: bool = False,
     symbolic_: bool = False,
 ) -> Graph:
-    """Return a preset, the graph of a file that `costgraph.save` wrote, or the model that a config.json describes.
+    """Load a preset, a saved graph, or the model of a config.json.
 
-    What a file is, its content says. A safetensors file, an index of several or a GGUF file stands for the config.json
-    beside it, the last for itself where there is none; OWNER/NAME, where there is no such path, for a model of the Hub.
-    The options are those of `costgraph.models.load`, `composed` of a preset alone; a saved graph has them already. An
-    error if there is no such file or model, a file is neither, or an option does not fit.
+    The content decides the type of a file. Safetensors and GGUF files use the config.json in their folder; a GGUF file
+    without one describes the model itself. OWNER/NAME is a model of the Hub unless it is a path. Options are those of
+    `costgraph.models.load`; `composed` applies to presets only, and a saved graph accepts none. Raise an error if there
+    is no such file or model, a file has another type, or an option does not apply.
     """
     given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -234,16 +234,16 @@ def load_model(
 
 
 def _configured(path: str) -> Callable[..., Graph]:
-    """Return what makes a graph of a configuration: a declaration, or where there is none a trace of transformers."""
+    """Return the function that loads a configuration: the model's declaration, else a trace of transformers."""
     if is_known(path) or any(find_spec(name) is None for name in ("torch", "transformers")):
-        return models.from_config  # what it does not know, its error names
+        return models.from_config  # its error lists unknown fields
     from ..torch import from_config
 
     return from_config
 
 
 def _config_of(model: str) -> str:
-    """Return the configuration that stands for weights, or for a model of the Hub; anything else as it is."""
+    """Return the configuration for weights or a Hub model; return other arguments unchanged."""
     if model.lower().endswith((".safetensors", ".safetensors.index.json", ".gguf")):
         beside = os.path.join(os.path.dirname(model), "config.json")
         if os.path.exists(beside) or model.lower().endswith(".gguf"):
@@ -254,7 +254,7 @@ def _config_of(model: str) -> str:
 
 
 def _from_hub(name: str) -> str:
-    """Return the path of the config.json of a model of the Hub, from the cache of its client or the network."""
+    """Return the path of a Hub model's config.json, from the cache or the network."""
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     except ImportError:
@@ -265,11 +265,11 @@ def _from_hub(name: str) -> str:
     try:
         kept = try_to_load_from_cache(name, "config.json")
         if not isinstance(kept, str):
-            # once: a download tries five times, and talks of each, where there is no network
+            # without a network, a download would retry five times and log each attempt
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE)
             kept = hf_hub_download(name, "config.json")
         return kept
-    except Exception as error:  # the client hands on what its library of HTTP raises, which one depends on its version
+    except Exception as error:  # the exception types depend on the version of the HTTP client
         said = str(error).strip().partition("\n")[0]
         raise FormatError(
             f"{shorten(name)}: no such path, and no config.json of it from the Hub: {type(error).__name__}: "
@@ -280,15 +280,14 @@ def _from_hub(name: str) -> str:
 def _is_config(path: str) -> bool:
     try:
         fields = json.loads(read_text(path, path, _LARGEST_CONFIG))
-    except (CostGraphError, ValueError, RecursionError):  # the reader of graphs says what is wrong with it
+    except (CostGraphError, ValueError, RecursionError):  # loading it as a graph reports the error
         return False
     return isinstance(fields, dict) and not fields.keys().isdisjoint({"architectures", "model_type"})
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-# Options of a step that ranks share: the axes of their mesh, what is split over these, and what they meet over.
+# -- parallelism -------------------------------------------------------------------------------------------------------
 
-#: How gradients may be reduced: each by itself, or as torch's DistributedDataParallel does.
+#: How gradients are reduced: separately, or in buckets as in torch's DistributedDataParallel.
 BUCKETS = {"none": None, "copy": Policy(("dp", "ep", "cp")), "view": Policy(("dp", "ep", "cp"), view=True)}
 
 
@@ -331,9 +330,9 @@ Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of colle
 
 
 def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
-    """Return how many micro-batches a step has, which either option says.
+    """Return the number of micro-batches, which either option sets.
 
-    FormatError if both do, and not the same.
+    Raise FormatError if the options disagree.
     """
     if micro_batches is None or accumulate in ("1", micro_batches):
         return accumulate if micro_batches is None else micro_batches
@@ -341,9 +340,9 @@ def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
 
 
 def stage_of(rank: Graph, name: str) -> Graph:
-    """Return the graph of a stage of a pipeline by the end of its name; of all others, the graph.
+    """Return a pipeline stage's graph by the end of its name; without a pipeline, the graph itself.
 
-    FormatError if there is no such stage.
+    Raise FormatError if there is no such stage.
     """
     names: dict[str, Graph] = {g.name.rpartition(".")[2]: g for g in rank.stages}
     if not rank.parts:
@@ -358,13 +357,11 @@ def rank_of(
     pp: str = "1", schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
     system: str = "torch",
 ) -> Graph:  # fmt: skip
-    """Return the graph of one of the ranks that share a step of the whole model; the step itself where one is all.
+    """Return the per-rank graph of a step, or the step itself without parallelism.
 
-    Options are words, degrees by axis, as they stand on the command line: the stage of ZeRO; whether the sequence is
-    split over tp; what attention does along cp; whether gradients of each micro-batch are reduced, by default as the
-    system does; the stages of a pipeline, their order, groups of layers of each rank, and layers of each
-    stage; none, copy or view: how gradients are reduced that ranks have whole; torch or megatron. An error if a degree
-    is neither a size nor a name, a word is unknown, or nothing is split over an axis.
+    Arguments are command-line text: `degrees` by mesh axis; `context` is the attention algorithm along cp; `buckets` is
+    none, copy or view; `system` is torch or megatron. Raise an error if a degree is neither a size nor a name, a word
+    is unknown, or an axis splits nothing.
     """
     words = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
     for option, (word, known) in words.items():

@@ -1,4 +1,4 @@
-"""The commands of the command line on inference: steps of decoding for several batches, and the time of an answer."""
+"""Inference commands: decode throughput for several batches, and the latency of an answer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from .options import load_model
 __all__ = ["LATENCY_SCHEMA", "THROUGHPUT_SCHEMA", "decode_command", "latency_command"]
 
 THROUGHPUT_SCHEMA = "costgraph/throughput/2"
-"""What the JSON of this version calls itself; another number means other keys."""
+"""Schema of the JSON output; the number changes with the keys."""
 LATENCY_SCHEMA = "costgraph/latency/1"
-"""The same of an answer."""
+"""Schema of the JSON output of `latency`."""
 
 _COLUMNS = (
     "size", "tokens", "seconds", "lower_bound", "tokens_per_second", "devices", "tokens_per_device", "memory", "fits",
@@ -65,7 +65,7 @@ _Curve = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw
 
 
 def _given(graph: Graph, formats: Mapping[str, str | None], group: str | None, degrees: Mapping[str, str]) -> Graph:
-    """Return a graph of inference in other formats where some are asked for, of one rank where there are several."""
+    """Quantize an inference graph, and parallelize it, if requested."""
     given: dict[str, Any] = {k: v for k, v in formats.items() if v is not None}
     if group is not None:
         given["group"] = read_size(group, "--group")
@@ -115,7 +115,7 @@ def _lines(step: Graph, found: Throughput, dims: Mapping[str, int], fallback: st
 
 
 def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: str | None) -> str:
-    """Say where compute time equals memory time."""
+    """Return the crossover of compute and memory time, in words."""
     name = found.symbol
     try:
         place = crossover(step, found.hardware, name, fallback=fallback, **sizes)
@@ -137,9 +137,9 @@ def decode_command(
     dtype: opt.Format = None, symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None,
     csv: opt.Csv = None, plot: _Curve = None,
 ) -> None:  # fmt: skip
-    """Print the time, tokens in a second and memory of a step of generation for several batches.
+    """Print the time, tokens per second and memory of a decode step for several batch sizes.
 
-    S is the context, the new tokens included; B the sequences of all devices.
+    S is the context length, including the new tokens; B is the number of sequences on all devices.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def decode_command(
       costgraph decode llama-3-70b --hardware h200-sxm --tp 8 S=4096
     """
     check_files(json, csv, plot)
-    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of throughput, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     if vary in dims:
         raise FormatError(f"--vary {vary}: a size of it is given as well, expected one of the two")
     graph = load_model(model, attention, dtype, None, False, symbolic)
@@ -177,7 +177,7 @@ def latency_command(
     activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
     dtype: opt.Format = None, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
-    """Print the time to the first token of an answer, of the whole prompt, and that of the steps after it.
+    """Print the time to first token, for the whole prompt, and the time of the following decode steps.
 
     Examples
     --------
@@ -185,7 +185,7 @@ def latency_command(
         --prompt 2048 --steps 255 B=8
     """
     check_files(json, csv)
-    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of latency, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     graph = load_model(model, attention, dtype, None)
     formats = {"weights": weights, "activations": activations, "cache": cache}
     mesh = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batches": micro_batches}

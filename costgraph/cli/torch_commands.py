@@ -1,4 +1,4 @@
-"""The command that turns a torch module into a graph; torch is loaded in the command alone."""
+"""Commands that use torch, which is imported on use: calibrate, validate and trace."""
 
 from __future__ import annotations
 
@@ -33,25 +33,21 @@ __all__ = [
 ]
 
 
-# -- torch commands ----------------------------------------------------------------------------------------------------
-# The commands that run torch: measuring a device, and holding predictions to it. Only in them is torch loaded.
+# -- calibrate and validate --------------------------------------------------------------------------------------------
 
 _THREADS_HELP = "Of the processor; what torch takes by default."
 _Threads = Annotated[str | None, typer.Option("--threads", metavar="N", help=_THREADS_HELP)]
 
 
 def need_torch(command: str) -> None:
-    """Refuse a command that runs torch where there is none.
-
-    UnsupportedError if torch is not installed.
-    """
-    if find_spec("torch") is None:  # an optional part of the machine, whose build the user chooses
+    """Raise UnsupportedError if torch is not installed."""
+    if find_spec("torch") is None:  # an optional dependency, whose build the user chooses
         where = "pip install torch, or the build for this machine from https://pytorch.org/get-started"
         raise UnsupportedError(f"{command}: torch is not installed, expected it beside costgraph: {where}")
 
 
 def _count(threads: str | None) -> int | None:
-    """Return a number of threads that this machine has cores for; None where nothing is asked for."""
+    """Return the number of threads, at most the number of cores; None if it is not set."""
     count = None if threads is None else read_size(threads, "--threads")
     cores = os.cpu_count()
     if count and cores and count > cores:
@@ -77,8 +73,8 @@ def calibrate_command(
 ) -> None:
     """Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
 
-    With --records nothing runs: a model of time is fitted to what others measured, and how well it predicts what it was
-    not fitted to is printed. With --quick it is fitted, and not held against anything.
+    With --records, fit a time model to published measurements instead, and print its error on held-out ones. With
+    --quick, skip the held-out evaluation.
 
     Examples
     --------
@@ -107,7 +103,7 @@ def calibrate_command(
 
 
 def _fit(records: Sequence[str], out: str | None, *, validate: bool) -> None:
-    """Fit a model of time to published measurements, and print how good it is."""
+    """Fit a time model to published measurements, and print its accuracy."""
     from ..report.records import calibrate
     from ..report.records.show import render_calibrated
 
@@ -138,10 +134,10 @@ def validate_command(
         str | None, typer.Option("--records", metavar="FILE", help="Published measurements, in the place of runs here.")
     ] = None,
 ) -> None:
-    """Run ops, models and training steps, or read what others measured; show predictions beside it.
+    """Compare predictions with measurements of ops, models and training steps, run here or published.
 
     With --records nothing runs: each record of the file is predicted, or listed with the reason why not. The exit code
-    is 1 where a limit does not hold.
+    is 1 if a limit does not hold.
 
     Examples
     --------
@@ -160,14 +156,14 @@ def validate_command(
 
 
 def _hold(records: str, out: str | None, plots: str | None) -> None:
-    """Print predictions beside published measurements."""
+    """Print predictions for published measurements."""
     from ..report.records import hold
     from ..report.records.show import plot_held, render_held
 
     if out is not None:
         target_of(out, ".json")
     if plots is not None:
-        new_figure(1, 1)  # whether there is what draws, before anything is predicted
+        new_figure(1, 1)  # fail early if matplotlib is missing
     found = hold(records)
     width, color = screen()
     say(render_held(found, width, color=color), styled=color)
@@ -183,7 +179,7 @@ def _hold(records: str, out: str | None, plots: str | None) -> None:
 def _run(
     out: str, device: str, quick: bool, hardware: str | None, count: int | None, only: str | None, plots: str | None
 ) -> None:
-    """Run the suite, and print and write what it measured."""
+    """Run the suite, then print and save the measurements."""
     need_torch("validate")
     from ..report.text import render_validation
     from ..torch.cli_args import threads as running
@@ -194,7 +190,7 @@ def _run(
 
     target_of(out, ".json")
     if plots is not None:
-        new_figure(1, 1)  # whether there is what draws, before anything runs
+        new_figure(1, 1)  # fail early if matplotlib is missing
     cases = suite("cuda" if device.startswith("cuda") else "cpu", quick=quick)
     if only is not None:
         cases = [case for case in cases if only in case.name]
@@ -208,17 +204,17 @@ def _run(
         say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in found.plot(plots)))
 
 
-# -- trace command -----------------------------------------------------------------------------------------------------
+# -- trace -------------------------------------------------------------------------------------------------------------
 
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?([^:=]*)(?::(\w+))?\Z", re.ASCII)
-#: Files that stand in the traceback of every import.
+#: Files in the traceback of every import.
 _NOT_THEIRS = {__file__, importlib.__file__, importlib.util.__file__, *(
     f"<frozen importlib._bootstrap{part}>" for part in ("", "_external")
 )}  # fmt: skip
-_FIRST_SIZE = 17  # sizes that nobody bound are primes from here on, so that no two are alike
+_FIRST_SIZE = 17  # unbound sizes are distinct primes from here on
 
 
-# over 40 lines, as options are parameters
+# longer than 40 lines: each option is a parameter
 @command("trace")
 def trace_command(
     target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="A function without arguments that "
@@ -241,9 +237,9 @@ def trace_command(
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Save the graph: a .json file.")] = None,
     hardware: opt.Hardware = None, depth: opt.Depth = 2, formulas: opt.Formulas = False,
 ) -> None:  # fmt: skip
-    """Run a module once on tensors without data, and print what it costs.
+    """Trace a module on tensors without data, and print its costs.
 
-    Sizes that are bound decide which way the module goes where it asks for them, and fill in the report.
+    Bound sizes decide data-dependent branches of the module, and are the sizes of the report.
 
     Examples
     --------
@@ -292,17 +288,17 @@ def trace_command(
 
 
 def _chosen(rows: Sequence[Any]) -> Iterator[str]:
-    """Yield by which rules calls are those of the device, and how many."""
+    """Yield the device rules that calls follow, and how often."""
     for (rule, why), count in Counter((row.rule, row.why) for row in rows).items():
         yield f"{count} {'call' if count == 1 else 'calls'} by the rule {rule}: {why}"
 
 
-# -- what is traced ----------------------------------------------------------------------------------------------
+# -- traced modules ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _theirs(target: str, expected: str) -> Iterator[None]:
-    """Run code that is not the library's: whatever it raises is told in one line, with its place."""
+    """Run user code; report its exceptions in one line, with their location."""
     try:
         yield
     except CostGraphError:
@@ -315,7 +311,7 @@ def _theirs(target: str, expected: str) -> Iterator[None]:
 
 
 def _made(target: str) -> Any:
-    """Call a factory that stands in a module, or in a file."""
+    """Call a factory function of a module or file."""
     place, mark, name = target.rpartition(":")
     if not mark or not is_name(name):
         raise FormatError(f"{shorten(target)}: expected MODULE:FACTORY, such as models.py:make")
@@ -335,7 +331,7 @@ def _from_file(place: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # classes look up their module by its name
+    sys.modules[spec.name] = module  # classes look up their module by name
     spec.loader.exec_module(module)
     return module
 

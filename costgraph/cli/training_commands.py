@@ -1,4 +1,4 @@
-"""The commands of the command line on training: a step of it, and the plan of a run."""
+"""Training commands: step costs, preflight checks, and strategy search."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 
-# -- training commands -------------------------------------------------------------------------------------------------
+# -- train and plan ----------------------------------------------------------------------------------------------------
 
-#: Words of checkpointing; behind a colon stand a number, or names.
+#: Checkpointing policies; a number or names follow the colon.
 _POLICIES = ("none", "every-block", "from-start", "every:", "selective:", "keep:")
 
 _Optimizer = Annotated[str, opt.choice("--optimizer", "NAME", f"{', '.join(OPTIMIZERS)}.", OPTIMIZERS)]
@@ -96,10 +96,10 @@ def train_command(
     micro_batches: ranks.MicroBatches = None, virtual: ranks.Virtual = "1", layers: ranks.Layers = None,
     stage: ranks.Stage = "first",
 ) -> None:  # fmt: skip
-    """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
+    """Print the costs of a training step: state and activation memory, FLOPs by phase, and times on a device.
 
-    With a degree of parallelism it is that of one rank; B is then the sequences of all of them. With --pp it is that of
-    a stage, below the time of the whole pipeline.
+    With parallelism, they are the costs of one rank; B is then the number of sequences on all ranks. With --pp, the
+    time of the whole pipeline precedes the costs of one stage.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def train_command(
         --stage last B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
-    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of report, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     times = ranks.micro_batches_of(accumulate, micro_batches)
     step = _step(graph, optimizer, implementation, precision, checkpoint, times, clip)
@@ -135,16 +135,16 @@ def train_command(
 def _stage(
     made: Graph, stage: str, hardware: str | None, fallback: Any, network: str | None, dims: dict[str, Any]
 ) -> tuple[Graph, dict[str, Any], str]:
-    """Return the graph that is reported, its sizes, and of a pipeline a line with the time of all stages."""
+    """Return the reported graph, its sizes, and for a pipeline a line with the time of all stages."""
     step = ranks.stage_of(made, stage)
     if not made.parts:
         return step, dims, ""
-    of_stages(made, dims)  # refuses what no stage has
+    of_stages(made, dims)  # raises an error for sizes that no stage has
     own = {name: n for name, n in dims.items() if name in known_names(step)}
     if hardware is None:
         return step, own, ""
     taken = seconds(made, hardware, fallback=fallback, network=network, **dims)
-    if not isinstance(taken, float):  # a formula of many terms
+    if not isinstance(taken, float):  # a long formula
         return step, own, ""
     return step, own, f"A step of the pipeline takes {show(taken, 's')}; below is what its {stage} stage does.\n\n"
 
@@ -158,7 +158,7 @@ def plan_command(
     composed: opt.Composed = False,
     symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
-    """Print the list of checks before a training run, each figure beside its limit.
+    """Print preflight checks of a training run: each figure with its limit.
 
     Examples
     --------
@@ -166,7 +166,7 @@ def plan_command(
         --mfu 0.5 --precision bf16 --checkpoint every-block B=1 S=8192
     """
     check_files(json, csv)
-    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of preflight, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     found = preflight(
@@ -179,11 +179,10 @@ def plan_command(
         say(render_plan(found, width=width, color=color), styled=color)
 
 
-# -- search command ----------------------------------------------------------------------------------------------------
-# The command of the command line that searches for a plan of training on several devices.
+# -- search ------------------------------------------------------------------------------------------------------------
 
 SEARCH_SCHEMA = "costgraph/search/2"
-"""What the JSON of this version calls itself; another number means other keys."""
+"""Schema of the JSON output; the number changes with the keys."""
 
 _COLUMNS = (
     "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule", "virtual",
@@ -261,11 +260,11 @@ def search_command(
     pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None, fallback: opt.Fallback = None,
     workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
-    """Print the plans that divide devices, batch and model and that fit, fastest first, and what makes each slower.
+    """Print the training plans that fit, fastest first, and why each is slower than the one before.
 
-    Of plans up to 1 % behind the fastest that is left, those of fewer stages of a pipeline come first.
+    Plans within 1 % of the fastest remaining plan tie; among them, fewer pipeline stages come first.
 
-    B is the samples of a step, such as sequences or images, those of all devices and micro-batches.
+    B is the number of samples of a step, such as sequences or images, on all devices and in all micro-batches.
 
     Examples
     --------
@@ -273,7 +272,7 @@ def search_command(
         --precision bf16 B=512 S=4096
     """
     check_files(json, csv)
-    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of search, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
     taken = sorted(dims.keys() & signature(search).parameters.keys())
     if taken:
         raise FormatError(f"{taken[0]}={dims[taken[0]]}: search has an option of this name, expected --{taken[0]}")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        # forty modules, a seventh of the time of an import: loaded when a model is first asked for
+        # forty modules take a seventh of the import time: load them when a model is first requested
         if name not in (*__all__, "registry"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         registry = import_module(f"{__name__}.registry")

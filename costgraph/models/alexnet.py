@@ -1,6 +1,6 @@
 """AlexNet in one column: five convolutions and three linear layers.
 
-Sizes: Krizhevsky 2014 (arXiv 1404.5997). Order of ops: `AlexNet` of torchvision 0.20.
+Sizes: Krizhevsky 2014 (arXiv 1404.5997). Op order: `AlexNet` in torchvision 0.20.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import costgraph as cg
 
 from .family import Family, Preset
 
-#: Window, stride and padding of each convolution, and whether a pooling follows it.
+#: Window, stride and padding of each convolution, and whether pooling follows it.
 CONVS = ((11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False), (3, 1, 1, True))
 
 
 def alexnet(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
-    """Declare AlexNet: images (B, IC, R, R) to logits (B, C); dropout falls before the first two linear layers."""
+    """Declare AlexNet: images (B, IC, R, R) to logits (B, C), with dropout before the first two linear layers."""
     B, R, IC, F, C = cg.dims("B R IC F C")
 
     with cg.Graph(name, dtype=dtype) as g:

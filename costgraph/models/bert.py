@@ -1,7 +1,7 @@
-"""BERT: an encoder with learned positions and token types, LayerNorm behind each half of a layer, biases everywhere.
+"""BERT: a bidirectional encoder with learned positions, token types, post-LayerNorm and biases.
 
 Sizes: Devlin et al. 2018 (arXiv 1810.04805), section 3, and the `config.json` of google-bert/bert-base-uncased and
-bert-large-uncased. Order of ops: `BertModel`, with its pooler, and `BertForMaskedLM` of transformers.
+bert-large-uncased. Op order: `BertModel`, with its pooler, and `BertForMaskedLM` in transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .blocks import block, dropped, encoding
 from .config import Config
 from .family import Family, Preset
 
-#: What follows the last layer, by architecture: its keyword arguments of the declaration.
+#: Heads by architecture, as keyword arguments of the declaration.
 HEADS = {
     "BertModel": {},
     "BertForMaskedLM": {"head": "masked-lm"},
@@ -29,10 +29,10 @@ def bert(
     *, head: Literal["pooler", "masked-lm", "sequence", "token"] = "pooler", activation: str = "gelu",
     tied: bool = True,
 ) -> cg.Graph:  # fmt: skip
-    """Declare BERT: tokens and their types (B, S) to features (B, S, D) and a pooled vector (B, D).
+    """Declare BERT: tokens and token types (B, S) to features (B, S, D) and a pooled vector (B, D).
 
-    With `head` masked-lm to logits (B, S, V), sequence to (B, C) and token to (B, S, C); `tied`: the table of
-    embeddings is the masked language model's head.
+    `head` may be masked-lm, with logits (B, S, V), sequence (B, C) or token (B, S, C). With `tied`, the masked language
+    model shares the embedding table.
     """
     B, S, D, H, F, L, V, P, kinds = cg.dims("B S D H F L V P kinds")
     act = partial(cg.ops.pointwise, activation)
@@ -58,13 +58,13 @@ def bert(
 def _headed(
     x: cg.Tensor, table: cg.Tensor, head: str, act: partial[cg.Tensor], dropout: float, *, tied: bool
 ) -> list[cg.Tensor]:
-    """Return what the model ends with."""
+    """Return the outputs of a head."""
     D, V, C = cg.dims("D V C")
     if head == "masked-lm":
         y = cg.layer_norm(act(cg.linear(x, "b s d -> b s e", e=D, bias=True, name="head/transform")), name="head/norm")
         weight = cg.ops.transpose(table) if tied else None
         if not tied:
-            x.graph.param("head/tied_bias", (V,))  # which the reference module then has beside the head's own
+            x.graph.param("head/tied_bias", (V,))  # the reference module has it in addition to the head's bias
         return [cg.linear(y, "b s d -> b s v", v=V, bias=True, weight=weight, name="head")]
     if head == "token":
         return [cg.linear(cg.dropout(x, dropout), "b s d -> b s c", c=C, bias=True, name="head")]
@@ -76,7 +76,7 @@ def _headed(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' BertConfig."""
+    """Read a transformers `BertConfig`."""
     c.expect("is_decoder", False)
     c.expect("add_cross_attention", False)
     c.expect("position_embedding_type", "absolute")

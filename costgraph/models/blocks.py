@@ -1,4 +1,4 @@
-"""Layers of transformers: parts whose results are added to what they read, with norms around them."""
+"""Transformer blocks: residual branches with norms around them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .composed import KERNELS, Kernels
 
 __all__ = ["Norm", "Part", "System", "Tables", "added", "attending", "block", "dropped", "encoding", "gated", "mixed"]
 
-#: What a layer is made of, from (b, s, d) to the same.
+#: A residual branch, from (b, s, d) to the same shape.
 Part = Callable[[cg.Tensor], cg.Tensor]
 
-#: Cosines and sines.
+#: Rotary cosines and sines.
 Tables = tuple[cg.Tensor, cg.Tensor]
 
-#: Whose code runs a layer, where that makes a difference: a module's, or that of Megatron-LM (core_r0.14.0, 23e00ed).
+#: Implementation of a layer, if it matters: the module's, or Megatron-LM's (core_r0.14.0, 23e00ed).
 System = Literal["torch", "megatron"]
 
 
@@ -26,7 +26,7 @@ class Norm(Protocol):
     """A norm with parameters, such as `rms_norm`."""
 
     def __call__(self, x: cg.Tensor, /, *, name: str) -> cg.Tensor:
-        """Normalise, with parameters in a scope of that name."""
+        """Normalize, with parameters in the scope `name`."""
 
 
 def added(
@@ -38,9 +38,9 @@ def added(
     norms: Literal["before", "after", "both", "behind"] = "before",
     run: Kernels = KERNELS,
 ) -> cg.Tensor:
-    """Add what a part (attention, a feed-forward layer and the like) makes of a tensor to it.
+    """Add the output of a residual branch, such as attention or a feed-forward layer, to its input.
 
-    `norms` says where a norm stands: before, of what the part reads; after, of what it makes; both; behind, of the sum.
+    `norms` sets the position of norms: before the branch, after it, both, or behind the sum.
     """
     y = norm(x, name=f"{name}/norm") if norms in ("before", "both") else x
     made = part(y)
@@ -56,7 +56,7 @@ def block(
     run: Kernels = KERNELS,
     **parts: Part,
 ) -> Part:
-    """Return a layer of parts one after the other, each `added` under its name."""
+    """Return a layer with several residual branches, each `added` under its name."""
 
     def layer(x: cg.Tensor) -> cg.Tensor:
         y = x
@@ -68,26 +68,26 @@ def block(
 
 
 def dropped(part: Part, p: float) -> Part:
-    """Return a part with dropout behind it."""
+    """Return a branch followed by dropout."""
     return lambda x: cg.dropout(part(x), p)
 
 
 def attending(kernel: str, p: float, rope: Tables, **facts: Any) -> Part:
-    """Return attention of H heads of K elements, G of them with keys and values, with rotary positions."""
+    """Return causal attention with H query heads and G KV heads of K elements, and rotary positions."""
     H, G, K = cg.dims("H G K")
     return partial(cg.nn.self_attention, heads=H, size=K, groups=G, rope=rope, kernel=kernel, p=p, **facts)
 
 
 def encoding(kernel: str, p: float, heads: object, size: object, **facts: Any) -> Part:
-    """Return attention in which all positions see each other, with biases unless told otherwise."""
+    """Return bidirectional attention, with biases by default."""
     facts = {"causal": False, "bias": True, "out_bias": True, "cached": False, **facts}
     return partial(cg.nn.self_attention, heads=heads, size=size, kernel=kernel, p=p, **facts)
 
 
 def gated(activation: str, *, f: object = None, system: System = "torch", **facts: Any) -> Part:
-    """Return a feed-forward layer of F elements with a gate.
+    """Return a gated feed-forward layer of width F.
 
-    Megatron-LM has one parameter for gate and up, and one kernel behind it.
+    Megatron-LM has one parameter for gate and up projection, and fuses the activation.
     """
     facts |= {"packed": True, "fused": True} if system == "megatron" else {}
     width = cg.dims("F") if f is None else f
@@ -95,9 +95,9 @@ def gated(activation: str, *, f: object = None, system: System = "torch", **fact
 
 
 def mixed(routing: str, capacity: float | None, *, system: System = "torch", **facts: Any) -> Part:
-    """Return E experts of Fe elements, of which a token meets k.
+    """Return a mixture of E experts with width Fe, k experts per token.
 
-    Megatron-LM multiplies by weights inside the experts, and routes by a product in the format of the layer.
+    Megatron-LM applies the routing weights inside the experts, and computes the router in the format of the layer.
     """
     E, k, Fe = cg.dims("E k Fe")
     facts |= {"weigh": "inside", "fp32": False} if system == "megatron" else {}

@@ -1,8 +1,8 @@
-"""CLIP: a text tower and a vision tower whose last vectors are compared with each other.
+"""CLIP: a text tower and a vision tower, whose final vectors are compared.
 
 Sizes: Radford et al. 2021 (arXiv 2103.00020), table 20, and the `config.json` of openai/clip-vit-base-patch32,
-clip-vit-base-patch16 and clip-vit-large-patch14. Order of ops: `CLIPModel` of transformers. Both towers have LayerNorm
-before each half of a layer, and biases; that of texts is causal.
+clip-vit-base-patch16 and clip-vit-large-patch14. Op order: `CLIPModel` in transformers. Both towers have biases and
+LayerNorm before attention and MLP; the text tower is causal.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def clip(
     name: str, attention: str, dropout: float, dtype: str,
     *, patch: int = 32, text_activation: str = "quick_gelu", vision_activation: str = "quick_gelu",
 ) -> cg.Graph:  # fmt: skip
-    """Declare CLIP: B texts (B, S) and as many images (B, IC, R, R) to logits (B, B), a row for each text.
+    """Declare CLIP: B texts (B, S) and B images (B, IC, R, R) to logits (B, B), with a row for each text.
 
-    `ends` (B,) says which of the B*S tokens are the last ones of their texts; `patch` is the side of a patch of an
-    image. `dropout` falls on attention probabilities alone.
+    `ends` (B,) indexes the last token of each text among the B*S tokens; `patch` is the side of a patch. `dropout`
+    applies to attention probabilities only.
     """
     B, S, V, P, D, H, F, L, joint = cg.dims("B S V P D H F L joint")
     R, IC, DV, HV, FV, LV = cg.dims("R IC DV HV FV LV")  # of the vision tower
@@ -71,24 +71,24 @@ def _layer(
 
 
 def _unit(x: cg.Tensor) -> cg.Tensor:
-    """Divide vectors by their lengths."""
+    """Normalize vectors to unit length."""
     return x / cg.ops.pointwise("sqrt", cg.reduce(cg.ops.pointwise("square", x), "b e -> b 1", "sum"))
 
 
 def _tower(c: Config) -> tuple[list[int], str]:
-    """Read what both towers have."""
+    """Read fields common to both towers."""
     for field in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"):
         c.expect(field, False)
-    # the projections follow the size that the whole model states
+    # the projections have the size stated for the whole model
     c.ignore("projection_dim", "dropout", "tie_word_embeddings", "top_k", "tf_legacy_loss")
     names = ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
     return [c.size(name) for name in names], c.activation("hidden_act")
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' CLIPConfig."""
+    """Read a transformers `CLIPConfig`."""
     c.ignore("logit_scale_init_value", "is_encoder_decoder", "tie_word_embeddings", "text_config", "vision_config")
-    # where a file has the older field as well, transformers takes that one alone
+    # if the older field exists as well, transformers reads only that one
     text, vision = (
         c.part(name + ("_dict" if c.has(f"{name}_dict") else ""), f"clip_{tower}_model")
         for tower, name in (("text", "text_config"), ("vision", "vision_config"))

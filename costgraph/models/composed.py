@@ -1,4 +1,4 @@
-"""How functions of a module run: a kernel each, or as transformers' eager code composes them and names what they make.
+"""Functions of a module as single kernels, or decomposed with tensor lifetimes as in transformers' eager code.
 
 Source: transformers 5.23, `activations.NewGELUActivation`, `LlamaRMSNorm`, `LlamaRotaryEmbedding`,
 `apply_rotary_pos_emb`, `repeat_kv`, `eager_attention_forward`, `create_causal_mask`, `GPT2Block` and
@@ -15,33 +15,33 @@ import costgraph as cg
 
 __all__ = ["KERNELS", "Composed", "Kernels"]
 
-#: What a hidden score gets; the number makes no difference to any cost, and every floating format holds it.
+#: Additive mask of a hidden score; the value affects no cost, and every floating format can represent it.
 _HIDDEN = -1e4
 
 
 class Kernels:
-    """Functions as kernels, and variables that name nothing: a tensor dies after the last op that reads it."""
+    """Functions as kernels, without variables: a tensor dies after its last reader."""
 
-    # -- what variables name -------------------------------------------------------------------------------------------
+    # -- variable lifetimes --------------------------------------------------------------------------------------------
 
     def named(self, x: cg.Tensor) -> cg.Tensor:
-        """Return a tensor that the model names until it has its last norm."""
+        """Return a tensor that lives until the final norm."""
         return x
 
     def keep(self, x: cg.Tensor, *others: cg.Tensor) -> cg.Tensor:
-        """Return a tensor, before which others are named."""
+        """Return a tensor, and keep others alive until it is computed."""
         return x
 
     def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
-        """Return a residual stream and what a part of a layer, given a tensor, adds to it."""
+        """Add a residual branch's output to the residual stream; `given` is the input of the branch."""
         return x + made
 
     def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
-        """Return what a layer makes of x, at its end."""
+        """Return the output of a layer with input x."""
         return y
 
     def normed(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
-        """Return what the last norm makes of x, behind the last layer."""
+        """Return the output of the final norm with input x."""
         return y
 
     # -- functions -----------------------------------------------------------------------------------------------------
@@ -55,14 +55,14 @@ class Kernels:
         return cg.rms_norm(x, name=name)
 
     def hide(self, positions: cg.Tensor, kernel: str) -> None:
-        """Make what hides later keys, once for all layers."""
+        """Create the causal mask, once for all layers."""
 
     def rotary_tables(self, positions: cg.Tensor, size: sympy.Expr) -> tuple[cg.Tensor, cg.Tensor]:
-        """Make cosines and sines for heads of some size."""
+        """Return rotary cosines and sines for a head size."""
         return cg.nn.rotary_tables(positions, size)
 
     def attention(self, q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, kernel: str, p: float) -> cg.Tensor:
-        """Attend to the keys so far, from (b, h, s, k) to (b, s, h*k)."""
+        """Apply causal attention to (b, h, s, k), and merge heads to (b, s, h*k)."""
         k, v = (cg.ops.cache(t, "b h t k", along="t", name=f"attention/{c}_cache") for c, t in (("k", k), ("v", v)))
         y = cg.attention(q, k, v, causal=True, kernel=kernel, p=p, name="attention")
         return cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
@@ -71,21 +71,21 @@ class Kernels:
         self, x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, *, groups: sympy.Expr,
         rope: tuple[cg.Tensor, cg.Tensor], kernel: str, bias: bool, p: float,
     ) -> cg.Tensor:  # fmt: skip
-        """Attend within a sequence, with rotary positions and the linear layers around."""
+        """Apply causal self-attention with rotary positions and its linear layers."""
         return cg.nn.self_attention(
             x, heads, size, groups=groups, rope=rope, kernel=kernel, bias=bias, out_bias=bias, p=p
         )
 
 
-#: How functions of all models run of which nothing else is said.
+#: Default implementation of functions.
 KERNELS = Kernels()
 
 
 class Composed(Kernels):
-    """Functions as eager code runs them: an op for each call, and what variables still name.
+    """Functions as eager code runs them: one op for each call, with the lifetimes of Python variables.
 
-    The softmax has the format of the scores by default. `renamed` says whether what a part of a layer makes gets a name
-    of its own, so that both what it was given and what it made are named longer than the part runs.
+    The softmax has the format of the scores by default. `renamed` says whether the output of a residual branch has its
+    own variable, which extends the lifetimes of the branch's input and output.
     """
 
     def __init__(self, dtype: str, softmax: str = "", *, renamed: bool) -> None:
@@ -94,37 +94,37 @@ class Composed(Kernels):
         self._of_model: list[cg.Tensor] = []
         self._of_layer: list[cg.Tensor] = []
 
-    # -- what variables name -------------------------------------------------------------------------------------------
+    # -- variable lifetimes --------------------------------------------------------------------------------------------
 
     def named(self, x: cg.Tensor) -> cg.Tensor:
-        """Return a tensor that lives until the last norm has returned."""
+        """Return a tensor that lives until the final norm has returned."""
         self._of_model.append(x)
         return x
 
     def keep(self, x: cg.Tensor, *others: cg.Tensor) -> cg.Tensor:
-        """Return a tensor until which others live."""
+        """Return a tensor, and keep others alive until it is computed."""
         return cg.ops.keep(x, *others)
 
     def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
-        """Add, while what the part was given lives until it returns or, with a name of its own, for longer."""
+        """Add, with the branch's input alive until the branch returns or, with its own variable, for longer."""
         if not self._renamed:
             return x + cg.ops.keep(made, given)
         self._of_layer.append(made)
         return cg.ops.keep(x + made, given)
 
     def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
-        """Let what the layer was given live until it returns, and what its attention returned."""
+        """Keep a layer's input, and its attention outputs, alive until it returns."""
         named, self._of_layer = self._of_layer, []
         return cg.ops.keep(y, *named, x)
 
     def normed(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
-        """Let all that the model names live until here."""
+        """Keep all variables of the model alive until here."""
         return cg.ops.keep(y, x, *self._of_model)
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
     def pointwise(self, function: str, x: cg.Tensor) -> cg.Tensor:
-        """Apply a function: GELU in its tanh form is eight ops, and the module's input lives until it returns."""
+        """Apply a function: the tanh form of GELU is eight ops, and the module's input lives until it returns."""
         if function != "gelu_tanh":
             return super().pointwise(function, x)
         half = 0.5 * x
@@ -132,7 +132,7 @@ class Composed(Kernels):
         return cg.ops.keep(half * y, x)
 
     def rms_norm(self, x: cg.Tensor, *, name: str) -> cg.Tensor:
-        """Normalise in steps, in fp32 and back."""
+        """Normalize in separate ops, in fp32, and cast back."""
         with cg.scope(name):
             wide = cg.ops.cast(x, "fp32")
             variance = cg.reduce(wide**2.0, "b s d -> b s 1", "mean")
@@ -140,7 +140,7 @@ class Composed(Kernels):
             return cg.ops.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
 
     def hide(self, positions: cg.Tensor, kernel: str) -> None:
-        """Make what is added to scores, (b, 1, s, s), where they are apart: 0 where a query sees a key."""
+        """Create the additive mask (b, 1, s, s) for eager attention: 0 where a query sees a key."""
         if kernel != "eager":
             return
         with cg.scope("mask"):
@@ -151,7 +151,7 @@ class Composed(Kernels):
             self._mask = self.named(cg.ops.pointwise("where", seen, 0.0, _HIDDEN, dtype=self._dtype))
 
     def rotary_tables(self, positions: cg.Tensor, size: sympy.Expr) -> tuple[cg.Tensor, cg.Tensor]:
-        """Make cosines and sines for all elements of a head, of both halves alike."""
+        """Compute cosines and sines for all elements of a head; both halves are equal."""
         with cg.scope("rope"):
             frequencies = positions.graph.buffer("inv_freq", (size / 2,), dtype="fp32")
             positions.graph.buffer("original_inv_freq", (size / 2,), dtype="fp32")
@@ -163,7 +163,7 @@ class Composed(Kernels):
         return self.named(cos), self.named(sin)
 
     def attention(self, q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, kernel: str, p: float) -> cg.Tensor:
-        """Attend in separate ops; in one kernel without a mask."""
+        """Apply attention in separate ops, or in one kernel if there is no mask."""
         if self._mask is None:
             y = cg.attention(q, k, v, kernel=kernel, p=p)
             return cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
@@ -175,14 +175,14 @@ class Composed(Kernels):
             scores = scores + self._mask
             y = cg.ops.cast(cg.softmax(cg.ops.cast(scores, self._softmax or scores.dtype)), v.dtype)
             y = cg.dropout(cg.ops.keep(y, scores), p)
-            self._of_layer.append(y)  # the module returns probabilities as well
+            self._of_layer.append(y)  # the module also returns the probabilities
             return cg.ops.keep(cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge"), k, v)
 
     def self_attention(
         self, x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, *, groups: sympy.Expr,
         rope: tuple[cg.Tensor, cg.Tensor], kernel: str, bias: bool, p: float,
     ) -> cg.Tensor:  # fmt: skip
-        """Attend with rotary positions by separate ops, as the module names what it makes."""
+        """Apply attention with rotary positions in separate ops, with the lifetimes of the module's variables."""
         made = [
             cg.linear(x, "b s d -> b s h k", h=n, k=size, bias=bias, name=f"attention/{c}")
             for c, n in (("q", heads), ("k", groups), ("v", groups))
@@ -190,14 +190,14 @@ class Composed(Kernels):
         q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in made)
         with cg.scope("attention"):
             turned, keys = _rotary(q, *rope), _rotary(k, *rope)
-            keys = cg.ops.keep(keys, q, k)  # both names go over to what is turned once both are
+            keys = cg.ops.keep(keys, q, k)  # both variables are reassigned after both rotations
         y = self.attention(turned, keys, v, kernel, p)
         y = cg.linear(y, "b s e -> b s d", d=x.shape[2], bias=bias, name="attention/proj")
         return cg.ops.keep(y, turned, keys, v)
 
 
 def _rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
-    """Rotate by products with cosines and sines: x * cos + rotate_half(x) * sin."""
+    """Rotate by multiplication: x * cos + rotate_half(x) * sin."""
     straight = x * cg.rearrange(cos, "1 s k -> 1 1 s k")
     half = x.shape[-1] / 2
     first, last = x[..., :half], x[..., half:]
@@ -206,11 +206,11 @@ def _rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
 
 
 def _repeat_kv(x: cg.Tensor, repeats: sympy.Expr) -> cg.Tensor:
-    """Copy each head of keys or values for all heads of queries that share it."""
+    """Repeat each KV head for all query heads that share it."""
     return cg.rearrange(cg.ops.expand(x, "b g s k -> b g r s k", r=repeats), "b g r s k -> b (g r) s k")
 
 
 def _matmul(a: cg.Tensor, b: cg.Tensor) -> cg.Tensor:
-    """Multiply stacks as torch.matmul does: an operand whose heads lie inside its positions is copied first."""
+    """Multiply batched matrices as torch.matmul does: an operand with heads inside positions is copied first."""
     y = cg.rearrange(a, "b h i j -> (b h) i j") @ cg.rearrange(b, "b h i j -> (b h) i j")
     return cg.rearrange(y, "(b h) i j -> b h i j", h=a.shape[1])

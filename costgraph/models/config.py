@@ -1,4 +1,4 @@
-"""Fields of a config.json of transformers: every one is used, known to change no cost, or an error."""
+"""Transformers configurations: every field of a config.json is read, known to change no cost, or rejected."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ __all__ = [
 ]
 
 
-# -- gguf config -------------------------------------------------------------------------------------------------------
-# What a GGUF file says of its model, in the words of a config.json.
+# -- GGUF --------------------------------------------------------------------------------------------------------------
+# GGUF metadata, translated to fields of a config.json.
 
-#: Architectures of transformers by those of GGUF; of llama that of its experts, where it has some.
+#: Architectures of transformers by GGUF architecture; llama with experts is Mixtral.
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _OF_EXPERTS = {"llama": "MixtralForCausalLM"}
 
-#: Fields of a config.json by those of GGUF, behind the name of the architecture.
+#: Fields of a config.json by GGUF key, without the architecture prefix.
 _FIELDS = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "vocab_size": "vocab_size", "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
-#: Float formats, in the words of transformers.
+#: Float formats by their names in transformers.
 _FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-#: Fields that cost nothing.
+#: Fields without a cost.
 _FREE = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
 
 
 def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a config.json that say what a GGUF file does.
+    """Translate GGUF metadata to fields of a config.json.
 
-    UnsupportedError if the architecture, a field of it or the type of the file is not known: the text names it.
+    Raise UnsupportedError for an unknown architecture, field or file type; the message names it.
     """
     file, place = read_gguf(os.fspath(path)), place_of(path)
     arch = file.fields.get("general.architecture")
@@ -65,13 +65,13 @@ def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         of = " with experts" if experts else ""
         raise UnsupportedError(f"{place}: architecture {shown(arch)}{of}, expected one of {', '.join(known)}")
     config = {"architectures": [known[arch]], "vocab_size": _words(file)} | _fields(file, arch, place)
-    # a head that is the embeddings is not there a second time
+    # a tied head is not stored a second time
     config["tie_word_embeddings"] = all(t.name != "output.weight" for t in file.tensors)
     return config | _formats(file, place)
 
 
 def _words(file: Gguf) -> int | None:
-    """Return how many words the vocabulary has, which not every file says."""
+    """Return the vocabulary size, which not every file states."""
     found = (t.shape[0] for t in file.tensors if t.name == "token_embd.weight" and t.shape)
     return next(found, file.lengths.get("tokenizer.ggml.tokens"))
 
@@ -97,7 +97,7 @@ def _fields(file: Gguf, arch: str, place: str) -> dict[str, Any]:
 def _formats(file: Gguf, place: str) -> dict[str, Any]:
     number = file.fields.get("general.file_type")
     name = FILE_TYPES.get(number) if isinstance(number, int) else None
-    if number is None:  # a file need not say it: matrices of one float format do
+    if number is None:  # files may omit it: infer it from matrices of one float format
         stored = {t.format for t in file.tensors if len(t.shape) > 1}
         name = stored.pop() if len(stored) == 1 and stored <= _FLOATS.keys() else None
     if name is None:
@@ -110,10 +110,9 @@ def _formats(file: Gguf, place: str) -> dict[str, Any]:
 
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
-# What transformers' configuration classes have where a file says nothing, and the second names of their fields.
-#
-# Read off transformers 5.23, by `model_type`: a test holds each entry against the installed release. What is not here
-# and sets a size, such as a width, must stand in a file: transformers would make a published model's size of it.
+# Defaults and aliases of transformers' configuration classes, by `model_type`. Source: transformers 5.23; a test
+# compares each entry with the installed release. Sizes such as widths have no default here: transformers would use
+# those of some published model, so a file must state them.
 
 _HEADS = {"num_key_value_heads": None, "head_dim": None}
 _DECODER = {"hidden_act": "silu", "tie_word_embeddings": False}
@@ -137,7 +136,7 @@ _FALCON = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 
-#: What a field is that a file does not have; None: as null, which means what the reader of the family says.
+#: Defaults for missing fields; None means null, which the family's reader interprets.
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gpt2": {
         "n_inner": None, "activation_function": "gelu_new", "tie_word_embeddings": True, "scale_attn_weights": True,
@@ -160,7 +159,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     },
     "phi3": {**_DECODER, "num_key_value_heads": None, "sliding_window": None},
     "falcon": _FALCON,
-    # of the code that came with the first checkpoints of Falcon, which transformers no longer reads
+    # of the code published with the first Falcon checkpoints, which transformers no longer reads
     "refined_web": {**_FALCON, "new_decoder_architecture": None, "multi_query": False, "parallel_attn": False},
     "olmo2": {**_DECODER, "num_key_value_heads": None, "attention_bias": False},
     "gpt_oss": {
@@ -230,7 +229,7 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     },
 }  # fmt: skip
 
-#: Second names of fields, by model type: `attribute_map` of each class, and what its `__post_init__` renames.
+#: Aliases of fields, by model type: `attribute_map` of each class, and those that `__post_init__` renames.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
@@ -257,7 +256,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "swin": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
 }  # fmt: skip
 
-#: Fields that every model may have and that change no cost of a forward pass or a training step of the whole model.
+#: Fields that change no cost of a forward pass or training step, in any model.
 NO_COST = frozenset(
     """
     architectures model_type transformers_version _name_or_path name_or_path auto_map torch_dtype dtype return_dict
@@ -276,7 +275,7 @@ NO_COST = frozenset(
     """.split()  # noqa: SIM905  # a list of seventy words in quotes is harder to read
 )
 
-#: Elementwise functions by the names that transformers gives them in `hidden_act` and the like.
+#: Elementwise functions by the names in `hidden_act` and similar fields.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu",
@@ -284,38 +283,38 @@ ACTIVATIONS = {
     "mish": "mish", "leaky_relu": "leaky_relu", "hardswish": "hardswish",
 }  # fmt: skip
 
-#: Switches that every model may have and that change nothing while they are off.
+#: Flags of any model that change nothing while they are off.
 OFF = frozenset({"is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"})
 
-#: How frequencies of rotary positions may be had, none of which changes a cost.
+#: Variants of rotary frequencies, all with the same cost.
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su", "mrope")
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
 
-_MOST = 2**63 - 1  # of what is counted, as tensors have it
-_STAGES = 32  # numbers in a list: each stage of a network of images halves a side
-_LISTED = 2**16  # layers that are listed one by one, where no rule says when they repeat
-_RUNS = 128  # runs of equal layers in a period, as each is declared on its own
+_MOST = 2**63 - 1  # largest size, as for tensors
+_STAGES = 32  # list entries: each stage of an image network halves a side
+_LISTED = 2**16  # layers in an aperiodic list
+_RUNS = 128  # runs of equal layers in a period: each run is declared separately
 
 
 class Config:
-    """The fields of a configuration, and which of them were asked for.
+    """The fields of a configuration, and which have been read.
 
-    A field that is not there is what transformers has for it (`DEFAULTS`), or missing where nothing is said there.
-    Null is what the caller gives as `default`; where transformers has something else than null, it is missing too.
+    A missing field has the default of transformers (`DEFAULTS`); without one it is an error. Null has the value that
+    the caller passes as `default`, or is an error if transformers has a default other than null.
     """
 
     def __init__(self, fields: Mapping[str, object], place: str) -> None:
         self._fields = dict(fields)
         self.place = place
-        """What errors name."""
+        """Prefix for error messages."""
         self._defaults: Mapping[str, object] = {}
         self._used: set[str] = set()
         self._parts: list[Config] = []
 
     def settle(self, kind: str) -> None:
-        """Take what is not said, and second names of fields, as transformers has them for a type of models."""
+        """Apply the defaults and aliases of a model type."""
         said = self._fields.get("model_type")
         if isinstance(said, str) and said != kind and said in DEFAULTS:
             raise self._wrong("model_type", said, f"{kind!r}, as its architecture has")
@@ -333,17 +332,17 @@ class Config:
 
     @property
     def fields(self) -> dict[str, object]:
-        """All that the file says."""
+        """All fields in the file."""
         return dict(self._fields)
 
-    # -- asking for a field ------------------------------------------------------------------------------------------
+    # -- reading fields ----------------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and is not null."""
+        """Whether a field is present and not null."""
         return self._fields.get(name) is not None
 
     def stated(self, name: str) -> bool:
-        """Whether a field is there, be it null."""
+        """Whether a field is present, possibly as null."""
         return name in self._fields
 
     def _get(self, name: str, default: Any = None) -> Any:
@@ -353,7 +352,7 @@ class Config:
         return default if value is None and usual is None else value
 
     def _is_null(self, name: str) -> bool:
-        """Whether a file says null, or says nothing where transformers has that."""
+        """Whether a field is null, or missing with a default of null."""
         return self._get(name) is None or (self.stated(name) and not self.has(name))
 
     def _wrong(self, name: str, value: object, expected: str) -> CostGraphError:
@@ -362,22 +361,22 @@ class Config:
         return FormatError(f"{self.place}: {name} is {shown(value)}, expected {expected}")
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number."""
+        """Return an integer."""
         value = self._get(name, default)
         if not _is_size(value, least):
             raise self._wrong(name, value, f"a whole number of at least {least} and below 2**63")
         return int(value)
 
     def optional(self, name: str) -> int | None:
-        """Return a whole number, or None where the file says null, or where transformers has that."""
+        """Return an integer, or None if the field is null or has a default of null."""
         return None if self._is_null(name) else self.size(name)
 
     def size_or_auto(self, name: str, auto: int) -> int:
-        """Return a whole number, or what the word auto stands for."""
+        """Return an integer, or `auto` if the field is "auto"."""
         return auto if _same(self._get(name), "auto") else self.size(name)
 
     def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
-        """Return a number, as large as a size at the most."""
+        """Return a number below 2**63."""
         value = self._get(name, default)
         if not _is_finite(value) or (above is not None and value <= above):
             expected = "a number" if above is None else f"a number above {above}"
@@ -385,11 +384,11 @@ class Config:
         return float(value)
 
     def factor(self, name: str) -> float | None:
-        """Return a number above 0, or None where the file says null, or where transformers has that."""
+        """Return a positive number, or None if the field is null or has a default of null."""
         return None if self._is_null(name) else self.number(name, above=0)
 
     def flag(self, name: str, default: bool | None = None, *, null: bool | None = None) -> bool:
-        """Return a switch; `null` is what null means where transformers takes it, whatever else it has."""
+        """Return a flag; `null` is the meaning of null, if transformers accepts it."""
         value = self._get(name, default)
         value = null if value is None else value
         if not isinstance(value, bool):
@@ -397,18 +396,18 @@ class Config:
         return value
 
     def choice(self, name: str, of: Collection[str], default: str | None = None) -> str:
-        """Return a word that is one of some; another one is not understood."""
+        """Return one of some words; raise UnsupportedError for others."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in of:
             raise UnsupportedError(f"{self.place}: {name} is {shown(value)}, expected one of {', '.join(of)}")
         return value
 
     def activation(self, name: str, default: str | None = None) -> str:
-        """Return the function that transformers means by a word, as `costgraph.ops.elementwise` names it."""
+        """Return the name of an activation function in `costgraph.ops.elementwise`."""
         return ACTIVATIONS[self.choice(name, of=ACTIVATIONS, default=default)]
 
     def labels(self) -> int:
-        """Return the number of classes of a classifier, which transformers writes as an object of their names."""
+        """Return the number of classes, which transformers stores as a mapping of names."""
         names = self._get("id2label")
         if names is None:
             return self.size("num_labels", default=2)
@@ -419,7 +418,7 @@ class Config:
         return len(keys)
 
     def sizes(self, name: str, least: int = 1, *, empty: bool = False, most: int = _STAGES) -> list[int]:
-        """Return a list of whole numbers; with `empty` there may be none in it."""
+        """Return a list of integers; with `empty` it may be empty."""
         value = self._get(name, [] if empty else None)
         if not isinstance(value, list) or not (value or empty) or not all(_is_size(n, least) for n in value):
             raise self._wrong(name, value, f"a list of whole numbers of at least {least}")
@@ -428,21 +427,21 @@ class Config:
         return list(value)
 
     def words(self, name: str) -> list[str]:
-        """Return a list of words, none where the file says nothing."""
+        """Return a list of strings, empty if the field is missing."""
         value = self._get(name, [])
         if not isinstance(value, list) or not all(isinstance(n, str) for n in value):
             raise self._wrong(name, value, "a list of strings")
         return list(value)
 
     def word(self, name: str) -> str:
-        """Return any word."""
+        """Return a string."""
         value = self._get(name)
         if not isinstance(value, str):
             raise UnsupportedError(f"{self.place} is {shown(self._fields)}, expected {name} to be a word")
         return value
 
     def part(self, name: str, kind: str = "") -> Config:
-        """Return the fields of a part of a file, such as a tower of images, which is of a type of its own."""
+        """Return a nested configuration, such as that of a vision tower, with its own model type."""
         value = self._get(name)
         if not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
@@ -452,10 +451,9 @@ class Config:
         return found
 
     def layer_types(self, of: Mapping[str, str], depth: int, rule: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """Return the kinds of layers in one period, and how many end a further one.
+        """Return the kinds of layers in one period, and the length of a final partial period.
 
-        `of` has the kinds by the words of the file, `rule` the words that the layers have over and over where it does
-        not list them.
+        `of` maps the words of the file to kinds; `rule` is the repeating pattern if the file lists no layers.
         """
         words = self._get("layer_types", list(rule[:depth]))
         if not isinstance(words, list) or not words or not all(isinstance(n, str) and n in of for n in words):
@@ -467,9 +465,9 @@ class Config:
         return self.period("layer_types", [of[word] for word in words], depth)
 
     def period(self, name: str, kinds: Sequence[str], depth: int) -> tuple[tuple[str, ...], int]:
-        """Return the shortest period of layers that are of some kinds over and over, and how many end a further one."""
+        """Return the shortest period of the layers' kinds, and the length of a final partial period."""
         found = _period(kinds)
-        if depth > len(kinds) and len(kinds) % found:  # the kinds begin anew before the shorter period ends
+        if depth > len(kinds) and len(kinds) % found:  # the given pattern restarts within the shorter period
             found = len(kinds)
         runs = sum(1 for _ in groupby(kinds[:found]))
         if runs > _RUNS:
@@ -479,7 +477,7 @@ class Config:
         return tuple(kinds[:found]), depth % found
 
     def listed(self, depth: int) -> int:
-        """Return a number of layers that are listed one by one, as no rule says when they repeat."""
+        """Return the length of an aperiodic list of layers; raise UnsupportedError if it is too long."""
         if depth > _LISTED:
             raise UnsupportedError(
                 f"{self.place}: {depth} layers that do not repeat, expected {_LISTED} of such at the most"
@@ -487,13 +485,13 @@ class Config:
         return depth
 
     def need(self, name: str, value: object) -> None:
-        """Refuse a field that is not there, or has another value."""
+        """Raise an error if a field is missing or has another value."""
         if not self.has(name):
             raise self._wrong(name, None, shown(value))
         self.expect(name, value)
 
     def expect(self, name: str, *values: object) -> None:
-        """Refuse a field that has another value than these: what it would mean is not declared."""
+        """Raise an error if a field has another value than these, which is not supported."""
         value, usual = self._get(name), self._defaults.get(name)
         if value is None and usual is None:
             return
@@ -504,13 +502,13 @@ class Config:
             )
 
     def ignore(self, *names: str) -> None:
-        """Pass over fields that change no cost."""
+        """Mark fields that change no cost as read."""
         self._used.update(names)
 
     # -- rotary positions --------------------------------------------------------------------------------------------
 
     def _rope(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return what the file says of rotary positions, of all layers or of each kind of them."""
+        """Return rotary position parameters, for all layers or by kind of layer."""
         found: list[tuple[str, Mapping[str, Any]]] = []
         both = [n for n in ("rope_parameters", "rope_scaling") if self.has(n)]
         for name in both:
@@ -530,7 +528,7 @@ class Config:
         return found
 
     def partial_rotary(self) -> float:
-        """Return which part of a head's elements rotary positions turn."""
+        """Return the fraction of a head's elements that is rotated."""
         self._used |= {"partial_rotary_factor", "rotary_pct"}
         said: dict[str, Any] = {n: self._fields.get(n) for n in ("partial_rotary_factor", "rotary_pct")}
         said |= {f"{place}: partial_rotary_factor": r.get("partial_rotary_factor") for place, r in self._rope()}
@@ -543,16 +541,16 @@ class Config:
         return float(next(iter(said.values()), 1))
 
     def rotated(self, head: int) -> int:
-        """Return how many elements of a head rotary positions turn: those of whole pairs."""
+        """Return the number of rotated elements per head, in whole pairs."""
         part = self.partial_rotary()
         if int(head * part) < 1:
             raise self._wrong("partial_rotary_factor", part, f"a part of {head} that is 1 at the least")
         return -(-int(head * part) // 2) * 2
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- unread fields -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Refuse what nobody has asked for: it may change the cost."""
+        """Raise an error for unread fields, which may change the cost."""
         if "partial_rotary_factor" not in self._used and self.partial_rotary() != 1:
             raise UnsupportedError(f"{self.place}: partial_rotary_factor is {self.partial_rotary()}, expected 1")
         self._used |= {"rope_parameters", "rope_scaling"}
@@ -567,12 +565,12 @@ class Config:
         for part in self._parts:
             part.finish()
 
-    # -- what many models have ---------------------------------------------------------------------------------------
+    # -- common fields -----------------------------------------------------------------------------------------------
 
     def decoder(self) -> dict[str, int]:
-        """Return the sizes of a decoder, of which most configurations have fields of the same names."""
+        """Return the sizes of a decoder with the usual field names."""
         D, H = self.size("hidden_size"), self.size("num_attention_heads")
-        # null is as many heads as of queries; a file that says nothing is read where transformers has that as well
+        # null means as many KV heads as query heads; so does a missing field if transformers has this default
         alone = self.stated("num_key_value_heads") or "num_key_value_heads" in self._defaults
         sizes = {"D": D, "H": H, "G": self.size("num_key_value_heads", default=H if alone else None)}
         sizes |= {"K": self.size("head_dim", default=max(1, D // H)), "F": self.size("intermediate_size")}
@@ -580,7 +578,7 @@ class Config:
 
     @property
     def architecture(self) -> str:
-        """The one architecture that the file names."""
+        """The file's single architecture."""
         value = self._fields.get("architectures")
         if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], str):
             raise FormatError(f"{self.place}: architectures is {shown(value)}, expected a list of one name")
@@ -588,7 +586,7 @@ class Config:
 
     @property
     def dtype(self) -> str | None:
-        """The number format of the weights, as the library names it, or None where the file says nothing."""
+        """The format of the weights, None if the file states none."""
         value = self._fields.get("dtype" if self.has("dtype") else "torch_dtype")
         if value is None:
             return None
@@ -600,7 +598,7 @@ class Config:
 
 
 def _same(a: object, b: object) -> bool:
-    """Whether two values of a file are the same, which true and 1 are not; in Python there may be any others."""
+    """Whether two values are equal, with true and 1 distinct; mappings passed from Python may hold any values."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -625,7 +623,7 @@ def _is_place(text: object) -> bool:
 
 
 def _period(kinds: Sequence[str]) -> int:
-    """Return after how many layers a finite list repeats itself, be it in part: by its longest border."""
+    """Return the shortest period of a list, which may end within a period, by its longest border."""
     borders, length = [0], 0
     for kind in kinds[1:]:
         while length and kind != kinds[length]:
@@ -636,7 +634,7 @@ def _period(kinds: Sequence[str]) -> int:
 
 
 def keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
-    """Return the fields; in Python their names may be anything."""
+    """Return the fields; raise an error if a key is not a string."""
     found = dict(fields)
     wrong = next((name for name in found if not isinstance(name, str)), "")
     if wrong != "":
@@ -645,18 +643,17 @@ def keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
 
 
 # -- config file -------------------------------------------------------------------------------------------------------
-# Reading a config.json of transformers from a file, a folder, or a mapping of its fields; GGUF says the same.
 
-_LARGEST = 2**20  # bytes: configurations are a few thousand
+_LARGEST = 2**20  # bytes: configurations have a few thousand
 
 
 def read_config(path: object) -> Config:
-    """Read a configuration from a file, a folder that holds a config.json, a GGUF file, or a mapping of its fields."""
+    """Read a configuration from a file, a folder with a config.json, a GGUF file, or a mapping of its fields."""
     if isinstance(path, Mapping):
         return Config(keyed(path, "config"), "config")
     if not isinstance(path, str | os.PathLike):
         raise FormatError(f"from_config of {type(path).__name__}, expected a path or a mapping")
-    # what there is no such path for is no folder
+    # a path that does not exist is treated as a file
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     place = place_of(file)
     if os.fspath(file).lower().endswith(".gguf"):
@@ -679,12 +676,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-# -- quantized ---------------------------------------------------------------------------------------------------------
-# Reading `quantization_config`: in which formats the weights of a checkpoint are, where `quantize` says it.
+# -- quantization ------------------------------------------------------------------------------------------------------
+# `quantization_config`, for checkpoints whose format `quantize` supports.
 
-#: Decoders whose layers hold linear layers and norms alone.
+#: Decoders whose layers consist of linear layers and norms.
 _DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3"})
-#: Modules whose weights stay: what a file says of them in `modules_to_not_convert` is so anyway.
+#: Modules that are never quantized, so that `modules_to_not_convert` may name them.
 _KEPT = re.compile(
     r"((model\.)?(embed_tokens|norm)|lm_head|(mlp\.)?gate|model\.layers\.(\d{1,4}|\*)\.(mlp\.(gate|router)|"
     r"(input|post_attention)_layernorm|self_attn\.[qk]_norm))"
@@ -692,10 +689,9 @@ _KEPT = re.compile(
 
 
 def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
-    """Return what stores the weights of a model as a file says, or None where it says nothing.
+    """Return a function that quantizes a model as the file says, None if it is not quantized.
 
-    UnsupportedError if the method is not known, or takes other weights of this model than `quantize` does: the text
-    names it.
+    Raise UnsupportedError if the method is unknown, or quantizes other weights of this model than `quantize` does.
     """
     if not c.has("quantization_config"):
         return None
@@ -721,7 +717,7 @@ def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
 
 
 def _fp8(c: Config, whole: Config) -> dict[str, Any]:
-    """Read fine-grained fp8: weights in blocks of 128 x 128, activations in 128 elements of a token (DeepSeek-V3)."""
+    """Read fine-grained fp8: weights in 128 x 128 blocks, activations in groups of 128 per token (DeepSeek-V3)."""
     c.expect("fmt", "e4m3")
     c.expect("activation_scheme", "dynamic")
     c.expect("scale_fmt", "float")
@@ -735,13 +731,13 @@ def _fp8(c: Config, whole: Config) -> dict[str, Any]:
 
 
 def _mxfp4(c: Config, whole: Config) -> dict[str, Any]:
-    """Read MXFP4 as GPT-OSS has it: the matrices of its experts alone, whatever else is named."""
+    """Read MXFP4 as in GPT-OSS: only expert matrices are quantized, whatever the file lists."""
     c.expect("dequantize", False)
     return {"weights": "mxfp4", "skip": ["attention", "head", "router"]}
 
 
 def _awq(c: Config, whole: Config) -> dict[str, Any]:
-    """Read AWQ: scales in fp16 and zero points for groups of each column."""
+    """Read AWQ: fp16 scales and zero points for groups of each column."""
     c.need("bits", 4)
     c.need("zero_point", True)
     c.expect("version", "gemm", "GEMM")
@@ -749,11 +745,11 @@ def _awq(c: Config, whole: Config) -> dict[str, Any]:
 
 
 def _gguf(c: Config, whole: Config) -> dict[str, Any]:
-    """Read a mixture of GGUF, whose name is its own."""
+    """Read a GGUF mixture, given by name."""
     return {"weights": c.word("mixture")}
 
 
-#: How each method is read, and the types of models in which it takes the weights that `quantize` takes.
+#: The reader of each method, and the model types for which it quantizes the same weights as `quantize`.
 _METHODS: Mapping[str, tuple[Callable[[Config, Config], dict[str, Any]], frozenset[str]]] = {
     "awq": (_awq, _DENSE),
     "gguf": (_gguf, frozenset({"llama", "mixtral", "qwen2", "qwen3"})),

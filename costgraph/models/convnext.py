@@ -1,8 +1,8 @@
-"""ConvNeXt: depthwise convolutions of 7 x 7, LayerNorm, an inverted bottleneck of linear layers.
+"""ConvNeXt: 7 x 7 depthwise convolutions, LayerNorm, and an inverted bottleneck of linear layers.
 
 Sizes: Liu et al. 2022 (arXiv 2201.03545), section 3, and the `config.json` of facebook/convnext-tiny-224,
-convnext-small-224, convnext-base-224 and convnext-large-224. Order of ops: `ConvNextForImageClassification` of
-transformers, which is that of `torchvision.models.convnext` as well.
+convnext-small-224, convnext-base-224 and convnext-large-224. Op order: `ConvNextForImageClassification` in
+transformers, equal to `torchvision.models.convnext`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def convnext(
     layer_scale: bool = True,
     head: bool = True,
 ) -> cg.Graph:
-    """Declare ConvNeXt: images (B, IC, R, R) to logits (B, C), or without a head to features; dropout is of depth."""
+    """Declare ConvNeXt: images (B, IC, R, R) to logits (B, C), or without `head` to features; with stochastic depth."""
     B, R, IC, C = cg.dims("B R IC C")
     widths = [cg.dims(f"D{i}") for i in range(1, stages + 1)]
 
@@ -54,13 +54,13 @@ def convnext(
 
 
 def _channels_norm(x: cg.Tensor, name: str) -> cg.Tensor:
-    """Normalise the channels of each position."""
+    """Normalize the channels of each position."""
     y = cg.layer_norm(cg.rearrange(x, "b c h w -> b h w c"), name=name)
     return cg.rearrange(y, "b h w c -> b c h w")
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' ConvNextConfig."""
+    """Read a transformers `ConvNextConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
         raise cg.FormatError(f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)} as depths has")

@@ -1,4 +1,4 @@
-"""The frame that decoders share: tokens, embeddings, layers, a norm, and a head."""
+"""The common structure of decoders: token embedding, layers, a final norm, and a head."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def decoder(
 ) -> cg.Graph:
     """Declare a decoder: tokens (B, S) to logits (B, S, V).
 
-    All layers are `stack(x) -> x` of embeddings (B, S, D), or `stack(x, tables) -> x`: `rope` is how many elements of a
-    head rotary positions turn, by tables that are made before anything else. `norm` is the last one, `end` what logits
-    go through, and `assume` what holds of the sizes.
+    `stack(x) -> x` runs all layers on embeddings (B, S, D). With `rope`, the number of rotated elements of a head, it
+    is `stack(x, tables) -> x`, and tables are computed before anything else. `norm` is the final norm, `end` is applied
+    to the logits, and `assume` lists conditions on sizes.
     """
     B, S, D, V = cg.dims("B S D V")
     with cg.Graph(name, dtype=dtype) as g:
@@ -47,7 +47,7 @@ def decoder(
 
 
 def logits(x: cg.Tensor, table: cg.Tensor, *, tied: bool, bias: bool = False) -> cg.Tensor:
-    """Return (b, s, V), by the table of embeddings if it is tied or by a layer, either of which may have a bias."""
+    """Return logits (b, s, V) from a linear head, or from the embedding table if it is tied."""
     if not tied:
         return cg.linear(x, "b s d -> b s v", v=table.shape[0], bias=bias, name="head")
     y = cg.nn.tied_head(x, table)

@@ -1,9 +1,9 @@
-"""DeepSeek-V2, V2-Lite and V3: latent attention, many small experts and shared ones, the first layers dense.
+"""DeepSeek-V2, V2-Lite and V3: latent attention, fine-grained experts with shared ones, and dense first layers.
 
 Sizes: DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2 and appendix B, and 2024 (arXiv 2412.19437), section 4.2, and
-the `config.json` of deepseek-ai/DeepSeek-V2, DeepSeek-V2-Lite and DeepSeek-V3. Order of ops: `DeepseekV2ForCausalLM`
-and `DeepseekV3ForCausalLM` of transformers with their experts as grouped products; V3 without the layers that predict
-more tokens, which these leave out.
+the `config.json` of deepseek-ai/DeepSeek-V2, DeepSeek-V2-Lite and DeepSeek-V3. Op order: `DeepseekV2ForCausalLM` and
+`DeepseekV3ForCausalLM` in transformers with grouped matmuls for experts. Multi-token prediction layers of V3 are left
+out, as in transformers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def deepseek(
 ) -> cg.Graph:
     """Declare DeepSeek: tokens (B, S) to logits (B, S, V).
 
-    The first Ld layers have a dense MLP, none without `dense`; the others have experts, and without `sparse` there are
-    no others. `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts
-    within kg of Eg groups; `sigmoid` is the router of V3, with a buffer for balance; `system` is whose code runs the
-    layers.
+    The first Ld layers have a dense MLP (none without `dense`), the others have experts (none without `sparse`).
+    `absorbed` attends to the latent vectors directly, `limited` restricts tokens to experts in kg of Eg groups,
+    `sigmoid` is the router of V3 with its balancing bias, and `system` selects the implementation of layers.
     """
     H, L, C, Cq, Kn, Kr, Kv = cg.dims("H L C Cq Kn Kr Kv")
     Fe, Es, Eg, kg, Ld = cg.dims("Fe Es Eg kg Ld")
@@ -73,16 +72,16 @@ def deepseek(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' DeepseekV2Config or DeepseekV3Config."""
+    """Read a transformers `DeepseekV2Config` or `DeepseekV3Config`."""
     third = c.architecture == "DeepseekV3ForCausalLM"
     c.expect("hidden_act", "silu")
     c.expect("mlp_bias", False)
     c.expect("moe_layer_freq", 1)
-    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.expect("scoring_func", "sigmoid" if third else "softmax")
     c.ignore("max_position_embeddings", "aux_loss_alpha", "seq_aux", "ep_size", "rope_interleave")
-    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that the reference module does not have
-    c.ignore("head_dim")  # transformers writes the rotated elements of a head, whatever it says
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # the reference module has no such layers
+    c.ignore("head_dim")  # transformers overwrites it with the size of the rotated part
     sizes = {"D": c.size("hidden_size"), "H": c.size("num_attention_heads"), "L": c.size("num_hidden_layers")}
     sizes |= {"V": c.size("vocab_size"), "C": c.size("kv_lora_rank"), "Kn": c.size("qk_nope_head_dim")}
     sizes |= {"Kr": c.size("qk_rope_head_dim"), "Kv": c.size("v_head_dim")}

@@ -1,7 +1,7 @@
-"""DenseNet: every layer of a block reads what all layers before it made, joined along the channels.
+"""DenseNet: every layer reads the concatenated outputs of all previous layers in its block.
 
-Sizes: Huang et al. 2016 (arXiv 1608.06993), table 1. Order of ops: `DenseNet` of torchvision 0.20. What a layer reads
-grows from layer to layer, so that no two of them are equal: the depth of a block is structure, not a symbol.
+Sizes: Huang et al. 2016 (arXiv 1608.06993), table 1. Op order: `DenseNet` in torchvision 0.20. The inputs of layers
+grow, so no two layers are equal: the depth of a block is structure, not a symbol.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def densenet(
     name: str, attention: str, dropout: float, dtype: str,
     *, blocks: tuple[int, ...] = (6, 12, 24, 16), statistics: str = "auto",
 ) -> cg.Graph:  # fmt: skip
-    """Declare DenseNet: images (B, IC, R, R) to logits (B, C); dropout falls on what each layer adds.
+    """Declare DenseNet: images (B, IC, R, R) to logits (B, C), with dropout on the output of each layer.
 
-    Each layer adds K channels, by way of Z*K; `blocks` are the numbers of layers between one halving and the next.
+    Each layer adds K channels, with a bottleneck of Z*K; `blocks` lists the number of layers between transitions.
     """
     B, R, IC, D, K, Z, C = cg.dims("B R IC D K Z C")
 

@@ -1,7 +1,7 @@
-"""DiT: a diffusion transformer over patches of latents, whose norms are scaled and shifted by time and class.
+"""DiT: a diffusion transformer over latent patches, with adaptive norms conditioned on time and class.
 
-Sizes: Peebles and Xie 2022 (arXiv 2212.09748), table 1. Order of ops: `DiT` of facebookresearch/DiT, models.py, with
-adaLN-Zero blocks, at 256x256 pixels: 32x32 latents of 4 channels, of which noise and variance are predicted.
+Sizes: Peebles and Xie 2022 (arXiv 2212.09748), table 1. Op order: `DiT` of facebookresearch/DiT, models.py, with
+adaLN-Zero blocks, at 256x256 pixels: 32x32 latents of 4 channels. It predicts noise and variance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def dit(
 ) -> cg.Graph:
     """Declare DiT: latents (B, IC, R, R), times (B,) and classes (B,) to noise, and variance, (B, 2*IC, R, R).
 
-    `patch` is the side of a patch. `dropout` falls on attention probabilities and on what each half of a layer adds.
+    `patch` is the side of a patch. `dropout` applies to attention probabilities and residual branches.
     """
     B, R, IC, D, H, F, L, C, waves = cg.dims("B R IC D H F L C waves")
 
@@ -38,7 +38,7 @@ def dit(
         with cg.scope("times"):
             y = cg.linear(cg.nn.timestep_embedding(times, waves), "b w -> b d", d=D, bias=True, name="up")
             c = cg.linear(cg.silu(y), "b d -> b e", e=D, bias=True, name="down")
-        # one row more for samples whose class is withheld
+        # an additional row for samples without a class (classifier-free guidance)
         c = c + cg.embedding(classes, g.param("classes/table", (C + 1, D)))
         x, c = cg.repeat(L, block, (x, c), name="layers")
         with cg.scope("head"):

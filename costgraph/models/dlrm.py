@@ -1,8 +1,8 @@
-"""DLRM: tables of embeddings, a network for the dense features, and dot products between all of their vectors.
+"""DLRM: embedding tables, an MLP for dense features, and pairwise dot products.
 
-Naumov et al. 2019 (arXiv 1906.00091). Sizes and order of ops: `dlrm_s_pytorch.py` of facebookresearch/dlrm;
-dlrm-mlperf is what MLPerf trained on Criteo Terabyte (`bench/run_and_time.sh`, indices below 40,000,000), dlrm-small
-what `bench/dlrm_s_criteo_kaggle.sh` trains on Criteo Kaggle.
+Naumov et al. 2019 (arXiv 1906.00091). Sizes and order of ops: `dlrm_s_pytorch.py` of facebookresearch/dlrm; dlrm-mlperf
+is the MLPerf benchmark on Criteo Terabyte (`bench/run_and_time.sh`, indices below 40,000,000), dlrm-small that of
+`bench/dlrm_s_criteo_kaggle.sh` on Criteo Kaggle.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def dlrm(
     top: int = 5,
     itself: bool = False,
 ) -> cg.Graph:
-    """Declare DLRM: features (B, dense) and N indices into each table (B, N) to a probability (B, 1).
+    """Declare DLRM: dense features (B, dense) and N indices into each table (B, N) to a probability (B, 1).
 
-    Table i has V{i} rows of D elements. The bottom network has layers of F1, F2, ... and at last D elements, the top
-    one of T1, T2, ... and at last 1. `itself` also multiplies each vector with itself. Nothing is dropped out.
+    Table i has V{i} rows of D elements. The bottom MLP has layers of F1, F2, ..., D elements, the top MLP of T1, T2,
+    ..., 1. `itself` adds the dot product of each vector with itself. There is no dropout.
     """
     B, N, D, dense = cg.dims("B N D dense")
 
@@ -62,7 +62,7 @@ _KAGGLE = (
 
 
 def _preset(rows: tuple[int, ...], bottom: tuple[int, ...], top: tuple[int, ...]) -> Preset:
-    """Sizes of the tables, of the bottom network and of the hidden layers of the top one."""
+    """Return sizes for the tables, the bottom MLP, and the top MLP's hidden layers."""
     *hidden, width = bottom
     sizes = {"dense": 13, "N": 1, "D": width}
     for letter, numbers in (("F", hidden), ("T", top), ("V", rows)):

@@ -1,7 +1,7 @@
-"""EfficientNet: inverted residuals with squeeze and excitation, widened and deepened by two factors.
+"""EfficientNet: inverted residuals with squeeze and excitation, scaled in width and depth.
 
-Sizes: Tan and Le 2019 (arXiv 1905.11946), table 1; factors of B1 to B7 and image sizes of `torchvision.models`, whose
-order of ops is followed. `EfficientNetForImageClassification` of transformers is read as well.
+Sizes: Tan and Le 2019 (arXiv 1905.11946), table 1; scaling factors of B1 to B7 and image sizes of `torchvision.models`.
+Op order: torchvision. Configurations: `EfficientNetForImageClassification` in transformers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def efficientnet(
     activation: str = "silu",
     head: bool = True,
 ) -> cg.Graph:
-    """Declare EfficientNet: images (B, IC, R, R) to logits (B, C), or without a head to features.
+    """Declare EfficientNet: images (B, IC, R, R) to logits (B, C), or without `head` to features.
 
-    Stage i makes D{i} channels in L{i} blocks, of which the first has the stride; `single` stages have one block.
-    Squeeze and excitation has a Q-th of the channels that the block is given.
+    Stage i has L{i} blocks with D{i} output channels, and the first has the stride; stages in `single` have one block.
+    Squeeze and excitation has 1/Q of the input channels of the block.
     """
     B, IC, R, C, width = cg.dims("B IC R C D0")
     if not len(windows) == len(strides) == len(expansions):
@@ -64,7 +64,7 @@ def _blocks(
     x: cg.Tensor, depth: Any, before: sympy.Expr, width: sympy.Expr, expansion: int, stride: int, window: int,
     *, activation: str, p: float,
 ) -> cg.Tensor:  # fmt: skip
-    """Run the blocks of a stage, one where no depth is given."""
+    """Apply the blocks of a stage; one block if `depth` is None."""
     Q = cg.dims("Q")
     options: dict[str, Any] = {"window": window, "activation": activation, "expand": expansion != 1}
     options["squeeze_activation"] = activation
@@ -79,7 +79,7 @@ def _blocks(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' EfficientNetConfig."""
+    """Read a transformers `EfficientNetConfig`."""
     wide, deep = c.number("width_coefficient", above=0), c.number("depth_coefficient", above=0)
     by, ratio = c.size("depth_divisor"), c.number("squeeze_expansion_ratio", above=0)
     names = ("in_channels", "out_channels", "kernel_sizes", "strides", "num_block_repeats", "expand_ratios")
@@ -112,7 +112,7 @@ def read(c: Config) -> Preset:
 
 
 def _same_sizes(c: Config, windows: list[int], strides: list[int], depths: list[int]) -> None:
-    """Refuse what transformers pads to other sizes than rounding up: an odd side with a window that is padded less."""
+    """Reject odd sides whose padding in transformers changes the output size: it must round up."""
     side = c.size("image_size")
     padded = c.sizes("depthwise_padding", least=0, empty=True, most=2**16)
     odd = side % 2 == 1

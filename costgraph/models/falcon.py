@@ -1,7 +1,7 @@
-"""Falcon: one head of keys or few, attention and feed-forward layer side by side, LayerNorm, a tied head.
+"""Falcon: multi-query or grouped-query attention, parallel attention and MLP, LayerNorm, a tied head.
 
 Sizes: Almazrouei et al. 2023 (arXiv 2311.16867), table 15, and the `config.json` of tiiuae/falcon-7b, falcon-40b,
-falcon-180B and falcon-11B. Order of ops: `FalconForCausalLM` of transformers.
+falcon-180B and falcon-11B. Op order: `FalconForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def falcon(
     tied: bool = True,
     activation: str = "gelu",
 ) -> cg.Graph:
-    """Declare Falcon: tokens (B, S) to logits (B, S, V); both halves of a layer read one of `norms`, or one each."""
+    """Declare Falcon: tokens (B, S) to logits (B, S, V); attention and MLP share one of `norms`, or have one each."""
     D, H, G, F, L = cg.dims("D H G F L")
     if norms == 1 and not parallel:
         raise cg.GraphError(f"model {name!r}: norms=1 with parallel=False, expected 2")
@@ -53,12 +53,12 @@ def falcon(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' FalconConfig, or of the code that came with the first checkpoints."""
+    """Read a transformers `FalconConfig`, or one of the code published with the first checkpoints."""
     c.expect("alibi", False, None)
     c.expect("apply_residual_connection_post_layernorm", False)
     c.ignore("max_position_embeddings", "ff_factor")
     D, H = c.size("hidden_size"), c.size("num_attention_heads")
-    # the code of the first checkpoints has another release for the architecture that has groups of heads
+    # the code of the first checkpoints has a separate release for grouped-query attention
     new = c.flag("new_decoder_architecture", default=c.has("num_kv_heads"), null=False)
     groups, one = c.size("num_kv_heads", default=H), c.flag("multi_query", null=False)
     if new:

@@ -1,4 +1,4 @@
-"""What a family of models is made of: a declaration, the sizes of published models, and how a config.json is read."""
+"""Model families: a declaration, presets for published models, and a configuration reader."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["Family", "Preset"]
 
 @dataclass(frozen=True)
 class Preset:
-    """One model of a family."""
+    """One model in a family."""
 
     sizes: Mapping[str, int]
-    """What its dimensions are bound to by default."""
+    """Default sizes."""
     structure: Mapping[str, object] = field(default_factory=dict)
-    """Keyword arguments of the declaration: what no size tells, such as a tied head."""
+    """Keyword arguments of the declaration that are not sizes, such as a tied head."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models that one function declares."""
+    """Models with a common declaration."""
 
     declare: Callable[..., Graph]
-    """`declare(name, attention, dropout, dtype, **structure)`; keyword arguments with defaults are what `load` takes
-    as well. Behind the format stands `composed` where that is stated."""
+    """`declare(name, attention, dropout, dtype, **structure)`, with `composed` after `dtype` if it is supported; `load`
+    accepts the keyword arguments as well."""
     presets: Mapping[str, Preset]
-    """Published models, by the names that users write."""
+    """Published models, by name."""
     composed: bool = False
-    """Whether it is stated how eager code runs these models."""
+    """Whether `composed` is supported."""
     architectures: Mapping[str, str] = field(default_factory=dict)
-    """What `architectures` of a config.json of transformers says of such models, and `model_type` with it."""
+    """Architectures in a transformers config.json, each with its `model_type`."""
     read: Callable[[Config], Preset] | None = None
-    """Sizes and structure that a configuration states; None where transformers has no such model."""
+    """Reader of a configuration's sizes and structure; None if transformers has no such model."""

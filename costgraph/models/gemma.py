@@ -1,8 +1,8 @@
-"""Gemma 2 and 3: layers of local and global attention in turn, norms before and after each half, a tied head.
+"""Gemma 2 and 3: alternating local and global attention, norms before and after each branch, a tied head.
 
 Sizes: Gemma Team 2024 (arXiv 2408.00118), table 1, and 2025 (arXiv 2503.19786), and the `config.json` of
-google/gemma-2-2b, -9b, -27b and google/gemma-3-1b-pt, -4b-pt, -12b-pt, -27b-pt (`text_config`: the decoder of text).
-Order of ops: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` of transformers.
+google/gemma-2-2b, -9b, -27b and google/gemma-3-1b-pt, -4b-pt, -12b-pt, -27b-pt (`text_config`: the decoder of text). Op
+order: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def gemma(
     tied: bool = True,
     activation: str = "gelu_tanh",
 ) -> cg.Graph:
-    """Declare Gemma: tokens (B, S) to logits (B, S, V); `kinds` of layers see the last W positions or all of them."""
+    """Declare Gemma: tokens (B, S) to logits (B, S, V); `kinds` lists local (last W positions) and global layers."""
     S, K, L, W = cg.dims("S K L W")
     mlp = gated(activation)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
-        x = cg.ops.pointwise("mul", x, 1.0, name="scale")  # by the root of D
-        # with two bases each kind of layer that there is has tables of its own
+        x = cg.ops.pointwise("mul", x, 1.0, name="scale")  # by sqrt(D)
+        # with two bases, local and global layers have separate tables
         two = local_base and isinstance(kinds, list | tuple) and "local" in kinds and "global" in kinds
         ropes = [cg.nn.rotary_tables(cg.ops.arange(S), K) for _ in range(2 if two else 1)]
         facts = {"bias": bias, "out_bias": bias, "qk_norm": qk_norm, "softcap": softcap}
@@ -57,7 +57,7 @@ def gemma(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Gemma2Config or Gemma3TextConfig."""
+    """Read a transformers `Gemma2Config` or `Gemma3TextConfig`."""
     third = c.architecture == "Gemma3ForCausalLM"
     c.ignore(
         "max_position_embeddings", "query_pre_attn_scalar", "cache_implementation", "rope_local_base_freq", "hidden_act"
@@ -79,10 +79,10 @@ def read(c: Config) -> Preset:
 
 
 def _rule(c: Config, depth: int, *, third: bool) -> list[str]:
-    """Return what the layers see where the file does not say it of each: one in so many everything."""
+    """Return the repeating pattern of layers for files that do not list them: one in so many is global."""
     period = c.size("sliding_window_pattern", default=6) if third else 2
     if not c.has("layer_types"):
-        c.expect("_sliding_window_pattern", period)  # which transformers writes, and reads no more
+        c.expect("_sliding_window_pattern", period)  # written by transformers, but no longer read
     c.ignore("_sliding_window_pattern")
     return (
         ["sliding_attention"] * (c.listed(period) - 1) + ["full_attention"]

@@ -1,8 +1,8 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, one linear layer for queries, keys and values, a tied head.
+"""GPT-2 and GPT-3: learned positions, LayerNorm, a fused QKV projection, a tied head.
 
-Sizes: GPT-2 from the `config.json` of openai-community/gpt2, gpt2-medium, gpt2-large and gpt2-xl; GPT-3 from
-Brown et al. 2020 (arXiv 2005.14165), table 2.1. Order of ops: `GPT2LMHeadModel` of transformers. GPT-3 has
-locally banded attention in every other layer; all of them are declared dense.
+Sizes: GPT-2 from the `config.json` of openai-community/gpt2, gpt2-medium, gpt2-large and gpt2-xl; GPT-3 from Brown et
+al. 2020 (arXiv 2005.14165), table 2.1. Op order: `GPT2LMHeadModel` in transformers. GPT-3 has locally banded attention
+in every other layer; all layers are declared dense.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gpt2(
     run = Composed(dtype, renamed=True) if composed else KERNELS
 
     def mixer(x: cg.Tensor) -> cg.Tensor:
-        if composed:  # heads are told apart once parts are
+        if composed:  # heads are split after queries, keys and values
             qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
             q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.ops.split(qkv, (D, D, D)))
         else:
@@ -58,13 +58,13 @@ def gpt2(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' GPT2Config."""
+    """Read a transformers `GPT2Config`."""
     c.expect("scale_attn_weights", True)
     c.expect("reorder_and_upcast_attn", False)
     c.ignore("attn_pdrop", "embd_pdrop", "resid_pdrop", "scale_attn_by_inverse_layer_idx")
-    c.ignore("n_ctx", "n_special", "output_past", "predict_special_tokens")  # of older files
+    c.ignore("n_ctx", "n_special", "output_past", "predict_special_tokens")  # in older files
     for field in ("activation", "first_dropout", "type", "proj_to_labels", "use_proj"):
-        c.ignore(f"summary_{field}")  # of another head
+        c.ignore(f"summary_{field}")  # for another head
     D = c.size("n_embd")
     sizes = {"D": D, "H": c.size("n_head"), "F": c.size("n_inner", default=4 * D), "L": c.size("n_layer")}
     structure = {"tied": c.flag("tie_word_embeddings")}

@@ -1,7 +1,7 @@
-"""GPT-OSS 20B and 120B: window and full attention in turn, a sink for each head, experts with clamped gates.
+"""GPT-OSS 20B and 120B: alternating window and full attention with sinks, and experts with clamped gates.
 
-Sizes: OpenAI 2025 (arXiv 2508.10925), table 1, and the `config.json` of openai/gpt-oss-20b and gpt-oss-120b. Order of
-ops: `GptOssForCausalLM` of transformers with its experts as grouped products.
+Sizes: OpenAI 2025 (arXiv 2508.10925), table 1, and the `config.json` of openai/gpt-oss-20b and gpt-oss-120b. Op order:
+`GptOssForCausalLM` in transformers with grouped matmuls for experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gpt_oss(
     bias: bool = True,
     tied: bool = False,
 ) -> cg.Graph:
-    """Declare GPT-OSS: tokens (B, S) to logits (B, S, V); `kinds` of layers see all positions or the last W of them."""
+    """Declare GPT-OSS: tokens (B, S) to logits (B, S, V); `kinds` lists local (last W positions) and global layers."""
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
@@ -45,20 +45,20 @@ def gpt_oss(
 
 
 def _clamped(gate: cg.Tensor, up: cg.Tensor) -> cg.Tensor:
-    """SwiGLU of what is kept within limits: gate / (1 + exp(-1.702 * gate)) * (up + 1)."""
+    """Apply clamped SwiGLU: gate / (1 + exp(-1.702 * gate)) * (up + 1)."""
     gate, up = cg.ops.pointwise("minimum", gate, 7.0), cg.ops.pointwise("clamp", up)
     return (up + 1) * cg.ops.pointwise("quick_gelu", gate)
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' GptOssConfig."""
+    """Read a transformers `GptOssConfig`."""
     c.expect("hidden_act", "silu")
-    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.ignore("max_position_embeddings", "initial_context_length", "router_aux_loss_coef", "swiglu_limit")
     c.expect("swiglu_alpha", 1.702)
     sizes = c.decoder()
     sizes |= {"E": c.size("num_local_experts"), "k": c.size("num_experts_per_tok")}
-    c.expect("experts_per_token", sizes["k"])  # of the first files, which transformers does not read
+    c.expect("experts_per_token", sizes["k"])  # in the first files; transformers does not read it
     sizes["Fe"] = sizes.pop("F")
     known = {"sliding_attention": "local", "full_attention": "global"}
     kinds, rest = c.layer_types(known, sizes["L"], list(known))

@@ -1,10 +1,9 @@
-"""A causal transformer with linear attention, whose state is as large at any length.
+"""A causal transformer with linear attention, whose state has a constant size.
 
-Sizes: Katharopoulos et al. 2020 (arXiv 2006.16236), section 4.2: images as sequences of pixels of 256 values, 8 layers
-for MNIST and 16 for CIFAR-10, 8 heads of 32 elements, a feed-forward layer of four times the width. Order of ops:
-`TransformerEncoderLayer` and `CausalLinearAttention` of idiap/fast-transformers: norms behind the sums, biases, and
-sines as positions.
-The paper's head gives a mixture of ten logistics; here it is one of all values.
+Sizes: Katharopoulos et al. 2020 (arXiv 2006.16236), section 4.2: images as sequences of pixels with 256 values, 8
+layers for MNIST and 16 for CIFAR-10, 8 heads of 32 elements, a feed-forward layer of four times the width. Op order:
+`TransformerEncoderLayer` and `CausalLinearAttention` of idiap/fast-transformers, with post-norm, biases and sinusoidal
+positions. The head predicts all values, where the paper's predicts a mixture of ten logistics.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .family import Family, Preset
 
 
 def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, scan: str = "kernel") -> cg.Graph:
-    """Declare a linear transformer: tokens (B, S) to logits (B, S, V); `attention` says nothing of it."""
+    """Declare a linear transformer: tokens (B, S) to logits (B, S, V); `attention` has no effect."""
     S, D, F, L, P = cg.dims("S D F L P")
 
     mixer = dropped(partial(_attend, dtype=dtype, scan=scan), dropout)
@@ -34,7 +33,7 @@ def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, s
 
 
 def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:
-    """Sum keys times values over the positions so far, and keys for the normaliser (eq. 16 to 20)."""
+    """Accumulate products of keys and values, and keys for the normalizer, over positions (eq. 16 to 20)."""
     B, D, H = cg.dims("B D H")
     made = [cg.linear(x, "b s d -> b s h k", h=H, k=D / H, bias=True, name=f"attention/{n}") for n in ("q", "k", "v")]
     state = cg.ops.initial_state((B, H, D / H, D / H), dtype, name="attention/state")

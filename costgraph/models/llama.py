@@ -1,8 +1,8 @@
 """Llama 2, 3 and 3.1: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, an untied head.
 
 Sizes: Grattafiori et al. 2024 (arXiv 2407.21783), table 3, and the `config.json` of meta-llama/Llama-2-7b-hf,
-Llama-2-13b-hf and Llama-2-70b-hf (Touvron et al. 2023, arXiv 2307.09288). Order of ops: `LlamaDecoderLayer`
-of transformers.
+Llama-2-13b-hf and Llama-2-70b-hf (Touvron et al. 2023, arXiv 2307.09288). Op order: `LlamaDecoderLayer` in
+transformers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def llama(
     shared: bool = True,
     system: System = "torch",
 ) -> cg.Graph:
-    """Declare Llama: tokens (B, S) to logits (B, S, V); dropout falls on attention probabilities alone.
+    """Declare Llama: tokens (B, S) to logits (B, S, V), with dropout on attention probabilities only.
 
-    `shared`: there are fewer heads of keys than of queries, so that eager code (`composed`) repeats them; `system` is
-    whose code runs the layers.
+    With `shared` there are fewer KV heads than query heads, so eager code (`composed`) repeats them; `system` selects
+    the implementation of layers.
     """
     S, H, G, K, L = cg.dims("S H G K L")
     run = Composed(dtype, softmax="fp32", renamed=False) if composed else KERNELS
@@ -57,7 +57,7 @@ def llama(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' LlamaConfig."""
+    """Read a transformers `LlamaConfig`."""
     c.ignore("max_position_embeddings", "max_sequence_length", "is_llama_config", "rope_interleaved")
     structure = {"bias": c.flag("attention_bias"), "mlp_bias": c.flag("mlp_bias")}
     structure |= {"tied": c.flag("tie_word_embeddings")}

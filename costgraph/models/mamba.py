@@ -1,8 +1,8 @@
-"""Mamba and Mamba-2: state-space models, whose state depends on the input and is as large at any length.
+"""Mamba and Mamba-2: selective state-space models with a state of constant size.
 
-Sizes: Gu and Dao 2023 (arXiv 2312.00752), the `config.json` of state-spaces/mamba-130m-hf to mamba-2.8b-hf; Dao and
-Gu 2024 (arXiv 2405.21060), that of state-spaces/mamba2-130m to mamba2-2.7b and of
-mistralai/Mamba-Codestral-7B-v0.1. Order of ops: `MambaForCausalLM` and `Mamba2ForCausalLM` of transformers.
+Sizes: Gu and Dao 2023 (arXiv 2312.00752), the `config.json` of state-spaces/mamba-130m-hf to mamba-2.8b-hf; Dao and Gu
+2024 (arXiv 2405.21060), that of state-spaces/mamba2-130m to mamba2-2.7b and of mistralai/Mamba-Codestral-7B-v0.1. Op
+order: `MambaForCausalLM` and `Mamba2ForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .family import Family, Preset
 
 
 def _model(name: str, dtype: str, mixer: Callable[[cg.Tensor], cg.Tensor], *, wide: bool, tied: bool) -> cg.Graph:
-    """Declare what both have: a residual stream, in fp32 if it is wide, to which each layer adds."""
+    """Declare the common structure: a residual stream, in fp32 if `wide`, and layers."""
 
     def block(x: cg.Tensor) -> cg.Tensor:
         return x + mixer(cg.rms_norm(cg.ops.cast(x, dtype), name="norm"))
@@ -36,7 +36,7 @@ def mamba(
     *, scan: str = "kernel", window: int = 4, bias: bool = False, conv_bias: bool = True, wide: bool = True,
     tied: bool = True,
 ) -> cg.Graph:  # fmt: skip
-    """Declare Mamba: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
+    """Declare Mamba: tokens (B, S) to logits (B, S, V); there is no attention and no dropout."""
     B, D, E, N, R = cg.dims("B D E N R")
 
     def mixer(x: cg.Tensor) -> cg.Tensor:
@@ -72,7 +72,7 @@ def mamba2(
     *, form: str = "recurrent", scan: str = "kernel", window: int = 4, bias: bool = False, conv_bias: bool = True,
     wide: bool = True, tied: bool = True,
 ) -> cg.Graph:  # fmt: skip
-    """Declare Mamba-2: heads with one decay each, position by position or, for matrix products, in chunks of Q."""
+    """Declare Mamba-2 with one decay for each head: recurrent by position, or in chunks of Q with matmuls."""
     D, H, G, K, N = cg.dims("D H G K N")
     forms = {"recurrent": _recurrent, "chunked": _chunked}
     if form not in forms:
@@ -95,7 +95,7 @@ def mamba2(
 
 
 def _gated_norm(y: cg.Tensor, z: cg.Tensor) -> cg.Tensor:
-    """Multiply by the gate, and normalise each group of channels on its own."""
+    """Multiply by the gate, and normalize each group of channels."""
     G = cg.dims("G")
     weight = y.graph.param("gated_norm/weight", y.shape[-1:])
     with cg.kernel("gated_norm"):
@@ -114,7 +114,7 @@ def _recurrent(
     x: cg.Tensor, dt: cg.Tensor, b: cg.Tensor, c: cg.Tensor,
     shift: cg.Tensor, log_a: cg.Tensor, skip: cg.Tensor, *, scan: str,
 ) -> cg.Tensor:  # fmt: skip
-    """Carry a state of K x N for each head from position to position."""
+    """Scan positions with a state of K x N for each head."""
     B, H, G, K, N = cg.dims("B H G K N")
     start = cg.ops.initial_state((B, G, H / G, K, N), "fp32", name="state")
     with cg.nn.scan_kernel("selective_scan", scan):
@@ -136,14 +136,14 @@ def _chunked(
     x: cg.Tensor, dt: cg.Tensor, b: cg.Tensor, c: cg.Tensor,
     shift: cg.Tensor, log_a: cg.Tensor, skip: cg.Tensor, *, scan: str,
 ) -> cg.Tensor:  # fmt: skip
-    """Multiply matrices within chunks of Q positions, and carry states from chunk to chunk (section 6 of the paper).
+    """Multiply matrices within chunks of Q positions, and scan states over chunks (section 6 of the paper).
 
-    With scan="kernel" as five kernels do: B and C are multiplied once a group, states are carried one by one. With
-    scan="ops" as transformers does: B and C once a head, and all states before a chunk in one product.
+    scan="kernel" models five kernels: B @ C is computed once for each group, and states are scanned sequentially.
+    scan="ops" models transformers: B @ C is computed for each head, and all states before a chunk in one matmul.
     """
     H, G, Q = cg.dims("H G Q")
     each, heads = scan == "ops", "g r" if scan == "ops" else "g"
-    # kernels leave out the pairs that are hidden
+    # kernels skip masked pairs
     domain, over = (None, ()) if each else (cg.Domain(causal=True), ("q", "p"))
     chunks = {t: f"b (m q) {a} -> b m q {a}" for t, a in ((x, "g r k"), (dt, "g r"), (b, "g n"), (c, "g n"))}
     x, dt, b, c = (cg.rearrange(t, pattern, q=Q) for t, pattern in chunks.items())
@@ -178,7 +178,7 @@ def _chunked(
 
 
 def _carried(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
-    """Return the state before each chunk, one after the other."""
+    """Return the state before each chunk by a sequential scan."""
     start = cg.ops.initial_state((states.shape[0], *states.shape[2:]), "fp32", name="state")
 
     def step(h: cg.Tensor, now: tuple[cg.Tensor, cg.Tensor]) -> tuple[cg.Tensor, cg.Tensor]:
@@ -190,7 +190,7 @@ def _carried(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
 
 
 def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
-    """Return the state before each chunk, as a product of all states, the first one included, and their decays."""
+    """Return the state before each chunk by one matmul of all states, including the initial one, with their decays."""
     B, M = states.shape[:2]
     first = cg.ops.initial_state((B, 1, *states.shape[2:]), "fp32", name="state")
     states = cg.ops.concat([first, states], 1)
@@ -204,12 +204,12 @@ def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
 
 
 def read_mamba(c: Config) -> Preset:
-    """Read a config.json of transformers' MambaConfig."""
+    """Read a transformers `MambaConfig`."""
     D = c.size("hidden_size")
     sizes = {"D": D, "E": _inner(c, D), "N": c.size("state_size")}
     sizes |= {"R": c.size_or_auto("time_step_rank", -(-D // 16)), "L": c.size("num_hidden_layers")}
     c.ignore("use_mambapy", "use_associative_scan", "fused_add_norm")
-    # what files of the first release say once more
+    # duplicates in files of the first release
     c.expect("d_model", D)
     c.expect("n_layer", sizes["L"])
     c.expect("rms_norm", True)
@@ -219,7 +219,7 @@ def read_mamba(c: Config) -> Preset:
 
 
 def read_mamba2(c: Config) -> Preset:
-    """Read a config.json of transformers' Mamba2Config."""
+    """Read a transformers `Mamba2Config`."""
     D, H, K = c.size("hidden_size"), c.size("num_heads"), c.size("head_dim")
     if _inner(c, D) != H * K:
         raise cg.FormatError(f"{c.place}: num_heads*head_dim is {H * K}, expected expand*hidden_size = {_inner(c, D)}")
@@ -232,7 +232,7 @@ def read_mamba2(c: Config) -> Preset:
 
 
 def _inner(c: Config, D: int) -> int:
-    """Return the inner width: where a file states it, it must be what transformers makes of the factor."""
+    """Return the inner width; if a file states it, it must equal expand * hidden_size."""
     inner = c.size("expand") * D
     c.expect("intermediate_size", inner)
     c.expect("d_inner", inner)

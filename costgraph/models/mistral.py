@@ -1,8 +1,8 @@
-"""Mistral 7B and NeMo: Llama's layers, in the first version with attention to a window of 4096 positions.
+"""Mistral 7B and NeMo: Llama's layers, in the first version with sliding-window attention over 4096 positions.
 
 Sizes: Jiang et al. 2023 (arXiv 2310.06825), table 1, and the `config.json` of mistralai/Mistral-7B-v0.1,
-Mistral-7B-v0.3 and Mistral-Nemo-Base-2407. Order of ops: `MistralForCausalLM` of transformers, whose
-`sliding_window` counts the own position as `window` does here.
+Mistral-7B-v0.3 and Mistral-Nemo-Base-2407. Op order: `MistralForCausalLM` in transformers, whose `sliding_window`
+includes the query's own position, as `window` does here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mistral(
     tied: bool = False,
     activation: str = "silu",
 ) -> cg.Graph:
-    """Declare Mistral: tokens (B, S) to logits (B, S, V); with `window` a query sees the last W positions."""
+    """Declare Mistral: tokens (B, S) to logits (B, S, V); with `window`, a query attends to the last W positions."""
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
@@ -36,7 +36,7 @@ def mistral(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' MistralConfig."""
+    """Read a transformers `MistralConfig`."""
     c.ignore("max_position_embeddings")
     window = c.optional("sliding_window")
     structure = {"window": window is not None, "tied": c.flag("tie_word_embeddings")}

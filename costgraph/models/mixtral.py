@@ -1,7 +1,7 @@
-"""Mixtral 8x7B and 8x22B: Mistral's attention, and 8 experts in every layer of which a token meets 2.
+"""Mixtral 8x7B and 8x22B: Mistral's attention, and a mixture of 8 experts in every layer, 2 for each token.
 
 Sizes: Jiang et al. 2024 (arXiv 2401.04088), table 1, and the `config.json` of mistralai/Mixtral-8x7B-v0.1 and
-Mixtral-8x22B-v0.1. Order of ops: `MixtralForCausalLM` of transformers with its experts as grouped products.
+Mixtral-8x22B-v0.1. Op order: `MixtralForCausalLM` in transformers with grouped matmuls for experts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def mixtral(
     activation: str = "silu",
     system: System = "torch",
 ) -> cg.Graph:
-    """Declare Mixtral: tokens (B, S) to logits (B, S, V); of E experts of width Fe a token meets k.
+    """Declare Mixtral: tokens (B, S) to logits (B, S, V), with E experts of width Fe, k for each token.
 
-    `system` is whose code runs the layers.
+    `system` selects the implementation of layers.
     """
     K, L, W = cg.dims("K L W")
 
@@ -45,8 +45,8 @@ def mixtral(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' MixtralConfig."""
-    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    """Read a transformers `MixtralConfig`."""
+    c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.expect("router_jitter_noise", 0, 0.0)
     c.ignore("max_position_embeddings", "router_aux_loss_coef")
     window = c.optional("sliding_window")

@@ -1,4 +1,4 @@
-"""A perceptron: a linear layer in, L hidden ones, one out, with ReLU between them.
+"""A multilayer perceptron: an input layer, L hidden layers and an output layer, with ReLU between them.
 
 Sizes: `NeuralNetwork` of the PyTorch tutorial "Quickstart", images of 28 x 28 in ten classes.
 """
@@ -11,7 +11,7 @@ from .family import Family, Preset
 
 
 def mlp(name: str, attention: str, dropout: float, dtype: str, composed: bool = False) -> cg.Graph:
-    """Declare a perceptron: features (B, D) to logits (B, C); it has no attention, and `composed` changes nothing."""
+    """Declare an MLP: features (B, D) to logits (B, C); there is no attention, and `composed` has no effect."""
     B, D, F, L, C = cg.dims("B D F L C")
 
     def hidden(x: cg.Tensor, name: str = "linear") -> cg.Tensor:

@@ -1,8 +1,8 @@
-"""MobileNet V2 and V3: inverted residuals around depthwise convolutions, in V3 with squeeze and excitation.
+"""MobileNet V2 and V3: inverted residuals with depthwise convolutions; V3 adds squeeze and excitation.
 
-Sizes: Sandler et al. 2018 (arXiv 1801.04381), table 2; Howard et al. 2019 (arXiv 1905.02244), tables 1 and 2. Order of
-ops: `torchvision.models.mobilenet_v2` and `mobilenet_v3`; `MobileNetV2ForImageClassification` of transformers is read
-as well.
+Sizes: Sandler et al. 2018 (arXiv 1801.04381), table 2; Howard et al. 2019 (arXiv 1905.02244), tables 1 and 2. Op order:
+`torchvision.models.mobilenet_v2` and `mobilenet_v3`. Configurations: `MobileNetV2ForImageClassification` in
+transformers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def mobilenet_v2(
     activation: str = "relu6",
     head: bool = True,
 ) -> cg.Graph:
-    """Declare MobileNet V2: images (B, IC, R, R) to logits (B, C), or without a head to features.
+    """Declare MobileNet V2: images (B, IC, R, R) to logits (B, C), or without `head` to features.
 
-    Stage i makes D{i} channels in L{i} blocks, of which the first has the stride; `single` stages have one block, and
-    `joined` ones have the channels of the stage before. The first stage expands none unless `expand_stem`.
+    Stage i has L{i} blocks with D{i} output channels, and the first has the stride. Stages in `single` have one block,
+    and those in `joined` keep the width of the previous stage. The first stage expands only with `expand_stem`.
     """
     B, IC, R, C, E, width = cg.dims("B IC R C E D0")
 
@@ -59,15 +59,15 @@ def mobilenet_v2(
     return g
 
 
-#: A block of V3: window, stride, function, and whether it expands, has squeeze and excitation, and adds its input.
+#: A block of V3: window, stride, activation, and whether it expands, has squeeze and excitation, and a residual.
 Row = tuple[int, int, str, bool, bool, bool]
 
 
 def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, blocks: tuple[Row, ...] = ()) -> cg.Graph:
     """Declare MobileNet V3: images (B, IC, R, R) to logits (B, C).
 
-    Block i has E{i} channels in the middle and Q{i} inside squeeze and excitation, and makes D{i}, where those are not
-    the channels that it is given.
+    Block i has E{i} expanded channels, Q{i} channels in squeeze and excitation, and D{i} output channels, unless equal
+    to its input.
     """
     B, IC, R, C, F, width = cg.dims("B IC R C F D0")
 
@@ -88,19 +88,19 @@ def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, block
 
 
 def convolved(x: cg.Tensor, width: object, window: int, stride: int, activation: str, name: str) -> cg.Tensor:
-    """Convolve, normalise over the batch, and apply a function: the first layer, and the last one before the mean."""
+    """Convolve, batch-normalize and activate: the first layer, and the last one before pooling."""
     x = cg.conv(x, "b c h w -> b d h w", d=width, window=window, stride=stride, padding=(window - 1) // 2, name=name)
     return cg.ops.pointwise(activation, cg.nn.batch_norm(x, name=f"{name}/norm"))
 
 
 def divisible(value: float, by: int = 8, least: int | None = None) -> int:
-    """Round channels to a multiple, as the authors' code does: never down by more than a tenth."""
+    """Round channels to a multiple, never down by more than a tenth, as the authors' code does."""
     rounded = max(by if least is None else least, int(value + by / 2) // by * by)
     return rounded + by if rounded < 0.9 * value else rounded
 
 
 def read_v2(c: Config) -> Preset:
-    """Read a config.json of transformers' MobileNetV2Config."""
+    """Read a transformers `MobileNetV2Config`."""
     factor, by = c.number("depth_multiplier", above=0), c.size("depth_divisible_by")
     least = c.size("min_depth")
     ratio, limit = c.number("expand_ratio", above=0), c.size("output_stride")
@@ -114,7 +114,7 @@ def read_v2(c: Config) -> Preset:
             f"expected products that need no rounding"
         )
     strides, reached = [1], 2
-    for stride in (2, 2, 2, 1, 2, 1):  # beyond output_stride windows are dilated instead, which costs the same
+    for stride in (2, 2, 2, 1, 2, 1):  # beyond output_stride windows are dilated instead, at the same cost
         strides.append(1 if reached == limit else stride)
         reached *= strides[-1]
     joined = tuple(i for i in range(2, 8) if widths[i] == widths[i - 1] and strides[i - 1] == 1)
@@ -131,7 +131,7 @@ _DEPTHS = {2: 2, 3: 3, 4: 4, 5: 3, 6: 3}
 _V2 = {"R": 224, "IC": 3, "C": 1000, "E": 6, **{f"L{i}": n for i, n in _DEPTHS.items()}}
 _V2 |= {f"D{i}": n for i, n in enumerate((32, 16, 24, 32, 64, 96, 160, 320, 1280))}
 
-# window, channels in the middle and at the end, squeeze and excitation, function, stride
+# window, expanded and output channels, squeeze and excitation, activation, stride
 _LARGE = (
     (3, 16, 16, False, "relu", 1), (3, 64, 24, False, "relu", 2), (3, 72, 24, False, "relu", 1),
     (5, 72, 40, True, "relu", 2), (5, 120, 40, True, "relu", 1), (5, 120, 40, True, "relu", 1),

@@ -1,7 +1,7 @@
-"""OLMo 2: Llama's layers with norms behind attention and feed-forward layer, and of all queries and keys.
+"""OLMo 2: Llama's layers with norms after attention and feed-forward layer, and norms over all queries and keys.
 
 Sizes: OLMo Team 2024 (arXiv 2501.00656), table 3, and the `config.json` of allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B
-and -0325-32B. Order of ops: `Olmo2ForCausalLM` of transformers.
+and -0325-32B. Op order: `Olmo2ForCausalLM` in transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def olmo(
     tied: bool = False,
     activation: str = "silu",
 ) -> cg.Graph:
-    """Declare OLMo 2: tokens (B, S) to logits (B, S, V); `bias` is that of the four layers of attention."""
+    """Declare OLMo 2: tokens (B, S) to logits (B, S, V); `bias` applies to the four projections of attention."""
     K, L = cg.dims("K L")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
@@ -35,7 +35,7 @@ def olmo(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Olmo2Config."""
+    """Read a transformers `Olmo2Config`."""
     c.ignore("max_position_embeddings")
     structure = {"bias": c.flag("attention_bias"), "tied": c.flag("tie_word_embeddings")}
     return Preset(c.decoder(), {**structure, "activation": c.activation("hidden_act")})

@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with one layer for queries, keys and values and one for gate and up.
+"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with fused QKV and gate-up projections.
 
 Sizes: Abdin et al. 2024 (arXiv 2404.14219; 2412.08905), and the `config.json` of microsoft/Phi-3-mini-4k-instruct,
-Phi-3.5-mini-instruct, Phi-3-medium-4k-instruct, phi-4 and Phi-4-mini-instruct. Order of ops: `Phi3ForCausalLM` of
-transformers, whose `sliding_window` counts the own position as `window` does here.
+Phi-3.5-mini-instruct, Phi-3-medium-4k-instruct, phi-4 and Phi-4-mini-instruct. Op order: `Phi3ForCausalLM` in
+transformers, whose `sliding_window` includes the query's own position, as `window` does here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def phi(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Phi3Config."""
+    """Read a transformers `Phi3Config`."""
     for field in ("attention_bias", "mlp_bias", "lm_head_bias"):
         c.expect(field, False)
     for field in ("full_attn_mod", "interpolate_factor"):

@@ -1,8 +1,8 @@
-"""Qwen 2.5 and Qwen 3 without experts: Llama's layers with biases of queries, keys and values, or norms of heads.
+"""Dense Qwen 2.5 and Qwen 3: Llama's layers with QKV biases, or with norms of query and key heads.
 
 Sizes: Yang et al. 2024 (arXiv 2412.15115), Yang et al. 2025 (arXiv 2505.09388), table 1, and the `config.json` of
-Qwen/Qwen2.5-0.5B to Qwen2.5-72B and Qwen/Qwen3-0.6B to Qwen3-32B. Order of ops: `Qwen2ForCausalLM` and
-`Qwen3ForCausalLM` of transformers.
+Qwen/Qwen2.5-0.5B to Qwen2.5-72B and Qwen/Qwen3-0.6B to Qwen3-32B. Op order: `Qwen2ForCausalLM` and `Qwen3ForCausalLM`
+in transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def qwen(
     tied: bool = False,
     activation: str = "silu",
 ) -> cg.Graph:
-    """Declare Qwen: tokens (B, S) to logits (B, S, V); `kinds` of layers see all positions or the last W of them."""
+    """Declare Qwen: tokens (B, S) to logits (B, S, V); `kinds` lists global and local (last W positions) layers."""
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
@@ -47,7 +47,7 @@ def qwen(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Qwen2Config or Qwen3Config."""
+    """Read a transformers `Qwen2Config` or `Qwen3Config`."""
     c.ignore("max_position_embeddings")
     c.expect("use_mrope", False)
     third = c.architecture == "Qwen3ForCausalLM"
@@ -64,7 +64,7 @@ def read(c: Config) -> Preset:
 
 
 def _rule(c: Config, depth: int, window: int | None) -> list[str]:
-    """Return what the layers see where the file does not say it of each: with a window the first ones everything."""
+    """Return the pattern of layers for files that do not list them: with a window, the first layers are global."""
     first = depth if window is None or c.has("layer_types") else c.size("max_window_layers", least=0)
     if 0 < first < depth:
         return ["full_attention"] * first + ["sliding_attention"] * (c.listed(depth) - first)

@@ -1,8 +1,8 @@
-"""Qwen with experts: Qwen1.5-MoE and Qwen2 with a gated expert for all tokens beside them, Qwen3 without one.
+"""Qwen with experts: Qwen1.5-MoE and Qwen2 with a gated shared expert, Qwen3 without one.
 
 Sizes: Yang et al. 2024 (arXiv 2407.10671), table 1, Yang et al. 2025 (arXiv 2505.09388), table 2, and the `config.json`
-of Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B, Qwen3-30B-A3B and Qwen3-235B-A22B. Order of ops: `Qwen2MoeForCausalLM` and
-`Qwen3MoeForCausalLM` of transformers with their experts as grouped products.
+of Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B, Qwen3-30B-A3B and Qwen3-235B-A22B. Op order: `Qwen2MoeForCausalLM` and
+`Qwen3MoeForCausalLM` in transformers with grouped matmuls for experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def qwen_moe(
     tied: bool = False,
     activation: str = "silu",
 ) -> cg.Graph:
-    """Declare Qwen with experts: tokens (B, S) to logits (B, S, V); `kinds` of layers are moe or dense."""
+    """Declare Qwen with experts: tokens (B, S) to logits (B, S, V); `kinds` lists moe and dense layers."""
     K, L, W = cg.dims("K L W")
     act = partial(cg.ops.pointwise, activation)
     experts = mixed(routing, capacity, activation=act, normalize=normalize)
@@ -59,9 +59,9 @@ def qwen_moe(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' Qwen2MoeConfig or Qwen3MoeConfig."""
+    """Read a transformers `Qwen2MoeConfig` or `Qwen3MoeConfig`."""
     third = c.architecture == "Qwen3MoeForCausalLM"
-    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    c.expect("output_router_logits", False)  # the load-balancing loss is not declared
     c.ignore("max_position_embeddings", "router_aux_loss_coef", "max_window_layers")
     sizes = c.decoder()
     if not third:
@@ -83,7 +83,7 @@ def read(c: Config) -> Preset:
 
 
 def _kinds(c: Config, depth: int) -> tuple[tuple[str, ...], int]:
-    """Return which layers have experts: every so many, but for those that are listed."""
+    """Return which layers have experts: every n-th one, except those listed as dense."""
     step, most = c.size("decoder_sparse_step"), 2**16
     dense = {i for i in c.sizes("mlp_only_layers", least=0, empty=True, most=most) if i < depth}
     length = c.listed(depth if dense else step) if dense or step <= depth else 1

@@ -1,4 +1,4 @@
-"""Names of models, and what declares each of them."""
+"""The model registry: names, presets and supported architectures."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ _MODULES = (
     swin, t5, unet, vgg, vit, whisper, xlstm,
 )  # fmt: skip
 
-#: Every family of the zoo.
+#: All model families.
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 
-#: The family of each model, by its name.
+#: The family of each model, by name.
 _MODELS = {name: family for family in FAMILIES for name in family.presets}
 
-#: The family of each architecture of transformers, by its name.
+#: The family of each transformers architecture, by name.
 _ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
 
 
 def names() -> list[str]:
-    """List the models that `load` knows.
+    """List the names of models that `load` accepts.
 
     Returns
     -------
@@ -116,39 +116,36 @@ def load(
     ----------
     name : str
         One of `names()`.
-    symbolic : bool
+        Leave every size symbolic, including the depth.
         Leave every size open, depth included.
-    attention : str
-        flash: one kernel that computes the pairs of the causal mask. eager: an op each for scores, scale,
-        mask, softmax and reduction. Models without attention take either.
+        flash: one fused kernel that skips masked pairs. eager: separate ops for scores, scale, mask, softmax and
+        weighted sum. Models without attention accept either.
     dropout : float
-        Probability, wherever the reference module drops out when it trains.
+        Dropout probability, wherever the reference module applies dropout in training.
     dtype : str or DType
         Floating format of parameters and activations.
     composed : bool
-        As the eager code of the reference module runs it: functions that it composes of several ops are those ops,
-        and tensors that its Python variables name live as long. By default they are one kernel, and a tensor dies
-        after the last op that reads it. Stated for GPT-2, Llama and the mlp.
+        Decompose functions into the ops that the reference module runs in eager mode, and keep tensors alive as long as
+        its Python variables do. By default each function is one kernel, and a tensor dies after its last reader.
+        Available for GPT-2, Llama and the mlp.
     **structure : object
-        What else of the family can be chosen, such as `routing="expected"` of a mixture of experts,
-        `absorbed=True` of latent attention or `system="megatron"`, layers as Megatron-LM runs them; by default as
-        published.
+        Further options of the family, such as `routing="expected"` for a mixture of experts, `absorbed=True` for
+        latent attention, or `system="megatron"` for layers as in Megatron-LM; by default as published.
 
     Returns
     -------
     Graph
-        From tokens (B, S), images, or what else the reference module takes, to logits or features, with `loss` named
-        where there is one and not part of the graph. B and S are open; any default can be overridden where a
-        question is asked.
+        From the inputs of the reference module, such as tokens (B, S) or images, to logits or features; `loss` is named
+        if there is one outside of the graph. B and S are symbolic, and each analysis can override any default.
 
     Raises
     ------
     GraphError
-        If the model is unknown, or an argument is none.
+        If the model is unknown, or an argument is invalid.
     FormatError
-        If the number format is unknown, or holds no fractions.
+        If the number format is unknown or is not a floating format.
     UnsupportedError
-        If nothing is stated of how eager code composes the model.
+        If `composed` is not available for the model.
 
     Examples
     --------
@@ -178,35 +175,34 @@ def from_config(
     dtype: str | DType | None = None,
     **structure: object,
 ) -> Graph:
-    """Declare the model that a config.json of transformers describes; transformers itself is not needed.
+    """Declare the model of a transformers config.json; transformers itself is not required.
 
     Parameters
     ----------
     path : str, path-like or mapping
-        The file, a folder with a `config.json` in it, a GGUF file, or the fields themselves.
+        A file, a folder with a `config.json`, a GGUF file, or the fields.
     symbolic, attention, dropout : object
         As in `load`.
     dtype : str or DType, optional
-        Floating format; by default the one that the file names, bf16 where it names none, and what is quantized as its
-        `quantization_config` says: fp8 of DeepSeek-V3, mxfp4 of GPT-OSS, AWQ, mixtures of GGUF. Given here, it is that
-        of all parameters.
+        Floating format; by default that of the file, or bf16, with weights quantized by the file's
+        `quantization_config`: fp8 of DeepSeek-V3, mxfp4 of GPT-OSS, AWQ, GGUF mixtures. An explicit format applies to
+        all parameters.
     **structure : object
         As in `load`.
 
     Returns
     -------
     Graph
-        As `load` returns it, with the sizes of the file as defaults.
+        A graph as from `load`, with the sizes of the file as defaults.
 
     Raises
     ------
     UnsupportedError
-        If the architecture or the method of quantization is unknown, or a field may change the cost and is not
-        understood: the text names it. So is what is too large: more than 32 stages, or 128 runs of equal layers that do
-        not repeat.
+        If the architecture or quantization method is unknown, or a field that may change the cost is not supported; the
+        message names it. Also if there are more than 32 stages, or 128 runs of equal layers without a period.
     FormatError
-        If the file cannot be read, or a field is missing or no size, stands there twice, or under two names with two
-        values. What transformers has as a default, a file need not say, but for sizes that every file states.
+        If the file cannot be read, or a field is missing, invalid, duplicated, or given under two names with different
+        values. Fields with a default in transformers are optional, except sizes that every file states.
 
     Examples
     --------
@@ -235,14 +231,14 @@ def from_config(
     given = config.dtype or "bf16" if dtype is None else dtype
     graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
     try:
-        bindings(graph, {})  # sizes of the file that every question would refuse
+        bindings(graph, {})  # reject sizes that violate conditions of the graph
     except BindingError as error:
         raise FormatError(f"{config.place}: {error}") from None
     return graph if stored is None else stored(graph)
 
 
 def is_known(path: object) -> bool:
-    """Whether `from_config` declares the architecture that a configuration names."""
+    """Whether `from_config` supports the architecture of a configuration."""
     family = _ARCHITECTURES.get(read_config(path).architecture)
     return family is not None and family.read is not None
 
@@ -259,7 +255,7 @@ def _declared(
     composed: bool,
     symbolic: bool,
 ) -> Graph:
-    """Declare a model of a family, with what was chosen of its structure."""
+    """Declare a model of a family with the chosen structure."""
     place = f"model {name!r}"
     if not isinstance(attention, str) or attention not in ("flash", "eager"):
         raise GraphError(f"{place}: attention {shown(attention)}, expected 'flash' or 'eager'")
@@ -278,14 +274,14 @@ def _declared(
     _need_options(place, family.declare, structure)
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
-        names = known_names(graph)  # another structure may have other sizes
+        names = known_names(graph)  # options may change which sizes exist
         with graph:
             graph.defaults = graph.defaults | {name: size for name, size in preset.sizes.items() if name in names}
     return graph
 
 
 def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str, object]) -> None:
-    """Refuse options that are not of the type that the declaration annotates: a switch, or one of some words."""
+    """Raise an error for options that do not match the annotations of the declaration: flags or literals."""
     hints = get_type_hints(declare)
     for name, value in structure.items():
         hint = hints.get(name)
@@ -299,16 +295,16 @@ def _listed(names: list[str]) -> str:
     return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"
 
 
-# -- published ---------------------------------------------------------------------------------------------------------
-# What is published of each model, as a record: a list of all of them declares none.
+# -- published parameters ----------------------------------------------------------------------------------------------
+# Stored in a file, so that listing all models declares none.
 
 PARAMETERS = Path(__file__).with_name("parameters.json")
-"""Parameters of the public module of each model, or, where none is public, of the declaration.
-`tests/with_torch/zoo_page.py` counts them, and tests hold every declaration to them."""
+"""Number of parameters of each model's public module or, if none is public, of the declaration.
+`tests/with_torch/zoo_page.py` generates the file, and tests compare every declaration with it."""
 
 
 def published() -> Iterator[tuple[str, int, Mapping[str, int]]]:
-    """Yield the name, the parameters, and the sizes of every model."""
+    """Yield the name, number of parameters, and sizes of every model."""
     parameters = json.loads(PARAMETERS.read_text(encoding="utf-8"))
     presets = {name: preset for family in FAMILIES for name, preset in family.presets.items()}
     for name, preset in sorted(presets.items()):

@@ -1,8 +1,8 @@
-"""ResNet, ResNeXt and Wide ResNet: stages of residual blocks, each of two or three convolutions with batch norms.
+"""ResNet, ResNeXt and Wide ResNet: stages of residual blocks of convolutions with batch norm.
 
-Sizes: He et al. 2015 (arXiv 1512.03385), table 1; Xie et al. 2016 (arXiv 1611.05431), table 1; Zagoruyko and
-Komodakis 2016 (arXiv 1605.07146). Order of ops: `ResNet` of torchvision 0.20, whose bottlenecks have their stride in
-the 3x3 convolution; a config.json is that of `ResNetModel` or `ResNetForImageClassification` of transformers.
+Sizes: He et al. 2015 (arXiv 1512.03385), table 1; Xie et al. 2016 (arXiv 1611.05431), table 1; Zagoruyko and Komodakis
+2016 (arXiv 1605.07146). Op order: `ResNet` in torchvision 0.20, whose bottlenecks have their stride in the 3x3
+convolution. Configurations: `ResNetModel` and `ResNetForImageClassification` in transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .family import Family, Preset
 
 @dataclass(frozen=True)
 class _Block:
-    """What all residual blocks of a model have in common."""
+    """Options common to all residual blocks of a model."""
 
     bottleneck: bool
     early: bool
@@ -31,7 +31,7 @@ class _Block:
         self, x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, groups: sympy.Expr | int = 1, *, act: bool,
         name: str,
     ) -> cg.Tensor:  # fmt: skip
-        """Convolve without a bias, normalise and, unless a sum follows, activate."""
+        """Convolve without bias, normalize and, unless the residual sum follows, activate."""
         x = cg.conv(
             x, "b c h w -> b o h w", o=width, window=window, stride=stride, padding=window // 2, groups=groups,
             name=f"{name}/conv",
@@ -43,7 +43,7 @@ class _Block:
         return cg.ops.pointwise(self.activation, x, inplace=self.inplace)
 
     def __call__(self, x: cg.Tensor, width: sympy.Expr, stride: int = 1, *, shortcut: bool = False) -> cg.Tensor:
-        """Add to the input, or to its projection to another shape, what the convolutions make of it."""
+        """Add the convolutions to the input or to its projection."""
         if self.bottleneck:
             inner, groups = width / cg.dims("Z"), cg.dims("G")
             first, second = (stride, 1) if self.early else (1, stride)
@@ -64,12 +64,12 @@ def resnet(
     single: tuple[int, ...] = (), activation: str = "relu", inplace: bool = True, head: bool = True,
     statistics: str = "auto",
 ) -> cg.Graph:  # fmt: skip
-    """Declare ResNet: images (B, IC, R, R) to logits (B, C), without `head` to features and their mean.
+    """Declare ResNet: images (B, IC, R, R) to logits (B, C), or without `head` to features and their mean.
 
-    Stage i has Li blocks of Di channels, of which the first has a shortcut convolution and, from the second stage on,
-    a stride of 2. With `widened` false the first stage has the channels of the stem, D0, and no shortcut unless it has
-    a stride. Stages in `single` have no block but their first. Bottlenecks have Di/Z channels inside, in G groups;
-    `early` puts their stride into the first convolution.
+    Stage i has Li blocks of Di channels. Its first block has a projection shortcut and, from the second stage on, a
+    stride of 2. If `widened` is False, the first stage has the width of the stem, D0, and no projection unless it has a
+    stride. Stages in `single` have one block. Bottlenecks have Di/Z inner channels in G groups; `early` puts the stride
+    into their first convolution.
     """
     B, R, IC, C, stem = cg.dims("B R IC C D0")
     block = _Block(bottleneck, early, activation, inplace, statistics)
@@ -99,11 +99,11 @@ def resnet(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' ResNetConfig."""
+    """Read a transformers `ResNetConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
         c.expect("hidden_sizes", f"{len(depths)} numbers, as many as depths")
-    c.ignore("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")  # of a backbone alone
+    c.ignore("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")  # of backbones only
     stem, head = c.size("embedding_size"), c.architecture == "ResNetForImageClassification"
     structure: dict[str, object] = {"stages": len(depths), "inplace": False, "head": head}
     structure |= {"bottleneck": c.choice("layer_type", of=("basic", "bottleneck")) == "bottleneck"}

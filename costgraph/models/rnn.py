@@ -1,8 +1,8 @@
-"""LSTM and GRU language models: an embedding, L recurrent layers as wide as it, a head with a bias.
+"""LSTM and GRU language models: an embedding, L recurrent layers of the same width, a head with a bias.
 
 Sizes: Zaremba et al. 2014 (arXiv 1409.2329), section 4.1, on the Penn Treebank (V = 10,000): 200 units a layer without
-regularisation, 650 ("medium") and 1500 ("large") with dropout. Order of ops: `RNNModel` of pytorch/examples,
-word_language_model, which has torch.nn.LSTM or torch.nn.GRU between the two; the GRU models are the same with GRU.
+regularization, 650 ("medium") and 1500 ("large") with dropout. Op order: `RNNModel` of pytorch/examples,
+word_language_model, with torch.nn.LSTM or torch.nn.GRU; the GRU models have the same sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _model(name: str, dropout: float, dtype: str, layer: _Layer, *, bias: bool, 
     D, L = cg.dims("D L")
 
     def block(x: cg.Tensor) -> cg.Tensor:
-        # torch drops out between layers, the model before the first and behind the last
+        # torch applies dropout between layers, the model before the first and after the last
         return cg.dropout(layer(x, D, bias=bias), dropout)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
@@ -31,12 +31,12 @@ def _model(name: str, dropout: float, dtype: str, layer: _Layer, *, bias: bool, 
 
 
 def lstm(name: str, attention: str, dropout: float, dtype: str, *, bias: bool = True, tied: bool = False) -> cg.Graph:
-    """Declare an LSTM language model: tokens (B, S) to logits (B, S, V); it has no attention."""
+    """Declare an LSTM language model: tokens (B, S) to logits (B, S, V); there is no attention."""
     return _model(name, dropout, dtype, cg.nn.lstm, bias=bias, tied=tied)
 
 
 def gru(name: str, attention: str, dropout: float, dtype: str, *, bias: bool = True, tied: bool = False) -> cg.Graph:
-    """Declare a GRU language model: tokens (B, S) to logits (B, S, V); it has no attention."""
+    """Declare a GRU language model: tokens (B, S) to logits (B, S, V); there is no attention."""
     return _model(name, dropout, dtype, cg.nn.gru, bias=bias, tied=tied)
 
 

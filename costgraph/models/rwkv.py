@@ -1,7 +1,7 @@
-"""RWKV-7 "Goose": a state of one matrix a head, which each position decays, corrects along a key, and adds to.
+"""RWKV-7 "Goose": a matrix state for each head, updated at each position by decay, a delta rule and a new term.
 
-Sizes: Peng et al. 2025 (arXiv 2503.14456). Order of ops: `RWKV_Tmix_x070` and `RWKV_CMix_x070` of
-BlinkDL/RWKV-LM, and its kernel `wkv7`.
+Sizes: Peng et al. 2025 (arXiv 2503.14456). Op order: `RWKV_Tmix_x070` and `RWKV_CMix_x070` of BlinkDL/RWKV-LM, and its
+kernel `wkv7`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .family import Family, Preset
 
 
 def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = "kernel") -> cg.Graph:
-    """Declare RWKV-7: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
+    """Declare RWKV-7: tokens (B, S) to logits (B, S, V); there is no attention and no dropout."""
     L, F = cg.dims("L F")
 
     def layer(x: cg.Tensor, values: cg.Tensor | None) -> tuple[cg.Tensor, cg.Tensor]:
@@ -23,7 +23,7 @@ def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = 
 
     def stack(x: cg.Tensor) -> cg.Tensor:
         x = cg.layer_norm(x, name="tokens/norm")
-        # all later layers mix the values of the first one into their own
+        # later layers mix the values of the first layer into their own
         with cg.scope("first"):
             x, values = layer(x, None)
         return cg.repeat(L - 1, lambda x: layer(x, values)[0], x, name="layers")
@@ -32,7 +32,7 @@ def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = 
 
 
 def _mixed(x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
-    """Mix each position with the one before it, a share for each channel and use, in one kernel."""
+    """Interpolate each position with the previous one, with weights for each channel and use, in one kernel."""
     shares = [x.graph.param(f"{scope}/mix_{n}", x.shape[-1:]) for n in names]
     before = cg.nn.token_shift(x, name=f"{scope}/shift")
     with cg.kernel(f"{scope}_mix"):
@@ -41,7 +41,7 @@ def _mixed(x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
 
 
 def _low_rank(x: cg.Tensor, rank: str, name: str, inner: str | None, *, bias: bool = True) -> cg.Tensor:
-    """Add a product of two thin matrices, with a function between, to a bias."""
+    """Apply a low-rank layer with an optional activation between its two matrices."""
     y = cg.linear(x, "b s d -> b s r", r=cg.dims(rank), name=f"{name}/down")
     y = y if inner is None else cg.ops.pointwise(inner, y, name=f"{name}/{inner}")
     return cg.linear(y, "b s r -> b s d", d=x.shape[-1], bias=bias, name=f"{name}/up")
@@ -79,7 +79,7 @@ def _time_mix(x: cg.Tensor, values: cg.Tensor | None, scan: str) -> tuple[cg.Ten
 def _wkv(
     r: cg.Tensor, w: cg.Tensor, k: cg.Tensor, v: cg.Tensor, a: cg.Tensor, b: cg.Tensor, start: cg.Tensor, scan: str
 ) -> cg.Tensor:
-    """Carry S to S*w + (S@a) b.T + v k.T, and read S@r (eq. 17)."""
+    """Scan S = S*w + (S@a) b.T + v k.T over positions, and read S@r (eq. 17)."""
 
     def step(s: cg.Tensor, now: tuple[cg.Tensor, ...]) -> tuple[cg.Tensor, cg.Tensor]:
         r, w, k, v, a, b = (cg.ops.cast(t, "fp32") for t in now)

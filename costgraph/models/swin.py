@@ -1,8 +1,8 @@
-"""Swin Transformer: attention within windows of 7 x 7 positions, which every other layer shifts by half a window.
+"""Swin Transformer: attention within windows of 7 x 7 positions, shifted by half a window in every other layer.
 
 Sizes: Liu et al. 2021 (arXiv 2103.14030), section 3.3, and the `config.json` of microsoft/swin-tiny-patch4-window7-224,
-swin-small-patch4-window7-224 and swin-base-patch4-window7-224. Order of ops: `SwinForImageClassification` of
-transformers; rows and columns are padded as `torchvision.models.swin_transformer` pads them.
+swin-small-patch4-window7-224 and swin-base-patch4-window7-224. Op order: `SwinForImageClassification` in transformers;
+rows and columns are padded as `torchvision.models.swin_transformer` pads them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .blocks import Part, block, encoding
 from .config import Config
 from .family import Family, Preset
 
-#: What a stage is made of. shifted: layers with and without a shift in turn, after an odd number of them one more
-#: without; whole: one window covers the image, so that nothing is shifted; single: one layer.
+#: Kinds of stages. shifted: alternating layers without and with a shift, an even number; shifted-odd: an odd number;
+#: whole: one window covers the image, so nothing is shifted; single: one layer.
 STAGES = ("shifted", "shifted-odd", "whole", "single")
 
 
@@ -34,7 +34,7 @@ def swin(
     positions: bool = False,
     head: bool = True,
 ) -> cg.Graph:
-    """Declare Swin: images (B, IC, R, R) to logits (B, C), or without a head to features (B, D*2**(stages - 1))."""
+    """Declare Swin: images (B, IC, R, R) to logits (B, C), or without `head` to features (B, D*2**(stages - 1))."""
     B, R, IC, C, D = cg.dims("B R IC C D")
     layer = partial(_layer, window=window, kernel=attention, activation=activation, qkv_bias=qkv_bias, p=dropout)
 
@@ -57,7 +57,7 @@ def swin(
 
 
 def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str, qkv_bias: bool, p: float) -> Part:
-    """Return attention within windows and a feed-forward layer, whose results are dropped for whole images."""
+    """Return window attention and a feed-forward layer, with stochastic depth."""
     B, F, heads = cg.dims(f"B F H{stage}")
 
     def attend(x: cg.Tensor) -> cg.Tensor:
@@ -75,7 +75,7 @@ def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str,
 
 
 def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:
-    """State for which images a stage is what it is declared as: the side of its map is R/patch/2**(i - 1), rounded."""
+    """State the conditions of a stage on image sizes: the side of its map is R/patch/2**(i - 1), rounded."""
     if kind not in STAGES:
         raise cg.GraphError(f"model {g.name!r}: stage {i} is {kind!r}, expected one of {', '.join(STAGES)}")
     span, known = patch * 2 ** (i - 1), {"single": f"L{i} <= 1"}
@@ -84,14 +84,14 @@ def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' SwinConfig."""
+    """Read a transformers `SwinConfig`."""
     depths, heads = c.sizes("depths"), c.sizes("num_heads")
     width, ratio = c.size("embed_dim"), c.number("mlp_ratio", above=0)
     side, patch, window = (c.size(n) for n in ("image_size", "patch_size", "window_size"))
     c.expect("num_layers", len(depths))
     c.expect("hidden_size", width * 2 ** (len(depths) - 1))
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "encoder_stride", "path_norm")
-    c.ignore("stage_names", "out_features", "out_indices", "is_encoder_decoder")  # of a backbone alone, and of none
+    c.ignore("stage_names", "out_features", "out_indices", "is_encoder_decoder")  # not used by the model
     if len(heads) != len(depths):
         raise cg.FormatError(f"{c.place}: num_heads has {len(heads)} numbers, expected {len(depths)} as depths has")
     sides = [-(-(side // patch) // 2**i) for i in range(len(depths))]

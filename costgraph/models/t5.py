@@ -1,8 +1,8 @@
-"""T5: an encoder and a decoder with relative position biases, RMSNorm and no biases in linear layers.
+"""T5: an encoder-decoder with relative position biases, RMSNorm and linear layers without biases.
 
 Sizes: Raffel et al. 2020 (arXiv 1910.10683), sections 2.1 and 3.7, and the `config.json` of google-t5/t5-small,
-t5-base, t5-large, t5-3b and t5-11b, in which heads times their size need not be the width. Order of ops:
-`T5ForConditionalGeneration` of transformers. T5 1.1 and Flan-T5 have gated feed-forward layers and a head of their own.
+t5-base, t5-large, t5-3b and t5-11b, where heads times head size may differ from the width. Op order:
+`T5ForConditionalGeneration` in transformers. T5 1.1 and Flan-T5 have gated feed-forward layers and an untied head.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def t5(
     name: str, attention: str, dropout: float, dtype: str,
     *, gated: bool = False, activation: str = "relu", tied: bool = True, scaled: bool = True,
 ) -> cg.Graph:  # fmt: skip
-    """Declare T5: tokens to encode (B, M) and tokens to decode (B, S) to logits (B, S, V).
+    """Declare T5: encoder tokens (B, M) and decoder tokens (B, S) to logits (B, S, V).
 
-    `gated`: feed-forward layers have a gate; `tied`: the head is the table of embeddings; `scaled`: what the head is
-    given is divided by sqrt(D).
+    `gated`: feed-forward layers have a gate; `tied`: the head shares the embedding table; `scaled`: the input of the
+    head is divided by sqrt(D).
     """
     B, S, M, D, H, K, L, N, V = cg.dims("B S M D H K L N V")
     attend = partial(cg.nn.self_attention, heads=H, size=K, kernel=attention, p=dropout)
@@ -50,7 +50,7 @@ def t5(
             memory = encoder(cg.dropout(cg.embedding(source, table), dropout))
         with cg.scope("decoder"):
             x = decoder(cg.dropout(cg.embedding(tokens, table), dropout), memory)
-        # by 1/sqrt(D), which changes no cost
+        # by 1/sqrt(D); the value changes no cost
         x = cg.ops.pointwise("mul", x, 1.0, name="scale") if scaled else x
         g.output(logits(x, table, tied=tied))
         g.loss = "cross_entropy"
@@ -58,7 +58,7 @@ def t5(
 
 
 def _positions(queries: cg.Tensor, keys: cg.Tensor, *, bidirectional: bool) -> cg.Tensor:
-    """Return what is added to the scores of all layers of a side."""
+    """Return the position bias of all layers of the encoder or the decoder."""
     H, buckets = cg.dims("H buckets")
     return cg.nn.relative_bias(queries, keys, H, buckets=buckets, bidirectional=bidirectional, name="positions")
 
@@ -72,15 +72,15 @@ def _feed_forward(x: cg.Tensor, *, gated: bool, activation: str, p: float) -> cg
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' T5Config."""
+    """Read a transformers `T5Config`."""
     c.expect("is_encoder_decoder", True)
     c.expect("is_decoder", False)
     c.ignore("dropout_rate", "relative_attention_max_distance", "n_positions", "output_past")
     word = c.choice("feed_forward_proj", of=[*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS)])
     gated, plain = word.startswith("gated-"), word.removeprefix("gated-")
-    # transformers means GELU's tanh form by gated-gelu, and GELU itself by gelu alone
+    # in transformers, gated-gelu is the tanh form of GELU, and gelu the exact one
     act = "gelu_tanh" if word == "gated-gelu" else ACTIVATIONS[plain]
-    # which transformers writes beside it, and takes instead where they differ
+    # transformers writes this as well, and prefers it if the two differ
     c.expect("is_gated_act", gated)
     if c.activation("dense_act_fn", default="gelu_new" if word == "gated-gelu" else plain) != act:
         c.expect("dense_act_fn", plain)
@@ -88,7 +88,7 @@ def read(c: Config) -> Preset:
     structure = {"gated": gated, "activation": act, "tied": tied}
     structure["scaled"] = c.flag("scale_decoder_outputs", default=tied)
     L = c.size("num_layers")
-    c.expect("num_hidden_layers", L)  # a second name that transformers reads after it has made as many decoder layers
+    c.expect("num_hidden_layers", L)  # an alias that transformers applies after it has set the decoder layers
     sizes = {"D": c.size("d_model"), "H": c.size("num_heads"), "K": c.size("d_kv"), "F": c.size("d_ff"), "L": L}
     sizes |= {"N": c.size("num_decoder_layers", default=L), "V": c.size("vocab_size")}
     return Preset(sizes | {"buckets": c.size("relative_attention_num_buckets")}, structure)

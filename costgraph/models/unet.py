@@ -1,8 +1,8 @@
-"""Diffusion U-Nets: residual blocks told the time of diffusion, halved and doubled, with skips between equal sizes.
+"""Diffusion U-Nets: residual blocks conditioned on time, down- and upsampling, and skip connections.
 
 Sizes: Ho et al. 2020 (arXiv 2006.11239), appendix B, for CIFAR-10; Rombach et al. 2021 (arXiv 2112.10752) and
-`unet/config.json` of stable-diffusion-v1-5 for Stable Diffusion. Order of ops: `UNet2DModel` and
-`UNet2DConditionModel` of diffusers 0.31.
+`unet/config.json` of stable-diffusion-v1-5 for Stable Diffusion. Op order: `UNet2DModel` and `UNet2DConditionModel` of
+diffusers 0.31.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .family import Family, Preset
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the levels are made of."""
+    """Building blocks of all levels."""
 
     attention: str
     dropout: float
     time: cg.Tensor
-    """Embedding of the time, behind its activation."""
+    """Time embedding, after its activation."""
     text: cg.Tensor | None
-    """What cross-attention reads; without it attention is a layer of its own."""
+    """Text for cross-attention; without it, attention is a separate layer."""
 
     def norm(self, x: cg.Tensor, name: str = "norm") -> cg.Tensor:
         return cg.nn.group_norm(x, cg.dims("N"), name=name)
 
     def residual(self, x: cg.Tensor, width: sympy.Expr, name: str) -> cg.Tensor:
-        """Add two convolutions, told the time between them, to the input or to its projection to other channels."""
+        """Add two convolutions, with the time embedding between them, to the input or to its projection."""
         with cg.scope(name):
             y = conv(cg.silu(self.norm(x, "norm1")), width, 3, name="conv1")
             shift = cg.linear(self.time, "b t -> b d", d=width, bias=True, name="time")
@@ -42,7 +42,7 @@ class _Parts:
             return (x if x.shape[1] == width else conv(x, width, 1, name="shortcut")) + y
 
     def attend(self, x: cg.Tensor, name: str) -> cg.Tensor:
-        """Add attention between the positions of an image, and to a text where there is one."""
+        """Add attention over the positions of an image, and over the text if there is one."""
         width, rows, heads = x.shape[1], x.shape[2], cg.dims("H")
         with cg.scope(name):
             y = self.norm(x)
@@ -56,7 +56,7 @@ class _Parts:
             return x + (y if self.text is None else conv(y, width, 1, name="out"))
 
     def transformer(self, y: cg.Tensor, heads: sympy.Expr) -> cg.Tensor:
-        """Attend to the image, then to the text, then a gated feed-forward layer, each behind a LayerNorm."""
+        """Apply self-attention, cross-attention and a gated feed-forward layer, each with LayerNorm before it."""
         width = y.shape[2]
         assert self.text is not None
         cross = partial(
@@ -69,7 +69,7 @@ class _Parts:
 
 
 def conv(x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, *, name: str) -> cg.Tensor:
-    """Convolve with a bias, so that a stride of 1 keeps the size."""
+    """Convolve with bias and `same` padding."""
     return cg.conv(
         x, "b c h w -> b d h w", d=width, window=window, stride=stride, padding=window // 2, bias=True, name=name
     )  # fmt: skip
@@ -80,11 +80,11 @@ def unet(
     *, levels: int = 4, kept: tuple[int, ...] = (), blocks: int = 2, attended: tuple[int, ...] = (2,),
     text: bool = False,
 ) -> cg.Graph:  # fmt: skip
-    """Declare a U-Net: images (B, IC, R, R) and times (B,), with `text` (B, M, E) as well, to images (B, OC, R, R).
+    """Declare a U-Net: images (B, IC, R, R) and times (B,), with `text` also (B, M, E), to images (B, OC, R, R).
 
-    Level i has `blocks` residual blocks on the way down and one more on the way up, of Di channels or, if it is in
-    `kept`, as many as the level before. Those in `attended`, and the middle, have attention of H heads behind each.
-    N are the groups of the norms.
+    Level i has `blocks` residual blocks on the way down and one more on the way up, with Di channels, or with those of
+    the previous level if it is in `kept`. Levels in `attended`, and the middle, have attention of H heads after each
+    block. Norms have N groups.
     """
     B, R, IC, OC, M, E = cg.dims("B R IC OC M E")
     widths: list[sympy.Expr] = []
@@ -106,7 +106,7 @@ def unet(
 
 
 def _across(parts: _Parts, x: cg.Tensor, widths: list[sympy.Expr], blocks: int, attended: tuple[int, ...]) -> cg.Tensor:
-    """Go down all levels, through the middle, and up again."""
+    """Apply the down path, the middle, and the up path."""
     skips = [x]
     for i, width in enumerate(widths, 1):
         with cg.scope(f"down{i}"):
@@ -125,14 +125,14 @@ def _across(parts: _Parts, x: cg.Tensor, widths: list[sympy.Expr], blocks: int, 
             for j in range(blocks + 1):
                 x = parts.residual(cg.ops.concat([x, skips.pop()], 1), width, f"block{j}")
                 x = parts.attend(x, f"attend{j}") if i in attended else x
-            if i > 1:  # as large as what it is joined with, also where half of an odd size was rounded
+            if i > 1:  # match the skip connection, also where half of an odd size was rounded
                 x = conv(cg.nn.upsample(x, sizes=skips[-1].shape[2:]), width, 3, name="double")
     return x
 
 
 DDPM = {"R": 32, "IC": 3, "OC": 3, "D1": 128, "D2": 256, "H": 1, "N": 32}
 STABLE_DIFFUSION = {"R": 64, "IC": 4, "OC": 4, "D1": 320, "D2": 640, "D3": 1280, "H": 8, "N": 32, "L": 1}
-TEXT = {"M": 77, "E": 768}  # what CLIP's text encoder hands over
+TEXT = {"M": 77, "E": 768}  # the output of CLIP's text encoder
 
 FAMILIES = (
     Family(

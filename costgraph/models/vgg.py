@@ -1,7 +1,7 @@
-"""VGG: five stages of 3x3 convolutions, each halved by a pooling, and three linear layers.
+"""VGG: five stages of 3x3 convolutions with pooling, and three linear layers.
 
-Sizes: Simonyan and Zisserman 2014 (arXiv 1409.1556), table 1, configurations A, B, D and E. Order of ops: `VGG` of
-torchvision 0.20; a name with -bn is that with batch norms.
+Sizes: Simonyan and Zisserman 2014 (arXiv 1409.1556), table 1, configurations A, B, D and E. Op order: `VGG` in
+torchvision 0.20; names with -bn have batch norm.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def vgg(
     name: str, attention: str, dropout: float, dtype: str,
     *, stages: int = 5, single: tuple[int, ...] = (), norm: bool = False, statistics: str = "auto",
 ) -> cg.Graph:  # fmt: skip
-    """Declare VGG: images (B, IC, R, R) to logits (B, C); dropout falls behind the first two linear layers.
+    """Declare VGG: images (B, IC, R, R) to logits (B, C), with dropout after the first two linear layers.
 
-    Stage i has Li convolutions of Di channels, one alone where `single` names it.
+    Stage i has Li convolutions of Di channels, or one if it is in `single`.
     """
     B, R, IC, F, C = cg.dims("B R IC F C")
 

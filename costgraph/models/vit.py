@@ -1,8 +1,8 @@
-"""ViT: an image cut into patches, a class token before them, and an encoder with LayerNorm before each half of a layer.
+"""ViT: image patches and a class token in a pre-LayerNorm encoder.
 
-Sizes: Dosovitskiy et al. 2020 (arXiv 2010.11929), table 1. Order of ops: `VisionTransformer` of torchvision 0.20 (its
-vit_b_16, vit_b_32, vit_l_16 and vit_h_14, at 224x224 pixels with 1000 classes); a config.json is that of `ViTModel`,
-which has a pooler, or `ViTForImageClassification` of transformers.
+Sizes: Dosovitskiy et al. 2020 (arXiv 2010.11929), table 1. Op order: `VisionTransformer` in torchvision 0.20 (its
+vit_b_16, vit_b_32, vit_l_16 and vit_h_14, at 224x224 pixels with 1000 classes). Configurations: `ViTModel`, which has a
+pooler, and `ViTForImageClassification` in transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .blocks import block, dropped, encoding
 from .config import Config
 from .family import Family, Preset
 
-#: What a config.json of each architecture ends with.
+#: Heads by architecture of a config.json.
 HEADS = {"ViTModel": "pooler", "ViTForImageClassification": "classifier"}
 
 
@@ -27,8 +27,8 @@ def vit(
 ) -> cg.Graph:  # fmt: skip
     """Declare ViT: images (B, IC, R, R) to logits (B, C).
 
-    `patch` is the side of a patch. With `head` pooler to features (B, tokens, D) and a pooled vector (B, pooled);
-    `inner_dropout`: dropout falls on hidden units of the feed-forward layers as well, as in torchvision.
+    `patch` is the side of a patch. `head="pooler"` returns features (B, tokens, D) and a pooled vector (B, pooled).
+    `inner_dropout` applies dropout to hidden units of the MLP as well, as in torchvision.
     """
     B, R, IC, D, H, F, L, C, pooled = cg.dims("B R IC D H F L C pooled")
 
@@ -57,7 +57,7 @@ def vit(
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' ViTConfig."""
+    """Read a transformers `ViTConfig`."""
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride")
     D, head = c.size("hidden_size"), HEADS[c.architecture]
     sizes = {"R": c.size("image_size"), "IC": c.size("num_channels"), "D": D}

@@ -1,8 +1,8 @@
-"""Whisper: convolutions and an encoder over 30 s of log-mel spectrogram, and a decoder of tokens.
+"""Whisper: convolutions and an encoder over 30 s of log-mel spectrogram, and a text decoder.
 
 Sizes: Radford et al. 2022 (arXiv 2212.04356), table 1, and the `config.json` of openai/whisper-tiny, -base, -small,
--medium and -large-v3. Order of ops: `WhisperForConditionalGeneration` of transformers: LayerNorm before each half of a
-layer, biases but for the keys', and positions that are learned in the decoder and frozen sinusoids in the encoder.
+-medium and -large-v3. Op order: `WhisperForConditionalGeneration` in transformers: pre-LayerNorm, biases except for
+keys, learned positions in the decoder and frozen sinusoidal ones in the encoder.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def whisper(
 ) -> cg.Graph:
     """Declare Whisper: spectrograms (B, mels, 2*M) and tokens (B, S) to logits (B, S, V).
 
-    `dropout` falls on embeddings, attention probabilities and what each part of a layer adds.
+    `dropout` applies to embeddings, attention probabilities and residual branches.
     """
     B, S, M, D, V, P, mels = cg.dims("B S M D V P mels")
-    # of the L layers of the encoder, then of the N of the decoder
+    # L encoder layers, N decoder layers
     H, F, L, HN, FN, N = cg.dims("H F L HN FN N")
     act = partial(cg.ops.pointwise, activation)
     facts: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
@@ -60,7 +60,7 @@ def whisper(
 
 
 def _convolved(sound: cg.Tensor, act: Part) -> cg.Tensor:
-    """Return half as many positions, (B, M, D)."""
+    """Apply the convolutions, which halve the number of positions: (B, M, D)."""
     conv = partial(cg.conv, window=3, padding=1, bias=True, d=cg.dims("D"))
     x = act(conv(sound, "b c t -> b d t", name="conv1"))
     x = act(conv(x, "b c t -> b d t", stride=2, name="conv2"))
@@ -68,12 +68,12 @@ def _convolved(sound: cg.Tensor, act: Part) -> cg.Tensor:
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' WhisperConfig."""
+    """Read a transformers `WhisperConfig`."""
     c.expect("is_encoder_decoder", True)
     c.expect("apply_spec_augment", False)
     c.expect("encoder_layerdrop", 0, 0.0)
     c.expect("decoder_layerdrop", 0, 0.0)
-    # of other architectures, and of how tokens are chosen
+    # for other architectures and for sampling
     c.ignore("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width")
     c.ignore(*(f"mask_{axis}_{what}" for axis in ("time", "feature") for what in ("prob", "length", "min_masks")))
     c.ignore("dropout", "attention_dropout", "activation_dropout", "scale_embedding", "forced_decoder_ids")

@@ -1,8 +1,8 @@
-"""xLSTM: mLSTM, whose state is a matrix a head, and sLSTM, whose gates read the state of the position before.
+"""xLSTM: mLSTM with a matrix state for each head, and sLSTM with recurrent gates.
 
 Sizes: Beck et al. 2025 (arXiv 2503.13427) and the `config.json` of NX-AI/xLSTM-7b; Beck et al. 2024 (arXiv 2405.04517),
-appendix on language modelling, xLSTM[1:0] with mLSTM alone and xLSTM[7:1] with some blocks of sLSTM.
-Order of ops: `xLSTMForCausalLM` of transformers, and `xLSTMLMModel` of NX-AI/xlstm.
+appendix on language modelling, xLSTM[1:0] with mLSTM only and xLSTM[7:1] with some sLSTM blocks. Op order:
+`xLSTMForCausalLM` in transformers, and `xLSTMLMModel` of NX-AI/xlstm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Gates = tuple[cg.Tensor, cg.Tensor, cg.Tensor, cg.Tensor, cg.Tensor]
 def xlstm_large(
     name: str, attention: str, dropout: float, dtype: str, *, form: str = "recurrent", scan: str = "kernel"
 ) -> cg.Graph:
-    """Declare xLSTM 7B: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
+    """Declare xLSTM 7B: tokens (B, S) to logits (B, S, V); there is no attention and no dropout."""
     D, H, K, U, L = cg.dims("D H K U L")
     forms = {"recurrent": _recurrent, "chunked": _chunked}
     if form not in forms:
@@ -59,7 +59,7 @@ def _log_sigmoid(x: cg.Tensor) -> cg.Tensor:
 
 
 def _states(q: cg.Tensor, v: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor, cg.Tensor]:
-    """Return what a head starts from: a matrix, a sum of keys, and the largest exponent so far."""
+    """Return a head's initial state: a matrix, a sum of keys, and the running maximum of exponents."""
     (B, _, H, K), U = q.shape, v.shape[-1]
     shapes = {"matrix": (B, H, K, U), "norm": (B, H, K), "largest": (B, H)}
     made = [cg.ops.initial_state(shape, "fp32", name=f"mlstm/{n}") for n, shape in shapes.items()]
@@ -67,8 +67,8 @@ def _states(q: cg.Tensor, v: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor, cg.Tensor
 
 
 def _recurrent(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tensor, scan: str) -> cg.Tensor:
-    """Carry the matrix from position to position, its exponents stabilised by the largest one (eq. 19 to 27)."""
-    # transformers makes the outer product with a product of matrices
+    """Scan positions with a matrix state, stabilized by the largest exponent (eq. 19 to 27)."""
+    # transformers computes the outer product as a matmul
     outer = "b h k o, b h o v -> b h k v" if scan == "ops" else "b h k 1, b h 1 v -> b h k v"
 
     def step(state: tuple[cg.Tensor, ...], now: _Gates) -> tuple[tuple[cg.Tensor, ...], cg.Tensor]:
@@ -92,7 +92,7 @@ def _recurrent(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Ten
 
 
 def _chunked(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tensor, scan: str) -> cg.Tensor:
-    """Multiply matrices within chunks of Q positions, and carry states from chunk to chunk."""
+    """Multiply matrices within chunks of Q positions, and scan states over chunks."""
     Q = cg.dims("Q H")[0]
     q, k, v = (cg.rearrange(t, "b (m q) h k -> b m h q k", q=Q) for t in (q, k, v))
     i, f = (cg.rearrange(cg.ops.cast(t, "fp32"), "b (m q) h -> b m h q", q=Q) for t in (i, f))
@@ -125,8 +125,8 @@ def _chunked(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tenso
 def _within(
     q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, total: cg.Tensor, states: tuple[cg.Tensor, ...], scan: str
 ) -> cg.Tensor:
-    """Read the state before each chunk, and the positions of the chunk up to each of them."""
-    # a kernel leaves out the pairs that are hidden
+    """Read the state before each chunk, and attend causally within the chunk."""
+    # a kernel skips masked pairs
     domain, over = (None, ()) if scan == "ops" else (cg.Domain(causal=True), ("q", "p"))
     matrix, norm, largest = states
     with cg.nn.scan_kernel("mlstm_within", scan):
@@ -150,7 +150,7 @@ def xlstm(
     name: str, attention: str, dropout: float, dtype: str,
     *, slstm: tuple[int, ...] = (), window: int = 4, block: int = 4, scan: str = "kernel", tied: bool = False,
 ) -> cg.Graph:  # fmt: skip
-    """Declare xLSTM of 2024: L blocks, those at the places `slstm` with sLSTM, all others and the last with mLSTM."""
+    """Declare xLSTM of 2024: L blocks, with sLSTM at the positions `slstm` and mLSTM elsewhere, including the last."""
     places, (L,) = _checked(slstm), cg.dims("L,")
 
     def matrix(x: cg.Tensor) -> cg.Tensor:
@@ -177,7 +177,7 @@ def _checked(places: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _headwise(x: cg.Tensor, heads: sympy.Expr, name: str) -> cg.Tensor:
-    """Multiply each of some blocks of channels by a matrix of its own: (b, s, d) to (b, s, heads, d/heads)."""
+    """Apply a block-diagonal linear layer: (b, s, d) to (b, s, heads, d/heads)."""
     x = cg.rearrange(x, "b s (h d) -> b s h d", h=heads)
     weight = x.graph.param(f"{name}/weight", (heads, x.shape[-1], x.shape[-1]))
     with cg.scope(name):
@@ -185,7 +185,7 @@ def _headwise(x: cg.Tensor, heads: sympy.Expr, name: str) -> cg.Tensor:
 
 
 def _mlstm_block(x: cg.Tensor, window: int, block: int, scan: str, p: float) -> cg.Tensor:
-    """Double the width, and run mLSTM there beside a gate (figure 11 of the paper)."""
+    """Apply mLSTM at twice the width, next to a gate (figure 11 of the paper)."""
     D, H = cg.dims("D H")
     E = 2 * D
     y = cg.linear(cg.layer_norm(x, bias=False, name="norm"), "b s d -> b s e", e=2 * E, name="up")
@@ -202,7 +202,7 @@ def _mlstm_block(x: cg.Tensor, window: int, block: int, scan: str, p: float) -> 
 
 
 def _slstm_block(x: cg.Tensor, window: int, scan: str, p: float) -> cg.Tensor:
-    """Run sLSTM, and a gated feed-forward layer behind it (figure 10 of the paper)."""
+    """Apply sLSTM, followed by a gated feed-forward layer (figure 10 of the paper)."""
     D, H, F = cg.dims("D H F")
     y = cg.layer_norm(x, bias=False, name="norm")
     seen = cg.silu(cg.nn.causal_conv(y, window))
@@ -218,7 +218,7 @@ def _slstm_block(x: cg.Tensor, window: int, scan: str, p: float) -> cg.Tensor:
 
 
 def _slstm(gates: list[cg.Tensor], weight: cg.Tensor, bias: cg.Tensor, scan: str) -> cg.Tensor:
-    """Carry cell, normaliser, largest exponent and output from position to position (eq. 8 to 18)."""
+    """Scan positions with cell, normalizer, largest exponent and output (eq. 8 to 18)."""
     (B, _, H, K), dtype = gates[0].shape, gates[0].dtype
     start = tuple(
         cg.ops.initial_state((B, H, K), dtype, name=f"slstm/{n}") for n in ("output", "cell", "norm", "largest")
@@ -243,7 +243,7 @@ def _slstm(gates: list[cg.Tensor], weight: cg.Tensor, bias: cg.Tensor, scan: str
 
 
 def read(c: Config) -> Preset:
-    """Read a config.json of transformers' xLSTMConfig."""
+    """Read a transformers `xLSTMConfig`."""
     D, L, H = c.size("hidden_size"), c.size("num_hidden_layers"), c.size("num_heads")
     qk, v = (int(D * c.number(f"{name}_dim_factor", above=0)) for name in ("qk", "v"))
     if qk % H or v % H:

@@ -1,4 +1,4 @@
-"""Questions of planning: how large, how long, and whether it fits at all."""
+"""Planning: what fits, how long a run takes, and which strategy is fastest."""
 
 from sys import modules as _modules
 

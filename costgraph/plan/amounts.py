@@ -1,4 +1,4 @@
-"""How much work, how long, how many: formulas of planning, in which any argument may be a symbol."""
+"""Training FLOPs, time and tokens as formulas; any argument may be a symbol."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _DAY = 24 * 60 * 60
 
 
 def _expanded(value: sympy.Expr) -> sympy.Expr:
-    # the difference of two sums shows what is left of them
+    # expanded, terms of a difference cancel
     return value.expand() if value.free_symbols else value
 
 
 def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str, int]) -> sympy.Expr:
-    """Return the model FLOPs that a token takes: derived from a step, or 6 for each of N parameters."""
+    """Return the model FLOPs for each token: derived from a step, or 6*N for N parameters."""
     if not isinstance(model, Graph):
         if dims:
             raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside a number of parameters")
@@ -51,19 +51,19 @@ def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str
 
 
 def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "executed", **dims: int) -> Formula:
-    """Return the FLOPs of training on a number of tokens.
+    """Return the FLOPs for training on a number of tokens.
 
     Parameters
     ----------
     model : Graph, number or sympy.Expr
-        A step of training, whose `model_flops` are divided by its tokens; or the number of parameters N, for the rule
-        of thumb 6*N a token.
+        A training step, whose `model_flops` are divided by its tokens; or the number of parameters N, for the rule of
+        thumb 6*N FLOPs for each token.
     tokens : number or sympy.Expr
-        Tokens that are trained on.
+        Tokens to train on.
     count : str
-        executed, or full: the whole square of every attention.
+        executed, or full: attention without skipping masked positions.
     **dims : int
-        Sizes of the step; those of a batch cancel.
+        Sizes of the step; the batch size cancels.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "
     Raises
     ------
     BindingError, GraphError
-        If an amount is not positive, a size cannot be bound, or the graph is no step of training.
+        If an amount is not positive, a size cannot be bound, or the graph is not a training step.
 
     Examples
     --------
@@ -91,30 +91,30 @@ def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "
 @guarded()
 @dataclass(frozen=True)
 class LeadingTerm:
-    """FLOPs of training, split into the rule of thumb and what it leaves out."""
+    """Training FLOPs, split into the rule of thumb and the remainder."""
 
     params: Formula
-    """parameters N; of a mixture of experts those that a token is sent to"""
+    """number of parameters N; active parameters in a mixture of experts"""
     leading: Formula
     """6 * N * tokens"""
     remainder: Formula
-    """what the model needs beside it: the scores of attention, less the embedding and the norms"""
+    """attention scores, minus embeddings and norms"""
 
     @property
     def total(self) -> Formula:
-        """Both."""
+        """Sum of both."""
         return answer(_expanded(as_expr(self.leading) + as_expr(self.remainder)))
 
 
 def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **dims: int) -> LeadingTerm:
-    """Split the FLOPs of training into 6 * active parameters * tokens and the rest.
+    """Split training FLOPs into 6 * active parameters * tokens and a remainder.
 
     Parameters
     ----------
     step : Graph
-        A step of training.
+        A training step.
     tokens : number or sympy.Expr
-        Tokens that are trained on.
+        Tokens to train on.
     count : str
         executed, or full.
     **dims : int
@@ -128,7 +128,7 @@ def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **
     Raises
     ------
     BindingError, GraphError
-        As `training_flops`.
+        As in `training_flops`.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def _speed(
     place: str, hardware: object, devices: Formula, mfu: Formula, dtype: str | None, graph: Graph | None,
     dims: Mapping[str, int], fallback: Fallback,
 ) -> sympy.Expr:  # fmt: skip
-    """Return the model FLOPs that all devices do in a second."""
+    """Return the model FLOPs per second of all devices."""
     rate = rate_of(place, hardware, dtype, graph, dims, fallback)
     return rate * given(f"{place}: devices", devices) * given(f"{place}: mfu", mfu, most=1)
 
@@ -164,22 +164,22 @@ def training_seconds(
     flops: Formula, hardware: object, *, devices: Formula = 1, mfu: Formula = 1, dtype: str | None = None,
     fallback: Fallback = None,
 ) -> Formula:  # fmt: skip
-    """Return the seconds that model FLOPs take.
+    """Return the seconds that a number of model FLOPs takes.
 
     Parameters
     ----------
     flops : number or sympy.Expr
-        Model FLOPs, such as `training_flops`.
+        Model FLOPs, such as those of `training_flops`.
     hardware : str, path-like, Hardware, number or sympy.Expr
         The device, or its peak rate in FLOP/s.
     devices : number or sympy.Expr
-        How many there are.
+        Number of devices.
     mfu : number or sympy.Expr
         Model FLOPs utilization, above 0 and up to 1.
     dtype : str, optional
-        Format whose peak rate counts; needed with a device.
+        Format of the peak rate; required with a device.
     fallback : str or mapping, optional
-        As `Hardware.rate`.
+        As in `Hardware.rate`.
 
     Returns
     -------
@@ -205,7 +205,7 @@ def training_days(
     flops: Formula, hardware: object, *, devices: Formula = 1, mfu: Formula = 1, dtype: str | None = None,
     fallback: Fallback = None,
 ) -> Formula:  # fmt: skip
-    """Return the days of 86,400 seconds that model FLOPs take.
+    """Return the days of 86,400 seconds that a number of model FLOPs takes.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def training_days(
     Raises
     ------
     BindingError, SpecError
-        As `training_seconds`.
+        As in `training_seconds`.
 
     Examples
     --------
@@ -239,18 +239,18 @@ def training_tokens(
     model: Graph | Formula, /, seconds: Formula, hardware: object, *, devices: Formula = 1, mfu: Formula = 1,
     dtype: str | None = None, count: str = "executed", fallback: Fallback = None, **dims: int,
 ) -> Formula:  # fmt: skip
-    """Return the tokens that can be trained on in a given time.
+    """Return the number of tokens that can be trained on in a given time.
 
     Parameters
     ----------
     model : Graph, number or sympy.Expr
-        A step of training, or the number of parameters N, for 6*N FLOPs a token.
+        A training step, or the number of parameters N, for 6*N FLOPs for each token.
     seconds : number or sympy.Expr
-        The time.
+        Time in seconds.
     hardware, devices, mfu : object
         As in `training_seconds`.
     dtype : str, optional
-        Format whose peak rate counts, by default the one that most matmul FLOPs of a step are done in.
+        Format of the peak rate, by default the one with the most matmul FLOPs in the step.
     count : str
         executed, or full.
     fallback : object
@@ -266,7 +266,7 @@ def training_tokens(
     Raises
     ------
     BindingError, GraphError, SpecError
-        As `training_flops` and `training_seconds`.
+        As in `training_flops` and `training_seconds`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Where one plan overtakes another as a size grows: the closed forms of plans that were found, with that size open."""
+"""Break-even sizes: where one plan overtakes another, from the closed forms of a search with one size symbolic."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ __all__ = [
     "crossovers",
 ]
 
-#: Sizes that are looked at before it is known where the fastest plan changes.
+#: Sizes at which the fastest plan is determined first.
 _SAMPLES = 64
-#: Times that differ by less are equal.
+#: Times with a smaller relative difference are equal.
 _CLOSE = 1e-12
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """From which size on a plan is the first of a search."""
+    """The smallest size from which a plan is the first of a search."""
 
     size: int
-    """the first size"""
+    """the smallest size"""
     plan: Plan | None
-    """the plan, with the figures that it was found with; None where none fits"""
+    """the plan, with its figures at the searched sizes; None if no plan fits"""
     seconds: float
-    """of its step at this size; inf where none fits"""
+    """seconds of a step at this size; inf if no plan fits"""
     memory: float
-    """bytes of a device at the peak, at this size"""
+    """peak memory of a device at this size, in bytes"""
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Crossovers(Table):
-    """Sizes from which on other plans are the fastest, but for a tie. Made by `crossovers`."""
+    """Sizes at which the best plan changes. Created by `crossovers`."""
 
     graph: str
     """name of the model"""
     symbol: str
-    """the dimension whose size grows"""
+    """the dimension that varies"""
     rows: tuple[Crossing, ...]
     """by size"""
 
@@ -78,7 +78,7 @@ class Crossovers(Table):
 
 @dataclass
 class _Curves:
-    """Plans of one structure, as functions of a size."""
+    """Plans with a common structure, as functions of one size."""
 
     family: Family
     symbol: str
@@ -90,7 +90,7 @@ class _Curves:
         self.forms: Forms = self.family.forms(self.structure)
 
     def at(self, sizes: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return bytes and seconds of each plan at each size, NaN where the model refuses it."""
+        """Return peak bytes and seconds of each plan at each size, NaN if the model rejects the size."""
         degrees = {name: np.repeat(array, len(sizes)) for name, array in columns(self.points).items()}
         known = self.family.sizes(degrees, self.structure)
         known[self.symbol] = np.tile(np.array(sizes, dtype=np.int64), len(self.points))
@@ -102,35 +102,35 @@ class _Curves:
 def crossovers(
     found: Search, symbol: str, within: Annotated[Any, READ], /, *, multiple_of: int = 1
 ) -> Crossovers:  # fmt: skip
-    """Return from which sizes of a dimension on which plan of a search is the fastest that fits, but for a tie.
+    """Return the sizes of a dimension at which the best plan changes: the fastest that fits, up to ties.
 
     Parameters
     ----------
     found : Search
-        Plans, which fitted at the sizes that were searched.
+        Plans that fit at the searched sizes.
     symbol : str
-        The dimension whose size changes, such as `"S"`; the sequences of a step stay as many.
+        The dimension to vary, such as `"S"`; the batch stays the same.
     within : tuple of (int, int)
-        Least and largest size.
+        Smallest and largest size.
     multiple_of : int
-        Only multiples of it are looked at, such as of all degrees that split it.
+        Try only multiples of this number, such as a common multiple of the degrees that split the dimension.
 
     Returns
     -------
     Crossovers
-        `.rows`: a size, and the plan that a search has first from it to the next one, which is the fastest, or one of
-        fewer stages up to 1 % behind; `print` it.
+        `.rows`: the sizes from which a plan is the best, which is the fastest, or one with fewer pipeline stages within
+        1 % of it; `print` it.
 
     Raises
     ------
     BindingError
-        If the dimension had no size in the search, or the range has no multiple in it.
+        If the dimension had no size in the search, or the range contains no multiple.
 
     Notes
     -----
-    Time and peak of each plan are closed forms in the size, in which the order of plans is looked at on 64 sizes and,
-    wherever it changes between two of them, by halving down to a single multiple. A plan that is the fastest between
-    two neighbours of these 64 alone is not found.
+    Time and peak memory of each plan are closed forms in the size. The best plan is evaluated at 64 sizes and, where it
+    changes between two of them, by bisection down to a single multiple. A plan that is the best only between two
+    neighbouring sizes of these 64 is not found.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def _pair(place: str, within: object) -> tuple[Any, Any]:
 
 
 def _grouped(family: Family, plans: Sequence[Plan]) -> Mapping[Structure, list[Plan]]:
-    """Return plans by structure, as a search has them."""
+    """Group plans by structure, as in a search."""
     out: dict[Structure, list[Plan]] = {}
     tensor = {tp: family.tensor(tp) for tp in {p.tp for p in plans}}
     for p in plans:
@@ -188,7 +188,7 @@ def _grouped(family: Family, plans: Sequence[Plan]) -> Mapping[Structure, list[P
 
 
 def _fastest(curves: Sequence[_Curves], sizes: Sequence[int], found: Search) -> Iterator[Crossing]:
-    """Yield the plan at each size that a search has first: of a tie the fastest of the fewest stages."""
+    """Yield the best plan at each size: among ties, the fastest with the fewest stages."""
     plans = [plan for curve in curves for plan in curve.plans]
     both = [curve.at(sizes) for curve in curves]
     peaks, times = (np.vstack([pair[i] for pair in both]) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""How large: questions of planning, answered by search on the derived formulas."""
+"""Capacity: how many parameters, tokens or samples fit."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ __all__ = [
 ]
 
 
-# -- room --------------------------------------------------------------------------------------------------------------
-# How much fits: parameters into memory, tokens into files; any argument may be a symbol.
+# -- closed formulas ---------------------------------------------------------------------------------------------------
+# Any argument may be a symbol.
 
 
 def largest_params(memory: object, bytes_per_param: Formula, *, devices: Formula = 1) -> Formula:
-    """Return how many parameters fit, state of training alone: activations come on top.
+    """Return how many parameters fit, counting training state only: activations are extra.
 
     Parameters
     ----------
     memory : str, path-like, Hardware, number or sympy.Expr
-        A device, whose usable memory (`Hardware.capacity`) counts, or bytes.
+        A device, whose usable memory (`Hardware.capacity`) is the limit, or a number of bytes.
     bytes_per_param : number or sympy.Expr
-        Bytes that a parameter takes, such as `costgraph.bytes_per_param(step)`.
+        Bytes for each parameter, such as `costgraph.bytes_per_param(step)`.
     devices : number or sympy.Expr
-        How many share the state evenly.
+        Number of devices that share the state evenly.
 
     Returns
     -------
@@ -76,14 +76,14 @@ def largest_params(memory: object, bytes_per_param: Formula, *, devices: Formula
 
 
 def dataset_bytes(tokens: Formula, bytes_per_token: Formula) -> Formula:
-    """Return the bytes of a data set.
+    """Return the size of a data set in bytes.
 
     Parameters
     ----------
     tokens : number or sympy.Expr
-        How many there are.
+        Number of tokens.
     bytes_per_token : number or sympy.Expr
-        Such as 2 for token numbers below 65,536, or 4 of text.
+        Bytes for each token, such as 2 for token indices below 65,536, or 4 for text.
 
     Returns
     -------
@@ -106,14 +106,14 @@ def dataset_bytes(tokens: Formula, bytes_per_token: Formula) -> Formula:
 
 
 def dataset_tokens(size: Formula, bytes_per_token: Formula) -> Formula:
-    """Return the tokens in a data set of some bytes.
+    """Return the number of tokens in a data set.
 
     Parameters
     ----------
     size : number or sympy.Expr
-        Bytes.
+        Size in bytes.
     bytes_per_token : number or sympy.Expr
-        Such as 2 for token numbers below 65,536, or 4 of text.
+        Bytes for each token, such as 2 for token indices below 65,536, or 4 for text.
 
     Returns
     -------
@@ -135,25 +135,25 @@ def dataset_tokens(size: Formula, bytes_per_token: Formula) -> Formula:
     return answer(given("dataset_tokens: bytes", size) / each)
 
 
-# -- sizing ------------------------------------------------------------------------------------------------------------
+# -- search ------------------------------------------------------------------------------------------------------------
 
-# Beyond this the answer is that the dimension takes no memory.
+# If even this size fits, the dimension takes no memory.
 _MOST = 2**62
-#: What memory there is.
+#: A memory limit.
 Bytes = Annotated[float, Rule("a positive number of bytes", lambda n: rule(float).holds(n) and n > 0, BindingError)]
-# Assumptions may be against small sizes: the smallest that none is against is looked for below this.
+# Conditions may exclude small sizes: the smallest allowed size is searched below this.
 _FEWEST = 2**12
 
 
 def memory_limit(place: str, hardware: str | Hardware | None, memory: float | None) -> float:
-    """Return the bytes that there are: those given, or the capacity of a device; one of the two has to be said."""
+    """Return the memory limit in bytes: the one given, or the capacity of a device; exactly one is required."""
     if (hardware is None) == (memory is None):
         raise BindingError(f"{place}: expected a limit, either hardware= or memory=")
     return float(load_hardware(hardware).capacity().value if hardware is not None else memory or 0)
 
 
 def is_allowed(graph: Graph, dims: dict[str, Any]) -> bool:
-    """Whether nothing that is assumed of sizes is against these."""
+    """Whether sizes satisfy the conditions of a graph."""
     try:
         bindings(graph, dims)
     except BindingError:
@@ -162,7 +162,7 @@ def is_allowed(graph: Graph, dims: dict[str, Any]) -> bool:
 
 
 def smallest(allowed: Callable[[int], bool]) -> int:
-    """Return the smallest size that is allowed, 1 where none of the first ones is."""
+    """Return the smallest allowed size, 1 if none of those tried is."""
     return next((n for n in range(1, _FEWEST) if allowed(n)), 1)
 
 
@@ -181,27 +181,27 @@ def largest(
     Parameters
     ----------
     graph : Graph
-        What has to fit, such as a step of training.
+        The graph that has to fit, such as a training step.
     symbol : str
-        Dimension that is searched, such as `"B"`; peak memory never falls as it grows.
+        Dimension to maximize, such as `"B"`; peak memory must not fall as it grows.
     hardware : str or Hardware, optional
         Device whose usable memory (`Hardware.capacity`) is the limit.
     memory : int or float, optional
-        Limit in bytes; one of the two has to be given.
+        Memory limit in bytes; give either `hardware` or `memory`.
     multiple_of : int
-        Only multiples of it are tried, such as the number of heads for a width.
+        Try only multiples of this number, such as the number of heads for a width.
     **dims : int
         Sizes of all other dimensions.
 
     Returns
     -------
     int
-        The largest size that fits and that nothing assumed is against, 0 if not even the smallest does.
+        The largest size that fits and satisfies the graph's conditions, 0 if there is none.
 
     Raises
     ------
     BindingError
-        If a dimension is unknown or left open, no limit or two are given, or every size fits.
+        If a dimension is unknown or unbound, no limit or two are given, or every size fits.
 
     Examples
     --------
@@ -221,7 +221,7 @@ def largest(
 
     multiple_of = size_of("largest: multiple_of", multiple_of)
 
-    bindings(graph, dims)  # what is wrong with these is no matter of the size that is looked for
+    bindings(graph, dims)  # errors in these do not depend on the size that is searched
 
     def allowed(size: int) -> bool:
         return is_allowed(graph, {**dims, symbol: size * multiple_of})
@@ -249,7 +249,7 @@ def largest(
 
 
 def parts_of(graph: Graph, t: Tensor, along: str) -> Poly:
-    """Return over how many ranks a source is split along a size."""
+    """Return the number of ranks that split a source along a dimension."""
     place = None if graph.sharding is None else graph.sharding.places.get(t.name)
     if graph.sharding is None or place is None:
         return ONE
@@ -258,7 +258,7 @@ def parts_of(graph: Graph, t: Tensor, along: str) -> Poly:
 
 
 def rooms(graph: Graph, sizes: Mapping[str, int], along: str) -> Callable[[int], int]:
-    """Return how many positions caches of all ranks have room for, by how many there are: each rank has as many."""
+    """Return a function that rounds a sequence length up to equal cache lengths on all ranks."""
     values = {name: poly(n) for name, n in sizes.items()}
     caches = (t for g in graph.bodies() for t in g.tensors if t.role == "cache")
     found = {parts_of(graph, t, along).bind(values).constant for t in caches}

@@ -1,4 +1,4 @@
-"""Which activation checkpointing: the interval that takes least memory, and the cheapest policy that fits a budget."""
+"""Activation checkpointing: the interval with the lowest memory, and the cheapest policy within a memory limit."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from .capacity import (
 
 __all__ = ["best_interval", "checkpoint_for"]
 
-_MOST_LAYERS = 10_000  # their divisors are looked for, and a step is made for each
+_MOST_LAYERS = 10_000  # a step is derived for each divisor
 
 
 def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
-    """Return the number of layers that are best computed again together, as `costgraph.every` does.
+    """Return the number of layers to recompute together for the lowest memory, as `costgraph.every` does.
 
     Parameters
     ----------
     graph : Graph
         A model with a stack of layers.
     loss : str or callable, optional
-        As for `training_step`.
+        As in `training_step`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     float or sympy.Expr
-        The k that makes the activations kept, a*L/k for the inputs of groups and b*k for what a group saves when it
-        is computed again, least: sqrt(a*L/b) (Chen et al. 2016, arXiv 1604.06174, section 4). Both are read from the
-        derived backward pass. It is seldom a divisor of L, which `every` needs.
+        The k that minimizes the saved activations a*L/k + b*k, with a*L/k for the inputs of groups and b*k for the
+        activations of the group that is recomputed: sqrt(a*L/b) (Chen et al. 2016, arXiv 1604.06174, section 4). a and
+        b are read from the derived backward pass. k is seldom a divisor of L, as `every` requires.
 
     Raises
     ------
@@ -89,13 +89,13 @@ def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
 
 
 def _coefficient(p: Poly, name: str, exponent: int) -> Poly:
-    """Return what stands before a power of a symbol."""
+    """Return the coefficient of a symbol's power."""
     found = {m: c for m, c in p.terms.items() if dict(m).get(name) == exponent}
     return Poly({tuple((k, e) for k, e in m if k != name): c for m, c in found.items()})
 
 
 def _policies(graph: Graph, layers: int) -> Iterator[Checkpoint | None]:
-    """Yield what may fit: nothing, parts of a layer, each layer, several together, and all from the start."""
+    """Yield candidate policies: none, parts of a layer, each layer, groups of layers, and the whole model."""
     yield None
     for names in _parts(graph):
         yield selective(*names)
@@ -108,7 +108,7 @@ def _policies(graph: Graph, layers: int) -> Iterator[Checkpoint | None]:
 
 
 def _parts(graph: Graph) -> list[tuple[str, ...]]:
-    """List the scopes and kernels inside the layers, one by one and all together."""
+    """List the scopes and kernels inside the layers, each alone and all together."""
     found: dict[str, None] = {}
     for op in graph.ops:
         if op.loop is not None and op.body is not None:
@@ -128,31 +128,31 @@ def checkpoint_for(
     options: dict[str, Any] | None = None,
     **dims: int,
 ) -> Checkpoint | None:
-    """Return the policy of activation checkpointing that fits and computes least again.
+    """Return the activation checkpointing policy that fits and recomputes the least.
 
     Parameters
     ----------
     graph : Graph
-        A model, as for `training_step`.
+        A model, as in `training_step`.
     memory : int or float, optional
-        Limit in bytes.
+        Memory limit in bytes.
     hardware : str or Hardware, optional
-        Device whose usable memory is the limit; one of the two has to be given.
+        Device whose usable memory is the limit; give either `memory` or `hardware`.
     options : dict, optional
-        Arguments of `training_step` beside `checkpoint`: the optimizer, the precision, ...
+        Further arguments of `training_step`: optimizer, precision, ...
     **dims : int
         A size for every dimension without a default.
 
     Returns
     -------
     Checkpoint or None
-        None if the step fits without. Tried are parts of a layer by name, each layer, every k-th for the divisors of
-        the number of layers, alone and nested, and all from the start.
+        None if the step fits without checkpointing. Candidates are parts of a layer by name, each layer, every k-th
+        layer for every divisor of the layer count, alone and nested, and the whole model.
 
     Raises
     ------
     BindingError
-        If a dimension is open, no limit or two are given, or nothing fits: the text says what the least would be.
+        If a dimension is unbound, no limit or two are given, or nothing fits; the message states the least memory.
 
     Examples
     --------
@@ -189,7 +189,7 @@ def checkpoint_for(
 
 
 def _layers(graph: Graph, dims: dict[str, int]) -> int:
-    """Return the number of layers of the deepest stack."""
+    """Return the depth of the deepest stack of layers."""
     values = bindings(graph, dims)
     counts = [op.loop.count.bind(values).constant for op in graph.ops if op.loop is not None]
     return max((int(n) for n in counts if n is not None), default=1)

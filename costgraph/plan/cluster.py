@@ -1,4 +1,4 @@
-"""A run of training on a cluster: from the time of a step to tokens a second, days, and what they cost."""
+"""Training runs on a cluster: throughput, days and cost from the step time."""
 
 from __future__ import annotations
 
@@ -37,31 +37,30 @@ _HOUR = 3600
 @guarded()
 @dataclass(frozen=True)
 class Run:
-    """What a run of training takes: formulas while something is open."""
+    """Throughput, duration and cost of a training run; formulas while a size is symbolic."""
 
     devices: Formula
-    """devices of the mesh, on each rank of a pipeline"""
+    """device count, on all pipeline stages"""
     seconds: Formula
-    """of a step, idle time of a pipeline included"""
+    """seconds per step, including pipeline idle time"""
     step_tokens: Formula
-    """tokens of a step, those of all devices"""
+    """tokens per step on all devices"""
     tokens_per_second: Formula
-    """tokens in a second, those of all devices"""
+    """tokens per second on all devices"""
     mfu: Formula
-    """model FLOPs of a rank, of several stages their mean, over what its device could do in this time; what several
-    ranks do alike counts for each"""
+    """model FLOPs utilization per rank, the mean over pipeline stages; work that ranks duplicate counts on each"""
     dtype: str
-    """format whose peak rate the MFU is of"""
+    """format whose peak rate defines the MFU"""
     others: Mapping[str, Formula]
-    """matmul FLOPs of a rank that run in other formats, by format"""
+    """matmul FLOPs per rank in other formats, by format"""
     steps: Formula
-    """steps that the tokens take, not rounded"""
+    """step count, not rounded"""
     days: Formula
-    """days of 86,400 seconds that these take, without any restart"""
+    """days of 86,400 seconds, without restarts"""
     device_hours: Formula
-    """hours of all devices"""
+    """hours summed over all devices"""
     cost: Formula | None
-    """in the currency of the price; None where none is stated"""
+    """in the currency of the price; None without a price"""
 
 
 def run(
@@ -70,51 +69,51 @@ def run(
     pp: Formula = 1, micro_batches: Formula = 1, virtual: Formula | None = None, dtype: str | None = None,
     fallback: Fallback = None, **dims: int,
 ) -> Run:  # fmt: skip
-    """Return what it takes to train on a number of tokens with one graph on each device of a mesh.
+    """Return throughput, duration and cost of a training run with a given number of tokens.
 
     Parameters
     ----------
     step : Graph
-        A step of training, such as `parallelize` makes; one without a mesh is of one device, and one in stages has its
-        own pipeline, which `seconds` takes the time of.
+        A training step, such as a result of `parallelize`; without a mesh it runs on one device. A graph with pipeline
+        stages includes the pipeline.
     hardware : str, path-like or Hardware
         The devices.
     tokens : number or sympy.Expr
         Tokens to train on.
     network : str, path-like or Network, optional
-        Between the domains of their interconnect, as in `roofline`.
+        Network between the interconnect domains, as in `roofline`.
     price : number or sympy.Expr, optional
-        Of an hour of one device, in any currency.
+        Price per device hour, in any currency.
     overlap : str
-        Of collectives with all else, as in `roofline`.
+        Overlap of communication, as in `roofline`.
     bubble : number or sympy.Expr
-        Time that a device waits for others in a pipeline, as a share of the time that it is busy.
+        Idle time in a pipeline as a fraction of busy time.
     schedule : str, optional
-        Schedule of a pipeline, of which the step is one rank's: the share is then that of `bubble`, with equal times of
-        forward and of both gradients.
+        Pipeline schedule, if the step is one pipeline rank. The idle fraction is then that of `bubble`, with equal
+        times for the forward pass and both gradients.
     pp, micro_batches, virtual : int or sympy.Expr, optional
-        Ranks of the pipeline, micro-batches of a step and stages of a rank, as `bubble` takes them.
+        Pipeline ranks, micro-batches per step and model chunks per rank, as in `bubble`.
     dtype : str, optional
         Format whose peak rate counts, by default as in `mfu`.
     fallback : str or mapping, optional
-        As `Hardware.rate`.
+        As in `Hardware.rate`.
     **dims : int
-        Sizes to bind, degrees of the mesh among them.
+        Sizes, including symbolic mesh sizes.
 
     Returns
     -------
     Run
-        Time of a step and of all steps, tokens a second, MFU, hours of devices and their cost.
+        Step time, run time, tokens per second, MFU, device hours and cost.
 
     Raises
     ------
     BindingError, GraphError, SpecError, UnsupportedError
-        If an amount is not positive, the graph is no step of training, or a share is stated beside a schedule; as
+        If an amount is not positive, the graph is not a training step, or both a bubble and a schedule are given; as in
         `seconds`, `mfu` and `bubble`.
 
     Notes
     -----
-    The time is the estimate of `seconds`, which is of vendors' peak rates, times 1 + `bubble`.
+    The time is the estimate of `seconds`, based on vendors' peak rates, times 1 + `bubble`.
 
     Examples
     --------
@@ -163,7 +162,7 @@ def run(
 
 
 def _mean(stages: Sequence[tuple[Graph, Bindings]], dims: Mapping[str, int]) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the model FLOPs of a stage of a pipeline, the mean of all, and how many stages there are."""
+    """Return the mean model FLOPs over the pipeline stages, and the number of stages."""
     done, ranks = sympy.Integer(0), sympy.Integer(0)
     for g, values in stages:
         assert g.waiting is not None
@@ -179,7 +178,7 @@ def _own(graph: Graph, dims: Mapping[str, int]) -> dict[str, int]:
 def _idle(
     stated: Formula, schedule: str | None, pp: Formula, micro_batches: Formula, virtual: Formula | None
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the share of idle time, and the ranks of the pipeline."""
+    """Return the idle fraction, and the number of pipeline ranks."""
     none = isinstance(stated, int | float) and stated == 0
     if schedule is None:
         for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual", virtual)):
@@ -192,7 +191,7 @@ def _idle(
 
 
 def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
-    """Return how many devices a graph runs on, and into how many parts these have all tokens split."""
+    """Return the number of devices that a graph runs on, and the number of parts that they split tokens into."""
     sharding = graph.sharding
     if sharding is None:
         return ONE, ONE
@@ -207,7 +206,7 @@ def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
 
 
 def served(place: str, graph: Graph) -> tuple[Poly, Poly]:
-    """Return on how many devices a pass runs, and how many times the tokens of the graph go through all of them."""
+    """Return the number of devices that a pass runs on, and how often the graph's tokens pass through all of them."""
     devices, parts = spread(place, graph)
     of_stage = graph.waiting
     return (devices, parts) if of_stage is None else (devices * of_stage.stages, parts * of_stage.micro_batches)

@@ -1,4 +1,4 @@
-"""Serving on two meshes: prompts on one, steps after them on another, and what has to be kept sent between them."""
+"""Disaggregated serving: prefill and decode on separate meshes, with the KV cache sent between them."""
 
 from __future__ import annotations
 
@@ -40,52 +40,52 @@ __all__ = ["Disaggregated", "disaggregated"]
 @guarded()
 @dataclass(frozen=True)
 class Disaggregated:
-    """Serving on a mesh for prompts and one for steps. Made by `disaggregated`."""
+    """Serving with a prefill mesh and a decode mesh. Created by `disaggregated`."""
 
     first_token: float
-    """seconds of a prefill of all sequences that it has together"""
+    """seconds to prefill one batch"""
     transfer: float
-    """seconds in which what it keeps is sent"""
+    """seconds to send its KV cache"""
     next_token: float
-    """seconds of the first step after that"""
+    """seconds of the first decode step"""
     last_token: float
-    """seconds of the last step: its context is the longest"""
+    """seconds of the last decode step, which has the longest context"""
     total: float
-    """seconds of the prefill, the transfer and of all steps"""
+    """seconds of prefill, transfer and all decode steps"""
     sent: int | float
-    """bytes that a device sends or receives, the most of any"""
+    """largest number of bytes that a device sends or receives"""
     link: str
-    """what they go over: interconnect, network or a level of it"""
+    """link used for the transfer: interconnect, network or one of its levels"""
     prefill_devices: int
-    """of the mesh for prompts"""
+    """devices in the prefill mesh"""
     decode_devices: int
-    """of the mesh for steps"""
+    """devices in the decode mesh"""
     prefill_memory: int | float
-    """bytes at the peak of a prefill, of one device"""
+    """peak memory during prefill in bytes, on one device"""
     decode_memory: int | float
-    """bytes at the peak of the last step, of one device"""
+    """peak memory in the last decode step in bytes, on one device"""
     fits: bool
-    """whether the usable memory is enough for both"""
+    """whether both fit into the usable memory"""
     prefilled: float
-    """sequences in a second of the mesh for prompts: as fast as it computes, or sends"""
+    """sequences per second that the prefill mesh can start, limited by compute or transfer"""
     decoded: float
-    """sequences in a second of the mesh for steps, all of which it has at any time"""
+    """sequences per second that the decode mesh can finish when full"""
     tokens: int
-    """of an answer: that of the prefill, and those of the steps"""
+    """tokens per answer, from prefill and decode steps"""
 
     @property
     def meshes(self) -> float:
-        """Meshes for prompts for each one for steps, so that neither waits for the other."""
+        """Prefill meshes for each decode mesh, so that neither waits for the other."""
         return self.decoded / self.prefilled
 
     @property
     def devices(self) -> float:
-        """Devices for prompts for each one for steps, so that neither waits for the other."""
+        """Prefill devices for each decode device, so that neither waits for the other."""
         return self.meshes * self.prefill_devices / self.decode_devices
 
     @property
     def tokens_per_device(self) -> float:
-        """New tokens in a second for each device of both, where neither waits for the other."""
+        """New tokens per second and device of both meshes, in balance."""
         return self.tokens * self.decoded / (self.meshes * self.prefill_devices + self.decode_devices)
 
 
@@ -94,28 +94,28 @@ def disaggregated(
     batch: str = "B", along: str = "S", time: str = "estimate", network: str | Network | None = None,
     fallback: Fallback = None, **dims: int,
 ) -> Disaggregated:  # fmt: skip
-    """Return times, memory and balance of prefill and decode on devices of their own.
+    """Return times, memory and balance of prefill and decode on separate devices.
 
     Parameters
     ----------
     prefill, decode : Graph
-        What the two transforms made of one declaration, each with `parallelize` for its own mesh or for one device.
+        Results of the two transforms for one model, each with `parallelize` for its own mesh or for one device.
     hardware : str, path-like or Hardware
-        The devices of both.
+        The devices in both meshes.
     prompt : int
-        Positions of the prompt.
+        Prompt length.
     steps : int
-        Steps of `decode` after the prefill.
+        Decode steps after the prefill.
     sequences : (int, int)
-        How many a prefill has, and how many a step has, on all devices of the mesh; of a pipeline in all micro-batches.
+        Sequences in a prefill and in a decode step, on all devices of the mesh; with a pipeline, in all micro-batches.
     batch : str
-        Dimension of sequences.
+        Batch dimension.
     along : str
-        Dimension of positions.
+        Sequence dimension.
     time : str
-        estimate or lower_bound of the roofline.
+        Roofline time to use: estimate or lower_bound.
     network : str, path-like or Network, optional
-        Between the domains of the devices' interconnect, as in `roofline`.
+        Network between the interconnect domains, as in `roofline`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
@@ -129,16 +129,16 @@ def disaggregated(
     Raises
     ------
     BindingError, GraphError, SpecError
-        If a size is left open or no positive integer, the graphs are not of sequences of these positions, or the device
-        is unknown, or lacks a rate or what is said of the link.
+        If a size is missing or not a positive integer, the graphs do not have these sequences, or the device is
+        unknown or lacks a rate or link data.
 
     Notes
     -----
-    What is sent is what the graphs keep, `cache_bytes` after the prompt, over the nearest link that joins as many
-    devices as both meshes have. All of them send at once and go on meanwhile: the time is of the most that one sends or
-    receives, what several ranks have alike included. Sequences of one prefill go to as many parts of the other mesh's
-    batch as there are. Answers that are done are replaced at once in the mesh for steps; its step takes the mean over
-    an answer. In a second the mesh for prompts makes what it computes, or what it sends, whichever takes longer.
+    The transfer sends the KV cache after the prompt (`cache_bytes`) over the nearest link that joins the devices of
+    both meshes. All devices send at once while the meshes keep computing. The time is that of the largest amount a
+    device sends or receives, including replicated parts. Sequences of one prefill go to as many parts of the decode
+    batch as possible. The decode mesh replaces finished answers at once, and its step time is the mean over an answer.
+    The prefill rate is limited by the longer of prefill and transfer.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def disaggregated(
     room = rooms(decode, {**after.fixed, along: prompt}, along)
     step = cache(lambda size: after.seconds(size, time, fallback))
     following, last, all_of = all_steps(lambda i: step(room(prompt + new * (i + 1))), steps)
-    # a rank has a share of each sequence of its part of the batch
+    # each rank holds a share of every sequence in its part of the batch
     received = Fraction(after.kept(room(prompt)) * after.parts * after.batches, held) * -(-many // after.parts)
     sent = max(Fraction(first.kept(prompt) * first.batches), received)
     link = _between(device, first.devices + after.devices)
@@ -189,7 +189,7 @@ def disaggregated(
 
 
 class _Side:
-    """One of the two graphs on its mesh, all sizes but that of positions bound."""
+    """One of the two graphs on its mesh, with all sizes but the sequence length bound."""
 
     def __init__(
         self, graph: Graph, device: Hardware, dims: Mapping[str, Any], free: tuple[str, str], sequences: int
@@ -210,17 +210,17 @@ class _Side:
         self.parts = parts // self.batches
 
     def tokens(self, positions: int) -> int:
-        """Return the tokens of a pass on all devices."""
+        """Return the tokens per pass on all devices."""
         return self.parts * self.batches * bound_size(tokens_poly(self.graph), {**self.fixed, self.along: positions})
 
     def seconds(self, positions: int, time: str, fallback: Fallback) -> float:
-        """Return the time of a pass."""
+        """Return the seconds per pass."""
         sizes = {**self.dims, self.along: positions}
         times = bound_roofline("disaggregated", self.graph, self.device, fallback, sizes)
         return times.estimate if time == "estimate" else times.lower_bound
 
     def kept(self, positions: int) -> int:
-        """Return the bytes that a rank keeps of one batch, of stages the one that keeps the most."""
+        """Return a rank's KV cache bytes for one batch, in the stage with the largest cache."""
         sizes = {**self.dims, self.along: positions}
         return max(
             bound_size(cached(g), {k: int(v.constant or 0) for k, v in values.items()})
@@ -228,7 +228,7 @@ class _Side:
         )
 
     def memory(self, positions: int) -> int | float:
-        """Return the bytes of a rank at the peak."""
+        """Return a rank's peak memory in bytes."""
         sizes: dict[str, Any] = {**self.dims, self.along: positions}
         found = peak_memory(self.graph, **sizes)
         assert isinstance(found, int | float)
@@ -236,7 +236,7 @@ class _Side:
 
 
 def _batches(place: str, graph: Graph) -> int:
-    """Return how many batches of a graph are on their way in a pipeline."""
+    """Return the number of batches in flight in a graph's pipeline."""
     many = ONE if graph.waiting is None else graph.waiting.micro_batches
     if many.constant is None:
         raise GraphError(f"{place}: graph {graph.name!r} has {many} micro-batches, expected a number")
@@ -244,7 +244,7 @@ def _batches(place: str, graph: Graph) -> int:
 
 
 def _between(device: Hardware, devices: int) -> Wire:
-    """Return the nearest link that joins so many devices."""
+    """Return the nearest link that joins all devices."""
     if device.cluster is not None and device.cluster.torus:
         raise SpecError(f"disaggregated: network {device.cluster.id} is a torus, expected levels of switches")
     for name, size in extents(device):

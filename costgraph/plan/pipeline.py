@@ -1,4 +1,4 @@
-"""Time of a pipeline: its action lists played as discrete events, and the idle share of a step as a formula."""
+"""Pipeline time: discrete-event simulation of action lists, and the bubble as a formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..transforms.pipeline_schedules import (
 
 __all__ = ["Event", "Simulated", "bubble", "simulate"]
 
-#: Seconds, or any other unit; exact where they are integers or fractions.
+#: Seconds, or any other unit; exact for integers and fractions.
 Time: TypeAlias = int | float | Fraction
 
 _M, _P, _V, _F, _I, _W = dims("m p v forward input weight")
@@ -42,37 +42,37 @@ _M, _P, _V, _F, _I, _W = dims("m p v forward input weight")
 
 
 class Event(NamedTuple):
-    """An action and when it is done."""
+    """An action with its start and end time."""
 
     action: Action
-    """what is done"""
+    """the action"""
     start: Time
-    """when it starts: what it needs is there, and what the rank does before it has ended"""
+    """start time: inputs have arrived, and the previous action of the rank has ended"""
     end: Time
-    """when it ends"""
+    """end time"""
 
 
 @guarded()
 @dataclass(frozen=True)
 class Simulated:
-    """A step of a pipeline. Made by `simulate`."""
+    """A simulated pipeline step. Created by `simulate`."""
 
     events: tuple[tuple[Event, ...], ...]
-    """what each rank does, and when"""
+    """events by rank, in order"""
 
     @property
     def makespan(self) -> Time:
-        """When the last rank is done."""
+        """Time at which the last rank finishes."""
         return max(e[-1].end for e in self.events if e)
 
     @property
     def busy(self) -> tuple[Time, ...]:
-        """Time that each rank works."""
+        """Busy time by rank."""
         return tuple(sum((e.end - e.start for e in events), 0) for events in self.events)
 
     @property
     def idle(self) -> tuple[Time, ...]:
-        """Time that each rank waits, until the last one is done."""
+        """Idle time of each rank, until the last one finishes."""
         return tuple(self.makespan - busy for busy in self.busy)
 
 
@@ -80,30 +80,30 @@ def simulate(
     actions: Sequence[Sequence[Action]], *, forward: Annotated[Any, READ] = 1, backward_input: Annotated[Any, READ] = 1,
     backward_weight: Annotated[Any, READ] = 1, send: Annotated[Any, READ] = 0,
 ) -> Simulated:  # fmt: skip
-    """Return when each rank of a pipeline does what, each its actions in their order.
+    """Simulate a pipeline step, in which each rank runs its actions in order.
 
     Parameters
     ----------
     actions : sequence of sequence of Action
-        By rank, as `schedule` lists them, with sends or without.
+        Actions of each rank, as `schedule` lists them, with or without sends.
     forward : number or sequence of number
-        Time of a forward of a stage; of each stage, where these differ.
+        Time of a stage's forward pass, or a list for all stages.
     backward_input : number or sequence of number
-        Of the gradient of its input.
+        Time of the input gradient, likewise.
     backward_weight : number or sequence of number
-        Of the gradient of its weights; both at once take the sum.
+        Time of the weight gradient, likewise; a full backward pass takes the sum.
     send : number
-        Time until what a rank sends is there; the rank goes on meanwhile, and links are not shared.
+        Time until a message arrives; the sender continues meanwhile, and links are not shared.
 
     Returns
     -------
     Simulated
-        `.events` by rank, `.makespan`, `.busy` and `.idle`; exact where times are integers or fractions.
+        `.events` by rank, `.makespan`, `.busy` and `.idle`; exact if times are integers or fractions.
 
     Raises
     ------
     GraphError
-        If a time is negative or no number, or the lists do not come to an end.
+        If a time is not a number or negative, or the actions deadlock.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def simulate(
 
 
 def _check(actions: Sequence[Sequence[Action]]) -> None:
-    """Raise GraphError if lists have nothing to do, an action that is none, or one that is done twice."""
+    """Raise GraphError if there are no actions, an unknown one, or a duplicate."""
     known = {*COSTS, *(f"{what} {way}" for what in ("send", "receive") for way in "FB")}
     done = set()
     for r, row in enumerate(actions):
@@ -160,11 +160,11 @@ def _time(name: str, value: object) -> Time:
     return number
 
 
-# -- the idle share as a formula -------------------------------------------------------------------------------------
+# -- bubble ----------------------------------------------------------------------------------------------------------
 
 
 def _forwards(name: str) -> sympy.Expr:
-    """Return how many forwards a rank does in a step."""
+    """Return a rank's number of forward passes in a step."""
     made = SCHEDULES[name]
     half = 2 if made.both_ways else 1
     phases = made.phases(_M / half, _P / half, _V, sympy.Integer(0))
@@ -176,35 +176,35 @@ def bubble(
     name: str, pp: Formula, micro_batches: Formula, virtual: Formula | None = None, *, forward: Formula = 1,
     backward_input: Formula = 1, backward_weight: Formula = 1,
 ) -> Formula:  # fmt: skip
-    """Return the time that a rank of a pipeline waits in a step, as a share of the time that it works.
+    """Return a pipeline rank's idle time as a fraction of its busy time.
 
     Parameters
     ----------
     name : str
-        As of `schedule`.
+        Schedule name, as in `schedule`.
     pp, micro_batches : int or sympy.Expr
-        Ranks, and micro-batches of a step.
+        Ranks, and micro-batches per step.
     virtual : int or sympy.Expr, optional
-        Stages of a rank, as of `schedule`.
+        Model chunks of a rank, as in `schedule`.
     forward, backward_input, backward_weight : number or sympy.Expr
-        Time of a forward of a stage, of the gradient of its input, and of that of its weights: of all stages alike.
+        Times of the forward pass, input gradient and weight gradient, equal for all stages.
 
     Returns
     -------
     float or sympy.Expr
-        The share: formulas of sizes and of times, the largest of several where times decide which wait is the longest.
+        The fraction: a formula in sizes and times, with a maximum if the times decide which wait is the longest.
 
     Raises
     ------
     BindingError, GraphError, ShapeError, UnsupportedError
-        If the schedule is unknown, has no action lists for these numbers, or a time is not positive.
+        If the schedule is unknown or has no action lists for these numbers, or a time is not positive.
 
     Notes
     -----
-    Sends take no time; `simulate` has them. The formula comes from the events of `simulate` with times that are open:
-    a longest path for any times, of all ranks up to six and several numbers of micro-batches and chunks, on each of
-    which it is checked. In all schedules the longest paths grow by the same amounts with each rank, and micro-batches
-    and chunks do not matter. For a number of ranks beyond six it is this growth continued.
+    Sends take no time; use `simulate` for these. The formula is the longest path through the events of `simulate` with
+    symbolic times. It is derived and checked for up to six ranks and several numbers of micro-batches and chunks. In
+    all schedules the longest paths grow by equal amounts with each rank, independent of micro-batches and chunks. For
+    more than six ranks this growth is extrapolated.
 
     Examples
     --------
@@ -221,7 +221,7 @@ def bubble(
     values, held = asked(name, pp, micro_batches, virtual, fewest=fewest)
     m, p, v = (values[key] for key in "mpv")
     forms, _ = idle(name)
-    if p.constant is not None and int(p.constant) < fewest:  # a rank alone, which others would wait for
+    if p.constant is not None and int(p.constant) < fewest:  # too few ranks for the general formula
         many, chunks = next(sizes(name, int(p.constant)))
         forms = tuple(
             sympy.Add(*map(sympy.Mul, row, (_F, _I, _W))) for row in idle_at(name, int(p.constant), many, chunks)

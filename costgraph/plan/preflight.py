@@ -1,4 +1,4 @@
-"""The list of checks before a training run: each figure beside its limit."""
+"""Preflight checks of a training run."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ Fallback = str | Mapping[str, str] | None
 @guarded()
 @dataclass(frozen=True)
 class PreflightCheck:
-    """One line of the list."""
+    """One check."""
 
     name: str
-    """what it is about"""
+    """the quantity"""
     figure: Formula
-    """the amount: a number, or a formula while a size is open"""
+    """its value: a number, or a formula while a size is symbolic"""
     unit: str
     """1, B, FLOP, FLOP/B, s or days"""
     limit: Formula | None = None
-    """what it is compared with, in the same unit"""
+    """the limit, in the same unit"""
     against: str = ""
-    """what the limit is"""
+    """description of the limit"""
     verdict: str = ""
-    """ok, fails, or a word on what follows; open while a size is, empty without a limit"""
+    """ok, fails, or another verdict; open while a size is symbolic, empty without a limit"""
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f", {self.against} {_shown(self.limit, self.unit)}"
@@ -70,14 +70,14 @@ def _shown(value: Formula, unit: str) -> str:
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Preflight:
-    """The list of checks of a training run. Made by `preflight`."""
+    """The checks of a training run. Created by `preflight`."""
 
     graph: str
     """name of the graph"""
     hardware: Hardware
     """the device"""
     devices: Formula
-    """how many there are"""
+    """number of devices"""
     sizes: Mapping[str, int]
     """bound sizes"""
     rows: tuple[PreflightCheck, ...]
@@ -85,12 +85,12 @@ class Preflight:
 
     @property
     def ok(self) -> bool | None:
-        """Whether no check fails; None while that depends on an open size."""
+        """Whether no check fails; None while that depends on a symbolic size."""
         verdicts = {row.verdict for row in self.rows}
         return False if "fails" in verdicts else None if "open" in verdicts else True
 
     def __getitem__(self, name: str) -> PreflightCheck:
-        """Return the check of that name; KeyError if there is none."""
+        """Return the check with this name; KeyError if there is none."""
         return {row.name: row for row in self.rows}[name]
 
     def __repr__(self) -> str:
@@ -102,13 +102,13 @@ class Preflight:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run is asked about."""
+    """The run that is checked."""
 
     step: Graph
     device: Hardware
     devices: sympy.Expr
     rate: sympy.Expr
-    dims: dict[str, Any]  # sizes: no keyword of a question, which a type checker cannot know
+    dims: dict[str, Any]  # sizes; Any, as they are passed together with keywords of other types
     fallback: Fallback
 
     @property
@@ -118,7 +118,7 @@ class _Run:
 
 
 def _upto(name: str, figure: Formula, unit: str, limit: Formula, against: str, other: str = "fails") -> PreflightCheck:
-    """Return a check that an amount is no more than its limit."""
+    """Return a check that a value is at most its limit."""
     open_ = any(isinstance(v, sympy.Expr) for v in (figure, limit))
     return PreflightCheck(name, figure, unit, limit, against, "open" if open_ else "ok" if figure <= limit else other)
 
@@ -134,7 +134,7 @@ def _work(run: _Run, tokens: Formula | None, most_days: Formula | None, used: Fo
     rows.append(PreflightCheck("  6 * parameters * tokens", split.leading, "FLOP"))
     rows.append(PreflightCheck("  remainder", split.remainder, "FLOP"))
     if used is not None:
-        # one product, so that an MFU above 1 is a line of the list and no error
+        # one expression, so that an MFU above 1 fails a check instead of raising an error
         days = training_days(work, run.rate, devices=run.devices * as_expr(used))
         if most_days is None:
             rows.append(PreflightCheck("training time", days, "days"))
@@ -184,28 +184,28 @@ def preflight(
     mfu: Formula | None = None, most_days: Formula | None = None, dtype: str | None = None, fallback: Fallback = None,
     **dims: int,
 ) -> Preflight:  # fmt: skip
-    """List what decides whether a training run is possible, each figure beside its limit.
+    """Check whether a training run is possible: each figure with its limit.
 
     Parameters
     ----------
     step : Graph
-        What `training_step` returned; sizes such as `B` are those of one device.
+        A training step, as returned by `training_step`; sizes such as `B` are per device.
     hardware : str, path-like or Hardware
-        The device; its usable memory (`Hardware.capacity`) counts.
+        The device; the limit is its usable memory (`Hardware.capacity`).
     devices : number or sympy.Expr
-        How many there are; the state is compared with the memory of all of them, and with an even share each.
+        Number of devices. The state is compared with the memory of all of them, and an even share with that of one.
     tokens : number or sympy.Expr, optional
-        Tokens that are trained on, for FLOPs and days.
+        Tokens to train on, for FLOPs and days.
     mfu : number or sympy.Expr, optional
-        Model FLOPs utilization that is assumed, by default that of the roofline's estimate once all sizes are bound.
+        Assumed model FLOPs utilization, by default that of the roofline estimate if all sizes are bound.
     most_days : number or sympy.Expr, optional
-        Limit of the time.
+        Maximum training time in days.
     dtype : str, optional
-        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+        Format of the peak rate, by default the one with the most matmul FLOPs.
     fallback : str or mapping, optional
-        As `roofline`.
+        As in `roofline`.
     **dims : int
-        Sizes; what is left open stays a formula.
+        Sizes; results are formulas in the others.
 
     Returns
     -------
@@ -215,7 +215,7 @@ def preflight(
     Raises
     ------
     BindingError, GraphError, SpecError
-        If the graph is no step of training, an amount is not positive, or the device or its rate is unknown.
+        If the graph is not a training step, an amount is not positive, or the device or its rate is unknown.
 
     Examples
     --------
@@ -229,7 +229,7 @@ def preflight(
     >>> found.ok, [row.name for row in found.rows if row.verdict == "needs sharding"]
     (True, ['peak memory of a step'])
     """
-    state_bytes(step, **dims)  # first what says that this is no step of training
+    state_bytes(step, **dims)  # raises an error if this is not a training step
     values = bindings(step, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     wanted = main_format(step, **dims) if dtype is None else dtype
@@ -242,7 +242,7 @@ def preflight(
 
 
 def _utilizations(run: _Run, assumed: Formula | None, *, whole: bool) -> tuple[Formula | None, Formula | None]:
-    """Return the MFU that is assumed, and the largest that the roofline allows once all sizes are bound."""
+    """Return the assumed MFU, and the largest that the roofline allows if all sizes are bound."""
     asked = None if assumed is None else answer(given("preflight: mfu", assumed, most=1))
     if not whole:
         return asked, None

@@ -1,4 +1,4 @@
-"""Questions of serving a model: tokens in a second against the time of a step, and the time of a whole answer."""
+"""Serving a model: throughput against latency, and the latency of an answer."""
 
 from __future__ import annotations
 
@@ -48,73 +48,73 @@ __all__ = ["Latency", "Throughput", "ThroughputRow", "all_steps", "bound_size", 
 
 Fallback = str | Mapping[str, str] | None
 
-#: Relative difference from a straight line below which times of steps in between are read off it.
+#: Relative deviation from a straight line below which step times are interpolated.
 _STRAIGHT = 1e-9
-_MOST_SIZES = 1000  # each is a roofline and a peak of its own
+_MOST_SIZES = 1000  # each needs a roofline and a peak
 
 
 @guarded()
 @dataclass(frozen=True)
 class ThroughputRow:
-    """One step, at one size."""
+    """One step at one size."""
 
     size: int
-    """of the dimension that is varied, such as the batch"""
+    """of the varied dimension, such as the batch"""
     tokens: int
-    """new tokens of the step, of all sequences on all devices"""
+    """new tokens of the step, in all sequences on all devices"""
     seconds: float
-    """estimated seconds of the step: what a user waits for the next token"""
+    """estimated seconds of the step: the time between tokens"""
     lower_bound: float
-    """seconds below which no step is"""
+    """lower bound in seconds"""
     memory: int | float
-    """bytes at the peak, of one device"""
+    """peak memory in bytes, on one device"""
     fits: bool
-    """whether the usable memory is enough"""
+    """whether it fits into the usable memory"""
     bound: str
-    """compute, memory or link: what bounds most of the estimated time"""
+    """largest part of the estimated time: compute, memory or link"""
     devices: int = 1
-    """of the mesh"""
+    """number of devices"""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences, at the estimate."""
+        """Tokens per second of all sequences, at the estimate."""
         return self.tokens / self.seconds
 
     @property
     def most_tokens_per_second(self) -> float:
-        """Of all sequences, at the lower bound."""
+        """Tokens per second of all sequences, at the lower bound."""
         return self.tokens / self.lower_bound
 
     @property
     def tokens_per_device(self) -> float:
-        """In a second, at the estimate: what one device has its part in."""
+        """Tokens per second and device, at the estimate."""
         return self.tokens_per_second / self.devices
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Throughput(Table):
-    """Throughput against latency. Made by `throughput`."""
+    """Throughput against latency. Created by `throughput`."""
 
     graph: str
     """name of the graph"""
     hardware: Hardware
     """the device"""
     symbol: str
-    """dimension that is varied"""
+    """varied dimension"""
     sizes: Mapping[str, int]
-    """the others"""
+    """sizes of the other dimensions"""
     rows: tuple[ThroughputRow, ...]
     """by size"""
 
     @property
     def best(self) -> ThroughputRow | None:
-        """The step with the most tokens in a second of those that fit, None where none does."""
+        """The step with the most tokens per second among those that fit, None if none does."""
         found = [r for r in self.rows if r.fits]
         return max(found, key=lambda r: r.tokens_per_second, default=None)
 
     def plot(self, path: object = None) -> object:
-        """Draw tokens in a second against the time of a step; needs matplotlib.
+        """Plot tokens per second against the time of a step; requires matplotlib.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class Throughput(Table):
 
 
 def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
-    """Return the sizes that a graph has by then, all but one."""
+    """Return a graph's bound sizes, except for one dimension."""
     found: dict[str, int] = {}
     for g, values in of_stages(graph, dims):
         values.pop(free, None)
@@ -156,7 +156,7 @@ def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dic
 
 
 def bound_size(amount: Poly, values: Mapping[str, int]) -> int:
-    """Return a whole amount with sizes put in."""
+    """Return an integer amount at given sizes."""
     found = amount.bind({k: Poly({(): v}) for k, v in values.items()}).constant
     assert found is not None
     return int(found)
@@ -166,25 +166,25 @@ def throughput(
     graph: Graph, hardware: str | Hardware, symbol: str, values: Annotated[Iterable[int] | None, READ] = None, /, *,
     network: str | Network | None = None, fallback: Fallback = None, **dims: int,
 ) -> Throughput:  # fmt: skip
-    """Return the time, tokens in a second and memory of a step of inference for several sizes of a dimension.
+    """Return time, throughput and memory of an inference step for several sizes.
 
     Parameters
     ----------
     graph : Graph
-        What `decode` or `prefill` returned, `quantize` and `parallelize` applied or not. Of a pipeline, with as many
-        batches on their way as it has micro-batches: each is of the size of the graph, and has a cache of its own.
+        A result of `decode` or `prefill`, optionally with `quantize` and `parallelize`. A pipeline has as many batches
+        in flight as micro-batches, each with the size of the graph and its own KV cache.
     hardware : str, path-like or Hardware
-        The device; its usable memory (`Hardware.capacity`) decides what fits.
+        The device; the memory limit is its usable memory (`Hardware.capacity`).
     symbol : str
-        Dimension that is varied, such as `"B"`.
+        Dimension to vary, such as `"B"`.
     values : iterable of int, optional
-        Its sizes; by default powers of two up to the largest that fits, and that one.
+        Sizes to evaluate; by default powers of two up to the largest size that fits, and that size.
     network : str, path-like or Network, optional
-        Between the domains of the devices' interconnect, as in `roofline`.
+        Network between the interconnect domains, as in `roofline`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
-        All other sizes, degrees of a mesh among them.
+        Sizes of all other dimensions, including symbolic mesh sizes.
 
     Returns
     -------
@@ -194,16 +194,16 @@ def throughput(
     Raises
     ------
     BindingError
-        If a size is left open, or one is no positive integer.
+        If a size is missing or not a positive integer.
     GraphError
-        If the graph has no tokens as inputs.
+        If the graph has no token inputs.
     SpecError
         If the device is unknown or lacks a rate.
 
     Notes
     -----
-    Tokens are the elements of the graph's inputs of whole numbers, on a mesh those of all devices. Of several new
-    tokens a sequence that are verified (speculative decoding), those that are refused are counted too.
+    Tokens are counted as the elements of integer inputs, on all devices. In speculative decoding, rejected tokens are
+    counted too.
 
     Examples
     --------
@@ -231,7 +231,7 @@ def throughput(
 def _listed(values: object) -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise BindingError(f"throughput: values {shown(values)}, expected sizes such as [1, 2, 4]")
-    found = list(islice(values, _MOST_SIZES + 1))  # it may have no end
+    found = list(islice(values, _MOST_SIZES + 1))  # it may be infinite
     if not found:
         raise BindingError("throughput: no values, expected one at least")
     if len(found) > _MOST_SIZES:
@@ -240,7 +240,7 @@ def _listed(values: object) -> list[Any]:
 
 
 def _doublings(least: int, most: int) -> list[int]:
-    """Return the least size doubled up to the most, and that; the least where nothing fits."""
+    """Return powers of two times the least size, up to the largest, and the largest."""
     out = [least << i for i in range(max(most // least, 1).bit_length())]
     return out if out[-1] >= most else [*out, most]
 
@@ -258,28 +258,28 @@ def _row(
     )  # fmt: skip
 
 
-# -- a whole answer --------------------------------------------------------------------------------------------------
+# -- latency of an answer --------------------------------------------------------------------------------------------
 
 
 @guarded()
 @dataclass(frozen=True)
 class Latency:
-    """How long an answer takes: times of the roofline's estimate, or of its lower bound."""
+    """Latency of an answer, from roofline estimates or lower bounds."""
 
     first_token: float
-    """seconds of the prefill: until the first token is there"""
+    """seconds of the prefill: time to first token"""
     next_token: float
-    """seconds of the first step after it"""
+    """seconds of the first decode step"""
     last_token: float
-    """seconds of the last step: its context is the longest"""
+    """seconds of the last decode step, which has the longest context"""
     total: float
-    """seconds of the prefill and of all steps"""
+    """seconds of the prefill and all decode steps"""
     steps: int
-    """steps after the prefill"""
+    """decode steps after the prefill"""
 
     @property
     def per_token(self) -> float:
-        """Mean seconds of a step after the prefill, 0 where there is none."""
+        """Mean seconds of a decode step, 0 if there is none."""
         return (self.total - self.first_token) / self.steps if self.steps else 0.0
 
 
@@ -287,24 +287,24 @@ def latency(
     prefill: Graph, decode: Graph, hardware: str | Hardware, /, *, prompt: int, steps: int, along: str = "S",
     time: str = "estimate", network: str | Network | None = None, fallback: Fallback = None, **dims: int,
 ) -> Latency:  # fmt: skip
-    """Return the time to the first token, and that of each step after it as the context grows.
+    """Return the time to first token, and the time of each decode step as the context grows.
 
     Parameters
     ----------
     prefill, decode : Graph
-        What the two transforms made of one declaration, `parallelize` applied or not.
+        Results of the two transforms for one model, optionally with `parallelize`.
     hardware : str, path-like or Hardware
         The device.
     prompt : int
-        Positions of the prompt.
+        Prompt length.
     steps : int
-        Steps of `decode` after the prefill.
+        Decode steps after the prefill.
     along : str
-        Dimension of positions.
+        Sequence dimension.
     time : str
-        estimate or lower_bound of the roofline.
+        Roofline time to use: estimate or lower_bound.
     network : str, path-like or Network, optional
-        Between the domains of the devices' interconnect, as in `roofline`.
+        Network between the interconnect domains, as in `roofline`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
@@ -313,19 +313,19 @@ def latency(
     Returns
     -------
     Latency
-        Seconds.
+        Times in seconds.
 
     Raises
     ------
     BindingError, GraphError, SpecError
-        If a size is left open or no positive integer, the graphs are not of one declaration, or the device is unknown
-        or lacks a rate.
+        If a size is missing or not a positive integer, the graphs are not of one model, or the device is unknown or
+        lacks a rate.
 
     Notes
     -----
-    The prefill gives the first token; the step after it has a context of the prompt and its own new tokens, and each
-    further one that many more. Times of steps between two contexts are read off a straight line where the middle lies
-    on it, as every op's do while none of them changes sides.
+    The prefill produces the first token, and each decode step extends the context by its new tokens. Step times are
+    interpolated between two contexts if they are linear at the points tested in between, as they are while no op
+    changes between memory-bound and compute-bound.
 
     Examples
     --------
@@ -361,7 +361,7 @@ def latency(
 
 
 def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: str, prompt: int) -> int:
-    """Return the new positions that a step has of each sequence, by the inputs that both graphs have of them."""
+    """Return the new tokens of each sequence in a decode step, from the inputs that both graphs share."""
     sizes = [{**numbers("latency", g, _of(g, dims), along), along: prompt} for g in (prefill, decode)]
     inputs = [
         {t.name: t.numel * parts_of(g, t, along) for t in g.tensors if t.producer is None and t.role == "input"}
@@ -385,7 +385,7 @@ def _of(graph: Graph, dims: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def all_steps(seconds: Callable[[int], float], steps: int) -> tuple[float, float, float]:
-    """Return the time of the first step, of the last one, and of all of them."""
+    """Return the time of the first step, of the last step, and of all steps."""
     cost = _remembered(seconds)
     return cost(0), cost(steps - 1), _sum(cost, 0, steps - 1)
 
@@ -402,7 +402,7 @@ def _remembered(function: Callable[[int], float]) -> Callable[[int], float]:
 
 
 def _sum(cost: Callable[[int], float], first: int, last: int) -> float:
-    """Add up the times of steps; where they lie on a straight line, as many times their mean."""
+    """Sum step times recursively; a linear range is its mean times its length."""
     count = last - first + 1
     if count <= 2:
         return sum(cost(i) for i in range(first, last + 1))

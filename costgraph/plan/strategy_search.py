@@ -1,4 +1,4 @@
-"""The search for a plan of training on several devices: closed forms of structures over arrays of all degrees."""
+"""Search for a parallelization strategy: closed forms by structure, evaluated over arrays of degrees."""
 
 from __future__ import annotations
 
@@ -48,107 +48,105 @@ __all__ = [
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-# Plans of training on several devices, as a table: the fastest first, each with what it takes and why it is slower.
 
-#: Times of steps that differ by less are a tie: no prediction is as exact.
+#: Relative difference of step times below which plans tie: no prediction is more accurate.
 TIE = 0.01
 
-#: What has a column where plans differ in it.
+#: Choices that have a column only if plans differ in them.
 _CHOICES = ("schedule", "virtual", "precision", "offload")
 
 
 @guarded()
 @dataclass(frozen=True)
 class Plan:
-    """One way to train on several devices."""
+    """One strategy for training on several devices."""
 
     dp: int
-    """ranks that have a part of the batch each"""
+    """data-parallel ranks"""
     tp: int
-    """ranks that have a part of each layer each"""
+    """tensor-parallel ranks"""
     pp: int
-    """stages of a pipeline"""
+    """pipeline stages"""
     cp: int
-    """ranks that have a part of the sequence each"""
+    """context-parallel ranks"""
     ep: int
-    """ranks that have a part of the experts each, and of the batch"""
+    """expert-parallel ranks, which split the batch as well"""
     zero: int
-    """stage of ZeRO, as in `parallelize`"""
+    """ZeRO stage, as in `parallelize`"""
     sequence: bool
-    """whether what layers hand on is split along the sequence, over `tp`"""
+    """whether activations between layers are split along the sequence, over `tp`"""
     micro_batch: int
-    """samples that a rank works on at once"""
+    """samples in a rank's micro-batch"""
     accumulate: int
     """micro-batches of a step"""
     checkpoint: str
-    """what is computed again, as on the command line: none, every-block and the like"""
+    """activation checkpointing, as on the command line: none, every-block and the like"""
     schedule: str
-    """of the pipeline, nothing where there is none"""
+    """pipeline schedule, empty without a pipeline"""
     virtual: int
-    """groups of layers of a rank"""
+    """model chunks per rank"""
     precision: str
-    """name of the policy"""
+    """name of the precision policy"""
     offload: tuple[str, ...]
-    """what lies on the host"""
+    """tensors in host memory"""
     seconds: float
     """estimated seconds of a step"""
     throughput: float
-    """tokens or samples in a second, of all devices: `unit` of the search says which"""
+    """tokens or samples per second on all devices; `Search.unit` says which"""
     memory: int
-    """bytes of a device at the peak, of the stage that needs the most"""
+    """peak memory of a device in bytes, in the stage with the highest"""
     parts: Mapping[str, float]
-    """seconds by what they go into, one after the other: compute, memory traffic beyond it, each collective; of the
-    slowest stage of a pipeline, with what it sends and the time that it is idle"""
+    """seconds without overlap by part: compute, memory traffic beyond it, each collective; for a pipeline, those of the
+    slowest stage, with sends and idle time"""
     stages: tuple[int, ...] = ()
-    """bytes of the first, a middle and the last stage; one where there is no pipeline, two where it has no middle"""
+    """peak bytes of the first, middle and last stage; one entry without a pipeline, two if there is no middle stage"""
     why: str = ""
-    """which part of the time is longer than that of the plan before it, and by how much; nothing where it is faster, as
-    of a tie"""
+    """the part that makes it slower than the previous plan, and by how many seconds; empty if it is not slower"""
 
     @property
     def bound(self) -> str:
-        """What most of the time goes into: compute, memory traffic, or a collective over an axis."""
+        """Largest part of the time: compute, memory traffic, or a collective over an axis."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Search(Table):
-    """Plans that fit, the fastest first; of a tie, fewer stages of a pipeline. Made by `search`."""
+    """Plans that fit, fastest first; among ties, fewer pipeline stages first. Created by `search`."""
 
     graph: str
     """name of the model"""
     hardware: Hardware
     """the devices"""
     devices: int
-    """how many there are"""
+    """number of devices"""
     limit: float
-    """bytes that a plan may take on each"""
+    """memory limit per device in bytes"""
     rows: tuple[Plan, ...]
-    """by time, then by memory; of those up to 1 % behind the fastest that is left, fewer stages of a pipeline first"""
+    """by time, then memory; within 1 % of the fastest remaining plan, fewer pipeline stages come first"""
     tried: int
-    """plans that divide the devices and the batch, those that the model refuses or that do not fit included"""
+    """number of plans that divide the devices and the batch, including those that do not fit or are rejected"""
     notes: tuple[str, ...] = ()
-    """what the network has no links for, and structures whose formulas hold for single degrees alone, each with why"""
+    """degrees that the network has no links for, and structures whose formulas hold for single degrees only"""
     unit: str = "tokens"
-    """what a step goes over, and its throughput is of: tokens or samples"""
+    """unit of throughput: tokens or samples"""
     family: Family | None = field(default=None, compare=False)
-    """what was searched, for further questions"""
+    """the searched family, for further questions"""
     policies: str = ""
-    """whose policies all plans follow, in words"""
+    """policies of all plans, in words"""
 
     @property
     def best(self) -> Plan | None:
-        """The first plan: the fastest, or one of fewer stages that is up to 1 % behind it. None where none fits."""
+        """The first plan: the fastest, or one with fewer stages within 1 % of it. None if no plan fits."""
         return self.rows[0] if self.rows else None
 
     def pareto(self) -> Search:
-        """Return the plans beside which no other is both as fast and as small, where a tie is as fast.
+        """Return the Pareto front of time and memory, with ties counted as equal time.
 
         Returns
         -------
         Search
-            From the best to the smallest: each takes less memory than all before it.
+            From the best to the smallest: each plan takes less memory than all before it.
         """
         kept: list[Plan] = []
         for plan in self.rows:
@@ -189,9 +187,9 @@ def _joined(value: object) -> str:
 
 
 def ordered(plans: Iterable[Plan]) -> list[Plan]:
-    """Return plans as a search has them: by time, and of a tie those first whose time rests on less, as of one stage.
+    """Sort plans by time, and ties by the number of pipeline stages.
 
-    A tie is of all that are no more than 1 % behind the fastest that is left.
+    Plans within 1 % of the fastest remaining plan tie.
     """
     out, tie = list[Plan](), list[Plan]()
     for plan in sorted(plans, key=_order):
@@ -209,7 +207,7 @@ def _order(plan: Plan) -> tuple[Any, ...]:
 
 
 def explained(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Return plans, each with what makes it slower than the one before it."""
+    """Return plans with the reason why each is slower than the previous one."""
     return tuple(replace(p, why=_longer(plans[i - 1], p) if i else "") for i, p in enumerate(plans))
 
 
@@ -220,11 +218,11 @@ def _longer(before: Plan, plan: Plan) -> str:
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
-# Plans that fit: structures are derived, one after the other or side by side, and evaluated over arrays of degrees.
+# Derive structures, sequentially or in parallel, evaluate them over arrays of degrees, and keep plans that fit.
 
 
 class Point(NamedTuple):
-    """What plans of one structure differ in."""
+    """Degrees and sizes of a plan within its structure."""
 
     dp: int
     tp: int
@@ -242,14 +240,14 @@ class Fit(NamedTuple):
     structure: Structure
     point: Point
     stages: tuple[int, ...]
-    """bytes of each stage"""
+    """bytes by stage"""
     seconds: float
     parts: dict[str, float]
-    """of the time, in seconds"""
+    """seconds by part"""
 
 
 class Done(NamedTuple):
-    """What another process hands back of a structure."""
+    """Results of a structure from another process."""
 
     fitting: list[Fit]
     derived: int
@@ -261,7 +259,7 @@ class Done(NamedTuple):
 
 @dataclass
 class Work:
-    """Derives structures and keeps what fits."""
+    """Derives structures and collects plans that fit."""
 
     family: Family
     limit: float
@@ -272,32 +270,32 @@ class Work:
     error: CostGraphError | None = None
     """why a structure could not be derived"""
     over: float = inf
-    """the fewest bytes that a plan takes, or takes at least, which are more than there are"""
+    """the smallest memory, or lower bound of memory, above the limit"""
     refused: str = ""
-    """why the graph of a plan, the first such one, is against its sizes"""
+    """why the first rejected plan does not fit the model's sizes"""
     apart: tuple[Structure, list[Point]] | None = None
-    """plans, the first such ones, that do not divide what is split: not derived unless it is to be said why"""
+    """the first plans that do not divide the sharded axes; derived only to report why"""
 
     def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None, executor: Executor | None) -> None:
-        """Try all points of all structures, structures side by side where there is what runs them."""
+        """Evaluate all points, with structures in parallel if there is an executor."""
         self.tried += sum(map(len, groups.values()))
         likely = {structure: found for structure, points in groups.items() if (found := self.likely(structure, points))}
         for structure in likely:
-            self.family.step(structure)  # what cannot be trained is an error, whatever else there is
+            self.family.step(structure)  # always raise an error if the model cannot be trained
         likely = {structure: found for structure, points in likely.items() if (found := self.whole(structure, points))}
         with progressing("search", len(likely), progress) as step:
             for structure, tried in zip(likely, self.tries(likely, executor), strict=True):
                 step(f"ZeRO {structure.zero}, {structure.checkpoint}")
                 self.error = tried() or self.error
         if self.apart is not None and not (self.fitting or self.refused):
-            self.error = self.one(*self.apart) or self.error  # it says why
+            self.error = self.one(*self.apart) or self.error  # it reports why
         if self.error is not None and not self.derived:
             raise self.error
 
     def tries(
         self, likely: Mapping[Structure, list[Point]], executor: Executor | None
     ) -> Iterator[Callable[[], CostGraphError | None]]:
-        """Yield for each structure what tries its points, and returns why it cannot be derived."""
+        """Yield a callable for each structure, which evaluates it and returns the error if it cannot be derived."""
         if executor is None:
             yield from (partial(self.one, structure, points) for structure, points in likely.items())
             return
@@ -306,11 +304,11 @@ class Work:
         try:
             yield from (partial(self.gathered, future) for future in futures)
         finally:
-            for future in futures:  # those that an error leaves behind
+            for future in futures:  # pending after an error
                 future.cancel()
 
     def gathered(self, future: Future[Done]) -> CostGraphError | None:
-        """Wait for what another process tries."""
+        """Collect the results of another process."""
         fitting, derived, notes, error, over, refused = future.result()
         self.fitting += fitting
         self.derived += derived
@@ -319,7 +317,7 @@ class Work:
         return error
 
     def likely(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
-        """Return the points whose parameters, gradients and states alone would fit: others need no derivation."""
+        """Return the points whose parameters, gradients and states fit; others need not be derived."""
         if self.limit == inf:
             return [*points]
         least = np.broadcast_to(np.asarray(self.family.least(structure, columns(points)), float), len(points))
@@ -327,14 +325,14 @@ class Work:
         return [p for p, ok in zip(points, (least <= self.limit).tolist(), strict=True) if ok]
 
     def whole(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
-        """Return the points whose ranks have whole parts of what is split: others need no derivation."""
+        """Return the points whose degrees divide all sharded axes; others need not be derived."""
         ok = np.broadcast_to(whole(self.family, structure, columns(points)), len(points)).tolist()
         if self.apart is None and not all(ok):
             self.apart = structure, [p for p, fits in zip(points, ok, strict=True) if not fits]
         return [p for p, fits in zip(points, ok, strict=True) if fits]
 
     def reasons(self, apart: object) -> Iterator[str]:
-        """Yield why there is no plan, where there is none; `apart`: what the network has no links for."""
+        """Yield why there is no plan; `apart` holds degrees that the network has no links for."""
         if self.fitting:
             return
         if self.over < inf:
@@ -344,7 +342,7 @@ class Work:
             yield "no plan: no degrees within the limits divide the devices and the batch"
 
     def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
-        """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
+        """Evaluate a structure; bind its degrees if the graph cannot be derived symbolically."""
         try:
             forms = self.family.forms(structure)
         except SpecError:
@@ -360,7 +358,7 @@ class Work:
         return None
 
     def bound(self, structure: Structure, points: Sequence[Point], error: CostGraphError) -> CostGraphError | None:
-        """Try the points of a structure degree by degree, and say why."""
+        """Evaluate a structure for each value of one degree, and note why."""
         name = next((d for d in DEGREES if not isinstance(getattr(structure, d), int)), None)
         if name is None:
             return error
@@ -371,7 +369,7 @@ class Work:
         return last
 
     def evaluate(self, structure: Structure, forms: Forms, points: Sequence[Point]) -> None:
-        """Evaluate formulas at all points at once, and keep those that fit."""
+        """Evaluate the closed forms at all points, and keep plans that fit."""
         self.derived += len(points)
         degrees = columns(points)
         sizes, cuts = self.family.sizes(degrees, structure), self.family.cuts(structure, degrees["pp"])
@@ -392,13 +390,13 @@ class Work:
 
 @lru_cache(maxsize=1)
 def _received(sent: bytes) -> tuple[Family, float]:
-    """Return a family and a limit in another process, once for all that is tried there."""
+    """Unpickle a family and a memory limit, once for each process."""
     found: tuple[Family, float] = pickle.loads(sent)
     return found
 
 
 def _elsewhere(sent: bytes, structure: Structure, points: Sequence[Point]) -> Done:
-    """Try the points of a structure in another process, which keeps the steps that it makes."""
+    """Evaluate a structure in another process, which caches training steps."""
     work = Work(*_received(sent))
     error = work.one(structure, points)
     return Done(work.fitting, work.derived, work.notes, error, work.over, work.refused)
@@ -408,11 +406,11 @@ def columns(points: Sequence[Point]) -> dict[str, np.ndarray[Any, Any]]:
     return dict(zip(Point._fields, np.array(points, dtype=np.int64).T, strict=True))
 
 
-# -- searching ---------------------------------------------------------------------------------------------------------
+# -- search ------------------------------------------------------------------------------------------------------------
 
-#: Values of a limit: one, or several that are tried.
+#: Allowed values: one or several.
 Limit = Annotated[Any, READ]
-#: Devices and samples of a step that are looked through for divisors.
+#: Largest numbers of devices and samples whose divisors are enumerated.
 _MOST = 2**32
 _MOST_VALUES = 10_000
 
@@ -428,83 +426,83 @@ def search(
     defer_accumulation: bool = False, progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
-    """Return the plans of training on several devices that fit, the fastest first; of a tie, fewer stages.
+    """Return the training plans that fit, fastest first; among ties, fewer pipeline stages first.
 
-    Plans are all that divide the devices, the batch and the model: degrees of data, tensor, context and expert
-    parallelism, stages of a pipeline, its schedules and groups of layers, stages of ZeRO, what is split along the
-    sequence, sizes and numbers of micro-batches, what is computed again, what lies on the host, and number formats.
+    The search covers all plans that divide the devices, the batch and the model: data, tensor, context, expert and
+    pipeline parallelism, schedules and virtual stages, ZeRO stages, sequence parallelism, micro-batches, activation
+    checkpointing, offloading and precisions.
 
     Parameters
     ----------
     model : Graph
-        The forward pass, such as `models.load` returns.
+        The forward pass, as returned by `models.load`.
     devices : int
-        How many there are: `dp * tp * pp * cp * ep` of each plan.
+        Number of devices: `dp * tp * pp * cp * ep` of each plan.
     hardware : str, path-like or Hardware
         The devices.
     network : str, path-like or Network, optional
-        Between the domains of their interconnect, as in `roofline`.
+        Network between the interconnect domains, as in `roofline`.
     loss : str or callable, optional
-        As in `training_step`: what is trained on where that is not the model's own loss, such as one in another format.
+        As in `training_step`; by default the model's own loss.
     precision : str, mapping or Policy, or iterable of these, optional
-        As in `training_step`; several are tried.
+        As in `training_step`; all values are tried.
     optimizer : Optimizer, optional
-        As in `training_step`; by default AdamW, fused with `system="megatron"`, as Megatron runs it.
+        As in `training_step`; by default AdamW, fused with `system="megatron"`, as in Megatron.
     memory : int or float, optional
-        Bytes that a plan may take on a device, by default its usable memory (`Hardware.capacity`).
+        Memory limit of a device in bytes, by default its usable memory (`Hardware.capacity`).
     overlap : str, optional
-        none, ideal or streams: of collectives with all else, as in `roofline`. The default follows `system`: streams
-        with torch, whose DistributedDataParallel and `fully_shard` reduce gradients beside the backward pass, none with
-        megatron, which overlaps if asked (`--overlap-grad-reduce`), and in a torus. Plans of more ops than `streams`
-        plays one by one are charged all collectives.
+        Overlap of communication: none, ideal or streams, as in `roofline`. The default with torch is streams, as
+        DistributedDataParallel and `fully_shard` overlap gradient reduction with the backward pass. It is none with
+        megatron, where overlap is optional (`--overlap-grad-reduce`), and in a torus. Plans with more ops than
+        `streams` simulates are charged all collectives.
     system : str
-        torch or megatron: whose policies, as `system` of `parallelize`; Megatron has stages 0 and 1 of ZeRO.
+        torch or megatron, as in `parallelize`; Megatron has ZeRO stages 0 and 1.
     reduce_each : bool, optional
-        Whether gradients of each micro-batch are reduced, or are added up and reduced once, as `reduce_each` of
-        `parallelize`. By default they are reduced behind the last micro-batch, as with `no_sync` of torch's
-        DistributedDataParallel, torch's pipelines and Megatron; ZeRO-2 and ZeRO-3 without a pipeline reduce each, as
-        `fully_shard` does, and keep no whole gradients.
+        Whether the gradients of each micro-batch are reduced, as in `parallelize`. By default accumulated gradients are
+        reduced after the last micro-batch, as with `no_sync` of torch's DistributedDataParallel, torch's pipelines and
+        Megatron. ZeRO-2 and ZeRO-3 without a pipeline reduce each, as `fully_shard` does, and keep no unsharded
+        gradients.
     hold : bool, optional
-        Whether the backward pass has what a split sequence has gathered, as `hold` of `parallelize`, which has the
-        default as well.
+        Whether activations all-gathered for sequence parallelism are saved, as `hold` of `parallelize`, with the same
+        default.
     fallback : str or mapping, optional
-        As `Hardware.rate`.
+        As in `Hardware.rate`.
     dp, tp : int or iterable of int, optional
-        Limits: values that a plan may have. All that divide by default.
+        Allowed values; by default all divisors.
     pp : int or iterable of int, optional
-        Limit: stages of a pipeline of several micro-batches, by default all that divide the devices and are no more
-        than the layers.
+        Allowed pipeline stages, with several micro-batches; by default all divisors of the devices up to the layer
+        count.
     cp : int or iterable of int, optional
-        Limit: ranks that have a part of the sequence each, by default 1; None for all that divide.
+        Allowed context-parallel ranks, by default 1; None for all divisors.
     ep : int or iterable of int, optional
-        Limit: ranks that have a part of the experts each, by default all that divide where the model has experts.
+        Allowed expert-parallel ranks; by default all divisors if the model has experts.
     zero : int or iterable of int, optional
-        Limit: stages of ZeRO, by default 0 to 3, beside a pipeline 0 and 1.
+        Allowed ZeRO stages; by default 0 to 3, with a pipeline 0 and 1.
     sequence : bool or iterable of bool, optional
-        Limit: whether what layers hand on is split along the sequence; both by default.
+        Whether to use sequence parallelism; by default both are tried.
     micro_batch, accumulate : int or iterable of int, optional
-        Limits, as `dp`.
+        Allowed values, as for `dp`.
     checkpoint : str or iterable of str, optional
-        Limit: what is computed again, by default none and every-block; also every:K, from-start, selective:NAME,NAME or
-        keep:NAME,NAME.
+        Activation checkpointing policies; by default none and every-block. Others are every:K, from-start,
+        selective:NAME,NAME and keep:NAME,NAME.
     schedule : str or iterable of str
-        Limit: orders of a pipeline, of those that `parallelize` takes: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb,
-        zbv, dualpipe and dualpipev.
+        Pipeline schedules, as in `parallelize`: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe and
+        dualpipev.
     virtual : int or iterable of int, optional
-        Limit: groups of layers of a rank under interleaved and interleaved-zb, by default all that divide its layers;
-        zbv, dualpipe and dualpipev have two, other schedules one.
+        Model chunks per rank under interleaved and interleaved-zb; by default all divisors of its layers. zbv,
+        dualpipe and dualpipev have two, other schedules one.
     offload : str or iterable of str
-        Limit: what lies on the host: none, optimizer, parameters or activations, several of them joined by a plus sign
-        such as optimizer+parameters.
+        Tensors in host memory: none, optimizer, parameters or activations, joined by a plus sign for several, such as
+        optimizer+parameters.
     defer_accumulation : bool
         As in `training_step`.
     progress : bool, optional
-        Whether a line says how far the search is; by default where the standard error is a terminal.
+        Whether to show progress; by default if standard error is a terminal.
     executor : concurrent.futures.Executor, optional
-        Where structures are derived side by side, such as a `ProcessPoolExecutor`, or `client.get_executor()` of a
-        client of dask.distributed; by default one after the other, here.
+        Executor that derives structures in parallel, such as a `ProcessPoolExecutor`, or `client.get_executor()` of a
+        dask.distributed client; by default they are derived sequentially in this process.
     **dims : int
-        Sizes, that of the batch among them: of a step, all devices and micro-batches together.
+        Sizes, including the batch of a whole step: all devices and micro-batches together.
 
     Returns
     -------
@@ -514,29 +512,29 @@ def search(
     Raises
     ------
     BindingError, GraphError, SpecError
-        If an amount is no positive integer, a size is left open, a limit has nothing in it, or the graph cannot be
-        trained; as `training_step`, `peak_memory` and `seconds`.
+        If an amount is not a positive integer, a size is missing, no value is allowed, or the graph cannot be trained;
+        as in `training_step`, `peak_memory` and `seconds`.
     UnsupportedError
-        If streams are asked for in a torus, or are to run more than a million ops one by one.
+        If streams are requested in a torus, or would simulate more than a million ops.
 
     Notes
     -----
-    The time is the estimate of `seconds`, which is of vendors' peak rates, the peak that of `peak_memory`; throughput
-    is of tokens where all inputs are sequences of one length, else of samples. Formulas are derived once for all
-    degrees of a structure (a stage of ZeRO, the sequence split or not, what is computed again), and evaluated over
-    arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What cannot fit, since
-    parameters, gradients and states alone are more, is not derived, nor is what degrees do not divide.
+    The time is the estimate of `seconds`, based on vendors' peak rates, and the peak follows `peak_memory`.
+    Throughput counts tokens if all inputs are sequences of one length, else samples. Closed forms are derived once for
+    each structure (ZeRO stage, sequence parallelism, checkpointing), and evaluated over arrays of degrees. Choices that
+    make no difference, because an axis has one rank, count as one plan. Plans are not derived if their parameters,
+    gradients and states exceed the memory limit, or if their degrees do not divide the sharded axes.
 
-    Plans up to 1 % behind the fastest that is left are a tie, as no prediction is more exact: first come those of fewer
-    stages of a pipeline, whose time rests on less, then faster ones.
+    Plans within 1 % of the fastest remaining plan tie, as no prediction is more accurate: fewer pipeline stages come
+    first, since their time rests on fewer assumptions, then faster plans.
 
-    Where layers are no multiple of the stages of a pipeline, the last one has one less, then the first one, then middle
-    ones; several groups of a rank are tried where layers are a multiple of all groups. The time is that of `seconds`
-    where nothing overlaps; with overlap each pass of a stage is shorter by the same factor, and what it hands on is
-    waited for. What the last micro-batch alone reduces comes behind. The peak is that of the stage that needs the most.
-    In a torus, degrees that are no whole dimensions of it, and a line of one more, are left out, as notes say. Where
-    there is no plan, notes say how much the smallest would take, and which sizes are against it.
-    Schedules of one kind (gpipe and 1f1b, zbv and dualpipev) differ in what waits alone: their graphs are derived once.
+    If the stages of a pipeline do not divide the layers, the last stage has one less, then the first, then middle ones;
+    several model chunks are tried if the layers are divisible by all chunks. Without overlap the time equals that of
+    `seconds`. With overlap, each pass of a stage is shorter by the same factor, and sends are exposed. Reductions in
+    the last micro-batch come at the end. The peak is that of the stage with the highest. In a torus, degrees that do
+    not fill whole dimensions, and a line of one more, are left out; notes say which. If there is no plan, notes state
+    the smallest memory needed, and the sizes that the degrees do not divide. Schedules of one kind (gpipe and 1f1b, zbv
+    and dualpipev) differ only in their in-flight micro-batches, so they share graphs.
 
     Examples
     --------
@@ -604,22 +602,22 @@ def search(
 
 
 def _several(place: str, given: object) -> list[Any]:
-    """Return what a limit lists; the one value that is no list."""
+    """Return the allowed values as a list."""
     found: list[Any] = [given]
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
-        found = list(islice(given, _MOST_VALUES + 1))  # it may have no end
+        found = list(islice(given, _MOST_VALUES + 1))  # it may be infinite
     if not 0 < len(found) <= _MOST_VALUES:
         raise BindingError(f"{place}: {'no' if not found else f'more than {_MOST_VALUES}'} values, expected some")
     return found
 
 
 def _numbers(place: str, given: object) -> set[int] | None:
-    """Return the numbers that a limit allows, None for all."""
+    """Return the allowed numbers, None for all."""
     return None if given is None else {size_of(place, n) for n in _several(place, given)}
 
 
 def _chosen(place: str, given: object, choices: tuple[Any, ...]) -> list[Any]:
-    """Return those of some values that a limit allows, in their order."""
+    """Return the allowed choices, in their order."""
     found = [*choices] if given is None else _several(place, given)
     for value in found:
         if not any(value == c and type(value) is type(c) for c in choices):
@@ -628,7 +626,7 @@ def _chosen(place: str, given: object, choices: tuple[Any, ...]) -> list[Any]:
 
 
 def _precisions(place: str, given: object) -> dict[str, object]:
-    """Return policies of number formats by name."""
+    """Return precision policies by name."""
     found: dict[str, object] = {}
     for value in [None] if given is None else _several(place, given):
         name = find_policy(value).name
@@ -639,7 +637,7 @@ def _precisions(place: str, given: object) -> dict[str, object]:
 
 
 def _offloads(place: str, given: object) -> list[tuple[str, ...]]:
-    """Return what may lie on the host."""
+    """Return the allowed combinations of offloaded tensors."""
     found = []
     for value in _several(place, given):
         if not isinstance(value, str):
@@ -650,7 +648,7 @@ def _offloads(place: str, given: object) -> list[tuple[str, ...]]:
 
 
 def _policies(place: str, given: object, model: Graph) -> list[str]:
-    """Return policies of checkpointing by name; by default those that recompute something of the model."""
+    """Return checkpointing policies by name; by default those that recompute something in the model."""
     usual = ["none", "every-block"] if every_block().recomputes(model) else ["none"]
     found = usual if given is None else _several(place, given)
     for value in found:
@@ -660,7 +658,7 @@ def _policies(place: str, given: object, model: Graph) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# -- what there is to try --------------------------------------------------------------------------------------------
+# -- enumeration -----------------------------------------------------------------------------------------------------
 
 
 def _divisors(n: int) -> list[int]:
@@ -669,7 +667,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _degrees(devices: int, allowed: Sequence[set[int] | None]) -> Iterator[tuple[int, ...]]:
-    """Yield factors of a number of devices, each within its limits."""
+    """Yield factorizations of the number of devices into allowed values."""
     if len(allowed) == 1:
         yield from [(devices,)] if allowed[0] is None or devices in allowed[0] else []
         return
@@ -681,7 +679,7 @@ def _degrees(devices: int, allowed: Sequence[set[int] | None]) -> Iterator[tuple
 def _points(
     family: Family, devices: int, batch: int, allowed: dict[str, set[int] | None], notes: list[str]
 ) -> Iterator[Point]:
-    """Yield the degrees that divide devices and batch, within their limits; note why the network has not some."""
+    """Yield the allowed degrees that divide devices and batch; note those that the network has no links for."""
     depth = None if family.layers is None else family.size(family.layers)
     if allowed["pp"] is None:
         allowed["pp"] = {n for n in _divisors(devices) if n <= (depth or 1)}
@@ -694,7 +692,7 @@ def _points(
         own, left = divmod(batch, dp * ep)
         for micro in _divisors(own) if not left else ():
             times = own // micro
-            if pp > 1 and times == 1:  # one stage after the other, and nothing else to do
+            if pp > 1 and times == 1:  # stages would run one after the other
                 continue
             if all(
                 (ns := allowed[key]) is None or n in ns for key, n in (("micro_batch", micro), ("accumulate", times))
@@ -703,7 +701,7 @@ def _points(
 
 
 def _apart(device: Hardware, degrees: Mapping[str, int]) -> str:
-    """Return why a network has no links for degrees, of which those before have the ranks beside each other."""
+    """Return why a network has no links for some degrees, given innermost first; empty if it has."""
     apart = 1
     for axis, ranks in degrees.items():
         try:
@@ -716,20 +714,20 @@ def _apart(device: Hardware, degrees: Mapping[str, int]) -> str:
 
 
 class _Choices(NamedTuple):
-    """What structures differ in beside degrees."""
+    """Allowed choices of structures in addition to degrees."""
 
     stages: Sequence[int]
     asked: bool
-    """whether these were asked for: beside a pipeline, 2 and 3 are not tried by themselves"""
+    """whether stages were requested: with a pipeline, 2 and 3 are not tried by default"""
     splits: Sequence[bool]
     kept: Sequence[str]
     schedules: Sequence[str]
     groups: set[int] | None
-    """groups of layers of a rank, None for all that divide"""
+    """allowed model chunks of a rank, None for all divisors"""
     away: Sequence[tuple[str, ...]]
 
     def orders(self, family: Family, point: Point) -> Iterator[tuple[str, Point]]:
-        """Yield the schedules of a pipeline, and groups of layers, that have action lists for its numbers."""
+        """Yield the schedules and model chunks that have action lists for the degrees of a point."""
         if point.pp == 1:
             yield "", point
             return
@@ -739,8 +737,8 @@ class _Choices(NamedTuple):
             every = [fixed] if fixed is not None else _divisors(share)[1:]
             for n in every:
                 wanted = fixed is not None or self.groups is None or n in self.groups
-                # groups are even, and so are the stages of a pipeline that turns around in its last rank, or goes both
-                # ways, of which a rank has two whole ones
+                # chunks have equal numbers of layers, as have the stages of a folded pipeline; a bidirectional one has
+                # two whole stages on each rank
                 groups = 1 if SCHEDULES[name].both_ways else n
                 if (
                     wanted
@@ -761,10 +759,10 @@ def _runs(schedule: str, pp: int, micro_batches: int, virtual: int) -> bool:
 
 
 def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict[Structure, list[Point]]:
-    """Return the points of each structure: the one place that says which structures there are.
+    """Group points by structure.
 
-    Along an axis of one rank nothing is split: of what differs in that alone, the first is taken. Structures of which
-    the graphs are the same stand beside each other.
+    If an axis has one rank, only the first of the choices that split along it is tried. Structures that share graphs
+    are adjacent.
     """
     out: dict[Structure, list[Point]] = {}
     tensor: dict[int, int | str | None] = {}

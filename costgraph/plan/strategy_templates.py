@@ -1,4 +1,4 @@
-"""Structures of plans: what changes the graph of a rank, each with formulas in all that does not."""
+"""Strategy templates: closed forms for all plans with the same per-rank graph, evaluated over arrays of degrees."""
 
 from __future__ import annotations
 
@@ -69,23 +69,23 @@ __all__ = [
 ]
 
 
-# -- rings -------------------------------------------------------------------------------------------------------------
-# Seconds of what is sent in a torus, at many points at once: which rings there are depends on the degrees of each.
+# -- torus rings -------------------------------------------------------------------------------------------------------
+# Communication time in a torus at many points: the available rings depend on the degrees.
 
 
 @dataclass
 class Rings:
-    """Times over rings, each worked out once: some seconds, and so many more for each byte."""
+    """Cached ring times, as latency plus seconds for each byte."""
 
     hardware: Hardware
-    """in a torus"""
+    """with a torus network"""
     lines: dict[tuple[str, Fraction, Fraction], tuple[float, float]] = field(default_factory=dict)
-    """by what is sent, ranks, and devices from one to the next; NaN where the torus has no rings for these"""
+    """(latency, seconds per byte) by collective, ranks and stride of the ring; NaN if the torus has no such ring"""
     why: str = ""
-    """which ranks were the first that have none"""
+    """why the first of these has no ring"""
 
     def seconds(self, op: Op, asked: Asked, value: Values, shape: tuple[int, ...]) -> Array:
-        """Return the seconds that a collective or send takes once at points; NaN where there are no rings for it."""
+        """Return the seconds that a collective or send takes at each point; NaN if there are no rings for it."""
         times, what, size = message(op, asked.values)
         group = (np.broadcast_to(value(p.bind(asked.values)), shape) for p in ranks_apart(op, asked.graph))
         pairs, place = np.unique(np.array([*group]), axis=1, return_inverse=True)
@@ -95,7 +95,7 @@ class Rings:
         return found
 
     def line(self, op: Op, what: str, ranks: Fraction, apart: Fraction) -> tuple[float, float]:
-        """Return the seconds of nothing, and those of each byte."""
+        """Return the latency and the seconds for each byte."""
         key = what, ranks, apart
         if key not in self.lines:
             try:
@@ -108,37 +108,36 @@ class Rings:
         return self.lines[key]
 
 
-# -- forms -------------------------------------------------------------------------------------------------------------
-# What ranks of a structure take, over arrays of its degrees: bytes at the peak, and seconds by what they go into.
+# -- closed forms ------------------------------------------------------------------------------------------------------
+# Peak memory and seconds of each rank, over arrays of degrees.
 
-#: Points that are worked out at a time.
+#: Points that are evaluated together.
 _CHUNK = 1 << 14
-#: Parts of the time of a step beside collectives, which are parts of their own; idle is a stage of a pipeline while
-#: others work.
+#: Parts of a step's time other than collectives. A pipeline stage is idle while others compute.
 COMPUTE, MEMORY, IDLE, SENT = "compute", "memory traffic", "idle", "send over pp"
 
 
 class Cut(NamedTuple):
-    """Stages of one kind of some pipelines."""
+    """Pipeline stages with equal graphs, over an array of pipelines."""
 
     layers: Array
-    """how many each of them has"""
+    """layers per stage"""
     alike: Array
-    """how many stages: none where a pipeline has no such stage"""
+    """number of stages, possibly 0"""
 
 
 @dataclass
 class Kind:
-    """What a rank takes, or each of some that do the same."""
+    """Costs of one rank, or of all ranks with the same graph."""
 
     asked: Asked
     waiting: Waiting | None = None
-    """what a stage of a pipeline knows of the others"""
+    """position and schedule of a pipeline stage"""
     rings: Rings | None = None
-    """of what is sent in a torus"""
+    """ring times in a torus"""
     overlap: str = "none"
     charge_all: bool = False
-    """whether all collectives are charged where streams would play too many ops"""
+    """whether to charge all collectives if the graph has too many ops to simulate streams"""
     times: list[list[Spent]] = field(default_factory=list)
     programs: Programs = field(default_factory=dict)
 
@@ -153,7 +152,7 @@ class Kind:
         self.least: list[Poly] = []
 
     def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> Kind:
-        """Return the same where collectives overlap with all else as it says, with what one search notes of rings."""
+        """Return a copy with the given communication overlap, for one search."""
         out = copy(self)
         out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
         out.least = [memory_time(self.asked)] if overlap == "ideal" else []
@@ -163,7 +162,7 @@ class Kind:
         return out
 
     def at(self, sizes: Mapping[str, Any]) -> _Taken:
-        """Return what it takes at points; NaN where its graph refuses the sizes."""
+        """Return the costs at points; NaN if the graph rejects the sizes."""
         value, shape = Values(sizes), _shape(sizes)
         asked = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
         whole = {name: np.asarray(n, dtype=np.int64) for name, n in asked.items()}
@@ -180,7 +179,7 @@ class Kind:
         return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
 
     def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[Any, Any], ...]:
-        """Return seconds by pass, by what they go into, by what else may be done at that time, and by op."""
+        """Return seconds by pass, by part, by overlap class and by op."""
         passes: dict[str, Any] = dict.fromkeys(Shares._fields, np.float64(0))
         parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
         kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
@@ -198,7 +197,7 @@ class Kind:
                 parts[part] = parts.get(part, 0) + taken
             passes[own] = passes[own] + taken
             sent = work.collective is not None or work.unit != "memory"
-            # what goes to other stages is waited for, whatever else overlaps
+            # sends to other stages are exposed, whatever else overlaps
             kind = "waited" if between(work) else "sent" if sent else "alone"
             kinds[kind] = kinds[kind] + taken
             if kind != "waited":
@@ -206,7 +205,7 @@ class Kind:
         return passes, parts, kinds, ops
 
     def played(self, ops: Mapping[Op, Array], value: Values, shape: tuple[int, ...]) -> Array:
-        """Return when all streams are done: those of points at which loops have as many iterations together."""
+        """Return when all streams finish; points with equal loop counts are simulated together."""
         graph, (many,) = self.asked.graph, shape
         every = [loop for loop in loops(graph) if not loop.until]
         counts = [np.broadcast_to(value(loop.count.bind(self.asked.values)), shape) for loop in every]
@@ -225,49 +224,49 @@ class Kind:
         return out
 
     def around(self, ops: Sequence[Op], value: Values, shape: tuple[int, ...]) -> list[Array]:
-        """Return the seconds that each of what is sent takes in a torus; nothing elsewhere."""
+        """Return the seconds of each message in a torus; an empty list for other networks."""
         return [] if self.rings is None else [self.rings.seconds(op, self.asked, value, shape) for op in ops]
 
 
 class _Taken(NamedTuple):
-    """What ranks of a kind take at points."""
+    """Costs of one rank at points."""
 
     peak: Array
     busy: Array
-    """seconds of all that they do"""
+    """seconds with overlap"""
     apart: Array
-    """the same, one after the other"""
+    """seconds without overlap"""
     shares: dict[str, Any]
-    """of `apart` by pass, of all micro-batches"""
+    """`apart` by pass, over all micro-batches"""
     send: Any
-    """seconds of one thing that they hand on"""
+    """seconds per send"""
     parts: dict[str, Any]
-    """of `apart`, by what they go into"""
+    """`apart` by part"""
 
 
 class Found(NamedTuple):
-    """What plans take."""
+    """Costs of plans."""
 
     peaks: Mapping[str, Array]
-    """bytes of the first, a middle and the last stage: NaN where its graph refuses the sizes, 0 where there is none"""
+    """bytes of the first, middle and last stage: NaN if its graph rejects the sizes, 0 if there is no such stage"""
     seconds: Array
     parts: dict[str, Array]
-    """of the seconds: of the slowest stage, with what it sends and the time that it is idle"""
+    """seconds by part, in the slowest stage, with sends and idle time"""
 
 
 @dataclass
 class Forms:
-    """What ranks of a structure take: several kinds where it is a pipeline."""
+    """A structure's closed forms; a pipeline has several kinds of ranks."""
 
     kinds: Mapping[str, Kind]
-    """by name, as cuts have them"""
+    """by name, as in cuts"""
     names: Mapping[str, str]
-    """names of the degrees as dimensions"""
+    """dimension names by degree"""
     layers: str | None = None
-    """name of the number of layers"""
+    """dimension name of the layers"""
 
     def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
-        """Evaluate at points, of which all degrees are given: some at a time, which stay in a cache."""
+        """Evaluate at points with known degrees, in chunks that stay in cache."""
         (many,) = _shape(sizes)
         if many > _CHUNK:
             places = [slice(i, i + _CHUNK) for i in range(0, many, _CHUNK)]
@@ -286,7 +285,7 @@ class Forms:
         return self.of_pipeline(sizes, cuts)
 
     def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut], at: int) -> str:
-        """Return why a graph is against the sizes of a point, nothing if none is."""
+        """Return why a graph rejects the sizes of a point, an empty string if it does not."""
         for name, cut in cuts.items():
             asked, own = self.kinds[name].asked, sizes if "all" in cuts else self.of_stage(sizes, cut)
             known = {n: int(found) for n, p in asked.values.items() if (found := p.constant) is not None}
@@ -298,13 +297,13 @@ class Forms:
         return ""
 
     def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
-        """Evaluate stages, and what they take together."""
+        """Evaluate the stages, and combine them by the schedule."""
         there = np.array([cut.alike > 0 for cut in cuts.values()])
         taken = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
         m, p = (np.asarray(sizes[self.names[d]], dtype=np.float64) for d in ("accumulate", "pp"))
         env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual"]], dtype=np.float64)}
         for i, (t, cut) in enumerate(zip(taken, cuts.values(), strict=True)):
-            squeezed = np.where(there[i], t.busy / t.apart, 0)  # with overlap, each pass by the same factor
+            squeezed = np.where(there[i], t.busy / t.apart, 0)  # overlap shortens each pass by the same factor
             env |= {f"{name}{i}": share * squeezed for name, share in t.shares.items()} | {f"n{i}": cut.alike}
             env |= {f"{name}{i}": env[f"{name}{i}"] / m for name in Shares._fields[:3]}
         env["send"] = np.max([np.where(there[i], t.send, 0) for i, t in enumerate(taken)], axis=0)
@@ -312,7 +311,7 @@ class Forms:
         assert waiting is not None
         schedule = waiting.schedule
         seconds = np.array(np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape))
-        if schedule == "1f1b":  # its formula is of two micro-batches for each stage or more
+        if schedule == "1f1b":  # its formula requires two micro-batches for each stage
             for few in {*zip(m[m < 2 * p].tolist(), p[m < 2 * p].tolist(), strict=True)}:
                 at = (m == few[0]) & (p == few[1])
                 seconds[at] = _of_few({name: np.broadcast_to(n, m.shape)[at] for name, n in env.items()}, len(cuts))
@@ -329,13 +328,13 @@ class Forms:
         return Found(_by_place(peaks_), seconds, parts)
 
     def of_stage(self, sizes: Mapping[str, Array], cut: Cut) -> dict[str, Array]:
-        """Return the sizes of a stage: as many layers in all as if each had its own."""
+        """Return the sizes for a stage; its graph takes the total number of layers."""
         assert self.layers is not None
         return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
 
 
 def _by_place(peaks_: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the bytes of stages, those in the middle as one."""
+    """Return bytes by stage, with one entry for all middle stages."""
     found = {"first": peaks_["first"]}
     between = [peaks_[name] for name in ("middle", "less") if name in peaks_]
     if between:
@@ -353,7 +352,7 @@ def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _whole_step(schedule: str, kinds: int) -> Evaluated:
-    """Return the seconds of a step of a pipeline, in those of its stages."""
+    """Return the seconds of a pipelined step in terms of its stages' seconds."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
     starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
@@ -363,7 +362,7 @@ def _whole_step(schedule: str, kinds: int) -> Evaluated:
 
 
 def _of_few(env: dict[str, Any], kinds: int) -> Array:
-    """Return the seconds of steps of 1F1B of as many ranks and as few micro-batches as each other."""
+    """Return the seconds of 1F1B steps with equal numbers of ranks and micro-batches."""
     ranks = [i for i in range(kinds) for _ in range(int(env[f"n{i}"][0]))]
     forward, backward = ([env[f"{way}{i}"] for i in ranks] for way in ("forward", "backward"))
     passes: Array = of_few(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
@@ -375,14 +374,14 @@ def _of_few(env: dict[str, Any], kinds: int) -> Array:
 
 @lru_cache(maxsize=64)
 def _waits(schedule: str) -> Evaluated:
-    """Return how many sends are waited for: what a step takes whose stages do nothing."""
+    """Return the number of exposed sends: the step time if stages take no time."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = Waiting((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
     return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
 
 
 def _sent_as(work: Work) -> str | None:
-    """Return what a collective or a send is called among the parts of the time, None for what a device does alone."""
+    """Return a collective's or send's name among the parts of the time, None for other work."""
     if isinstance(work.op.kind, Send):
         return f"send over {work.op.kind.axis}"
     return None if work.collective is None else f"{work.collective.collective} over {work.collective.axis}"
@@ -391,19 +390,19 @@ def _sent_as(work: Work) -> str | None:
 # -- structures --------------------------------------------------------------------------------------------------------
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
-#: What structures differ in beside degrees.
+#: Choices other than degrees.
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
-#: Further symbols: groups of layers of a rank, and the last of the ranks that have the most layers.
+#: Further symbols: model chunks per rank, and the last rank with the most layers.
 _MORE = ("virtual", "rank")
 _MOST_KEPT = 32  # structures
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What changes the graph: plans of one structure differ in numbers that its formulas are in.
+    """The choices that change the graph: plans of one structure share closed forms.
 
-    A degree is 1, which takes its collectives out of the graph, None where it is open, or a number where no formula
-    holds with it open. Of tensor parallelism it may be a name: the degree is a multiple of that dimension.
+    A degree is 1, which removes its collectives from the graph, None if it is symbolic, or a number if no formula holds
+    symbolically. A tensor-parallel degree may name a dimension, of which it is a multiple.
     """
 
     zero: int
@@ -416,14 +415,14 @@ class Structure:
     ep: int | None = 1
     accumulate: int | None = 1
     schedule: str = ""
-    """of a pipeline, else nothing"""
+    """of a pipeline, else empty"""
     precision: str = ""
     offload: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    """of dp, cp and ep, some with which ZeRO splits the axes that it does; none where these are the longest"""
+    """dp, cp and ep for which ZeRO shards the same axes; empty if these are the longest"""
 
     def like(self) -> Structure:
-        """Return that of which the graphs are the same: schedules may differ only in what waits."""
+        """Return the structure with the same graphs: schedules may differ only in in-flight micro-batches."""
         if self.pp == 1:
             return self
         own = _differs(self.schedule)
@@ -431,13 +430,13 @@ class Structure:
 
 
 def _differs(schedule: str) -> tuple[bool, ...]:
-    """Return what of a schedule changes graphs: gradients of weights apart, groups of layers, where these turn."""
+    """Return the graph-relevant traits of a schedule: split backward, virtual stages, folded, bidirectional."""
     made = SCHEDULES[schedule]
     return Order(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
 
 
 class _Last(dict[Structure, list[Kind]]):
-    """Keeps what was put in last: graphs are large."""
+    """Keeps the most recent entries: graphs are large."""
 
     def __setitem__(self, key: Structure, value: list[Kind]) -> None:
         super().__setitem__(key, value)
@@ -447,57 +446,57 @@ class _Last(dict[Structure, list[Kind]]):
 
 @dataclass
 class Derived:
-    """What is derived for a family: it stays with the model until that is changed, or asked for another family."""
+    """Results cached on the model for one family."""
 
     steps: dict[tuple[str, str, int | None], Graph] = field(default_factory=dict)
     states: dict[str, StateBytes] = field(default_factory=dict)
     """bytes by precision"""
     kinds: dict[Structure, list[Kind]] = field(default_factory=_Last)
-    """of structures with different graphs, what their ranks take"""
+    """costs by structure, for structures with different graphs"""
 
 
 @dataclass(frozen=True)
 class Policies:
-    """How collectives of all plans of a search are run."""
+    """Communication policies, common to all plans of a search."""
 
     overlap: str
     """none, ideal or streams"""
     charge_all: bool = False
-    """whether plans of too many ops for streams are charged all collectives, where nobody asked for streams"""
+    """whether to charge all collectives of plans with too many ops for streams, if streams are the default"""
     reduce_each: bool | None = None
-    """whether each micro-batch reduces gradients; by default as a structure does"""
+    """whether each micro-batch reduces its gradients; by default it depends on the structure"""
 
 
 @dataclass
 class Family:
-    """Steps of training of one model on one device, and the formulas of its structures."""
+    """Training steps for one model and one device type, with closed forms by structure."""
 
     model: Graph
     batch: str
-    """name of the dimension of the batch"""
+    """batch dimension"""
     hardware: Hardware
     fallback: Fallback
     policies: Policies
     system: str
-    """torch or megatron, as `parallelize` has it"""
+    """torch or megatron, as in `parallelize`"""
     hold: bool
-    """whether the backward pass has what a split sequence has gathered"""
+    """whether all-gathered activations are saved for the backward pass"""
     options: Mapping[str, Any]
-    """of `training_step`"""
+    """arguments of `training_step`"""
     precisions: Mapping[str, Any]
-    """policies by their names"""
+    """policies by name"""
     dims: Mapping[str, Any]
-    """sizes, all but that of the batch"""
+    """sizes, except the batch"""
     placed: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    """by degrees, those of which the axes that ZeRO splits are taken"""
+    """by degrees, the representative degrees with the same axes sharded by ZeRO"""
     first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    """by axes, the first degrees with which ZeRO splits these"""
+    """by axes, the first degrees with which ZeRO shards them"""
     unsplit: dict[int, str] = field(default_factory=dict)
-    """why the model is not split over ranks of `tp`, by their number"""
+    """why the model cannot be split over `tp` ranks, by degree"""
 
     @cached_property
     def derived(self) -> Derived:
-        """What is derived already, by an earlier search as well; a function that makes the loss may make another."""
+        """Cached results, shared with earlier searches; a loss function may build another graph on each call."""
         if callable(self.options["loss"]):
             return Derived()
         asked = self.batch, self.hardware, self.fallback, self.system, self.policies.reduce_each, self.hold
@@ -513,13 +512,13 @@ class Family:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Names of the degrees as dimensions, which are none of the model."""
+        """Dimension names for the degrees, distinct from the model's."""
         known, every = known_names(self.model), (*DEGREES, *_MORE)
         return {d: next(n for i in range(len(known) + 1) if (n := d + "_" * i) not in known) for d in every}
 
     @cached_property
     def layers(self) -> str | None:
-        """Name of the number of layers, None where a pipeline has nothing to cut: a loop of a count that is a name."""
+        """Dimension that counts layers, None if the model has no loop with a named count to cut into stages."""
         loops = [op.loop for op in self.model.ops if op.loop is not None and op.loop.starts]
         names = sorted(loops[0].count.names()) if len(loops) == 1 else []
         return names[0] if len(names) == 1 and self.size(names[0]) is not None else None
@@ -530,12 +529,12 @@ class Family:
         return (None if self.layers is None else self.size(self.layers)) or 1
 
     def size(self, name: str) -> int | None:
-        """Return what a dimension of the model is bound to."""
+        """Return the size of a model dimension."""
         found = self.dims.get(name, self.model.defaults.get(name))
         return None if found is None else size_of(f"search: {name}", found)
 
     def sizes(self, degrees: Mapping[str, Any], structure: Structure) -> dict[str, Any]:
-        """Return what the formulas are in, for degrees: their batch is that of all ranks, of one micro-batch."""
+        """Return the sizes in the closed forms; the batch is one micro-batch on all ranks."""
         found = {self.names[d]: n for d, n in degrees.items() if d in self.names}
         if isinstance(structure.tp, str):
             found[self.names["tp"]] = degrees["tp"] // self.size(structure.tp)
@@ -544,15 +543,15 @@ class Family:
         return {**found, self.batch: degrees["micro_batch"] * degrees["dp"] * degrees["ep"]}
 
     def turn(self, pp: Array) -> Array:
-        """Return the last rank but one with the most layers."""
+        """Return the last middle rank with the most layers."""
         found: Array = np.maximum(pp - np.maximum(-(-self.depth // pp) * pp - self.depth, 2), 1)
         return found
 
     def cuts(self, structure: Structure, pp: Array) -> dict[str, Cut]:
-        """Return the layers of the kinds of stages that there are, and how many stages are of each.
+        """Return the kinds of stages, each with layers per stage and number of stages.
 
-        Where layers are no multiple of the stages, the last one has one less, then the first one, which have more to do
-        beside layers, then middle ones, the last of them first.
+        If the stages do not divide the layers, the last stage has one layer less, then the first (both have other work
+        as well), then middle stages from the last.
         """
         if structure.pp == 1:
             return {"all": Cut(np.ones_like(pp), np.ones_like(pp))}
@@ -568,12 +567,12 @@ class Family:
         return {name: cut for name, cut in found.items() if cut.alike.any()}
 
     def structure(self, point: Any, tensor: int | str | None, **choices: Any) -> Structure:
-        """Return the structure of what has all degrees, as a plan does."""
+        """Return the structure for a plan's degrees and choices."""
         found: dict[str, Any] = {d: 1 if getattr(point, d) == 1 else None for d in DEGREES if d != "tp"}
         return Structure(tp=tensor, ranks=self.ranks(point) if choices["zero"] else (), **found, **choices)
 
     def ranks(self, point: Any) -> tuple[int, ...]:
-        """Return degrees with which ZeRO splits the axes that it does with those of a point; none if the longest."""
+        """Return representative degrees with the same axes sharded by ZeRO; empty if these are the longest."""
         every = point.dp, point.cp, point.ep
         if every not in self.placed:
             each = [(n, sizes) for n in (every[0] * every[1], prod(every)) for sizes in self.uneven]
@@ -584,14 +583,14 @@ class Family:
 
     @cached_property
     def uneven(self) -> list[tuple[float, ...]]:
-        """Sizes of parameters of several axes, without end where one is open."""
+        """Sizes of parameters with several axes, infinity for symbolic ones."""
         params = (t for t in self.model.tensors if t.role == "param" and t.producer is None)
         known = {name: poly(n) for name, n in self.model.defaults.items()}
         sizes = ([n.bind(known).constant for n in t.sizes[t.storage.pieces :]] for t in params)
         return sorted({tuple(inf if n is None else float(n) for n in ns) for ns in sizes if len(ns) > 1})
 
     def step(self, structure: Structure) -> Graph:
-        """Return the step of all devices together."""
+        """Return the training step of all devices together."""
         times = structure.accumulate
         key = structure.precision, structure.checkpoint, times
         steps = self.derived.steps
@@ -603,7 +602,7 @@ class Family:
         return steps[key]
 
     def split(self, graph: Graph, structure: Structure) -> Graph:
-        """Return the graph of a rank."""
+        """Return the per-rank graph."""
         degrees = {d: self.degree(d, structure) for d in DEGREES if d != "accumulate"}
         if structure.pp != 1:
             degrees |= {"micro_batches": self.degree("accumulate", structure), "schedule": structure.schedule}
@@ -615,12 +614,12 @@ class Family:
             return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
 
     def reduces_each(self, structure: Structure) -> bool:
-        """Whether each micro-batch reduces gradients: by default if ranks keep no whole ones, and not in a pipeline."""
+        """Whether each micro-batch reduces its gradients; by default with ZeRO-2 and ZeRO-3 without a pipeline."""
         asked = self.policies.reduce_each
         return structure.zero >= 2 and structure.pp == 1 if asked is None else asked
 
     def policy_text(self) -> str:
-        """Return the policies of all plans of a search, in words."""
+        """Return the policies of a search, in words."""
         asked = self.policies.reduce_each
         gradients = f"reduced {'in each' if asked else 'behind the last'} micro-batch"
         if asked is None and self.system == "torch":  # Megatron has neither of them
@@ -631,9 +630,9 @@ class Family:
 
     @contextmanager
     def at_ranks(self, graph: Graph, structure: Structure) -> Iterator[None]:
-        """Have the axes of a graph split that the ranks of a structure divide."""
+        """Make ZeRO choose the axes that it shards with a structure's degrees."""
         given, ranks = graph.defaults, zip(("dp", "cp", "ep"), structure.ranks, strict=False)
-        if structure.ranks:  # what is stated anew has what was derived of a graph forgotten
+        if structure.ranks:  # assigning defaults clears the graph's caches
             graph.defaults = {**given, **{self.names[d]: n for d, n in ranks}}
         try:
             yield
@@ -642,7 +641,7 @@ class Family:
                 graph.defaults = given
 
     def degree(self, name: str, structure: Structure) -> object:
-        """Return a degree of a structure, as parallelize takes it."""
+        """Return a structure's degree as an argument for parallelize."""
         found = getattr(structure, name)
         if isinstance(found, str):
             return symbol(found) * symbol(self.names[name])
@@ -650,7 +649,7 @@ class Family:
 
     @collection_paused()
     def forms(self, structure: Structure) -> Forms:
-        """Derive what ranks of a structure take, of graphs that are derived already if these are the same."""
+        """Derive the closed forms of a structure; structures with the same graphs share them."""
         like, kinds = structure.like(), self.derived.kinds
         if like not in kinds:
             rank = self.split(self.step(structure), like)
@@ -663,12 +662,12 @@ class Family:
         return Forms(dict(self.waiting(structure, own)), self.names, self.layers)
 
     def waiting(self, structure: Structure, kinds: Sequence[Kind]) -> Any:
-        """Yield the kinds of stages by name, each with what waits there under a schedule."""
+        """Yield the kinds of stages by name, each with its in-flight micro-batches under the schedule."""
         made = SCHEDULES[structure.schedule]
         p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
         turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual"))
         order = Order(structure.schedule, p, m, groups if made.chunks is None else poly(made.chunks))
-        # a folded pipeline ends where it has begun, one that goes both ways at both ends
+        # a folded pipeline ends on its first rank, a bidirectional one on both ends
         both = made.both_ways
         ranks = {
             "first": Stage("first", (ZERO,), ONE, ONE, first=True, last=made.folded),
@@ -684,12 +683,12 @@ class Family:
             yield name, found
 
     def formed(self, rank: Graph, structure: Structure) -> Kind:
-        """Derive what a rank takes; the number of layers of a stage stays open."""
+        """Derive the costs of a rank; the number of layers per stage stays symbolic."""
         known, waiting = known_names(rank), rank.waiting
         left = () if structure.pp == 1 else (self.layers,)
         if left:
             assert waiting is not None
-            rank.waiting = replace(waiting, first=(), later=(), asked=())  # schedules have their own
+            rank.waiting = replace(waiting, first=(), later=(), asked=())  # set for each schedule
         own = {*left, *self.names.values()}
         rank.defaults = {name: n for name, n in rank.defaults.items() if name not in own}
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
@@ -698,16 +697,16 @@ class Family:
 
     @cached_property
     def rings(self) -> Rings | None:
-        """Times over rings of the network, where it is a torus."""
+        """Ring times of a torus network, None for other networks."""
         torus = self.hardware.cluster is not None and self.hardware.cluster.torus
         return Rings(self.hardware) if torus else None
 
     def poly(self, name: str, structure: Structure) -> Poly:
-        """Return a degree of a structure."""
+        """Return a degree as a polynomial."""
         return poly(self.degree(name, structure))
 
     def state(self, structure: Structure) -> StateBytes:
-        """Return the bytes of parameters, gradients and states: those of any step of the same number formats."""
+        """Return the bytes of parameters, gradients and states, which depend only on the precision."""
         name = structure.precision
         states, steps = self.derived.states, self.derived.steps
         if name not in states:
@@ -717,11 +716,11 @@ class Family:
         return states[name]
 
     def least(self, structure: Structure, degrees: Mapping[str, Any]) -> Any:
-        """Return bytes that no rank of a structure is below: parameters, gradients and states in equal parts."""
+        """Return a lower bound for a rank's memory: equal shards of parameters, gradients and states."""
         found = self.state(structure)
         ranks = degrees["tp"] * degrees["pp"] * degrees["ep"]
         split = ranks * degrees["dp"] * degrees["cp"]
-        # gradients go to where their updates are as they are made
+        # gradients are offloaded with the optimizer
         places = {"parameters": {3}, "optimizer": {1, 2}}
         away = {stage for name in structure.offload for stage in places.get(name, ())}
         by_stage = zip((3, 2, 1), (found.params, found.gradients, found.state), strict=True)
@@ -729,7 +728,7 @@ class Family:
         return sum((amount / (split if structure.zero >= stage else ranks) for stage, amount in kept), 0 * ranks)
 
     def goes_over(self, batch: int) -> tuple[int, str]:
-        """Return the tokens of a step, or its samples, and which of both."""
+        """Return a step's number of tokens, or else samples, and the unit."""
         amount, unit = goes_over(self.model, poly(symbol(self.batch)))
         known = bindings(self.model, {**self.dims, self.batch: batch})
         left = [name for name in sorted(known_names(self.model)) if name not in known or known[name].constant is None]
@@ -740,10 +739,10 @@ class Family:
         return int(count), unit
 
     def tensor(self, tp: int) -> int | str | None:
-        """Return how a degree of tensor parallelism can be asked for: None where open, itself, or 0 where not at all.
+        """Return how to express a tensor-parallel degree: None (symbolic), a name, a number, or 0 (impossible).
 
-        Of fewer heads of keys and values than ranks the graph is another one: where the degree is a multiple of a
-        dimension that says how many, that is asked for, which is one graph for all of these.
+        With fewer KV heads than ranks the graph is different. If the degree is a multiple of a dimension, such as the
+        number of KV heads, its name covers all such degrees with one graph.
         """
         if tp == 1:
             return 1
@@ -765,7 +764,7 @@ class Family:
         return 0
 
     def experts(self) -> bool:
-        """Whether the model has experts that ranks may have some of."""
+        """Whether the model has experts to split."""
         try:
             self.split(self.model, Structure(0, False, "none", ep=None))
         except CostGraphError:
@@ -774,25 +773,24 @@ class Family:
 
 
 def _split(sizes: tuple[float, ...], ranks: int) -> int:
-    """Return which axis some ranks split: the longest that they divide, or the longest."""
+    """Return the axis that ZeRO shards: the longest that the ranks divide, or the longest."""
     return max(range(len(sizes)), key=lambda i: (sizes[i] == inf or not sizes[i] % ranks, sizes[i], -i))
 
 
-# -- dividing ----------------------------------------------------------------------------------------------------------
-# What is divided: the dimension of the batch, and which degrees divide what a structure has split.
+# -- divisibility ------------------------------------------------------------------------------------------------------
 
 _AXES = ("dp", "cp", "tp", "ep")
 
 
 def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> Any:
-    """Return at which degrees ranks have whole parts of what is split: graphs of others are against their sizes."""
+    """Return a mask of degrees that divide all sharded axes."""
     graph = family.step(structure)
     known = {name: poly(n) for name, n in {**graph.defaults, **family.dims}.items()}
     own = {axis: family.degree(axis, structure) for axis in _AXES}
     try:
         with family.at_ranks(graph, structure):
             found = {p.bind(known) for p in shares(graph, own, structure.zero, structure.sequence, family.system)}
-    except CostGraphError:  # whoever derives it says why
+    except CostGraphError:  # raised again when the structure is derived
         found = set()
     sizes = family.sizes(degrees, structure)
     value, out = Values(sizes), np.True_
@@ -802,7 +800,7 @@ def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> A
 
 
 def batch_of(model: Graph) -> str:
-    """Return the name of the dimension of the batch: the first axis of all inputs."""
+    """Return the batch dimension's name: the first axis of all inputs."""
     firsts = {t.sizes[0] for t in model.tensors if t.producer is None and t.role == "input" and t.ndim}
     names = {name for n in firsts for name in n.names()}
     if len(names) != 1 or firsts != {poly(symbol(*names))}:

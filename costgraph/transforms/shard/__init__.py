@@ -1,1 +1,1 @@
-"""Sharding: from the graph of all devices to the graph of one rank."""
+"""Sharding: build the per-rank graph from that of all devices."""

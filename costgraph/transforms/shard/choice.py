@@ -1,4 +1,4 @@
-"""Which axes of an op a mesh splits: one choice for all kinds, made from their rule of placement."""
+"""Sharding propagation: choose which axes of an op the mesh splits, by the sharding rule of its kind."""
 
 from __future__ import annotations
 
@@ -49,66 +49,66 @@ __all__ = [
 ]
 
 
-# -- choice ------------------------------------------------------------------------------------------------------------
+# -- sharding choice ---------------------------------------------------------------------------------------------------
 
-#: An operand that is moved: its place, the axis of the mesh, and why.
+#: A redistributed operand: its index, the mesh axis, and the reason.
 Moved = tuple[int, str, str]
 
 
 @dataclass
 class Given:
-    """An operand as it lies before the op."""
+    """An operand and its placement before the op."""
 
     at: Placement | None
-    """Its placement; None of one that lies wherever it is wanted, as it is made for this reader."""
+    """None if it is created for this reader, at any placement."""
     gathered: Collection[str] = ()
-    """Axes of the mesh along which it is put together for its readers: those of a parameter under ZeRO-3."""
+    """Mesh axes along which it is gathered for its readers: a parameter under ZeRO-3."""
     stays: bool = False
-    """Whether it stays where it is, and what is computed with it comes to it: a parameter."""
+    """Whether it is a parameter, to which the other operands are redistributed."""
     name: str = ""
-    """What it is called."""
+    """The tensor's name."""
     stated: bool = False
-    """Whether it lies where somebody has said: what meets it is moved."""
+    """Whether its placement is stated, so that other operands are redistributed."""
     repeated: Collection[int] = ()
-    """Its axes along which it is the same again and again, without a copy."""
+    """Axes along which it is expanded without a copy."""
     zero: bool = False
-    """Whether it is nothing but zeros, so that all ranks together hold it if each of them does."""
+    """Whether it is all zeros, and thus a valid partial sum."""
 
 
 @dataclass
 class Choice:
-    """What an op wants of its operands, and where its results lie."""
+    """The placements that an op requires for its operands, and those of its results."""
 
     operands: list[Placement | None]
-    """Of each; None of one that is taken as it lies."""
+    """None for an operand that is used with any placement."""
     results: list[Placement]
     extents: dict[str, Poly]
-    """Size of each name of the rule on one rank."""
+    """Local size of each name in the rule."""
     ranks: dict[str, str]
-    """The axis of the mesh that splits a name that the results leave out."""
+    """The mesh axis that splits a contracted name."""
     spread: dict[str, Factors]
-    """Parts of each name of the rule."""
+    """Factors by name."""
     moved: list[Moved] = field(default_factory=list)
-    """Operands that are put together although the op has no use for it: place, axis of the mesh, and why."""
+    """Operands that are gathered although the op does not need it."""
 
 
 class _Op:
-    """The rule of one op with what it is given, and what is chosen of it so far."""
+    """The sharding rule of an op, its operands, and the choices made so far."""
 
     def __init__(self, rule: Split, given: Sequence[Given], mesh: Mesh) -> None:
         self.rule, self.given, self.mesh = rule, given, mesh
         self.parts: list[dict[str, Factors] | None] = [self._parts(i) for i in range(len(given))]
         self.moved: list[Moved] = []
         self.stated: set[str] = set()
-        """Axes of the mesh along which a parameter stays, or a placement is asked for: what else there is moves."""
+        """Mesh axes decided by a parameter or a requested placement."""
         self.lying: set[str] = set()
-        """Those along which a tensor lies where somebody has said: what is only made moves."""
+        """Mesh axes decided by another stated placement, which takes precedence over inferred ones."""
         kept = {n for result in rule.results for dim in result for n in dim}
         self.free = {n for n in rule.extents if n not in rule.whole and (n in kept or n in rule.reduced)}
         self.kept = kept
 
     def _parts(self, i: int) -> dict[str, Factors] | None:
-        """Return of each name the parts that an operand has of it."""
+        """Return the factors of each name in an operand."""
         labels, at = self.rule.operands[i], self.given[i].at
         if labels is None or at is None:
             return None
@@ -120,7 +120,7 @@ class _Op:
         return out
 
     def names(self, axis: str, wanted: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, list[int]]:
-        """Return the names that an axis of the mesh splits, with the operands in which it does."""
+        """Return the names that a mesh axis splits, with the indices of the operands in which it does."""
         out: dict[str, list[int]] = {}
         if self.same_on(axis, wanted):
             self.stated.add(axis)
@@ -144,24 +144,24 @@ class _Op:
         return {n: at for n, at in out.items() if n not in self.rule.once or self.alone(n, axis, taken)}
 
     def same_on(self, axis: str, wanted: Mapping[str, str]) -> bool:
-        """Whether ranks along an axis have the same part of a parameter that others of the axes together split."""
+        """Whether ranks along an axis replicate a parameter that other members of a joint axis split."""
         stay = [g.at.axes for g in self.given if g.stays and g.at is not None]
         return any(axis not in axes and self.mesh.beside(axis) & {*axes} for axes in (*stay, wanted))
 
     def alone(self, name: str, axis: str, taken: Mapping[str, str]) -> bool:
-        """Whether nothing else splits a name but axes that are one together with this one."""
+        """Whether only axes that are joint with this one split a name already."""
         before = [a for a, n in taken.items() if n == name]
         return not before or self.mesh.begins([*before, axis])
 
     def reduced(self, name: str, axis: str) -> bool:
-        """Whether a part of a sum has an axis, so that it may be reduced into parts of that."""
+        """Whether a partial sum has an axis into which it may be reduce-scattered."""
         both = zip(self.rule.operands, self.given, strict=True)
         return any(labels and (name,) in labels and g.at is not None and axis in g.at.pending for labels, g in both)
 
     def paired(self, axis: str, names: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
-        """Return the names that may be split: along an axis of rows in the order of each rank, what goes with them."""
+        """Return the names that may be split; along a mesh axis of rank-local rows, those paired with rows."""
         rows = [n for n, dim in self.rule.fixed.items() if axis in dim]
-        if not rows:  # along others, updates of a row would lie on several ranks
+        if not rows:  # along other mesh axes, updates of one row would be on several ranks
             return {n: at for n, at in names.items() if self.rule.reduced.get(n) != "own"}
         if self.rule.paired:
             return {n: at for n, at in names.items() if n in self.rule.paired}
@@ -171,18 +171,18 @@ class _Op:
         return {name: []}
 
     def unmade(self, name: str) -> bool:
-        """Whether only operands have an axis that are made for this reader, so that it may be split for nothing."""
+        """Whether only operands created for this reader have a name, so that splitting it is free."""
         having = [g for labels, g in zip(self.rule.operands, self.given, strict=True) if labels and (name,) in labels]
         return bool(having) and all(g.at is None for g in having)
 
     def even(self, name: str, axis: str, taken: Mapping[str, str]) -> bool:
-        """Whether the parts of a name may be equal; of numbers that is known."""
+        """Whether a name can be split evenly; unknown sizes can."""
         parts = prod((self.mesh[a] for a, n in taken.items() if n == name), start=self.mesh[axis])
         size = (self.rule.extents[name] / parts).constant
         return size is None or (isinstance(size, int) and size >= 1)
 
     def fits(self, name: str, axis: str) -> bool:
-        """Whether what is left out can be reduced into what it is added to."""
+        """Whether a contracted name leaves the same partial sum as the accumulator holds."""
         into = self.rule.into
         if into is None or name in self.kept:
             return True
@@ -190,7 +190,7 @@ class _Op:
         return base.zero or (base.at is not None and base.at.pending.get(axis) == self.rule.reduced[name])
 
     def pick(self, axis: str, names: Mapping[str, list[int]], wanted: Mapping[str, str]) -> str | None:
-        """Choose one of several names: that of a parameter that stays, that which is asked for, one of a result."""
+        """Choose a name: a parameter's first, then the requested one, then a result's."""
         if not names:
             return None
         stay = [n for n, at in names.items() if any(self.given[i].stays for i in at)]
@@ -204,10 +204,10 @@ class _Op:
         return name
 
     def conflicts(self, operands: Sequence[Placement | None], chosen: Mapping[str, str]) -> Iterator[Moved]:
-        """Yield the operands that are moved although nothing that is stated asks for it: where, along what, and why.
+        """Yield redistributed operands that no stated placement asks for.
 
-        What lacks the axis that the op is split along has to be whole for it, as keys have for queries. Rows that
-        ranks have ordered are where their experts want them, and what goes with them comes to them.
+        An operand without the axis along which the op is sharded must be whole, as keys for queries. Rank-local rows
+        go to their experts, and their partners follow.
         """
         if self.rule.fixed:
             return
@@ -227,16 +227,16 @@ class _Op:
                     yield i, axis, self.against(i, axis)
 
     def against(self, i: int, axis: str) -> str:
-        """Return what else an axis of the mesh splits than an operand wants, in words."""
+        """Return why an operand cannot keep its sharding along a mesh axis, in words."""
         others = (g for j, g in enumerate(self.given) if j != i and g.at is not None and axis in g.at.axes)
         other = next(others, None)
         return "its parts cannot stay" if other is None else f"{other.name!r} is split along it otherwise"
 
     def pending(self, axis: str) -> str | None:
-        """Return how operands that are all parts of a sum are to be reduced, None where they are not.
+        """Return the reduction of operands that are all partial along an axis, None if they are not.
 
-        In a product it is one of them, of which ranks with the same part of it have a part of the sum each: what heads
-        of queries add to the gradient of the one that they share is reduced where that of a parameter is.
+        In a product, one operand is partial and the other is sharded along joint axes: the gradients of a shared KV
+        head from its query heads are reduced with that of the parameter.
         """
         if self.rule.into is not None:
             return self.added(axis, self.rule.into)
@@ -249,16 +249,16 @@ class _Op:
         read = {n for labels in self.rule.operands if labels for names in labels for n in names}
         axes = [names for result in self.rule.results for names in result if names and not read & {*names}]
         if any(self.rule.extents[n] != ONE for names in axes for n in names):
-            return None  # it is repeated along an axis: less is reduced before
+            return None  # the result is expanded along an axis: reduce fewer bytes, before it
         for i, given in enumerate(self.given):
             if self.rule.operands[i] is None or given.zero:
                 continue
             found.add(given.at.pending.get(axis) if given.at is not None else None)
         how = found.pop() if len(found) == 1 else None
-        return how if how in ("sum", "mean") else None  # the largest of a difference is none of the largest
+        return how if how in ("sum", "mean") else None  # a maximum does not commute with differences
 
     def added(self, axis: str, into: int) -> str | None:
-        """Return how terms are to be reduced that are added to nothing, or to a part of the same sum."""
+        """Return the reduction for a term added to zeros or to a partial sum of the same kind."""
         base, term = self.given[into], self.given[-1].at
         how = None if term is None else term.pending.get(axis)
         fits = base.zero or (base.at is not None and base.at.pending.get(axis) == how)
@@ -266,9 +266,9 @@ class _Op:
 
 
 def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
-    """Decide for each axis of a mesh which name of an op's rule, by which its axes belong together, it splits.
+    """Choose for each mesh axis the name of an op's sharding rule that it splits.
 
-    `wanted` are names that are preferred, by axis of the mesh: where the result is asked to lie.
+    `wanted` gives preferred names by mesh axis, from the placement requested for the result.
     """
     op = _Op(rule, given, mesh)
     chosen: dict[str, str] = {}
@@ -308,10 +308,10 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
 
 
 def _spread(name: str, axes: Sequence[str], op: _Op) -> Factors:
-    """Return the parts of a name: as the operand has them that has most of the chosen axes, the others within them."""
+    """Return a name's factors: those in the operand with most of the chosen axes, with the others inside."""
     if not axes:
         return ()
-    if name in op.rule.once:  # rows that a rank looks up stand beside each other
+    if name in op.rule.once:  # gathered rows are concatenated
         return tidy((*axes, op.rule.extents[name] / prod((op.mesh[a] for a in axes), start=ONE)))
     found = [p[name] for p in op.parts if p is not None and p.get(name)]
     best = max(found, key=lambda dim: sum(a in dim for a in axes), default=())
@@ -330,19 +330,19 @@ def _spread(name: str, axes: Sequence[str], op: _Op) -> Factors:
 
 
 def _dim(names: Sequence[str], spread: Mapping[str, Factors], extents: Mapping[str, Poly]) -> Factors:
-    """Return the parts of an axis that several names make up."""
+    """Return the factors of an axis that several names make up."""
     return tidy(f for n in names for f in (spread[n] or (extents[n],)))
 
 
-# -- positions ---------------------------------------------------------------------------------------------------------
-# Axes of positions on a mesh: the queries of a domain in blocks, each of them with all keys.
+# -- domains -----------------------------------------------------------------------------------------------------------
+# Attention domains on a mesh: queries are split into blocks, and each block sees all keys.
 
 K = TypeVar("K", bound=OpKind)
 Names = tuple[str, ...]
 
 
 def restricted(rule: Split, op: Op, given: Sequence[Placement | None]) -> Split:
-    """Return the rule with the keys of a domain whole, and queries in blocks, whole if a rank could not have one."""
+    """Return the rule with the keys of a domain whole, and queries in contiguous blocks or whole."""
     found, blocks = set(rule.whole), set(rule.consecutive)
     for own, seen in _positions(op, rule):
         found |= {*seen}
@@ -360,15 +360,15 @@ def restricted(rule: Split, op: Op, given: Sequence[Placement | None]) -> Split:
 
 
 def queries(op: Op, rule: Split, choice: Choice) -> frozenset[str]:
-    """Return the axes of the mesh that split queries of a domain."""
+    """Return the mesh axes that split queries of a domain."""
     names = {n for own, _ in _positions(op, rule) for n in own}
     return frozenset(f for n in names for f in choice.spread[n] if isinstance(f, str))
 
 
 def of_keys(rule: Split, choice: Choice, params: Sequence[bool]) -> Placement | None:
-    """Return where a sum over the queries of all ranks belongs: each key has it on the rank of its own query.
+    """Return the placement of a sum over all ranks' queries: keys are sharded like their queries.
 
-    Queries and keys are axes of as many positions of one operand that is no parameter: of gradients of scores.
+    Queries and keys are axes with equal length in one operand that is not a parameter: the gradient of scores.
     """
     if len(choice.results) != 1:
         return None
@@ -384,7 +384,7 @@ def of_keys(rule: Split, choice: Choice, params: Sequence[bool]) -> Placement | 
 
 
 def _beside(own: str, rule: Split, params: Sequence[bool]) -> Names | None:
-    """Return the axis of an operand that is as long as another one of it, the nearest."""
+    """Return the nearest axis of the same operand with an equal length."""
     for labels, param in zip(rule.operands, params, strict=True):
         if labels is None or param or (own,) not in labels:
             continue
@@ -396,7 +396,7 @@ def _beside(own: str, rule: Split, params: Sequence[bool]) -> Names | None:
 
 
 def of_rank(kind: K, rule: Split, choice: Choice, mesh: Mesh) -> K:
-    """Return the record of an op with its domain as a rank has it."""
+    """Return the kind of an op with its local domain."""
     if isinstance(kind, Einsum) and kind.domain is not None:
         domain, query, key = kind.domain
         return replace(kind, domain=(_over(domain, choice.spread[query], mesh), query, key))
@@ -406,7 +406,7 @@ def of_rank(kind: K, rule: Split, choice: Choice, mesh: Mesh) -> K:
 
 
 def at_places(kind: K, at: Placement, mesh: Mesh) -> K:
-    """Return the record of an op that says by their places which axes of its result are restricted."""
+    """Return the kind of an op whose result is restricted, with its local domain."""
     if isinstance(kind, Expand | Absent) and kind.domain is not None:
         domain, query, key = kind.domain
         return replace(kind, domain=(_over(domain, at.dims[query], mesh), query, key))
@@ -414,7 +414,7 @@ def at_places(kind: K, at: Placement, mesh: Mesh) -> K:
 
 
 def _positions(op: Op, rule: Split) -> Iterator[tuple[Names, Names]]:
-    """Yield the names of queries and of keys of domains that an op has to do with."""
+    """Yield the names of queries and keys in an op's domains."""
     for labels, t in (*zip(rule.operands, op.operands, strict=True), *zip(rule.results, op.results, strict=True)):
         if t.domain is not None and labels is not None:
             yield labels[t.domain[1]], labels[t.domain[2]]
@@ -429,7 +429,7 @@ def _as_many(rule: Split, own: str, seen: Names) -> bool:
 
 
 def _in_blocks(dim: Factors) -> bool:
-    """Whether each rank has positions that follow each other."""
+    """Whether each rank has consecutive positions."""
     return all(isinstance(f, str) for f in dim[:-1])
 
 
@@ -441,69 +441,69 @@ def _over(domain: Domain, dim: Factors, mesh: Mesh) -> Domain:
     return replace(domain, ranks=tuple((f, mesh[f]) for f in dim if isinstance(f, str)))
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-# Rows that each rank has ordered for itself: where positions in them mean something, and which tensors have them.
+# -- rank-local rows ---------------------------------------------------------------------------------------------------
+# Tokens that each rank has sorted by expert: indices into them are valid on one rank only.
 
-#: Kinds that hand positions on as they are.
+#: Kinds that forward indices unchanged.
 _SAME = (Keep, StopGradient, Rearrange)
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Choices of experts that were ordered together."""
+    """Expert choices that were sorted together."""
 
     experts: Poly
-    """among how many"""
+    """number of experts"""
     chosen: Poly
-    """how many of them a token has"""
+    """experts chosen by each token"""
     rows: Poly
-    """choices of the tokens of one rank"""
+    """rows (token-expert pairs) of one rank"""
     owners: bool
-    """whether the expert of each row was asked for"""
+    """whether the expert of each row is requested"""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What integers say on one rank."""
+    """The meaning of an integer tensor on one rank."""
 
     what: str
-    """positions of tokens or of rows, ends of rows, owners: experts of rows, or nothing that is known"""
+    """tokens or rows (indices), ends (row offsets), owners (expert of each row), or nothing (unknown)"""
     factors: Factors
-    """parts of the axis that the positions are on"""
+    """factors of the indexed axis"""
     rows: Factors
-    """parts of the rows"""
+    """factors of the rows"""
     routing: Routing
-    """the choices that they are of"""
+    """the routing they belong to"""
     axis: str = ""
-    """the axis of the mesh along which rows are with their experts; empty where they are with their tokens"""
+    """the mesh axis along which rows are with their experts; empty if they are with their tokens"""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which axes of a tensor are rows in the order of a rank."""
+    """Axes of a tensor that are rows in rank-local order."""
 
     dims: frozenset[int]
-    """which"""
+    """indices of the axes"""
     routing: Routing
-    """the choices that they are of"""
+    """the routing they belong to"""
     axis: str = ""
-    """the axis of the mesh along which they are with their experts; empty where they are with their tokens"""
+    """the mesh axis along which rows are with their experts; empty if they are with their tokens"""
 
 
 class Rows:
-    """What of the tensors of a rank is in an order of its own."""
+    """Tracks tensors of one rank that are in rank-local order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.own: dict[Any, Own] = {}
-        """New tensors of integers that mean something on their rank alone."""
+        """New integer tensors that are valid on their rank only."""
         self.ordered: dict[Any, Order] = {}
-        """New tensors with rows in the order of their rank."""
+        """New tensors with rows in rank-local order."""
         self.ends: dict[tuple[Routing, Graph], Tensor] = {}
-        """Where the rows of each expert end, in a body."""
+        """Expert row offsets by body."""
 
     def stands_for(self, made: Tensor, t: Tensor) -> None:
-        """Note that a new tensor is another one elsewhere in the graph, a slice or a stack of it perhaps."""
+        """Note that a new tensor aliases another, or is a slice or a stack of it."""
         if t in self.own:
             self.own[made] = own = self.own[t]
             if own.what == "ends" and made.ndim == 1:
@@ -512,17 +512,17 @@ class Rows:
             order = self.ordered[t]
             self.ordered[made] = replace(order, dims=frozenset(i + made.ndim - t.ndim for i in order.dims))
 
-    # -- where rows are ----------------------------------------------------------------------------------------------
+    # -- row location ------------------------------------------------------------------------------------------------
 
     def asked(self, op: Op, given: Sequence[Any], table: Placement | None) -> tuple[str, Routing] | None:
-        """Return along which axis of the mesh an op wants rows with their experts, empty for none; None: no matter.
+        """Return the mesh axis along which an op needs rows with their experts; empty for none, None for either.
 
-        `table` is where parameters of experts lie: matrices of all of them, or rows that are looked up for each row.
+        `table` is the placement of expert parameters: matrices of all experts, or rows to look up.
         """
         kind, used = op.kind, _integers(op.kind, given)
         own = next((self.own[t] for t in used if t in self.own), None)
         if any(t in self.own and self.own[t].axis and not any(t is u for u in used) for t in given):
-            self.refuse(op)  # numbers of experts, or ends, of another rank's rows
+            self.refuse(op)  # expert indices or offsets of rows on another rank
         if own is not None and isinstance(kind, Indexed) and own.what != "owners":
             return "", own.routing
         axes = [o.axis for o in (self.own.get(t) or self.ordered.get(t) for t in given) if o is not None and o.axis]
@@ -533,7 +533,7 @@ class Rows:
         return axis, own.routing if own is not None else orders[0].routing
 
     def _experts(self, op: Op, own: Own, table: Placement) -> str:
-        """Return the axis of the mesh that splits experts and tokens, empty where none does both."""
+        """Return the mesh axis that splits both experts and tokens, empty if there is none."""
         parts = table.dims[0]
         found = [f for f in parts if isinstance(f, str) and f in _axes([own.rows])]
         if found and parts != self.experts(found[0], own.routing):
@@ -544,13 +544,13 @@ class Rows:
         return found[0] if found else ""
 
     def experts(self, axis: str, routing: Routing) -> Factors:
-        """Return the parts of an axis of experts that ranks have some of."""
+        """Return the factors of an expert axis that a mesh axis splits."""
         return tidy((axis, routing.experts / self.mesh[axis]))
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def rule(self, op: Op, rule: Split, given: Sequence[Any], axis: str) -> Split:
-        """Return the rule of an op where operands have an order of their own, with their experts along an axis."""
+        """Return the sharding rule of an op with rank-local operands."""
         kind = op.kind
         if isinstance(kind, Grouped | GroupedOuter):
             return self._grouped(op, kind, rule, given, axis)
@@ -566,7 +566,7 @@ class Rows:
                 self.refuse(op)
             fixed = {ids[0][0]: own.rows, names[0]: self.experts(axis, own.routing)}
             return replace(rule, fixed=fixed, once=frozenset(), local=lambda extents, ranks: kind)
-        # a target that is made for this op has no order yet
+        # a target that is created for this op has no order yet
         in_order = table in self.ordered or (isinstance(kind, Scatter) and not isinstance(table, Tensor))
         fits = own.what == ("rows" if table in self.ordered else "tokens") or (in_order and own.what == "rows")
         if others or kind.batch or not fits:
@@ -578,7 +578,7 @@ class Rows:
         )  # fmt: skip
 
     def _grouped(self, op: Op, kind: Grouped | GroupedOuter, rule: Split, given: Sequence[Any], axis: str) -> Split:
-        """Return the rule of a product by expert, of rows that each rank has ordered."""
+        """Return the sharding rule of a grouped matmul over rank-local rows."""
         ends = self.own.get(given[2])
         rows = given[:1] if isinstance(kind, Grouped) else given[:2]
         if any((t in self.ordered) != (ends is not None and ends.what == "ends") for t in rows):
@@ -589,20 +589,20 @@ class Rows:
         if axis:
             fixed["e"] = self.experts(axis, ends.routing)
             local = replace(kind, chosen=kind.chosen / self.mesh[axis]) if isinstance(kind, Grouped) else kind
-        # which ends are meant is known
+        # the offsets are local
         operands = (*rule.operands[:2], None)
         return replace(rule, operands=operands, fixed=fixed, whole=frozenset("e"), local=lambda extents, ranks: local)
 
     def note(
         self, op: Op, rule: Split | None, choice: Choice, given: Sequence[Any], made: Sequence[Tensor], axis: str
     ) -> None:
-        """Note what of the results of an op is in an order of its own, and along which axis with its experts."""
+        """Note which results of an op are in rank-local order, and along which mesh axis with their experts."""
         if isinstance(op.kind, Dispatch):
             self._dispatched(op, op.kind, choice, made)
             return
         used = _integers(op.kind, given)
         for own in [self.own[t] for t in given if t in self.own and not any(t is u for u in used)][:1]:
-            if isinstance(op.kind, _SAME) or own.what != "ends":  # of ends, a part of a sum is made
+            if isinstance(op.kind, _SAME) or own.what != "ends":  # offsets become a partial sum
                 self.own |= dict.fromkeys(made, own if isinstance(op.kind, _SAME) else replace(own, what="nothing"))
         if rule is None:
             return
@@ -631,7 +631,7 @@ class Rows:
         self.ordered |= dict.fromkeys([made[0], *made[3:]], Order(frozenset({0}), routing))
 
     def counted(self, op: Op, choice: Choice) -> Choice:
-        """Return where results lie: where rows end on each rank is a part of a sum over those that have others."""
+        """Return a dispatch's choice with row counts as partial sums over the ranks that split tokens."""
         if not isinstance(op.kind, Dispatch):
             return choice
         tokens, ends, *rest = choice.results
@@ -639,7 +639,7 @@ class Rows:
         return replace(choice, results=[tokens, replace(ends, partial=parts), *rest])
 
     def need_kept(self, t: Tensor, before: Sequence[Factors], after: Sequence[Factors]) -> None:
-        """Refuse to take what is in the order of a rank elsewhere."""
+        """Raise an error for redistributing a tensor in rank-local order."""
         lost = t in self.own and not _axes(before) & _axes([self.own[t].rows]) <= _axes(after)
         if lost or any(before[i] != after[i] for i in self._dims(t)):
             self.refuse(t)
@@ -648,7 +648,7 @@ class Rows:
         return self.ordered[t].dims if t in self.ordered else ()
 
     def refuse(self, what: Op | Tensor) -> None:
-        """Refuse what would mix the orders of several ranks."""
+        """Raise an error for mixing rank-local orders."""
         raise UnsupportedError(
             f"shard: {what.name!r} is in the order of each rank, or has positions in it, which mean nothing elsewhere: "
             f"expected what is made of it to be split as its rows are"
@@ -660,7 +660,7 @@ def _axes(dims: Sequence[Factors]) -> frozenset[str]:
 
 
 def _integers(kind: OpKind, given: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands that say where rows go, or end."""
+    """Return the operands that are row indices or offsets."""
     if isinstance(kind, Indexed):
         return kind.places(given)
     return given[2:] if isinstance(kind, Grouped | GroupedOuter) else ()

@@ -1,4 +1,4 @@
-"""Kernels of a rank: cut where ranks have to meet, with heads exchanged for the sequence where attention wants that."""
+"""Split fused kernels where a collective is needed, and exchange heads for the sequence around attention."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class Cutting(Routed):
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.scattered: dict[Tensor, tuple[int, Tensor]] = {}
-        """New tensors that are nothing but one value for each place of their other axes, put somewhere along one: that
-        axis, and the values."""
+        """Results of scatters into zeros with one value along an axis: that axis, and the values."""
 
     def note_scattered(self, op: Op, operands: Sequence[Tensor], made: Tensor) -> None:
-        """Note what is written into nothing, one value along an axis that ranks split."""
+        """Record a scatter into zeros with one value along a sharded axis."""
         kind = op.kind
         if not isinstance(kind, Scatter) or kind.mode != "add" or len(operands) != 3:
             return
@@ -47,7 +46,7 @@ class Cutting(Routed):
             self.scattered[made] = axis, values
 
     def is_summed(self, op: Op) -> bool:
-        """Whether an op sums what was scattered along an axis that ranks split: they all have the values."""
+        """Whether an op sums such a scatter along its axis: all ranks have the values already."""
         if not isinstance(op.kind, Reduce) or op.kind.operation != "sum":
             return False
         found = self.tensors[op.operands[0]]
@@ -61,11 +60,11 @@ class Cutting(Routed):
         return True
 
     def plain(self, op: Op, new: Graph) -> None:
-        """Add an op of a rank."""
+        """Add an op with local sizes."""
         raise NotImplementedError
 
     def kernel(self, op: Op, new: Graph) -> None:
-        """Copy a kernel, cut where ranks have to meet: it is then several, with collectives between them."""
+        """Copy a kernel; it becomes several if collectives are needed between its ops."""
         kind = op.kind
         assert isinstance(kind, Kernel)
         body = kind.body
@@ -87,7 +86,7 @@ class Cutting(Routed):
         self.piece.close(last=True)
         self.piece = outer
         for old, f, t in zip(op.operands, body.formals, operands, strict=True):
-            if self.tensors[f] is not t:  # rows that have been sent
+            if self.tensors[f] is not t:  # rows were exchanged
                 self.tensors[old] = self.tensors[f]
         for t, inner_t in zip(op.results, made, strict=True):
             result = self.here(new).adopt(inner_t)
@@ -101,7 +100,7 @@ class Cutting(Routed):
                 self.swap_back(t, *places[t.sizes], new, op.phase)
 
     def swap(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
-        """Split an operand of attention by heads where its sequence is split: what it is a view of, which is saved."""
+        """Redistribute an attention operand from sequence to heads; the base of its views is moved, which is saved."""
         t = self.value(old, new)
         at = self.at[t]
         for axis in self.stated.exchanged:
@@ -124,7 +123,7 @@ class Cutting(Routed):
         self.tensors |= known
 
     def swap_back(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
-        """Split a result of attention along the sequence, where its heads are split."""
+        """Redistribute an attention result from heads to the sequence."""
         t = self.tensors[old]
         at = self.at[t]
         for axis in self.stated.exchanged:
@@ -134,7 +133,7 @@ class Cutting(Routed):
             self.inside[old], self.tensors[old] = t, self.moved_to(t, at, new, phase)
 
     def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return an operand of a kernel: a part of a sum is reduced before it is read, to where its like lies."""
+        """Return a kernel operand, with a partial sum reduced to the placement of a similar operand."""
         old = op.operands[i]
         t = inside[old] if old in inside else self.value(old, new)
         at = self.at[t]
@@ -142,7 +141,7 @@ class Cutting(Routed):
             at = at.without(self.params[t] & at.axes, self.mesh)
         shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
         assert isinstance(op.kind, Kernel)
-        # ops inside know what integers of one rank are: where its rows end is a part of a sum, and no sum is asked for
+        # row offsets are rank-local partial sums that ops inside handle themselves
         reduced = at.pending and t not in self.rows.own
         if reduced and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
             like = next(

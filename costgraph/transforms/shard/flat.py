@@ -1,4 +1,4 @@
-"""Tensors of many shapes as rows of one buffer, a row for each rank, as a collective of all of them needs it."""
+"""Flat buffers for collectives over several tensors, with a row for each rank."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ __all__ = ["added", "cast_to", "from_rows", "in_rows", "joined", "pieces"]
 
 
 def added(graph: Graph, kind: OpKind, operands: Sequence[Tensor], name: str, phase: str) -> Tensor:
-    """Add an op with one result, in the scope that its name says."""
+    """Add an op with one result; the prefix of its name is its scope."""
     op = graph.add_op(kind, operands, name, phase)
     op.scope = name.rpartition("/")[0]
     return op.results[0]
 
 
 def cast_to(graph: Graph, t: Tensor, dtype: DType, name: str, phase: str) -> Tensor:
-    """Return a tensor in a format, itself where it has that."""
+    """Return a tensor in a format, without a cast if it has it already."""
     return t if t.dtype == dtype else added(graph, Pointwise(function=FUNCTIONS["cast"], dtype=dtype), [t], name, phase)
 
 
 def joined(graph: Graph, rows: Sequence[Tensor], dtype: DType, name: str, phase: str) -> Tensor:
-    """Return rows beside each other in one buffer, cast on the way."""
+    """Concatenate rows in one buffer, cast if necessary."""
     kind = Concat(axis=rows[0].ndim - 1)
     if all(row.dtype == dtype for row in rows):
         return added(graph, kind, rows, name, phase)
@@ -53,12 +53,12 @@ def joined(graph: Graph, rows: Sequence[Tensor], dtype: DType, name: str, phase:
 
 
 def _parts(dim: Factors, size: Poly, axes: Sequence[str]) -> list[str | Poly]:
-    """Return what an axis is made of where some axes of the mesh have it together."""
+    """Return the factors of an axis after it is gathered along some mesh axes."""
     return [f for f in dim if not isinstance(f, str) or f in axes] or [size]
 
 
 def in_rows(graph: Graph, t: Tensor, at: Placement, axes: Sequence[str], mesh: Mesh, phase: str) -> Tensor:
-    """Return a tensor that ranks have whole with a row for each of them, the part that `at` says is its own."""
+    """Return a tensor as one row for each rank along `axes`, which holds the rank's shard by the placement `at`."""
     flat = [f for dim, n in zip(at.dims, t.sizes, strict=True) for f in _parts(dim, n, axes)]
     own = [i for i, f in enumerate(flat) if not isinstance(f, str)]
     split = tuple(mesh[f] if isinstance(f, str) else f for f in flat)
@@ -68,7 +68,7 @@ def in_rows(graph: Graph, t: Tensor, at: Placement, axes: Sequence[str], mesh: M
 
 
 def pieces(graph: Graph, rows: Tensor, sizes: Sequence[Poly], name: str, phase: str) -> list[Tensor]:
-    """Return the parts of rows that belong to one tensor each."""
+    """Slice rows into pieces, one for each tensor."""
     start, out = ZERO, []
     for size in sizes:
         kind = Slice(axis=rows.ndim - 1, start=start, size=size, step=1)
@@ -81,7 +81,7 @@ def from_rows(
     graph: Graph, rows: Tensor, at: Placement, sizes: Sequence[Poly], axes: Sequence[str], mesh: Mesh, name: str,
     phase: str, *, whole: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the tensor of which there are rows: whole, as a copy, or of one row the part of a rank."""
+    """Return a tensor from its rows: all of it as a copy if `whole`, else one rank's shard."""
     dims = [_parts(dim, n, axes) for dim, n in zip(at.dims, sizes, strict=True)]
     own = [f for dim in dims for f in dim if not isinstance(f, str)]
     place = iter(range(len(axes), len(axes) + len(own)))

@@ -1,4 +1,4 @@
-"""Units of parameters: put together by one collective before a pass reads them, and given back behind it."""
+"""FSDP: all-gather the parameters of a unit before a pass reads them, and reduce-scatter its gradients."""
 
 from __future__ import annotations
 
@@ -34,25 +34,24 @@ __all__ = [
 ]
 
 
-# -- frames ------------------------------------------------------------------------------------------------------------
-# Which parameters a body reads as one unit, and from which op to which.
+# -- units and frames --------------------------------------------------------------------------------------------------
 
-#: The pass of a phase: what is computed again belongs to the backward pass.
+#: The pass of each phase: recomputation belongs to the backward pass.
 _WINDOWS = {"forward": "forward", "recompute": "backward", "backward": "backward"}
 
 
 def window(op: Op) -> str | None:
-    """Return the pass that an op belongs to, None of an update."""
+    """Return the pass that an op belongs to, None for an update."""
     return _WINDOWS.get(op.phase)
 
 
 def is_cast(op: Op) -> bool:
-    """Whether an op does nothing but convert to another format."""
+    """Whether an op only converts to another format."""
     return isinstance(op.kind, Pointwise) and op.kind.function.name == "cast"
 
 
 def reads(op: Op) -> Sequence[Tensor]:
-    """Return what an op reads as a whole: of a loop not what its iterations read in slices, or put together."""
+    """Return the operands an op reads whole; a loop reads others in slices, or gathers them itself."""
     if op.loop is None:
         return () if isinstance(op.kind, Keep) else op.operands
     return (*op.loop.starts, *(() if is_pass(op.loop.body) else op.loop.shared))
@@ -60,69 +59,69 @@ def reads(op: Op) -> Sequence[Tensor]:
 
 @dataclass
 class Unit:
-    """Parameters that are put together at once."""
+    """Parameters that are all-gathered together: torch's FSDP parameter group."""
 
     key: str
-    """The beginning of their names; nothing of the root."""
+    """The common prefix of their names; empty for the root."""
     members: list[Tensor] = field(default_factory=list)
-    """Old tensors."""
+    """Old parameters."""
     first: dict[str, Op] = field(default_factory=dict)
-    """The first op of each pass that reads one."""
+    """The first op of each pass that reads a member."""
     last: dict[str, Op] = field(default_factory=dict)
-    """The last one."""
+    """The last op of each pass that reads a member."""
 
 
 @dataclass
 class Carried:
-    """What an iteration hands to the next one so that it lives as long."""
+    """A carry that keeps a buffer alive until the next iteration."""
 
     what: str
-    """flat or input"""
+    """flat (parameters) or input (gradients)"""
     start: Tensor
     next: Tensor | None = None
 
 
 @dataclass
 class Frame:
-    """A body, and what there is of its units while it is copied."""
+    """The state of a body's units while it is copied."""
 
     around: Op | None = None
-    """The loop, None of the graph itself."""
+    """The loop, None for the graph itself."""
     layer: bool = False
-    """Whether it is that of a loop over layers, which is one unit from its beginning to its end."""
+    """Whether the body is an iteration of a loop over layers; it is one unit unless `split`."""
     split: bool = False
-    """Whether an iteration has several layers, each of which is a unit."""
+    """Whether an iteration has several layers, each of them a unit."""
     units: list[Unit] = field(default_factory=list)
     of: dict[Storage, Unit] = field(default_factory=dict)
-    """The unit of the storage of an old tensor: views of a member are of its unit as well."""
+    """The unit by old storage, which includes views of members."""
     casts: dict[Tensor, Tensor] = field(default_factory=dict)
-    """Old tensors that are members in the format that these are put together in, and the members."""
+    """Old casts of members to the format that is gathered, and the members."""
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
-    """What a rank has of each member."""
+    """Shards by member."""
     halves: dict[Tensor, Tensor] = field(default_factory=dict)
-    """What a rank has of each between the passes, where that is more."""
+    """The part of each member that a rank keeps between the passes, if it is larger than the shard."""
     open: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
-    """Members that are put together now, by unit."""
+    """Unsharded members, by unit."""
     ahead: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Buffers of units that have been asked for already."""
+    """Prefetched buffers, by unit."""
     late: dict[Tensor, str] = field(default_factory=dict)
-    """Old tensors that are gradients yet to be reduced, and their unit."""
+    """Old gradients that are not reduced yet, and their units."""
     waiting: dict[Tensor, Op] = field(default_factory=dict)
-    """Old tensors that are made once gradients are reduced, and the ops that make them."""
+    """Old tensors that wait for reduced gradients, and the ops that compute them."""
     owners: dict[Tensor, str] = field(default_factory=dict)
-    """Units of old tensors that are gradients."""
+    """Units of old gradients."""
     flats: list[Tensor] = field(default_factory=list)
-    """Buffers of parameters that live until the next ones are there."""
+    """All-gather buffers that live until the next ones exist."""
     inputs: list[Tensor] = field(default_factory=list)
-    """Buffers of gradients that live until the next ones are made."""
+    """Reduce-scatter inputs that are freed just before the next ones are filled."""
     carried: list[Carried] = field(default_factory=list)
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Members that are kept for the backward pass, put together."""
+    """Members that stay unsharded for the backward pass."""
     end: Op | None = None
-    """The last op of the forward pass that reads any."""
+    """The last op of the forward pass that reads a member."""
 
     def note(self, old: Graph, members: Mapping[Tensor, str], dtype: str | None = None) -> None:
-        """Note the units of members, casts to the format that they have there, and where each begins and ends."""
+        """Record the units of members, their casts, and each unit's first and last op."""
         read = {t.storage for op in old.ops if window(op) for t in reads(op)}
         for t, key in members.items():
             if t.storage in read:
@@ -148,17 +147,17 @@ class Frame:
                 root.last[found] = op
 
     def ordered(self, phase: str, old: Graph) -> list[Unit]:
-        """Return the units that a pass reads, in its order."""
+        """Return the units that a pass reads, in order."""
         found = [u for u in self.units if phase in u.first]
         return sorted(found, key=lambda u: old.ops.index(u.first[phase]))
 
     def unit_at(self, op: Op) -> str:
-        """Return the unit whose layer has the scope of an op; gradients of other ops are reduced behind all layers."""
+        """Return the unit whose layer contains an op; gradients of other ops are reduced after all layers."""
         scope = f"{op.scope}/"
         return next((u.key for u in self.units if scope.startswith(f"{u.key}/")), "layer")
 
     def _narrows(self, op: Op, made: Tensor, dtype: str | None) -> bool:
-        """Whether an op casts a member for a pass and nobody else."""
+        """Whether an op casts a member to the gathered format, for the passes only."""
         handed = made in op.graph.outputs and (self.around is None or made not in self.around.loop.saved)  # type: ignore[union-attr]
         member = is_cast(op) and any(op.operands[0] in unit.members for unit in self.units)
         return member and made.dtype.name == dtype and not handed and all(map(window, (op, *op.graph.successors(made))))
@@ -168,7 +167,7 @@ class Frame:
         return self.units[-1]
 
     def _at(self, op: Op) -> Iterator[Unit]:
-        """Yield the units that an op belongs to: it reads them, or stands in their scope."""
+        """Yield the units an op belongs to: those it reads, or whose scope it is in."""
         read = {self.of[t.storage].key for t in reads(op) if t.storage in self.of}
         scope = re.sub(r"[/.]+", ".", op.scope) + "."
         for unit in self.units:
@@ -185,7 +184,7 @@ class Frame:
         yield from ((u, w) for u in units for w, last in u.last.items() if last is op)
 
     def following(self, unit: Unit, old: Graph) -> Unit | Op | None:
-        """Return the unit that the backward pass reads next, or the loop that comes before it."""
+        """Return the unit that the backward pass reads next, or the loop before it."""
         order: list[Unit | Op] = []
         for op in old.ops:
             order += [u for u, w in self.beginning(op) if w == "backward"]
@@ -195,35 +194,34 @@ class Frame:
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
-# Buffers of units: those that live until the next one is there, what a loop hands on for it, and what it keeps.
 
 
 class Buffers(Kept):
-    """Lets buffers live as long as a system that works ahead lets them."""
+    """Extends buffer lifetimes for prefetching."""
 
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.policy = stated.policy
         self.frame = Frame()
         self.left = Frame()
-        """That of the body that was copied last."""
+        """The frame of the body that was copied last."""
         self.kept: dict[Tensor, Tensor] = {}
-        """New stacks of parameters, and what the forward pass has kept of them for the backward pass."""
+        """New stacks of parameters, and their unsharded residuals for the backward pass."""
         self.early: dict[tuple[Op, Empty | Absent], Tensor] = {}
-        """Buffers that are there before a loop whose first layer is put together in them."""
+        """Buffers that are allocated before a loop, for its first layer."""
 
     def hold(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
-        """Let tensors live until here."""
+        """Keep tensors alive until here."""
         if tensors:
             added(new, Keep(), tensors, f"{tensors[0].name}.freed", phase)
 
     def release(self, new: Graph, phase: str) -> None:
-        """Give back what waits for the next buffer before a loop, whose layers have buffers of their own."""
+        """Free the waiting buffers before a loop, whose layers have their own."""
         self.hold([*self.frame.flats, *self.frame.inputs], new, phase)
         self.frame.flats, self.frame.inputs = [], []
 
     def after_last(self, flats: Sequence[Tensor], new: Graph, phase: str) -> list[Tensor]:
-        """Return buffers of parameters, before which those of the unit before cannot be given back."""
+        """Return all-gather buffers whose lifetimes overlap those of the previous unit."""
         out = []
         for flat in flats:
             waiting, self.frame.flats = self.frame.flats, []
@@ -236,7 +234,7 @@ class Buffers(Kept):
         return out
 
     def hand_on_last(self, body: Graph, phase: str) -> None:
-        """Hand the buffers of the last unit of an iteration to the next one, where they are as large as the first."""
+        """Carry the last unit's buffers to the next iteration, if shape and format match."""
         left = {"flat": self.frame.flats, "input": self.frame.inputs}
         for c in (c for c in self.frame.carried if c.next is None):
             alike = [t for t in left[c.what] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
@@ -244,7 +242,7 @@ class Buffers(Kept):
             c.next = alike[0] if alike else added(body, kind, [], f"{c.start.name}.none", phase)
 
     def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
-        """Return the first row of a buffer of gradients, which is made when that of the unit before is given back."""
+        """Return the first row of a reduce-scatter input, which is filled after the previous input is freed."""
         waiting, self.frame.inputs = self.frame.inputs, []
         if self.frame.layer and not (self.frame.split and any(c.what == "input" for c in self.frame.carried)):
             sizes = (*row.sizes[:-1], size)
@@ -252,14 +250,14 @@ class Buffers(Kept):
         return added(new, Keep(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
 
     def hand_over(self, what: str, kind: Empty | Absent, body: Graph) -> Tensor:
-        """Add a carry to the loop that is being written, and return what stands for it in the body."""
+        """Add a carry to the loop that is being written, and return its formal."""
         host, frame = body.parent, self.frame
         assert host is not None
         assert frame.around is not None
         start = self.early.get((frame.around, kind))
         start = start or added(host, kind, [], f"{frame.around.name}.{what}", frame.around.phase)
         made = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
-        body.formals.remove(made)  # carries stand before all else
+        body.formals.remove(made)  # carries come first
         body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), made)  # type: ignore[union-attr]
         frame.carried.append(Carried(what, start))
         return made
@@ -267,7 +265,7 @@ class Buffers(Kept):
     # -- loops ------------------------------------------------------------------------------------------------------
 
     def as_kept(self, loop: Loop, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a loop reads in slices: of parameters that a pass reads, what was kept put together."""
+        """Return the sliced operands of a loop, with parameters that stayed unsharded replaced by their residuals."""
         if not any(window(op) for op in loop.body.walk()):
             return [*xs]
         written = {t.storage for op in loop.body.walk() for i in op.kind.overwrites() for t in [op.operands[i]]}
@@ -282,14 +280,14 @@ class Buffers(Kept):
     def finished(
         self, op: Op, body: Graph, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], new: Graph
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Add a loop with what its units hand on and keep: its results, what they are inside, and which are stacks."""
+        """Add a loop with the carries and residuals of its units; yield (result, inner tensor, whether stacked)."""
         frame, loop = self.left, op.loop
         assert loop is not None
         (begun, xs, shared), carries = given, len(loop.carries)
         stacks = dict(zip(loop.slices, xs, strict=True))
         kept = [(stacks[t], made) for t, made in frame.kept if t in stacks]
         nexts = [c.next for c in frame.carried if c.next is not None]
-        # a cast of a parameter is put together again: what it is of is there
+        # a cast of a parameter is gathered again, so it is not a residual
         gone = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
         self.tensors |= {op.results[i]: t for i, t in gone.items()}
         left = [i for i in range(len(outputs)) if i not in gone]
@@ -316,26 +314,25 @@ class Buffers(Kept):
         self.frame.inputs = [r for c, r in lasts if c.what == "input"]
 
 
-# -- reducing ----------------------------------------------------------------------------------------------------------
-# Gradients of a unit: reduced by one collective once all of them are there, and what waits for that.
+# -- gradient reduction ------------------------------------------------------------------------------------------------
 
 
 class Reducing(Buffers):
-    """Puts off the reduction of gradients until those of their unit are there."""
+    """Defers gradients until those of their unit can be reduced by one collective."""
 
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.reduced: dict[Storage, Tensor] = {}
-        """What is left of storages of gradients."""
+        """What remains of each gradient storage after reduction."""
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op."""
+        """Add an op with local sizes."""
         raise NotImplementedError
 
     def put_off(self, op: Op) -> bool:
-        """Whether an op waits until the gradients that it reads are reduced, with the others of their unit."""
+        """Whether an op waits for gradients that are reduced with their unit."""
         frame = self.frame
-        if op.results and op.results[0] in frame.casts:  # what is put together has the format
+        if op.results and op.results[0] in frame.casts:  # the gathered parameter has the format already
             self.tensors[op.results[0]] = self.tensors[op.operands[0]]
             return True
         found = op.loop is None and any(t in frame.late or t in frame.waiting for t in op.operands)
@@ -345,13 +342,13 @@ class Reducing(Buffers):
         return True
 
     def unfinished(self, t: Tensor) -> bool:
-        """Whether an old tensor is a part of a sum that ranks add up before they reduce it."""
+        """Whether an old tensor is a partial sum that ranks accumulate before they reduce it."""
         if self.stated.reduce_each or self.policy is None or not self.policy.by_unit:
             return False
         return any(self._adds_to_parts(op) for op in t.graph.successors(t))
 
     def _adds_to_parts(self, op: Op) -> bool:
-        """Whether an op adds to what is a part of a sum on each rank already."""
+        """Whether an op accumulates into a partial sum."""
         t = op.operands[0] if adds(op) else None
         while t is not None and t not in self.tensors:
             t = t.producer.operands[0] if t.producer is not None and adds(t.producer) else None
@@ -359,7 +356,7 @@ class Reducing(Buffers):
         return isinstance(base, Tensor) and bool(self.at[base].pending)
 
     def defer(self, t: Tensor) -> bool:
-        """Let a gradient be reduced with the others of its unit; False where it is none that can be."""
+        """Defer a gradient's reduction to that of its unit; return False if that is impossible."""
         made = self.tensors[t]
         axes = self.reducible(made, self.wanted[t])
         if self.policy is None or not self.policy.by_unit or self.piece is not None or not axes:
@@ -368,18 +365,18 @@ class Reducing(Buffers):
         return True
 
     def _unit(self, t: Tensor) -> str:
-        """Return the unit that an old tensor is a gradient of."""
+        """Return an old gradient's unit."""
         frame = self.frame
         if frame.split:
             op = t.producer
-            # a sum is in no layer, its terms are
+            # the sum is outside of layers, its terms are inside
             while op is not None and adds(op) and frame.unit_at(op) == "layer":
                 op = op.operands[1].producer
             return "layer" if op is None else frame.unit_at(op)
         return "layer" if frame.layer else frame.owners.get(t, "")
 
     def narrow(self, op: Op) -> bool:
-        """Let a gradient be reduced as it is computed, and cast behind that; False where it is none."""
+        """Reduce a gradient in its computed format and cast afterwards; return False for other tensors."""
         t, found = op.results[0], self.tensors.get(op.operands[0]) if op.operands else None
         policy = self.policy
         if policy is None or policy.param_dtype is None or self.piece is not None or not isinstance(found, Tensor):
@@ -391,15 +388,15 @@ class Reducing(Buffers):
         return True
 
     def reducible(self, t: Tensor, want: Placement) -> tuple[str, ...]:
-        """Return the axes along which parts of a sum become parts of a gradient."""
+        """Return the mesh axes along which a partial sum is scattered into the gradient's shards."""
         pending = self.at[t].pending
         return tuple(a for a in self.mesh if a in self.stated.gathered and a in pending and want.dim(a) is not None)
 
     def reduce(self, grads: Iterable[Tensor], new: Graph) -> None:
-        """Reduce gradients, those that one collective can have by one."""
+        """Reduce gradients, with one collective for those that can share it."""
         groups: dict[object, list[Tensor]] = {}
         grads = [*grads]
-        # over axes along which the whole unit is copied, what is left of it is reduced: less
+        # along axes that replicate the whole unit, all-reduce after the reduce-scatter: fewer bytes
         copied = {a for a in self.mesh if all(self._summed(t, a) for t in grads)}
         for t in grads:
             del self.frame.late[t]
@@ -421,11 +418,11 @@ class Reducing(Buffers):
                 self.emit(op, new)
 
     def _summed(self, t: Tensor, axis: str) -> bool:
-        """Whether a gradient is reduced over an axis and is whole along it."""
+        """Whether a gradient is reduced over an axis and replicated along it."""
         return axis in self.at[self.tensors[t]].pending and self.wanted[t].dim(axis) is None
 
     def _at_once(self, grads: Sequence[Tensor], new: Graph) -> Tensor:
-        """Reduce gradients by one collective; returns the buffer that it reads."""
+        """Reduce gradients by one collective, and return its input buffer."""
         first, wanted = self.tensors[grads[0]], [self.wanted[t] for t in grads]
         axes, how = self.reducible(first, wanted[0]), self.at[first].pending
         assert grads[0].producer is not None
@@ -455,28 +452,28 @@ class Reducing(Buffers):
         return brought
 
 
-# -- units -------------------------------------------------------------------------------------------------------------
+# -- FSDP --------------------------------------------------------------------------------------------------------------
 
-#: Parameters that one collective can put together: the axes of the mesh, and they.
+#: Parameters that one collective can gather, with the mesh axes.
 _Group = tuple[tuple[str, ...], list[Tensor]]
 
 
 class Units(Reducing):
-    """Opens and shuts the units of each body while its ops are copied."""
+    """Unshards and reshards the units of each body while its ops are copied."""
 
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.apart = False
-        """Whether parameters stay in parts although an op reads them: a view of a part is made."""
+        """Whether ops read sharded parameters, as views of shards do."""
 
     def plain(self, op: Op, new: Graph) -> None:
-        """Add an op of a rank."""
+        """Add an op with local sizes."""
         raise NotImplementedError
 
     # -- bodies ------------------------------------------------------------------------------------------------------
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        """Copy ops, and open and shut units between them."""
+        """Copy ops, with units unsharded and resharded between them."""
         around, self.frame = self.frame, self._frame(old, new)
         if self.frame.layer and not self.frame.split:
             for unit in self.frame.units:
@@ -485,14 +482,14 @@ class Units(Reducing):
         self.left, self.frame = self.frame, around
 
     def close(self, old: Graph, new: Graph) -> None:
-        """Shut what is open at the end of a body, and reduce what is left."""
+        """Reshard open units at the end of a body, and reduce the remaining gradients."""
         for unit in self.frame.units if self.frame.layer else ():
             self._shut(unit, self._phase(old), new)
         for key in dict.fromkeys(self.frame.late.values()):
             self.reduce([t for t, k in self.frame.late.items() if k == key], new)
         if self.frame.split:
             self.hand_on_last(new, self._phase(old))
-        if old.parent is None:  # gradients are of what a rank has
+        if old.parent is None:  # gradients refer to shards
             self.tensors |= {t: self.frame.shards[t] for unit in self.frame.units for t in unit.members}
 
     @staticmethod
@@ -505,7 +502,7 @@ class Units(Reducing):
             return frame
         if old.parent is None:
             params = [t for t in old.tensors if t.role == "param" and t.producer is None]
-            for t in params:  # an op may read the root's before the last of them is declared
+            for t in params:  # an op may read the root before its last parameter is declared
                 self.tensors[t] = self.source(t, new, "")
             found = [t for t in params if self._along(self.tensors[t])]
             members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
@@ -529,7 +526,7 @@ class Units(Reducing):
 
     @staticmethod
     def _apart(names: Mapping[Tensor, str], old: Graph) -> dict[Tensor, str]:
-        """Return the layers of parameters where an iteration has several, as where layers of two kinds alternate."""
+        """Return layers by parameter if an iteration has several, as when two kinds of layers alternate."""
         scopes = sorted(old.root.layers)
         found = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
         found = {t: scope for t, scope in found.items() if scope}
@@ -537,7 +534,7 @@ class Units(Reducing):
 
     @staticmethod
     def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Return the units of gradients that a graph, or the iteration of a pass, makes, and of terms of these."""
+        """Return the units of gradients, and their terms, that a graph or one iteration computes."""
         loop = old.owner.loop if old.owner is not None else None
         inner = {} if loop is None else dict(zip(loop.shared, loop.captured, strict=True))
         left = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
@@ -545,7 +542,7 @@ class Units(Reducing):
         return targets(old, {g: unit for g, unit in of.items() if unit is not None})
 
     def _need_casts(self, frame: Frame) -> None:
-        """Refuse a format that a pass does not read a parameter in."""
+        """Raise an error if a pass reads a parameter without a cast to `param_dtype`."""
         wanted = None if self.policy is None else self.policy.param_dtype
         for t in (t for unit in frame.units for t in unit.members if wanted not in (None, t.dtype.name)):
             for op in t.graph.successors(t):
@@ -556,13 +553,13 @@ class Units(Reducing):
                     )
 
     def _along(self, shard: Tensor) -> frozenset[str]:
-        """Return the axes along which a parameter of a rank is gathered."""
+        """Return the mesh axes along which a shard is gathered."""
         return self.params.get(shard, frozenset()) & self.at[shard].axes
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def before(self, op: Op, new: Graph) -> None:
-        """Open what an op is the first to read, and reduce gradients that it reads."""
+        """Unshard units that an op is the first to read, and reduce gradients that it reads."""
         frame = self.frame
         while any(t in frame.late or t in frame.waiting for t in op.operands):
             self.reduce([*frame.late], new)
@@ -576,8 +573,8 @@ class Units(Reducing):
             self.release(new, op.phase)
 
     def _show(self, op: Op, new: Graph) -> None:
-        """Let an op have members put together where they are, and views of them; an update what a rank has of them."""
-        if isinstance(op.kind, Keep):  # what a program names until here is no more than what is left of it
+        """Give an op the unsharded members and views of them; give an update the shards."""
+        if isinstance(op.kind, Keep):  # a gradient that is kept alive is its reduced shard
             self.tensors |= {t: self.reduced[t.storage] for t in op.operands[1:] if t.storage in self.reduced}
         for t in op.operands:
             unit = self.frame.of.get(t.storage)
@@ -587,7 +584,7 @@ class Units(Reducing):
             self.tensors[t] = self._seen(t, self.frame.shards if found is None else found, new)
 
     def _seen(self, t: Tensor, whole: dict[Tensor, Tensor], new: Graph) -> Tensor:
-        """Return what stands for a member, or for a view of one, which each pass has of its own."""
+        """Return the new tensor for a member, or for a view of one, which each pass creates anew."""
         if t in self.frame.casts:
             return self._seen(self.frame.casts[t], whole, new)
         if t not in whole:
@@ -602,9 +599,9 @@ class Units(Reducing):
         return whole[t]
 
     def after(self, op: Op, new: Graph) -> None:
-        """Shut what no further op of the pass reads."""
+        """Reshard units that no further op of the pass reads."""
         frame = self.frame
-        for t in op.results:  # views of members, and what updates have made of them
+        for t in op.results:  # views of members, and updated members
             if t.storage in frame.of and t in self.tensors and t not in frame.casts:
                 found = frame.open.get(frame.of[t.storage].key) if window(op) else None
                 (frame.shards if found is None else found)[t] = self.tensors[t]
@@ -618,15 +615,15 @@ class Units(Reducing):
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def _part(self, t: Tensor, phase: str) -> Tensor:
-        """Return what a rank has of a member at the beginning of a pass."""
+        """Return the part of a member that a rank has at the start of a pass."""
         return self.frame.halves.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
 
     def _format(self, t: Tensor) -> DType:
-        """Return the format that a member is put together in."""
+        """Return the format in which a member is gathered."""
         return next((c.dtype for c, of in self.frame.casts.items() if of is t), t.dtype)
 
     def _groups(self, unit: Unit, phase: str) -> list[_Group]:
-        """Return the members that one collective each puts together."""
+        """Group members that one collective can gather."""
         found: dict[object, _Group] = {}
         for t in unit.members:
             shard = self._part(t, phase)
@@ -642,7 +639,7 @@ class Units(Reducing):
         if policy.prefetch and phase == "backward" and frame.split:
             order = frame.ordered(phase, old)
             ahead = order[order.index(unit) + 1 :][:1]
-            if not ahead:  # the first layer of the next iteration is put together in a buffer of its own
+            if not ahead:  # the first layer of the next iteration needs its own buffer
                 for c in (c for c in frame.carried if c.what == "flat"):
                     kind = Empty(sizes=c.start.sizes, dtype=c.start.dtype)
                     c.next = added(new, kind, [], f"{c.start.name}.next", phase)
@@ -656,7 +653,7 @@ class Units(Reducing):
                 frame.ahead[following.key] = self._buffers(following, phase, old, new)
 
     def _put_together(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
-        """Put a unit together, from buffers that may be there already."""
+        """All-gather a unit, into prefetched buffers if there are any."""
         frame, policy = self.frame, self.policy
         assert policy is not None
         flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, old, new)
@@ -668,7 +665,7 @@ class Units(Reducing):
         frame.open[unit.key] = made
 
     def _before_layers(self, op: Op, new: Graph) -> None:
-        """Ask for the buffers of the first of the layers of a loop before it, as it is the unit that is read next."""
+        """Allocate the buffers of a loop's first layer before the loop, as it is the next unit."""
         loop, policy = op.loop, self.policy
         assert loop is not None
         assert policy is not None
@@ -688,15 +685,15 @@ class Units(Reducing):
         self.frame = around
 
     def _shard_of(self, t: Tensor) -> Tensor | None:
-        """Return what a rank has of what is put together where a loop reads it, None where that is nothing."""
+        """Return the shard of a tensor that a loop gathers, None if it gathers nothing."""
         made = self.tensors.get(t)
         made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
         return made if made is not None and self._along(made) else None
 
     def _buffers(self, unit: Unit, phase: str, old: Graph, new: Graph) -> list[Tensor]:
-        """Put members together in buffers, a row for each rank."""
+        """All-gather members into buffers with a row for each rank."""
         frame, policy = self.frame, self.policy
-        # prefetch: the buffer of the next layer exists while one is computed, so an iteration receives the first one
+        # prefetch: the next layer's buffer exists while one is computed, so an iteration receives the first one
         over = frame.layer and policy is not None and policy.prefetch and phase == "backward"
         over = over and (not frame.split or frame.ordered(phase, old)[0] is unit)
         groups = self._groups(unit, phase)
@@ -728,7 +725,7 @@ class Units(Reducing):
     def _copied_out(
         self, members: Sequence[Tensor], axes: Sequence[str], flat: Tensor, new: Graph, phase: str
     ) -> dict[Tensor, Tensor]:
-        """Copy parameters from a buffer."""
+        """Copy parameters out of an all-gather buffer."""
         shards = [self._part(t, phase) for t in members]
         rows = pieces(new, flat, [t.numel for t in shards], flat.name, phase)
         out = {}
@@ -741,7 +738,7 @@ class Units(Reducing):
         return out
 
     def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
-        """Return a copy of the part of a parameter that a rank has between the passes."""
+        """Return a copy of the part that a rank keeps between the passes."""
         at = self.at[self.frame.shards[t]]
         gone = self._along(self.frame.shards[t]) - axes
         part = self.moved_to(made, at.without(gone, self.mesh), new, phase)

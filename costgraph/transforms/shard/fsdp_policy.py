@@ -1,4 +1,4 @@
-"""How parameters that ranks have parts of are put together and given back: the policies of systems, by name."""
+"""FSDP policies: how sharded parameters are gathered and freed."""
 
 from __future__ import annotations
 
@@ -22,45 +22,44 @@ __all__ = [
 @guarded()
 @dataclass(frozen=True)
 class FullyShard:
-    """Parameters are put together in units where a pass reads them, as torch's `fully_shard` does; its defaults.
+    """Gather parameters in units, as torch's `fully_shard` does; the defaults are torch's.
 
-    What the body of a loop reads slices of is a unit, a layer; all others are one, the root. A unit is one buffer of
-    one all-gather, copied to parameters before the first op that reads one, and given back together behind the last.
-    Its gradients are one buffer of one reduce-scatter.
+    Parameters that a loop body reads in slices are a unit (a layer); all others are the root unit. A unit is gathered
+    by one all-gather into one buffer, copied to its parameters before the first op that reads one, and freed after the
+    last. Its gradients are reduced by one reduce-scatter.
 
     Parameters
     ----------
     axes : str or iterable of str
-        Axes of the mesh.
+        Mesh axes.
     units : str or iterable of str
-        Beginnings of names of parameters outside of loops that make one unit each, `"layers.*"`.
+        Name prefixes of parameters outside loops that form a unit each, `"layers.*"`.
     reshard_after_forward : bool, str or iterable of str
-        Whether they are given back behind the forward pass, and put together again by the backward pass. Names are
-        axes of `axes` along which alone they are: the ranks of the others have them between the passes, as with torch's
+        Whether parameters are freed after the forward pass and gathered again in the backward pass. Names are the mesh
+        axes along which they are resharded; ranks of the other axes keep them between the passes, as with torch's
         integer.
     reshard_root : bool
-        Whether the root is as well.
+        Whether this applies to the root unit as well.
     prefetch : bool
-        Whether a unit's buffer lives until the next one is there, and the backward pass puts the next unit together
-        while it works on one: two buffers at once, and communication beside compute.
+        Whether a unit's buffer lives until the next one exists, and the backward pass gathers the next unit while it
+        computes: two buffers at once, and communication that overlaps compute.
     by_unit : bool
-        False where each parameter has a collective of its own, directly before it is read.
+        If False, each parameter has its own collective, directly before it is read.
     param_dtype : str, optional
-        Format of the casts of parameters that the step has: a rank casts its parts and gathers these, where by default
-        what is gathered is cast. Of a step whose ops read all parameters so, such as that of
+        Format in which parameters are gathered: a rank casts its shards first. By default the cast follows the
+        all-gather. All ops of the step must read parameters through such a cast, as with
         `cg.Policy("mixed", params="fp32", compute="bf16")`.
     reduce_dtype : str, optional
-        Format that gradients are reduced in, cast as they are copied to their buffer and back in one piece; by default
-        the one that they are computed in.
+        Format in which gradients are reduced, cast while they are copied into their buffer and back; by default the
+        format in which they are computed.
     resident : mapping of str to str, optional
-        Axes of `axes` along which some parameters stay sharded, by a pattern of their names: with
-        `{"*/experts/*": "ep"}` a rank keeps its experts and receives tokens, while other parameters are sharded over
-        `ep` and gathered.
+        Members of `axes` along which some parameters stay sharded, by name pattern: with `{"*/experts/*": "ep"}` a rank
+        keeps its experts and receives tokens, while other parameters are sharded over `ep` and gathered.
 
     Raises
     ------
     FormatError, GraphError
-        If a format holds no fractions or belongs to no unit, or another argument is none.
+        If a format is not a floating format or is combined with `by_unit=False`, or if another argument is invalid.
 
     Notes
     -----
@@ -117,19 +116,19 @@ class FullyShard:
         return found.name
 
     def between(self, unit: str) -> frozenset[str]:
-        """Return the axes along which a unit is split between the forward pass and the backward pass."""
+        """Return the mesh axes along which a unit is sharded between the forward and backward pass."""
         return frozenset(_names(self.reshard_after_forward) if unit or self.reshard_root else ())
 
 
 def _names(given: object) -> tuple[str, ...]:
-    """Return one or several names as several, anything else as one that is none."""
+    """Return one or several names as a tuple; an invalid value is returned as its only element."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         return (given,)  # type: ignore[return-value]  # the caller looks at it
     return tuple(given)
 
 
 def unit_of(name: str, patterns: Iterable[str]) -> str:
-    """Return the beginning of a name that makes a unit of its own, nothing where none does: the root."""
+    """Return the prefix of a name that is a unit, an empty string for the root."""
     words = re.split(r"([./])", name)
     for pattern in patterns:
         most = 2 * len(re.split(r"[./]", pattern)) - 1

@@ -1,4 +1,4 @@
-"""Gradients in buffers that a step keeps: parts of sums until the last micro-batch, then reduced where they are."""
+"""Persistent gradient buffers: accumulate partial sums, and reduce them in place after the last micro-batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def _left(op: Op) -> Iterator[Tensor]:
-    """Yield what stands for a term that is added, in the loop that adds its slices and in those that left them."""
+    """Yield a term in the loop that adds its slices, and in the loops that stacked them."""
     t, owner = op.operands[1], op.graph.owner
     while owner is not None and owner.loop is not None and t in owner.loop.slices:
         yield t
@@ -36,26 +36,25 @@ def _left(op: Op) -> Iterator[Tensor]:
 
 
 class Kept(Placed):
-    """Lets a rank add its parts to a buffer; all ranks reduce it in place, and clear all of it behind the update."""
+    """Accumulates partial sums into buffers, reduces these in place, and clears them after the update."""
 
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.terms: dict[Tensor, Placement] = {}
-        """Buffers of the old graph, and how ranks could have them for what is added."""
+        """Old buffers, and their placements as partial sums of the accumulated terms."""
         self.products: dict[Tensor, DType] = {}
-        """Those that products of layers add to, and the format of what these make."""
+        """Buffers that matmuls accumulate into, and the format of the products."""
         self.finals: dict[Tensor, Tensor] = {}
-        """Old tensors that are gradients, and what they are of."""
+        """Old gradients, and their parameters."""
         self.of: dict[Tensor, Tensor] = {}
-        """Buffers of the old graph, and old tensors that are what they hold in the end."""
+        """Buffers of the old graph, and the old gradients that they hold in the end."""
         self.whole_pass: set[Tensor] = set()
-        """Old tensors that loops leave, one storage an iteration, to be added to such buffers behind them."""
+        """Old loop outputs with one storage for each iteration, to be added to such buffers after the loop."""
         self.own_parts: dict[Tensor, list[tuple[Collective, int]]] = {}
-        """Buffers of the old graph, the reductions of which a rank has its own part, and along which axis from the
-        last."""
+        """Old buffers whose reduction leaves a rank its own part: the collectives, and axes counted from the last."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of one rank."""
+        """Return the per-rank graph."""
         self.finals = {g: t for t, g in old.gradients.items()}
         if not self.stated.reduce_each:
             self.of = {source: g for g in self.finals for source in [origin(g)] if source.role == "gradient"}
@@ -63,31 +62,31 @@ class Kept(Placed):
         return super().run(old, name)
 
     def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
-        """Return where gradients are kept, and where what they are made up of is reduced to."""
+        """Return gradient placements, and target placements for the terms."""
         kept = {g: self.goal(g) for g in self.of.values()}
         known = {g: at for g, at in kept.items() if at is not None}
         found = self.terms_of(old, {g: at for g, at in gradients.items() if g not in kept} | known)
         return found | {g: gradients[g] for g in kept}
 
     def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
-        """Return what is said of gradients, of terms in another format than that of a buffer as well."""
+        """Extend a mapping of gradients to their terms, including casts into a buffer's format."""
         kept = {*self.of.values()}
         found = super().terms_of(old, {g: at for g, at in gradients.items() if g not in kept})
         return found | targets(old, {g: at for g, at in gradients.items() if g in kept}, adds)
 
     def buffer(self, t: Tensor) -> Tensor | None:
-        """Return the buffer of the old graph that an old tensor lies in, in which gradients are added up."""
+        """Return the old gradient buffer that an old tensor is in."""
         source = origin(t) if self.of else None
         return source if source in self.of else None
 
     def goal(self, t: Tensor) -> Placement | None:
-        """Return where an old tensor that lies in such a buffer has its sum, None where that is not known."""
+        """Return the placement of the sum in a buffer as an old tensor sees it, None if it is unknown."""
         source = self.buffer(t)
         at = None if source is None else self.stated.kept.get(source)
         return None if at is None else at.with_dims(at.dims[len(at.dims) - t.ndim :])
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        """Copy sources and ops, beside what is there throughout for terms that are not made."""
+        """Copy sources and ops, and add the dummy gradients of accumulation fusion."""
         found = {**self.stated.kept} if old.parent is None else {}
         sizes = [(at.local(t.sizes)[t.storage.pieces :], self.stated.products.get(t)) for t, at in found.items()]
         apart = [
@@ -100,7 +99,7 @@ class Kept(Placed):
             added(new, Keep(), apart, "gradients.kept", "backward")
 
     def note_term(self, op: Op) -> None:
-        """Note along which axes of the mesh terms are parts of a sum, where they are added to a buffer."""
+        """Note the mesh axes along which terms added to a buffer are partial sums."""
         source = self.buffer(op.operands[0]) if adds(op) else None
         term = self.tensors[op.operands[1]] if source is not None else None
         if source is None or not isinstance(term, Tensor):
@@ -117,7 +116,7 @@ class Kept(Placed):
         self.terms[source] = replace(whole, partial=tuple((a, "sum") for a in self.mesh if a in pending))
 
     def in_product(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph) -> Op | None:
-        """Let the product that makes a term add it to its buffer, one kernel; None where none does."""
+        """Fuse an accumulation into the matmul of its term; return None if there is none."""
         source = self.buffer(op.operands[0]) if self.stated.products and adds(op) else None
         if source not in self.stated.products:
             return None
@@ -132,10 +131,10 @@ class Kept(Placed):
         new.remove_nodes_from([term, made])
         return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, made.name)
 
-    # -- behind the last term ----------------------------------------------------------------------------------------
+    # -- after the last term -----------------------------------------------------------------------------------------
 
     def settled(self, t: Tensor, new: Graph, phase: str) -> Tensor:
-        """Reduce the sum that a buffer holds where it is, and return a view of what is a rank's own."""
+        """Reduce a buffer in place, and return a view of this rank's part."""
         made, want, source = self.tensors[t], self.wanted[t], self.buffer(t)
         assert source is not None
         self.names[made] = f"{self.finals[t].name}.grad"
@@ -145,7 +144,7 @@ class Kept(Placed):
         return self._reduced(made, want, new, phase)
 
     def _reduced(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
-        """Reduce storages in place, of which each position has one, one after the other."""
+        """Reduce in place; separate storages of a stack are reduced one after the other."""
         name, way = self.names[t], list(reductions(self.at[t], want, self.mesh))
         if not t.storage.pieces or not way:
             for kind, after, step in way:
@@ -164,7 +163,7 @@ class Kept(Placed):
         return made
 
     def clear(self, t: Tensor, new: Graph, phase: str) -> None:
-        """Let an op that sets a gradient to zero have the whole buffer, the parts of other ranks included."""
+        """Pass the whole buffer, with the parts of other ranks, to an op that zeroes a gradient."""
         source, made = self.buffer(t), self.tensors[t]
         for kind, dim in reversed(self.own_parts.get(source, ()) if source is not None else ()):
             around = Around(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)

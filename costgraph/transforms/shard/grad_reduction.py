@@ -1,4 +1,4 @@
-"""Gradients that ranks reduce several at a time: each copied to a bucket, or left there."""
+"""Gradient reduction in buckets, as in DistributedDataParallel, and the last micro-batch peeled for it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ __all__ = [
 ]
 
 
-# -- last --------------------------------------------------------------------------------------------------------------
-# The last micro-batch of a step apart from those before it: it is the one that reduces the gradients of all.
+# -- peeling -----------------------------------------------------------------------------------------------------------
+# The last micro-batch reduces the accumulated gradients.
 
 T = TypeVar("T")
 
 
 class LastApart(Rewriter):
-    """Copies a graph with the last iteration of a loop over micro-batches written out behind it."""
+    """Copies a graph with the last iteration of a micro-batch loop peeled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before: dict[Tensor, Tensor] = {}
-        """What stands for tensors of the old graph in the iterations before the last one."""
+        """New tensors in the remaining loop, by old tensor."""
 
     def said(self, of: Mapping[Tensor, T]) -> dict[Tensor, T]:
-        """Return what is said of tensors of the old graph, of those that stand for them."""
+        """Translate a mapping of old tensors to both copies."""
         return {made: what for t, what in of.items() for made in (self.tensors[t], self.before.get(t, self.tensors[t]))}
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, and a loop over micro-batches as one of all but the last, and the ops of that one.
+        """Copy an op; peel a loop over micro-batches.
 
-        Gradients in buffers that a step keeps are reduced behind it where they are.
+        Loops that accumulate into persistent gradient buffers stay whole: these are reduced in place afterwards.
         """
         loop = op.loop if new.parent is None else None
         if loop is not None and is_pass(loop.body) and all(t.storage.role == "activation" for t in loop.starts):
@@ -58,7 +58,7 @@ class LastApart(Rewriter):
             super().emit(op, new, suffix)
 
     def apart(self, loop: Loop, new: Graph) -> None:
-        """Copy a loop but for its last iteration, and then that."""
+        """Copy a loop without its last iteration, and then that iteration."""
         op, rest = loop.op, loop.count - 1
         whole = {t: self.tensors[t] for t in (*loop.xs, *loop.shared)}
         for t in loop.xs:
@@ -91,32 +91,33 @@ _Bytes = Annotated[int | None, optional("bytes, at least 1", lambda v: is_count(
 @guarded()
 @dataclass(frozen=True)
 class Buckets:
-    """Gradients are reduced in buckets, as torch's DistributedDataParallel does; its defaults.
+    """Reduce gradients in buckets, as torch's DistributedDataParallel does; the defaults are torch's.
 
-    There is room for all gradients that are reduced, from one step to the next. Each is copied there as soon as it is
-    complete, and a bucket is one message once it is full. Behind the backward pass what was reduced is copied back.
+    Buckets for all reduced gradients persist from step to step. A gradient is copied into its bucket as soon as it is
+    complete, and a full bucket is one message. After the backward pass, reduced gradients are copied back.
 
     Parameters
     ----------
     axes : str or iterable of str
-        Axes of the mesh.
+        Mesh axes.
     view : bool
-        Whether gradients stay in the buckets once they were copied there: `gradient_as_bucket_view`. Where a step keeps
+        Whether gradients become views of their buckets: `gradient_as_bucket_view`. If a step keeps its gradients, they
+        are the buckets.
         its gradients, these are the buckets.
     cap : int, optional
-        Bytes from which on a bucket is full; by default 25 MiB, and 1 MiB for the first one.
+        Bucket size in bytes; by default 25 MiB, and 1 MiB for the first bucket.
 
     Raises
     ------
     GraphError
-        If an argument is none of these.
+        If an argument is invalid.
 
     Notes
     -----
     torch 2.13, `torch/nn/parallel/distributed.py` and `torch/csrc/distributed/c10d/reducer.cpp`. Gradients of each
-    format fill buckets of their own in the order in which they are complete, as those of the second step on do
-    (`_rebuild_buckets`). Where `find_unused_parameters` is set, torch leaves the order of parameters from the last to
-    the first, and reduces 4 bytes for each of them besides.
+    format have their own buckets and fill them in the order of completion, as from the second step on
+    (`_rebuild_buckets`). With `find_unused_parameters`, torch keeps the reverse order of parameters, and reduces an
+    additional 4 bytes for each of them.
 
     Examples
     --------
@@ -140,41 +141,41 @@ class Buckets:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Bytes from which on the first bucket is full, and all others."""
+        """Sizes in bytes of the first bucket, and all others."""
         return (2**20, 25 * 2**20) if self.cap is None else (self.cap, self.cap)
 
 
 def in_buckets(graph: Graph, policy: Buckets, axes: frozenset[str]) -> Graph:
-    """Let the all-reduces of gradients along axes of the mesh that have several ranks work in buckets.
+    """Replace gradient all-reduces along some mesh axes by bucketed all-reduces.
 
-    The graph of one rank has a buffer beside each gradient that is reduced then. UnsupportedError if a gradient is
-    scattered, or gradients of micro-batches are reduced each and are to stay in a bucket.
+    Each reduced gradient gets a bucket buffer in the graph. Raise UnsupportedError if a gradient is reduce-scattered,
+    or if gradients of micro-batches are each reduced and shall stay in a bucket.
     """
     return _InBuckets(policy, axes, graph).run(graph)
 
 
 @dataclass
 class _Reduction:
-    """All-reduces of a gradient, or of what is added to it."""
+    """All-reduces of a gradient, or of one term."""
 
     of: Tensor
     """The parameter."""
     chain: tuple[Op, ...]
-    """One after the other, along an axis each."""
+    """Consecutive all-reduces along one mesh axis each."""
     way: tuple[Op, ...]
-    """Loops around them, the outermost first."""
+    """Enclosing loops, outermost first."""
     outer: Tensor
-    """What they make, outside of all loops."""
+    """The result outside all loops."""
     late: bool
-    """Whether nobody needs it before the end of the backward pass."""
+    """Whether it is not needed before the end of the backward pass."""
     stays: bool
-    """Whether the gradient has a buffer already that is its bucket."""
+    """Whether the gradient has a persistent buffer that serves as its bucket."""
     bucket: Tensor = field(init=False)
-    """In the graph that is being written."""
+    """The bucket in the new graph."""
 
 
 class _InBuckets(Rewriter):
-    """Copies the graph of a rank, with a source for each bucket that loops are handed slices of."""
+    """Copies the graph of a rank with a source for each bucket, which loops read in slices."""
 
     lies = True
 
@@ -182,19 +183,19 @@ class _InBuckets(Rewriter):
         super().__init__()
         self.policy, self.axes = policy, axes
         self.found: dict[Op, _Reduction] = {}
-        """Reductions, by the first op of each."""
+        """Reductions, by their first op."""
         for t, g in graph.gradients.items():
             for r in self.reductions(t, g):
                 self.found.setdefault(r.chain[0], r)
         self.others = {op for r in self.found.values() for op in r.chain[1:]}
         self.by_storage: dict[Graph, dict[Storage, list[Tensor]]] = {}
         self.waiting: list[_Reduction] = []
-        """Those whose result is yet to be copied back."""
+        """Reductions whose result is not copied back yet."""
 
-    # -- what is reduced ---------------------------------------------------------------------------------------------
+    # -- reductions of the old graph ---------------------------------------------------------------------------------
 
     def reductions(self, t: Tensor, g: Tensor) -> Iterator[_Reduction]:
-        """Yield the reductions that the gradient of a parameter comes from."""
+        """Yield the reductions of a gradient's terms."""
         left: list[tuple[Tensor, tuple[Op, ...], Tensor]] = [(g, (), g)]
         while left:
             made, way, outer = left.pop()
@@ -237,7 +238,7 @@ class _InBuckets(Rewriter):
     # -- the new graph -----------------------------------------------------------------------------------------------
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        """Copy sources and ops, beside buckets."""
+        """Copy sources and ops, and add buckets."""
         for r in self.found.values() if old.parent is None else ():
             if not r.stays:
                 r.bucket = self.declared(r, new)
@@ -246,7 +247,7 @@ class _InBuckets(Rewriter):
             self.copy_back(self.waiting, new)
 
     def declared(self, r: _Reduction, new: Graph) -> Tensor:
-        """Declare the bucket of a gradient: as many storages as that has."""
+        """Declare the bucket of a gradient, with as many storages as the gradient."""
         (x,) = r.chain[0].operands
         counts = [op.loop.count for op in r.way if op.loop is not None and not is_pass(op.loop.body)]
         tensor = Tensor(
@@ -256,13 +257,13 @@ class _InBuckets(Rewriter):
         return tensor
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
-        """Return where the tensors of the new graph lie."""
+        """Return the placements of the new graph, buckets included."""
         made = super().laid(old, sharding)
         own = {r.bucket.storage.name: sharding.gradients[r.of.name] for r in self.found.values() if not r.stays}
         return replace(made, places={**made.places, **own}, own=(*made.own, *own))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op, behind what it reads of gradients that are reduced."""
+        """Copy an op; reduced gradients that it reads are copied back first."""
         if op.graph.parent is None and self.waiting:
             due = self.waiting if op.phase == "optimizer" else [r for r in self.waiting if r.outer in op.operands]
             self.copy_back(due, new)
@@ -294,9 +295,9 @@ class _InBuckets(Rewriter):
         self.tensors[r.chain[-1].results[0]] = t
 
     def is_alone(self, x: Tensor) -> bool:
-        """Whether a gradient has a storage that nobody else reads: what autograd takes as it is, and else copies.
+        """Whether nothing else reads a gradient's storage: autograd steals such a gradient, and copies others.
 
-        So has what micro-batches have added to.
+        This holds for gradients that micro-batches accumulate into.
         """
         known = self.by_storage.setdefault(x.graph, {})
         if not known:
@@ -308,7 +309,7 @@ class _InBuckets(Rewriter):
         return origin(x).producer is None or (whole and len(others) <= 1)
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
-        """Copy an op; a loop is handed the buckets of what is reduced in it."""
+        """Copy an op; a loop receives the buckets of the gradients reduced in it."""
         inside = [r for r in self.found.values() if op in r.way and not r.stays]
         if not inside:
             return super().copy(op, new, suffix)
@@ -334,26 +335,26 @@ class _InBuckets(Rewriter):
         return made
 
     def enter(self, loop: Loop, inside: Sequence[_Reduction], body: Graph) -> None:
-        """Add what stands for buckets in a loop: slices, of micro-batches the whole of each."""
+        """Add formals for buckets: slices in a loop over layers, whole buckets in one over micro-batches."""
         drop = 0 if is_pass(loop.body) else 1
         for i, r in enumerate(inside):
             t = r.bucket
             r.bucket = body.formal(t, t.name, t.sizes[drop:], t.strides[drop:], t.storage.pieces - drop)
-            if drop:  # slices stand before what is read whole
+            if drop:  # slices precede captured operands
                 body.formals.remove(r.bucket)
                 body.formals.insert(len(loop.carries) + len(loop.slices) + i, r.bucket)
 
-    # -- behind the backward pass ------------------------------------------------------------------------------------
+    # -- after the backward pass -------------------------------------------------------------------------------------
 
     def copy_back(self, due: Sequence[_Reduction], new: Graph) -> None:
-        """Copy what was reduced to the gradients that it is of."""
+        """Copy reduced buckets back to their gradients."""
         for r in [*due]:
             self.waiting.remove(r)
             self.tensors[r.outer] = _copied(self.tensors[r.outer], r.bucket, r.chain[-1], new)
 
 
 def _copied(t: Tensor, bucket: Tensor, last: Op, new: Graph) -> Tensor:
-    """Write what a bucket holds into a gradient, storages of which each position has one one after the other."""
+    """Copy a bucket into its gradient, one storage at a time."""
     if not t.storage.pieces:
         return added(new, Pack(), [t, bucket], f"{last.name}.copy_out", last.phase)
     name = f"{t.name}.copy_out"

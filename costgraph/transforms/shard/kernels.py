@@ -1,4 +1,4 @@
-"""Kernels that are cut where ranks have to meet."""
+"""Split fused kernels into several bodies, and find the heads and positions of attention."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 
-# -- exchange ----------------------------------------------------------------------------------------------------------
-# Attention whose ranks exchange a part of the sequence for a part of the heads, as Ulysses does it.
+# -- heads and positions -----------------------------------------------------------------------------------------------
+# DeepSpeed-Ulysses exchanges sequence shards for head shards.
 
 
 def heads(body: Graph) -> dict[Sizes, tuple[int, int]]:
-    """Return which axis of operands and results of a kernel is that of heads, and which of positions, by their shape.
+    """Return the head and position axis for operands and results of an attention kernel, by shape.
 
-    What the kernel keeps to itself has pairs of positions as its last axes, as many of both; heads are the last axis
-    before them that all tensors of the same product have.
+    Scores are intermediates whose last two axes have equal length. Heads are the last axis before them that all tensors
+    of the same matmul share.
     """
     found: dict[Sizes, tuple[int, int]] = {}
     for op in body.ops:
@@ -53,7 +53,7 @@ def heads(body: Graph) -> dict[Sizes, tuple[int, int]]:
 
 
 def swapped(at: Placement, axis: str, there: int, sizes: Sizes, mesh: Mesh) -> Placement:
-    """Return a placement with an axis of the mesh that splits another axis of the tensor, within what does already."""
+    """Return a placement with a mesh axis moved to another tensor axis, within its other factors."""
     free = at.without([axis], mesh)
     *parts, last = free.dims[there] or (sizes[there],)
     assert not isinstance(last, str)
@@ -62,7 +62,7 @@ def swapped(at: Placement, axis: str, there: int, sizes: Sizes, mesh: Mesh) -> P
 
 
 def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
-    """Return where the one operand of an op lies, from where its result lies; None where there is no such place."""
+    """Return the operand placement of a unary op from that of its result, None if there is none."""
     labels = rule.operands[0]
     parts: dict[str, Factors] = {}
     for names, dim in zip(rule.results[0], want.dims, strict=True):
@@ -78,7 +78,7 @@ def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
 
 
 def common(rule: Split, given: Sequence[Placement | None]) -> dict[str, str]:
-    """Return which name that all operands have is summed, by axis of the mesh that splits it in one of them."""
+    """Return the contracted name that all operands share, by the mesh axis that splits it in one of them."""
     out: dict[str, str] = {}
     for labels, at in zip(rule.operands, given, strict=True):
         for names, dim in zip(labels or (), () if at is None else at.dims, strict=False):
@@ -88,17 +88,17 @@ def common(rule: Split, given: Sequence[Placement | None]) -> dict[str, str]:
 
 
 def views(t: Tensor) -> Iterator[Op]:
-    """Yield the ops that made a tensor of what holds its elements, with other axes, the last one first."""
+    """Yield the rearrangements that produced a tensor, last one first."""
     while t.producer is not None and isinstance(t.producer.kind, Rearrange):
         yield t.producer
         (t,) = t.producer.operands
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- splitting ---------------------------------------------------------------------------------------------------------
 
 
 def live(body: Graph) -> set[Op]:
-    """Return the ops of a body that its results depend on, and those that write into its operands."""
+    """Return the ops of a body that its outputs depend on, and those that write into its operands."""
     found: set[Op] = set()
     needed = set(body.outputs)
     for op in reversed(body.ops):
@@ -110,7 +110,7 @@ def live(body: Graph) -> set[Op]:
 
 
 def passes(body: Graph, formal: Tensor) -> bool:
-    """Whether what a body makes of an input is a sum where that is one, each part made of a part."""
+    """Whether a body is linear in an input, so that a partial sum may pass through."""
     parts = {formal}
     for op in body.ops:
         having = [t for t in op.operands if t in parts]
@@ -125,7 +125,7 @@ def passes(body: Graph, formal: Tensor) -> bool:
 
 
 def _bodies(t: Tensor) -> Iterator[Graph]:
-    """Yield the graph of a tensor and those around it, the innermost first."""
+    """Yield the graph of a tensor and its parents, innermost first."""
     graph: Graph | None = t.graph
     while graph is not None:
         yield graph
@@ -133,7 +133,7 @@ def _bodies(t: Tensor) -> Iterator[Graph]:
 
 
 class Pieces:
-    """A kernel that is written anew: one body until ranks have to meet, and another one behind it."""
+    """A kernel that is being rewritten: a collective ends the current body, and a new one starts after it."""
 
     def __init__(self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: Pieces | None) -> None:
         self.op, self.kind, self.new, self.around = op, kind, new, around
@@ -141,11 +141,11 @@ class Pieces:
         self.body: Graph | None = None
         self.cuts = 0
         self.useful = False
-        """Whether anyone reads what the present body makes."""
+        """Whether a result of the current body is used."""
         self.outputs: list[Tensor] = []
 
     def graph(self) -> Graph:
-        """Return the body to which ops go now."""
+        """Return the body that ops are added to."""
         if self.body is None:
             home = self.new if self.around is None else self.around.graph()
             self.body = home.start_body(self.op.body.name, fused=True)  # type: ignore[union-attr]
@@ -155,13 +155,13 @@ class Pieces:
         return self.body
 
     def outside(self, t: Tensor) -> Graph:
-        """Return where an op that moves a tensor goes: before the kernel, which ends there if it made the tensor."""
+        """Return the graph for an op that redistributes a tensor; the kernel ends first if it produced the tensor."""
         if self.body is not None and self.body in _bodies(t):
             self.close()
         return self.new if self.around is None else self.around.outside(t)
 
     def strides(self, t: Tensor, i: int) -> Sizes | None:
-        """Return how a result lies in memory: with its axes in the order in which the whole one has them."""
+        """Return a result's strides, with the axis order of the full tensor."""
         stated = self.kind.strides[i] if i < len(self.kind.strides) else None
         return None if stated is None else in_the_order_of(self.kind.body.outputs[i].sizes, stated, t.sizes)
 
@@ -171,7 +171,7 @@ class Pieces:
             self.body = None if not last else self.body
             if self.body is None:
                 return
-        if not self.useful and (self.cuts or not last):  # FLOPs that nobody wanted stay behind
+        if not self.useful and (self.cuts or not last):  # drop ops whose results are unused
             self.body = None
             return
         if (self.cuts or not last) and self.kind.changed:

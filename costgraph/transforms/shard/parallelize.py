@@ -1,4 +1,4 @@
-"""Placements of models of layers of `costgraph.nn`: data, context, tensor and sequence parallelism, ZeRO."""
+"""Parallelize a model: data, context, tensor, sequence and expert parallelism, ZeRO and pipeline stages."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ __all__ = [
 ]
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-# Where tensor parallelism has the parameters of known layers, by the ends of their names.
+# -- tensor-parallel plan ----------------------------------------------------------------------------------------------
 
-#: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
-#: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
-#: of the model is split along what it sums. kv is tp where ranks have a head of keys and values or more each; of fewer,
-#: several ranks have the same one.
+#: Tensor-parallel placements for parameters of `costgraph.nn`, by name suffix: Shoeybi et al. 2019 (arXiv 1909.08053),
+#: section 3. Column-parallel weights split heads, the inner width or the vocabulary; row-parallel weights, which
+#: project back to the model width, split the contracted axis. `kv` equals `tp` unless there are more ranks than KV
+#: heads, in which case several ranks share a head.
 _OURS: Mapping[str, str] = {
     "tokens/table": "(v tp) d",
     "head/weight": "d (v tp)",
@@ -89,8 +88,8 @@ _OURS: Mapping[str, str] = {
     "attention/state.kept": "b (h tp) k v",
     "cross/[kv]_cache.kept": "b (h tp) s k",
 }
-#: The same of what `costgraph.torch.trace` finds in models of transformers. torch has the axis first that a layer
-#: makes; heads and what they hold are one axis of it. What makes them is split along that, and so is what sums it.
+#: Column-parallel weights in traced Hugging Face transformers. torch stores the output axis first, with all heads
+#: flattened into it.
 _MADE = (
     "[qkv]_proj", "gate_proj", "up_proj", "fc1", "intermediate/dense", "self/query", "self/key", "self/value",
     "*Attention/[qkv]", "DenseReluDense/wi*", "self_attention/query_key_value", "mlp/dense_h_to_4h",
@@ -100,8 +99,8 @@ _SUMMED = (
     "self_attention/dense", "mlp/dense_4h_to_h",
 )  # fmt: skip
 _TABLES = ("embed_tokens", "word_embeddings", "wte", "shared", "lm_head", "embed_out")
-#: Where tensor parallelism has parameters, by the ends of their names: of the layers of `costgraph.nn`, and of traced
-#: models of transformers. An axis stands with those of the mesh that split it, as in `shard`.
+#: Tensor-parallel placements by parameter name suffix, for `costgraph.nn` and for traced transformers. The notation is
+#: that of `shard`: an axis in brackets with the mesh axes that split it.
 TENSOR: Mapping[str, str] = {
     **_OURS,
     **{f"{name}/weight": "(v tp) d" for name in _TABLES},
@@ -118,15 +117,15 @@ TENSOR: Mapping[str, str] = {
     "mlp/c_fc/bias": "(f tp)",
     "c_proj/weight": "(f tp) d",
 }
-#: Parameters beside which other tensors of the same layer stay whole: queries that share keys stand with these in one
-#: tensor, no equal parts of which are heads with their keys.
+#: Fused parameters that have no tensor-parallel placement, and the tensors of the same layer that stay replicated with
+#: them: with grouped-query attention, equal parts of a fused QKV weight do not hold whole groups of heads.
 _BESIDE: Mapping[str, tuple[str, ...]] = {
     "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
     "qkv_proj/weight": ("o_proj/weight",),
-    # what chooses experts is whole
+    # the router is replicated
     "mlp/experts/gate_up_proj": ("mlp/gate/weight",),
 }
-#: Layers whose results tensor parallelism sums over its ranks, by the ends of their names: what they sum is split.
+#: Row-parallel layers, by name suffix: their outputs are all-reduced over `tp`.
 SUMMED = (
     *(name.removesuffix("/weight") for name, text in _OURS.items() if name.endswith("/weight") and text[0] == "("),
     *_SUMMED, "c_proj",
@@ -134,7 +133,7 @@ SUMMED = (
 
 
 def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Yield where tensor parallelism has parameters, and what a step keeps of them in their shape."""
+    """Yield tensor-parallel placements for parameters, and for states, gradients and caches with the same shape."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     names = {t.name for t in sources}
     for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
@@ -150,13 +149,13 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def is_known(name: str) -> bool:
-    """Whether the name of a parameter is that of a known layer: one that stays whole does so for a reason."""
+    """Whether a parameter belongs to a known layer, so that a missing placement is intended."""
     ends = (*TENSOR, *_BESIDE)
     return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in ends)
 
 
 def _as_stored(t: Tensor, text: str) -> str:
-    """Return a placement in the order of axes in which `quantize` stores a weight, which readers have as it was."""
+    """Return a placement in the axis order in which `quantize` stores a weight."""
     readers = list(t.graph.successors(t))
     kind = readers[0].kind if [op.name for op in readers] == [f"{t.name}.order"] else None
     if not isinstance(kind, Rearrange):
@@ -166,7 +165,7 @@ def _as_stored(t: Tensor, text: str) -> str:
 
 
 def axes_of(text: str) -> list[str]:
-    """Return the axes of a placement."""
+    """Split a placement into its axes."""
     out: list[str] = []
     for word in text.split():
         if out and out[-1].startswith("(") and not out[-1].endswith(")"):
@@ -176,30 +175,29 @@ def axes_of(text: str) -> list[str]:
     return out
 
 
-# -- heads -------------------------------------------------------------------------------------------------------------
-# Fewer heads of keys and values than ranks: each of them is on several.
+# -- KV heads ----------------------------------------------------------------------------------------------------------
 
 Axes = tuple[tuple[str, Poly], ...]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Axes of a mesh that tensor parallelism has, and what they split."""
+    """Mesh axes of tensor parallelism, and the placements on them."""
 
     axes: Axes
-    """tp, or kv and replica: ranks with other heads of keys and values, and those with the same."""
+    """`tp`, or `kv` and `replica`: ranks with different KV heads, and ranks that share one."""
     joint: tuple[tuple[str, tuple[str, ...]], ...]
-    """tp as both of them."""
+    """`tp` as the joint name of `kv` and `replica`."""
     split: Mapping[str, str]
-    """Placements on these axes, by name."""
+    """Placements on these axes, by tensor name."""
 
 
 def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
-    """Return the axes of tensor parallelism for what it splits, with kv among its axes where heads may be fewer.
+    """Split the tensor-parallel axis into `kv` and `replica` if there are fewer KV heads than ranks.
 
-    Of G heads of keys and values, tp > G ranks have one each, tp/G ranks the same one: the axis of G ranks splits keys
-    and values, both of them the queries, whose heads lie group by group. What ranks with one head add to its gradient
-    is reduced over the others of the kind.
+    With G KV heads and tp > G ranks, each head is on tp/G ranks. `kv` (G ranks) splits keys and values, `kv` and
+    `replica` together split the queries, whose heads are ordered by group. The gradient of a KV head is reduced over
+    `replica`.
     """
     named = {t.name: t for g in graph.bodies() for t in g.tensors if t.name in split}
     counts = {}
@@ -226,7 +224,7 @@ def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
 
 
 def _fewer(count: Poly, ranks: Poly, graph: Graph) -> bool:
-    """Whether there are fewer heads than ranks: always, or under the defaults of a graph."""
+    """Whether there are fewer heads than ranks, symbolically or under the graph's default sizes."""
     if len(count.terms) == 1 and is_integral(ranks / count):
         return ranks != count
     defaults = {name: ONE * n for name, n in graph.root.defaults.items()}
@@ -234,13 +232,11 @@ def _fewer(count: Poly, ranks: Poly, graph: Graph) -> bool:
     return few is not None and many is not None and few < many
 
 
-# -- inferred ----------------------------------------------------------------------------------------------------------
-# Column and row parallelism, inferred from pairs of products with elementwise ops or attention heads between them.
-#
-# A weight is split along the axis that its product makes where everything between it and the next products keeps that
-# axis, and these products sum it: column parallelism of the first, row parallelism of the others.
+# -- inferred placements -----------------------------------------------------------------------------------------------
+# Column and row parallelism for weights without a known name. A weight is column-parallel if every op between its
+# matmul and the next ones keeps the output axis; the next matmuls contract this axis and are row-parallel.
 
-#: Weights that tensor parallelism keeps whole in any system: routers, and projections to a latent that is normalized.
+#: Weights that stay replicated: routers, and down-projections to a latent that is normalized.
 _WHOLE = (
     "*router/weight",
     "*router/gate/weight",
@@ -250,7 +246,7 @@ _WHOLE = (
     "*kv_a_proj_with_mqa/weight",
 )
 
-#: A tensor, and one of its axes.
+#: A tensor and the index of an axis.
 _Axis = tuple[Tensor, int]
 
 
@@ -266,7 +262,7 @@ def replicated(graph: Graph, split: Collection[str], patterns: Collection[str]) 
 
 
 def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:
-    """Return the weight matrices, each with its product and its position among the operands."""
+    """Return the weight matrices, each with its matmul and operand index."""
     found: dict[Tensor, tuple[Op, int]] = {}
     for op in flat.ops:
         for i, t in enumerate(op.operands):
@@ -278,7 +274,7 @@ def _products(flat: _Flat) -> dict[Tensor, tuple[Op, int]]:
 
 
 def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tuple[str, str]]:
-    """Yield placements of weights and biases without a known name, one pair of products after another."""
+    """Yield placements of weights and biases without a known name, one column/row-parallel group at a time."""
     flat, taken = _Flat(graph), {*placed}
     for weight, (op, i) in _products(flat).items():
         rule = op.kind.placed(op)
@@ -294,12 +290,12 @@ def inferred(graph: Graph, placed: Collection[str], ranks: Poly) -> Iterator[tup
 
 
 class _Flat:
-    """The ops of the forward pass, kernels opened, and the tensors that are aliases of each other."""
+    """The forward pass with kernels inlined, and aliases of tensors resolved."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops: list[Op] = []
         self.same: dict[Tensor, Tensor] = {}
-        """The outer tensor of a formal, or the inner tensor of a result."""
+        """Maps a formal to the outer tensor, and a kernel result to the inner tensor."""
         self.users: dict[Tensor, list[Op]] = {}
         self.params: set[Tensor] = set()
         """Parameters that loops read."""
@@ -308,7 +304,7 @@ class _Flat:
         for g in graph.bodies():
             if not g.fused:
                 loop = None if g.owner is None else g.owner.loop
-                left = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # what is saved lies as it is
+                left = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # residuals inherit their placement
                 self.ends |= {*left, *(f for f in g.formals if f.role != "param")}
                 self.note(g)
         for op in self.ops:
@@ -347,7 +343,7 @@ class _Flat:
         return t
 
     def source(self, t: Tensor) -> Tensor:
-        """Return the parameter that a tensor is a view of, or itself."""
+        """Return the parameter that a tensor is a view of, or the tensor itself."""
         t = self.root(t)
         while t.is_view and t.producer is not None and t.producer.operands:
             t = self.root(t.producer.operands[0])
@@ -361,22 +357,22 @@ class _Group:
         self.flat, self.ranks = flat, ranks
         self.axes: set[_Axis] = set()
         self.blocks: dict[Tensor, Poly] = {}
-        """Tensors that are cut into slices of equal size, and the number of slices."""
+        """Tensors that are sliced into equal blocks, and the number of blocks."""
         self.summed = False
-        """Whether a product sums the axis."""
+        """Whether a matmul contracts the axis."""
         self.left: list[Tensor] = []
 
     def names(self) -> set[str]:
         return {t.name for t, _ in self.axes if t.role == "param" and t.producer is None}
 
     def spread(self, op: Op, rule: Split, name: str) -> bool:
-        """Shard a named axis of an op and every axis tied to it; False where one cannot be sharded."""
+        """Shard a named axis of an op and every axis tied to it; return False if one cannot be sharded."""
         if not self.split(op, rule, name):
             return False
         done: set[tuple[Op, int, _Axis]] = set()
         while self.left:
             t = self.left.pop()
-            if t in self.flat.outputs:  # logits stay split, as those of a known head
+            if t in self.flat.outputs:  # logits stay sharded, as with a known head
                 self.summed = True
                 continue
             if t in self.flat.ends:
@@ -393,7 +389,7 @@ class _Group:
         return True
 
     def through(self, op: Op, t: Tensor, dim: int) -> bool:
-        """Shard an op along an axis of one of its tensors."""
+        """Shard an op along a tensor's axis."""
         kind, rule = op.kind, op.kind.placed(op)
         if isinstance(kind, Slice) and kind.axis == dim:
             whole, part = op.operands[0].sizes[dim], op.results[0].sizes[dim]
@@ -443,14 +439,14 @@ class _Group:
         t = self.flat.root(t)
         if (t, dim) in self.axes:
             return True
-        if any(o is t for o, _ in self.axes):  # two axes of one tensor
+        if any(o is t for o, _ in self.axes):  # a tensor may be sharded along one axis only
             return False
         self.axes.add((t, dim))
         self.left.append(t)
         return True
 
     def placements(self) -> Iterator[tuple[str, str]]:
-        """Yield placements; a parameter that is cut into equal slices is sharded block by block."""
+        """Yield placements; a parameter that is sliced into equal blocks is sharded block by block."""
         blocks = {t.sizes[d]: n for t, n in self.blocks.items() for o, d in self.axes if o is t}
         params = [a for a in self.axes if a[0].role == "param" and a[0].producer is None]
         for t, dim in sorted(params, key=lambda a: a[0].name):
@@ -461,7 +457,7 @@ class _Group:
 
 
 def with_states(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield placements of parameters and of gradients and state with their shape."""
+    """Yield placements for parameters, and for gradients and states with the same shape."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     sizes = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.name in split}
     for t in sources:
@@ -472,16 +468,16 @@ def with_states(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, s
 
 # -- parallelize -------------------------------------------------------------------------------------------------------
 
-#: Whose policies a step has, where systems differ.
+#: Systems whose policies a training step can follow.
 SYSTEMS = ("torch", "megatron")
 System = Annotated[str, Rule(" or ".join(SYSTEMS), lambda v: v in SYSTEMS)]
-#: What attention may do along cp.
+#: Context-parallel attention algorithms.
 CONTEXTS = ("gather", "all_to_all", "ring")
 Context = Annotated[str, Rule(" or ".join(CONTEXTS), lambda v: v in CONTEXTS)]
 Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda v: v in (0, 1, 2, 3) and not isinstance(v, bool))]
 
 
-# over 40 lines, as each option is a parameter
+# longer than 40 lines: each option is a parameter
 def parallelize(
     graph: Graph,
     *,
@@ -505,104 +501,103 @@ def parallelize(
     offload: str | Iterable[str] = (),
     strict: bool = False,
 ) -> Graph:
-    """Turn the graph of a whole model into that of one rank, with placements of the layers that it is made of.
+    """Turn the graph of a whole model into the graph of one rank.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass, a step or a pass of inference.
+        A forward pass, a training step or an inference pass.
     dp : sympy.Expr or int
-        Ranks that have a part of the batch each: the first axis of every input, behind that of micro-batches, and of
-        what inference keeps of it.
+        Data-parallel ranks. They split the batch: the first axis of inputs (the second, if the first one counts
+        micro-batches) and KV caches.
     cp : sympy.Expr or int
-        Ranks that have a part of the sequence each: the second axis of inputs that are indices, tokens and targets, and
-        positions of caches. A pass that goes on from earlier positions, as `decode`, has the new ones on all ranks.
+        Context-parallel ranks. They split the sequence: the second axis of integer inputs (tokens and targets) and the
+        positions of KV caches. In a pass that continues a sequence, such as `decode`, all ranks have the new positions.
     tp : sympy.Expr or int
-        Ranks that have a part of each layer: heads and the inner width, by the names of parameters of `costgraph.nn`
-        and of transformers, else inferred from the graph: a weight is split along the axis that its product makes where
-        elementwise ops or attention heads take it to products that sum it. `sharding.replicated` of the result lists
-        the weights of products that every rank has whole.
+        Tensor-parallel ranks. They split heads and inner widths, by the parameter names of `costgraph.nn` and Hugging
+        Face transformers. Other weights are inferred from the graph: column parallelism if elementwise ops or attention
+        heads connect the matmul to others that contract its output axis. `sharding.replicated` of the result lists
+        weights that stay replicated.
     ep : sympy.Expr or int
-        Ranks that have a part of the experts each: of `dp * ep` parts of the batch, each `ep` ranks beside each other
-        send their rows to one another.
+        Expert-parallel ranks, which split the experts. The batch is split over `dp * ep` ranks, and groups of `ep`
+        neighbouring ranks exchange tokens.
     zero : int
-        What is split over `dp` and `cp` as well: 1 optimizer states, 2 gradients too, 3 parameters too, which are
-        gathered where an op reads them. Parameters that are not of experts are sharded over `ep` as well.
+        ZeRO stage over `dp` and `cp`: 1 shards optimizer states, 2 gradients as well, 3 parameters as well, which are
+        all-gathered before use. Parameters that are not experts are sharded over `ep` as well.
     sequence : bool
-        Whether what layers hand on is split along the sequence, over `tp`.
+        Whether activations between layers are split along the sequence over `tp` (sequence parallelism).
     context : str
-        What attention does along `cp`. gather: it puts keys and values of all ranks together for the queries of each.
-        all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`. ring: keys and values
-        pass by each rank, as `ring` of it.
+        Attention along `cp`. gather: all-gather keys and values. all_to_all: exchange the sequence for heads, as
+        `exchange` of `shard`. ring: pass keys and values around a ring, as `ring` of `shard`.
     hold : bool, optional
-        Whether the backward pass has what `sequence` gathers of activations over `tp`, as `hold` of `shard`; by default
-        True, as with torch's `parallelize_module`, False with `system="megatron"`, which gathers again.
+        Whether activations that `sequence` all-gathers over `tp` are saved for the backward pass, as `hold` of `shard`.
+        By default True, as with torch's `parallelize_module`; False with `system="megatron"`, which gathers them again.
     placements : mapping of str to str, optional
-        Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
+        Placements that take precedence, in the notation of `shard`, on a mesh with axes dp, ep, cp and tp.
     pp : sympy.Expr or int
-        Stages of a pipeline, each with as many of the layers; the first one has what comes before them as well, the
-        last one the head and the loss. A parameter that both ends read is on both, and its gradients are added up. Of a
-        pass without gradients, as of inference, stages have the caches of their layers.
+        Pipeline stages with equal numbers of layers. The first stage also has the ops before the layers, the last one
+        the head and the loss. A parameter that both ends read is on both, and its gradients are all-reduced. In
+        inference, each stage has the KV caches of its layers.
     schedule : str
-        gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev: how many micro-batches a rank holds
-        at a time, `costgraph.plan.in_flight`. The last five make gradients of weights behind what goes to other ranks.
+        gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev. It sets the number of in-flight
+        micro-batches, see `costgraph.plan.in_flight`. The last five split the backward pass: weight gradients are
+        computed after the input gradients are sent.
     micro_batches : sympy.Expr or int
-        Micro-batches of a step with stages, as many as `training_step` accumulates. Of a pass without gradients, how
-        many batches of its size are on their way at a time, each with caches of its own.
+        Micro-batches of a pipelined step, equal to the accumulation steps of `training_step`. In inference, the number
+        of batches in flight, each with its own KV caches.
     virtual : sympy.Expr or int
-        Groups of layers of a rank, of interleaved and interleaved-zb; zbv and dualpipev have two. dualpipe has two
-        whole stages on each rank, r and pp - 1 - r, and half of the micro-batches through each: every parameter is on
-        two ranks, and its gradients are added up.
+        Model chunks per rank (virtual stages) for interleaved and interleaved-zb; zbv and dualpipev have two. dualpipe
+        has two whole stages on each rank, r and pp - 1 - r, with half of the micro-batches each: every parameter is on
+        two ranks, and its gradients are all-reduced.
     layers : sequence of int, optional
-        How many layers each stage has, in their order, where they are not as many.
+        Layers of each stage, in order, if stages differ.
     system : str
-        Whose policies where systems differ. torch: those of DTensor, `fully_shard` and `ZeroRedundancyOptimizer`.
-        megatron: gradients of micro-batches are added up on each rank and reduced once, in place where a step keeps
-        them, those of norms over `tp` as well; with `zero=1`, its distributed optimizer, each rank is left its own part
-        of them by a reduce-scatter, and parameters are gathered once they are updated. Products of layers add to what
-        is kept of gradients themselves (`accumulation_fusion` of `shard`). Where gradients of weights come behind those
-        that are handed back, torch keeps all that the forward pass has saved until they are there, as its autograd
-        graph lives as long; megatron what their products read, as the `WeightGradStore` of zero bubbles does.
+        Policies to follow. torch: DTensor, `fully_shard` and `ZeroRedundancyOptimizer`. megatron: each rank accumulates
+        its partial gradients over micro-batches and reduces them once, in place if the step keeps its gradients; the
+        same holds for norm gradients over `tp`. With `zero=1` (distributed optimizer), gradients are reduce-scattered
+        and updated parameters all-gathered. Matmuls accumulate into the gradient buffers (`accumulation_fusion` of
+        `shard`). With a split backward pass, torch keeps all saved tensors until the weight gradients exist, as its
+        autograd graph does; megatron keeps only their operands, as the `WeightGradStore` of zero bubbles does.
     reduce_each : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
     buckets : Buckets, optional
         As in `shard`.
     offload : str or iterable of str
-        What lies on the host: optimizer, parameters, activations, as in `costgraph.offload`. Gradients that are reduced
-        go there as they are.
+        Tensors in host memory: optimizer, parameters, activations, as in `costgraph.offload`. Reduced gradients are
+        transferred as they are.
     strict : bool
-        As in `shard`; an error as well where `tp` leaves weights of products whole.
+        As in `shard`; also raise an error if `tp` leaves a weight matrix replicated.
 
     Returns
     -------
     Graph
-        Of one rank; of a pipeline, one of the first stage, and `stages` holds the graphs of the first, a middle and the
-        last one, with `layers` those in the middle that differ. `peak_memory` and `flops` are then those of the largest
-        stage, `seconds` of the step, other questions are asked of each.
+        The per-rank graph. With a pipeline it is the first stage's, and `stages` holds the first, middle and
+        last stage; with `layers`, all middle stages that differ. `peak_memory` and `flops` are those of the largest
+        stage and `seconds` is for the whole step; ask other questions of each stage.
 
     Raises
     ------
     GraphError, ShapeError
-        If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
+        If `tp` or `ep` splits no parameter of the graph, or a degree is not a positive integer.
     UnsupportedError
-        If `system="megatron"` is asked for more than stage 1 of ZeRO, a graph is cut into stages that is no step with
-        one loop over layers, or an op outside of them needs what two stages have.
+        If `system="megatron"` is combined with ZeRO above stage 1, a pipelined graph is not a step with one loop over
+        layers, or an op outside the layers needs tensors of two stages.
 
     Notes
     -----
-    Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
-    defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
-    parameters, so that ZeRO splits these over both, as torchtitan does. ZeRO shards parameters that are not of experts
-    over `ep` as well, as torchtitan does; experts stay on the ranks of `ep`.
+    ZeRO shards an axis that tensor parallelism leaves whole, the longest if sizes have defaults; torch's FSDP2 shards
+    the first axis, with padding. Ranks of `cp` have the same parameters, so ZeRO shards over `cp` as well, and over
+    `ep` for parameters that are not experts, as in torchtitan.
 
-    Megatron-LM (megatron/core at d98e8a6) reduces in `start_grad_sync` of distributed/param_and_grad_buffer.py, by
-    buckets of many parameters, here by one collective each, of the same bytes, and gradients of norms in
-    distributed/finalize_model_grads.py. Its table of tokens is given the gathered gradient of a split sequence, as
-    `_ReduceScatterToSequenceParallelRegion` of tensor_parallel/mappings.py does, and adds up its own rows.
+    Megatron-LM (megatron/core at d98e8a6) reduces gradients in `start_grad_sync` of
+    distributed/param_and_grad_buffer.py, in buckets of many parameters; here each parameter has its own collective,
+    with the same bytes. Norm gradients are reduced in distributed/finalize_model_grads.py. With sequence parallelism,
+    the token embedding receives the all-gathered gradient, as in `_ReduceScatterToSequenceParallelRegion` of
+    tensor_parallel/mappings.py, and accumulates its own rows.
 
-    The graph of a rank with several groups of layers goes through all of them and then hands on as often as it has to:
-    its costs are those of the rank. What it holds of other micro-batches is held against lists of actions; of as many
-    micro-batches as ranks, gradients that some groups have already while others wait for their first one are left out.
+    The graph of a rank with several model chunks runs through all of them before it sends anything; costs are those
+    of the rank. In-flight micro-batches are validated against action lists. With as many micro-batches as ranks,
+    gradients of chunks that finish before others start are left out.
 
     Examples
     --------
@@ -653,7 +648,7 @@ def _of_rank(
     buckets: Buckets | None,
     strict: bool,
 ) -> Graph:
-    """Return the graph of one rank of a graph, with placements by the names of its layers."""
+    """Return the per-rank graph of a pipeline stage."""
     tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
     left = replicated(graph, places, placements or ()) if mesh["tp"] != ONE else []
     if strict and left:
@@ -674,7 +669,7 @@ def _of_rank(
 
 
 def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
-    """Return how ZeRO-3 gathers parameters: over all data-parallel ranks, but experts stay on the ranks of `ep`."""
+    """Return the FSDP policy of ZeRO-3: gather over all data-parallel ranks, but keep experts on the ranks of `ep`."""
     experts = _experts(graph, {}) if mesh["ep"] != ONE else ()
     sources = {t.name for g in graph.bodies() for t in g.tensors if t.role == "param"}
     return FullyShard(
@@ -683,7 +678,7 @@ def _fully(graph: Graph, mesh: Mesh) -> FullyShard:
 
 
 def _numbered(graph: Graph) -> list[str]:
-    """Return patterns of the layers of an unrolled graph: numbered scopes of several modules that are alike."""
+    """Return name patterns for the layers of an unrolled graph: numbered scopes with equal parameters."""
     found: dict[str, dict[str, set[str]]] = {}
     for t in graph.tensors:
         levels = t.name.split("/") if t.role == "param" and t.producer is None else []
@@ -697,7 +692,7 @@ def _numbered(graph: Graph) -> list[str]:
 
 
 def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
-    """Yield how long an axis is on a rank of each that a graph of a rank would have split: elsewhere it is refused."""
+    """Yield the local length of each axis that the mesh splits; a fractional length is an error."""
     _, mesh, places, _ = _places(graph, given, zero, sequence, system)
     named = ((t, axes_of(places[t.name])) for g in graph.bodies() for t in g.tensors if t.name in places)
     for t, axes in named:
@@ -710,7 +705,7 @@ def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool,
 def _places(
     graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str
 ) -> tuple[Heads, Mesh, dict[str, str], dict[str, str]]:
-    """Return axes of tensor parallelism, the mesh, where tensors of a graph lie by name, and where gradients do."""
+    """Return tensor-parallel axes, the mesh, placements by tensor name, and placements of gradients."""
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
     placed = {}
     if degrees["tp"] != ONE:
@@ -742,7 +737,7 @@ def _places(
 def _by_stage(
     graph: Graph, split: Mapping[str, str], mesh: Mesh, experts: Collection[str], zero: int, *, reduced: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return where a stage of ZeRO has sources, and gradients; `reduced`: in the first one, their own part of these."""
+    """Return ZeRO placements of sources and gradients; with `reduced`, stage 1 shards gradients as well."""
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
         name: _with(("dp", "cp") if name in experts else ("dp", "ep", "cp"), t, split.get(name), graph, mesh)
@@ -764,7 +759,7 @@ def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) ->
 
 
 def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield where parameters of experts lie, and what an optimizer keeps of them in their shape: one for each first."""
+    """Yield placements of expert parameters, their gradients and states, split along the first axis over `ep`."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     params = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.role == "param"}
     for t in (t for t in sources if t.role in ("param", "state", "gradient")):
@@ -776,14 +771,14 @@ def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]
 
 
 def _received(graph: Graph) -> list[Tensor]:
-    """Return what a stage of a pipeline gets from its neighbours."""
+    """Return the tensors that a pipeline stage receives."""
     return [op.results[0] for op in graph.walk() if isinstance(op.kind, Receive)]
 
 
 def _carries(graph: Graph) -> Iterator[str]:
-    """Yield what layers hand on: carries of the forward pass of which the second axis is the sequence of an input."""
+    """Yield carries between layers in the forward pass whose second axis is the sequence of an input."""
     inputs = {t.sizes[-2:] for t in graph.tensors if t.role == "input" and t.ndim >= 2}
-    inputs |= {t.sizes[-3:-1] for t in graph.tensors if t.role == "input" and t.ndim >= 3}  # of vectors, not of indices
+    inputs |= {t.sizes[-3:-1] for t in graph.tensors if t.role == "input" and t.ndim >= 3}  # embeddings, not indices
     inputs |= {t.sizes[:2] for t in _received(graph)}
     for g in graph.bodies():
         for op in g.ops:
@@ -793,9 +788,9 @@ def _carries(graph: Graph) -> Iterator[str]:
 
 
 def _caches(graph: Graph) -> tuple[dict[str, int], bool]:
-    """Return the axes of positions of caches as long as a sequence, and whether a pass goes on from earlier ones.
+    """Return position axes of caches whose length is the sequence, and whether the pass continues a sequence.
 
-    Of other caches, what a convolution has seen, the length is a number or a size of parameters.
+    Other caches, such as convolution states, have a constant length or a parameter's size.
     """
     params = (t for g in graph.bodies() for t in g.tensors if t.role == "param")
     known = {name for t in params for size in t.sizes for name in size.names()}
@@ -812,7 +807,7 @@ def _caches(graph: Graph) -> tuple[dict[str, int], bool]:
 
 
 def _need_positions(graph: Graph) -> None:
-    """Refuse to split a step of one position of a graph without a cache of others."""
+    """Raise an error for single-token inputs without a cache along the sequence."""
     one = next((t for t in graph.tensors if t.role == "input" and t.ndim == 2 and t.sizes[1] == ONE), None)
     if one is not None and any(t.role == "cache" for g in graph.bodies() for t in g.tensors):
         raise GraphError(
@@ -822,9 +817,9 @@ def _need_positions(graph: Graph) -> None:
 
 
 def _data(graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], along: str) -> Iterator[tuple[str, str]]:
-    """Yield inputs with their batch split, and the sequence of indices; the first axis may be that of micro-batches.
+    """Yield placements of inputs and caches, with the batch split over `dp` and `ep` and the sequence over `cp`.
 
-    What inference keeps is split with the batch as well, and positions of it as a sequence is.
+    Inputs that a loop slices have a leading axis of micro-batches.
     """
     sliced = {t for op in graph.ops if op.loop is not None for t in op.loop.xs}
     inputs = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.ndim > (t in sliced)]
@@ -844,10 +839,7 @@ def _data(graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], al
 
 
 def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: Mesh) -> str:
-    """Return a placement with an axis split over others as well: the longest that is whole, else within the first.
-
-    Where sizes have defaults, it is one that the ranks divide, if there is one.
-    """
+    """Return a placement with one more axis sharded: the longest whole axis that the ranks divide, if there is one."""
     sizes = t.sizes[t.storage.pieces :]
     groups = axes_of(text) if text else [f"a{i}" for i in range(len(sizes))]
     whole = [i for i, group in enumerate(groups) if "(" not in group and sizes[i] != ONE]
@@ -860,13 +852,13 @@ def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: 
 
 
 def _length(size: Poly, graph: Graph) -> float:
-    """Return a size under the defaults of a graph, without end where one is open: known ones beside it are windows."""
+    """Return a size under the graph's defaults, infinity if it stays symbolic."""
     bound = size.bind({name: ONE * n for name, n in graph.root.defaults.items()})
     return float(bound.constant) if bound.constant is not None else inf
 
 
 def _divides(ranks: Poly, size: Poly, graph: Graph) -> bool:
-    """Whether ranks may divide a size: not where both are known, and they do not."""
+    """Whether the ranks may divide a size; False only if both are known and do not."""
     known = {name: ONE * n for name, n in graph.root.defaults.items()}
     part = (size / ranks).bind(known).constant
     return part is None or part == int(part)

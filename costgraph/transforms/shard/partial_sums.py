@@ -1,4 +1,4 @@
-"""Carries of a loop that terms are added to: gradients of what all iterations read, and of what each has a slice of."""
+"""Partial sums: accumulators of loops, and the terms that add up to a gradient."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = [
 ]
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+# -- accumulators ------------------------------------------------------------------------------------------------------
 
 
 def adds(op: Op) -> bool:
-    """Whether an op adds a term to a sum in place, whatever their formats."""
+    """Whether an op accumulates a term in place, in any format."""
     kind = op.kind
     into = isinstance(kind, Pointwise) and kind.inplace and kind.function.name == "add" and len(op.operands) == 2
     return isinstance(kind, Accumulate) or (into and op.operands[1].sizes == op.results[0].sizes)
 
 
 def origin(t: Tensor) -> Tensor:
-    """Return the source that a tensor lies in, through what ops leave in place and what loops hand on.
+    """Return the source whose storage a tensor is in, through in-place ops and loop carries.
 
-    Of what lies in none it is the tensor that was made first.
+    If there is none, return the first tensor in that storage.
     """
     while True:
         op, owner = t.producer, t.graph.owner
@@ -55,18 +55,18 @@ def origin(t: Tensor) -> Tensor:
 
 
 class Added(NamedTuple):
-    """What a loop reads in slices, adds terms to, and puts together again."""
+    """A stack that a loop reads in slices, adds terms to, and stacks again."""
 
     result: Tensor
     read: Tensor
     slice: Tensor
     last: Tensor
-    """What an iteration leaves of its slice."""
+    """The slice as an iteration leaves it."""
     terms: list[Tensor]
 
 
 def added(loop: Loop) -> list[Added]:
-    """Return what a loop does nothing with but to add terms to its slices."""
+    """Return the stacks to whose slices a loop does nothing but add terms."""
     of = dict(zip(loop.slices, loop.xs, strict=True))
     out = []
     for r, last in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
@@ -77,7 +77,7 @@ def added(loop: Loop) -> list[Added]:
 
 
 def _chain(t: Tensor, adds: Callable[[Op], bool] = adds) -> tuple[Tensor, list[Tensor]]:
-    """Return what terms are added to, here or slice by slice in a loop, and the terms."""
+    """Return the accumulator a tensor is built from, here or slice by slice in a loop, and the terms."""
     out: list[Tensor] = []
     while t.producer is not None:
         op = t.producer
@@ -98,22 +98,22 @@ def _accumulates(op: Op) -> bool:
 
 
 def _terms(loop: Loop, i: int, adds: Callable[[Op], bool] = adds) -> list[Tensor]:
-    """Return what an iteration adds to a carry, nothing where it does anything else with it."""
+    """Return the terms an iteration adds to a carry; empty if it uses the carry otherwise."""
     start, terms = _chain(loop.nexts[i], adds)
     alone = start is loop.carries[i] and len({*loop.body.successors(start)}) == 1
     return terms if alone else []
 
 
 def late(loop: Loop, i: int, each: bool) -> bool:
-    """Whether a carry is a sum that is reduced once, behind the loop.
+    """Whether a carry is a partial sum that is reduced once, after the loop.
 
-    If that is done for `each` micro-batch, it is none of these, nor one in a buffer of another format.
+    With `each`, carries of micro-batch loops are not, nor are buffers in another format.
     """
     return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop.body))
 
 
 def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:
-    """Return where terms lie that are all parts of the same sums, None where they are not."""
+    """Return the common placement of a carry's terms, None if they are not all partial sums alike."""
     carry = loop.carries[i]
     found = {at.get(tensors[t]): t.ndim for t in _terms(loop, i)}
     (first, ndim), *others = found.items()
@@ -122,8 +122,8 @@ def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[An
     return first.with_dims([*((),) * (carry.ndim - ndim), *first.dims])
 
 
-# -- targets -----------------------------------------------------------------------------------------------------------
-# Gradients, and what they are made up of: all of it is reduced to where the gradient is kept.
+# -- terms of gradients ------------------------------------------------------------------------------------------------
+# Terms are reduced to the placement of their gradient.
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ def _adds(op: Op) -> bool:
 
 
 def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bool] = _adds) -> dict[Tensor, T]:
-    """Return what is said of gradients, of sums on the way to them as well: what ops make that add to them."""
+    """Extend a mapping of gradients to the terms that are accumulated into them."""
     found = dict(gradients)
     left = list(gradients)
     while left:
@@ -149,13 +149,13 @@ def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bo
 
 
 def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
-    """Return the ops of one operand that make a gradient of a tensor: another format, or other axes.
+    """Return the unary ops that turn a tensor into a gradient by a cast or another axis order.
 
-    Of a gradient itself there are none; None where the tensor becomes no gradient.
+    The list is empty for a gradient itself; None if the tensor does not become a gradient.
     """
     ops: list[Op] = []
     while t not in gradients:
-        # what lives as long as a program names it is read by nobody for that
+        # a `Keep` only extends the lifetime of its further operands
         readers = [op for op in t.graph.successors(t) if not isinstance(op.kind, Keep) or op.operands[0] is t]
         if len(readers) != 1 or not isinstance(readers[0].kind, same) or len(readers[0].operands) != 1:
             return None
@@ -165,7 +165,7 @@ def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind],
 
 
 def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
-    """Return tensors that are gradients of parameters, or added to one: inside of loops, in other formats and axes."""
+    """Return the parameter gradients and their terms, also inside loops, in other formats and axis orders."""
     left = [g for t, g in graph.gradients.items() if t.role == "param"]
     found = {*left}
     while left:

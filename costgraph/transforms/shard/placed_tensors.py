@@ -1,4 +1,4 @@
-"""Tensors of one rank: where each lies, what takes it elsewhere, and what is written in parts."""
+"""Placement of tensors on one rank, and the collectives that redistribute them."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ __all__ = [
 ]
 
 
-# -- convert -----------------------------------------------------------------------------------------------------------
-# From one placement to another: which collectives take a tensor there.
+# -- redistribution ----------------------------------------------------------------------------------------------------
 
 Step = tuple[OpKind, Placement, str]
 
 
 def steps(have: Placement, want: Placement, mesh: Mesh, query: int | None = None) -> Iterator[Step]:
-    """Yield the ops that take a tensor from one placement to another, where it lies after each, and a name.
+    """Yield the ops that redistribute a tensor, as tuples (op kind, placement after it, name).
 
-    What neighbouring ones do along axes of the mesh that have a name together is one op along that. Of a tensor that is
-    restricted to a domain, ranks have consecutive blocks of its queries after each of them: of axes of the mesh that
-    split these the innermost one goes first, and comes last, as in DTensor.
+    Equal collectives along neighbouring mesh axes with a joint name become one collective along the joint axis. If the
+    tensor is restricted to a domain, each rank must have consecutive blocks of queries after every step. Mesh axes that
+    split the query axis are therefore removed innermost first and added innermost last, as in DTensor.
     """
     yield from _joined(have, _apart(have, want, mesh, query), mesh)
 
 
 def reductions(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
-    """Yield the ops that reduce what is pending where it lies, each rank's own part of it in one piece.
+    """Yield the in-place reductions of partial sums; each rank's own part must be contiguous.
 
-    Where that is none, all of it is reduced; what else takes a tensor to where it is wanted is left to its readers.
+    Where it is not, the sum is all-reduced. Readers move the tensor to its final placement.
     """
     yield from _joined(have, _reduced(have, want, mesh, one_piece=True), mesh)
 
 
 def _joined(have: Placement, apart: Iterable[Step], mesh: Mesh) -> Iterator[Step]:
-    """Yield steps, those that neighbouring axes of the mesh take together as one."""
+    """Yield steps, with equal steps along neighbouring mesh axes joined."""
     before, waiting = have, list[Step]()
     for step in apart:
         if waiting:
@@ -73,14 +72,14 @@ def _joined(have: Placement, apart: Iterable[Step], mesh: Mesh) -> Iterator[Step
 
 
 def _as_one(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | None:
-    """Return one op for two that do the same along axes of the mesh next to each other, None where there is none."""
+    """Return one op for two equal ops along neighbouring mesh axes, None if they cannot be joined."""
     (a, _, name), (b, after, _) = first, second
     assert isinstance(a, Meshed)
     assert isinstance(b, Meshed)
     axes = (*mesh.parts(a.axis), *mesh.parts(b.axis))
     joint = mesh.together(axes)
     source = a.source if isinstance(a, Collective) else None
-    # of blocks within those of the first one, the second has as many more as the first has ranks
+    # relative to the first op, the second has more blocks: as many times as the first has ranks
     same: dict[str, Any] = {"axis": a.axis, "ranks": a.ranks, "blocks": a.blocks}
     same |= {"source_blocks": a.source_blocks} if isinstance(a, Collective) else {}
     if joint is None or type(a) is not type(b) or replace(b, **same) != a:
@@ -93,19 +92,19 @@ def _as_one(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | 
 
 
 def _beside(dim: Factors, axes: Sequence[str]) -> bool:
-    """Whether axes of the mesh split an axis one right within the other."""
+    """Whether mesh axes split a tensor axis one directly within the other."""
     at = dim.index(axes[0])
     return dim[at : at + len(axes)] == tuple(axes)
 
 
 def _apart(have: Placement, want: Placement, mesh: Mesh, query: int | None) -> Iterator[Step]:
-    """Yield the ops along each axis of the mesh.
+    """Yield the redistribution along each mesh axis.
 
-    A sum that is pending is reduced to where the tensor is wanted; an axis of the mesh that goes from one axis of the
-    tensor to another is an all-to-all, one that goes away an all-gather; what is split anew is a part, which is free.
+    A partial sum is reduced, scattered if the target is sharded. A mesh axis that moves to another tensor axis is an
+    all-to-all, one that is removed an all-gather, and a new one a local slice, which is free.
     """
     at, inner = have, _inner(have, want, query)
-    # what goes away makes room for what comes
+    # removed axes first: they make room for new ones
     for axis in (*inner, *sorted((a for a in mesh if a not in inner), key=lambda axis: want.dim(axis) is not None)):
         if axis in at.pending:
             continue
@@ -140,7 +139,7 @@ def _axes(dim: Factors) -> list[str]:
 
 
 def _inner(have: Placement, want: Placement, query: int | None) -> list[str]:
-    """Return the axes of the mesh that have to leave an axis of queries, the innermost first: some come again."""
+    """Return the mesh axes that must leave the query axis, innermost first; some are added again later."""
     if query is None:
         return []
     now, then = _axes(have.dims[query]), _axes(want.dims[query])
@@ -151,7 +150,7 @@ def _inner(have: Placement, want: Placement, query: int | None) -> list[str]:
 def _reduced(
     at: Placement, want: Placement, mesh: Mesh, query: int | None = None, *, one_piece: bool = False
 ) -> Iterator[Step]:
-    """Yield the reductions along each axis of the mesh: what is scattered first leaves less to be reduced."""
+    """Yield the reductions along each mesh axis, reduce-scatters first: less is left to reduce."""
     for axis, how in sorted(at.partial, key=lambda part: want.dim(part[0]) is None):
         if want.pending.get(axis) == how:
             continue
@@ -173,7 +172,7 @@ def _reduced(
 
 
 def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh, query: int | None) -> bool:
-    """Whether an axis of the mesh can be put where it is wanted, beside those that split the same axis already."""
+    """Whether a mesh axis can split its target axis in addition to those that split it already."""
     stay = all(f in want.dims[dim] for f in at.dims[dim] if isinstance(f, str))
     if dim == query:
         beside = [*_axes(at.dims[dim]), axis]
@@ -198,23 +197,22 @@ def _exchange(
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------
-# Kernels that use each part of a tensor as it passes by, in a ring of ranks, where else all are put together.
+# Ring attention: kernels use each part of a tensor as it arrives, without an all-gather.
 
 
 def in_rings(graph: Graph, axes: frozenset[str]) -> Graph:
-    """Let kernels pass around what is put together for them alone along some axes, and sums that they alone make.
+    """Move all-gathers and reduce-scatters of attention kernels into these kernels, as rings.
 
-    A ring of n ranks: each works on the part that it has while it hands that on to the next one and receives another, n
-    - 1 times; a sum goes once around, n times, and each rank adds to it. Of each tensor the part that leaves and the
-    one that arrives are in flight (Liu et al. 2023, arXiv 2310.01889). What is computed stays the same; these
-    collectives are then inside of the kernels.
+    In a ring of n ranks, each rank computes with one part while it sends this part on and receives the next, n - 1
+    times. A sum goes around once, n times, and each rank adds to it. For each tensor, the part that leaves and the part
+    that arrives are in flight (Liu et al. 2023, arXiv 2310.01889). FLOPs are unchanged.
     """
     return _Rings(axes).run(graph)
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """What passes by a kernel."""
+    """Collectives that become part of a kernel."""
 
     gathered: tuple[Op, ...]
     """all-gathers of operands"""
@@ -223,7 +221,7 @@ class _Ring:
 
 
 class _Rings(Rewriter):
-    """Copies a graph with collectives inside of the kernels that they are for."""
+    """Copies a graph with collectives moved into the kernels that use them."""
 
     lies = True
 
@@ -231,9 +229,9 @@ class _Rings(Rewriter):
         super().__init__()
         self.axes = axes
         self.found: dict[Op, _Ring] = {}
-        """Rings, by their kernels."""
+        """Rings, by kernel."""
         self.within: set[Op] = set()
-        """Collectives that are part of one."""
+        """Collectives that are part of a ring."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         for op in () if old.fused else old.ops:
@@ -242,7 +240,7 @@ class _Rings(Rewriter):
         super().fill(old, new, suffix)
 
     def look(self, op: Op, kind: Kernel) -> None:
-        """Note what passes by a kernel: tensors of which it makes products, and sums of products that it makes."""
+        """Record the all-gathers of matmul operands, and the reduce-scatters of matmul results."""
         gathered = [
             made for f, t in zip(kind.body.formals, op.operands, strict=True)
             if (made := t.producer) is not None and self.joins(made, "all_gather")
@@ -260,7 +258,7 @@ class _Rings(Rewriter):
             self.within |= {*gathered, *summed}
 
     def joins(self, op: Op, collective: str) -> bool:
-        """Whether an op puts parts together, or makes them, along one of the axes."""
+        """Whether an op is the given collective along one of the ring axes."""
         kind = op.kind
         return isinstance(kind, Collective) and kind.collective == collective and kind.axis in self.axes
 
@@ -271,7 +269,7 @@ class _Rings(Rewriter):
             self.copy(op, new, suffix)
 
     def ring(self, op: Op, ring: _Ring, new: Graph) -> None:
-        """Add a kernel with its collectives."""
+        """Add a kernel with its collectives inside."""
         kind, old = op.kind, op.body
         assert isinstance(kind, Kernel)
         assert old is not None
@@ -298,7 +296,7 @@ class _Rings(Rewriter):
         self.tensors |= dict(zip(ends, made.results, strict=True))
 
     def ends(self, op: Op, old: Graph, ring: _Ring, body: Graph) -> dict[Tensor, Tensor]:
-        """Return what a kernel hands out, by what that is outside of it: of sums the part of this rank."""
+        """Return the outputs of a kernel by the outer tensor they replace; reduced sums are this rank's part."""
         scattered = {t: reader for reader in ring.summed for t in reader.operands}
         out = {}
         for t, inner in zip(op.results, old.outputs, strict=True):
@@ -311,12 +309,12 @@ class _Rings(Rewriter):
         return out
 
     def sums(self, ring: _Ring) -> Sequence[Tensor]:
-        """Return the parts of sums that a rank is left with."""
+        """Return this rank's parts of the reduced sums."""
         return [self.tensors[reader.results[0]] for reader in ring.summed]
 
 
 def _only(t: Tensor, op: Op) -> bool:
-    """Whether one op alone reads a tensor."""
+    """Whether an op is the only reader of a tensor."""
     return t not in t.graph.outputs and all(reader is op for reader in t.graph.successors(t))
 
 
@@ -326,7 +324,7 @@ T = TypeVar("T")
 
 
 def repeated(t: Tensor) -> frozenset[int]:
-    """Return the axes along which a tensor is the same again and again, without a copy."""
+    """Return the axes along which a tensor is expanded without a copy."""
     kind = None if t.producer is None else t.producer.kind
     if not isinstance(kind, Expand) or t.producer is None:
         return frozenset()
@@ -336,39 +334,39 @@ def repeated(t: Tensor) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Stated:
-    """What is asked for: where sources and gradients lie, and what is gathered for its readers."""
+    """The requested placements of sources and gradients, and how parameters are gathered."""
 
     mesh: Mesh
     places: Mapping[Tensor, Placement]
-    """Of sources of the old graph, and of other tensors whose placement is stated."""
+    """Placements of old sources, and other old tensors with a stated placement."""
     gradients: Mapping[Tensor, Placement]
-    """Of gradients of the old graph."""
+    """Placements of old gradients."""
     staying: Mapping[Tensor, frozenset[str]]
-    """Axes of the mesh that split what a gradient is of, while an op reads it."""
+    """Mesh axes along which the parameter of a gradient stays sharded while an op reads it."""
     gathered: frozenset[str]
-    """Axes of the mesh along which parameters are put together where an op reads them."""
+    """Mesh axes along which parameters are all-gathered before use."""
     resident: Mapping[Tensor, frozenset[str]] = field(default_factory=dict)
-    """Parameters of the old graph that stay split along some of these axes, and the axes."""
+    """Old parameters that stay sharded along some of these axes, and these axes."""
     stacks: Mapping[Tensor, Placement] = field(default_factory=dict)
-    """Of stacks of the old graph before their slices are written: as these lie."""
+    """Placements of old stacks, inherited from the slices written into them."""
     policy: FullyShard | None = None
-    """How."""
+    """How parameters are gathered."""
     exchanged: frozenset[str] = frozenset()
-    """Axes of the mesh that split heads inside of attention where they split the sequence outside."""
+    """Mesh axes that split heads inside attention and the sequence outside of it."""
     held: frozenset[str] = frozenset()
-    """Axes of the mesh along which the backward pass has what the forward pass has gathered."""
+    """Mesh axes along which all-gathered activations are saved for the backward pass."""
     reduce_each: bool = True
-    """Whether gradients of each micro-batch are reduced."""
+    """Whether the gradients of each micro-batch are reduced."""
     kept: Mapping[Tensor, Placement] = field(default_factory=dict)
-    """Of buffers of the old graph in which ranks add up their parts of gradients."""
+    """Placements of old gradient buffers in which ranks accumulate partial sums."""
     fused: bool = False
-    """Whether products of layers add what they make to these themselves."""
+    """Whether matmuls accumulate into these buffers (gradient accumulation fusion)."""
     products: Mapping[Tensor, DType] = field(default_factory=dict)
-    """Those of such buffers that do, and the format of what they make."""
+    """Buffers that matmuls accumulate into, and the format of the products."""
 
 
 class Later:
-    """What an op without operands makes, before it is known where a reader wants it."""
+    """The result of an op without operands, which is created when a reader requests a placement."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -377,7 +375,7 @@ class Later:
 
 
 class Placed(Rewriter):
-    """Copies tensors with the sizes of one rank; `at` says where each new one lies."""
+    """Copies tensors with their local sizes; `at` holds the placement of each new tensor."""
 
     replays = False
 
@@ -386,54 +384,54 @@ class Placed(Rewriter):
         self.stated, self.mesh = stated, stated.mesh
         self.at: dict[Tensor, Placement] = {}
         self.stacks: dict[Tensor, Placement] = {}
-        """Stacks of the old graph whose slices lie elsewhere than was said, and where."""
+        """Stacks of the old graph whose slices have another placement than stated, and that placement."""
         self.names: dict[Tensor, str] = {}
-        """New tensors that say less of what they are than these: what they are outside of a body, and gradients."""
+        """More descriptive names for new tensors: a formal's outer name, or a gradient's."""
         self.params: dict[Tensor, frozenset[str]] = {}
-        """New tensors that are parameters or stand for them, and the axes along which they are gathered."""
+        """New tensors that are parameters or alias them, and the mesh axes along which they are gathered."""
         self.fixed: set[Tensor] = set()
-        """New tensors that are inputs whose placement is stated, or stand for them."""
+        """New tensors that are inputs with a stated placement, or alias them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
         self.held: dict[Tensor, Tensor] = {}
-        """Tensors that the forward pass has gathered for the backward pass as well, and what it has made."""
+        """Tensors that were all-gathered for both passes, and the results."""
         self.elsewhere: dict[Tensor, Tensor] = {}
-        """Tensors that ranks have exchanged, and what they are of."""
+        """Results of all-to-alls, and the tensors exchanged."""
         self.moved: list[str] = []
-        """What was put together although nobody asked for it, in words."""
+        """Unrequested redistributions, in words."""
         self.wanted: dict[Tensor, Placement] = {}
-        """Old tensors that are gradients, and where they are kept."""
+        """Gradients of the old graph, and their placements."""
         self.staying: dict[Tensor, frozenset[str]] = {}
         self.rows = Rows(stated.mesh)
-        """What of the new tensors is in an order of its rank."""
+        """New tensors whose rows are in rank-local order."""
         self.carried: set[Storage] = set()
-        """Storages that iterations hand on: the next one has what is written there as it is."""
+        """Storages that are carried: the next iteration reads them with the same placement."""
         self.met_by: dict[Tensor, Placement] = {}
-        """Old tensors that are carries of the next iteration, and where that has them."""
+        """Old tensors that are carried out, and the placement of the carry."""
         self.homes: dict[Any, Placement] = {}
-        """New tensors that are parts of sums, and where these belong: gradients of keys, whose queries are split."""
+        """New partial sums, and their natural placement: gradients of keys are sharded like the queries."""
         self.inside: dict[Tensor, Tensor] = {}
-        """Old tensors that attention has with their heads split, and what it has."""
+        """Old tensors that attention reads split by heads, and the new tensors with that placement."""
         self.piece: Pieces | None = None
-        """The kernel that is being cut."""
+        """The kernel that is being split."""
         self.parts: dict[Storage, tuple[Tensor, Placement]] = {}
-        """Storages that ranks have written their parts of: the last old tensor there, and where it should lie."""
+        """Storages that each rank has written a part of: the last old tensor in each, and its target placement."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of one rank."""
+        """Return the per-rank graph."""
         self.wanted = self.aims(old, self.stated.gradients)
         self.staying = self.terms_of(old, self.stated.staying)
         return super().run(old, name)
 
     def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
-        """Return where gradients are kept, and what they are made up of."""
+        """Return placements for gradients and the terms that are accumulated into them."""
         return self.terms_of(old, gradients)
 
     def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
-        """Return what is said of gradients, of what they are made up of as well."""
+        """Extend a mapping of gradients to the terms that are accumulated into them."""
         return targets(old, gradients)
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        """Copy sources and ops, and put together what ranks have written in parts."""
+        """Copy sources and ops, and all-gather tensors that ranks have written in parts."""
         around, self.parts = self.parts, {}
         super().fill(old, new, suffix)
         self.close(old, new)
@@ -452,12 +450,12 @@ class Placed(Rewriter):
                 self.tensors[g] = self.value(g, new)
 
     def close(self, old: Graph, new: Graph) -> None:
-        """Do what is left to do once all ops of a body are copied."""
+        """Finish a body after all of its ops are copied."""
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        """Declare what a rank has of a source."""
+        """Declare a source with its local sizes."""
         if old in self.tensors:
             return self.tensors[old]
         place = self.stated.places.get(old, Placement(((),) * old.ndim))
@@ -476,21 +474,21 @@ class Placed(Rewriter):
         return tensor
 
     def value(self, old: Tensor, new: Graph, want: Placement | None = None, phase: str = "forward") -> Tensor:
-        """Return what stands for an old tensor, made now where it was not made yet, at the placement that is wanted."""
+        """Return the new tensor of an old one at a placement; create it now if it is deferred."""
         found = self.tensors[old]
         if isinstance(found, Later):
             key = (old, want or Placement(((),) * old.ndim), self.here(new), "")
-            if key not in self.copies:  # its readers have one
+            if key not in self.copies:  # one copy for each placement
                 self.copies[key] = self.made(found, old, new, key[1])
             return self.copies[key]
         return found if want is None else self.moved_to(found, want, new, phase)
 
     def here(self, new: Graph) -> Graph:
-        """Return where ops go now: into the kernel that is being written, if there is one."""
+        """Return the graph that ops are added to: the kernel that is being written, if there is one."""
         return new if self.piece is None else self.piece.graph()
 
     def made(self, later: Later, old: Tensor, new: Graph, want: Placement) -> Tensor:
-        """Make what has no operands with the sizes of one rank."""
+        """Create the result of an op without operands with local sizes."""
         if not later.zero:
             want = want.without(want.pending, self.mesh)
         kind = later.op.kind
@@ -502,7 +500,7 @@ class Placed(Rewriter):
         return op.results[0]
 
     def moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
-        """Return a tensor at another placement; what readers of the same phase have asked for is there already."""
+        """Redistribute a tensor; readers of the same phase share the result."""
         have = self.at[t]
         if have == want:
             return t
@@ -519,17 +517,17 @@ class Placed(Rewriter):
         for kind, after, name in way:
             made = self.step(kind, made, name, new, phase)
             self.at[made] = after
-        if have.pending:  # a sum is reduced once, for all passes
+        if have.pending:  # a sum is reduced once for all passes
             key = always
         elif not param and phase in ("forward", "recompute") and self.stated.held and self.is_held(way):
             key = always
             self.held[t] = made
-        if {name for *_, name in way} == {"all_to_all"}:  # as large as what it is of: either may be kept
+        if {name for *_, name in way} == {"all_to_all"}:  # both have the same size: either may be saved
             key = always
             self.copies[made, have, new, ""] = t
             self.elsewhere[made] = t
         assert self.at[made] == want, f"{t!r}: {have} -> {self.at[made]}, expected {want}"
-        if have.pending == want.pending or t not in self.rows.own:  # a count over all ranks is the same on each
+        if have.pending == want.pending or t not in self.rows.own:  # a reduced count is the same on all ranks
             self.rows.stands_for(made, t)
         if param:
             self.params[made] = self.params[t]
@@ -537,7 +535,7 @@ class Placed(Rewriter):
         return made
 
     def again(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor | None:
-        """Move what a tensor repeats, and repeat it elsewhere; None where a rank does not have it any more."""
+        """Redistribute the operand of an expand and expand it again; return None if that is impossible here."""
         op = t.producer
         assert op is not None
         assert isinstance(op.kind, Expand)
@@ -559,12 +557,12 @@ class Placed(Rewriter):
         return again.results[0]
 
     def is_held(self, way: Sequence[tuple[OpKind, Placement, str]]) -> bool:
-        """Whether what all of these ops gather is there in the backward pass as well, as autograd saves it."""
+        """Whether all of these ops are all-gathers whose results are saved for the backward pass, as in autograd."""
         kinds = [kind for kind, _, _ in way if isinstance(kind, Collective) and kind.collective == "all_gather"]
         return len(kinds) == len(way) and all(self.stated.held >= {*self.mesh.parts(kind.axis)} for kind in kinds)
 
     def slices_moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
-        """Return a stack at another placement: of storages one for each position ranks meet for one after the other."""
+        """Return a stack at another placement; ranks reduce its separate storages one after the other."""
         if not t.storage.pieces or not self.at[t].pending:
             return self.moved_to(t, want, new, phase)
         name = self.names.get(t, t.name)
@@ -580,7 +578,7 @@ class Placed(Rewriter):
         return op.results[0]
 
     def stands_for(self, made: Tensor, t: Tensor) -> None:
-        """Note that a new tensor is another one elsewhere in the graph."""
+        """Note that a new tensor aliases another, in or outside of a body."""
         self.at[made] = self.at[t]
         if t in self.params:
             self.params[made] = self.params[t]
@@ -589,7 +587,7 @@ class Placed(Rewriter):
         self.rows.stands_for(made, t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str, *others: Tensor) -> Tensor:
-        """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
+        """Add an op that redistributes a tensor, outside of a kernel, which is split there."""
         graph = new if self.piece is None else self.piece.outside(t)
         base = self.names.get(t, t.name).removesuffix(".in")
         op = graph.add_op(kind, [t, *others], f"{base}.{name}", phase)
@@ -597,24 +595,24 @@ class Placed(Rewriter):
         return op.results[0]
 
     def dense(self, t: Tensor, graph: Graph, phase: str) -> Tensor:
-        """Return a carry as every iteration hands it on: in the order of its axes."""
+        """Return a carry in contiguous form, as every iteration leaves it."""
         return t if t.is_contiguous else self.copied(t, graph, f"{t.name}.contiguous", phase)
 
     def copied(self, t: Tensor, graph: Graph, name: str, phase: str) -> Tensor:
-        """Return a copy of a tensor in the order of its axes."""
+        """Return a contiguous copy of a tensor."""
         kind = Rearrange(split=t.sizes, order=tuple(range(t.ndim)), merged=t.sizes, copy=True)
         (made,) = graph.add_op(kind, [t], name, phase).results
         self.stands_for(made, t)
         return made
 
     def stack(self, op: Op, new: Graph) -> None:
-        """Add a stack where its slices will lie, which is known once they do: the graph is made once more then."""
+        """Add an empty stack; if its slices turn out to have another placement, the graph is built again."""
         (stack,) = op.results
         place = self.stated.stacks.get(stack, Placement(((),) * stack.ndim))
         self.tensors[stack] = self.made(Later(op), stack, new, place)
 
     def note_made(self, t: Tensor, place: Placement | None) -> None:
-        """Note that what was made to be written into lies as what is written: the graph is made once more then."""
+        """Note that an allocated tensor inherits the placement of the values written; the graph is built again."""
         while place is not None and t.producer is not None and not isinstance(t.producer.kind, Fresh):
             op = t.producer
             rule = op.kind.placed(op)
@@ -625,7 +623,7 @@ class Placed(Rewriter):
             self.stacks[t] = place
 
     def stacked(self, op: Op, new: Graph) -> None:
-        """Add the stack that is full, and note where its slices lie."""
+        """Add the filled stack, and note the placement of its slices."""
         stack, *slices = op.operands
         place, rest = self.at[self.tensors[stack]], stack.ndim - 1
         now = [self.at[self.value(t, new)] for t in slices]
@@ -641,12 +639,12 @@ class Placed(Rewriter):
         self.at[made] = place
 
     def tell(self, op: Op, t: Tensor, at: Placement, want: Placement, why: str) -> None:
-        """Note along which axes of the mesh a tensor is moved although nobody asked for it."""
+        """Note the mesh axes along which a tensor is redistributed without a request."""
         axes = sorted(axis for axis in at.axes if want.dim(axis) != at.dim(axis))
         self.moved += [f"{op.name!r}: {t.name!r} put together along {axis}: {why}" for axis in axes]
 
     def note_part(self, before: Tensor, written: Tensor, after: Tensor) -> None:
-        """Note what is written in parts although every rank has it whole."""
+        """Note a tensor that is written in parts although it is replicated."""
         storage = written.storage
         if storage in self.parts:
             self.parts[storage] = after, self.parts[storage][1]
@@ -657,7 +655,7 @@ class Placed(Rewriter):
             self.parts[storage] = after, self.at[found]
 
     def put_together(self, old: Tensor, place: Placement, new: Graph) -> None:
-        """Let ranks exchange their parts of what each of them keeps whole, in place."""
+        """All-gather, in place, the parts of a replicated tensor that ranks have written."""
         t = self.tensors[old]
         for axis in reversed(list(self.mesh)):
             at = self.at[t]

@@ -1,4 +1,4 @@
-"""The graph of one rank, from the graph of all: op by op, with what takes tensors to where they are wanted."""
+"""SPMD partitioner: build the per-rank graph and insert resharding collectives."""
 
 from __future__ import annotations
 
@@ -53,38 +53,38 @@ __all__ = [
 ]
 
 
-# -- sharder -----------------------------------------------------------------------------------------------------------
+# -- partitioner -------------------------------------------------------------------------------------------------------
 
-#: Kinds whose result is the parameter that they are of, in another form.
+#: Kinds whose result is the parameter they read, in another form.
 _SAME = (Rearrange, Slice, Pointwise)
 
 
 class _WiderError(Exception):
-    """Raised where an iteration hands on what is split along more axes than what it was handed."""
+    """Raised when an iteration leaves a carry sharded along more mesh axes than it received it with."""
 
     def __init__(self, starts: Mapping[int, Placement]) -> None:
         self.starts = starts
 
 
 class Sharder(Cutting):
-    """Copies ops with the sizes of one rank, and moves operands to where their rule wants them."""
+    """Copies ops with local sizes, and redistributes operands to the placements that sharding rules require."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
-        """Return the graph of one rank."""
-        self.own = made_of(old, adds, _SAME)  # sums over tokens, however many these are beside what a weight has
+        """Return the per-rank graph."""
+        self.own = made_of(old, adds, _SAME)  # sums over tokens: their placement is that of the weight
         return super().run(old, name)
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op, and take gradients to where they are kept."""
+        """Add the local form of an op, and redistribute gradients to their placements."""
         inside = self.piece is not None
         if not inside:
             if self.put_off(op):
                 self.after(op, new)
                 return
             self.before(op, new)
-        # a stack is there before its slices are
+        # a stack is allocated before its slices are written
         if isinstance(op.kind, Empty) or (op.results[:1] and op.results[0] in self.stated.stacks):
             self.stack(op, new)
         elif isinstance(op.kind, Fresh):
@@ -99,7 +99,7 @@ class Sharder(Cutting):
             self.kernel(op, new)
         else:
             self.plain(op, new)
-        # what has been added up of micro-batches is reduced apart
+        # gradients accumulated over micro-batches are reduced after the loop
         behind = op.loop is not None and is_pass(op.loop.body)
         phase = "backward" if behind else op.phase
         if behind:
@@ -120,7 +120,7 @@ class Sharder(Cutting):
             self.after(op, new)
 
     def plain(self, op: Op, new: Graph) -> None:
-        """Add an op of a rank."""
+        """Add the local form of an op that has no body."""
         if self.is_summed(op):
             return
         self.note_term(op)
@@ -136,10 +136,10 @@ class Sharder(Cutting):
         self.moved += [
             f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}"
             for i, axis, why in choice.moved
-            if rule is None or axis not in queries(op, rule, choice)  # keys are put together for its queries
+            if rule is None or axis not in queries(op, rule, choice)  # keys are all-gathered for its queries
         ]
         wanted = [*zip(op.operands, choice.operands, strict=True)]
-        # what is made for this op is made last: moving others may cut the kernel around, before which it need not be
+        # deferred operands are created last: others may split the current kernel, and they belong behind the split
         order = sorted(range(len(wanted)), key=lambda i: isinstance(self.tensors[op.operands[i]], Later))
         found = {i: self.value(wanted[i][0], new, wanted[i][1], op.phase) for i in order}
         operands = [found[i] for i in range(len(wanted))]
@@ -158,14 +158,14 @@ class Sharder(Cutting):
             self.homes |= {} if home is None else {made.results[0]: home}
         self.rows.note(op, rule, choice, before, made.results, axis)
         self.note_scattered(op, operands, made.results[0])
-        scaled = not any(t.ndim for t in operands[1:]) and op.phase != "optimizer"  # as where weights are quantized
+        scaled = not any(t.ndim for t in operands[1:]) and op.phase != "optimizer"  # as with quantized weights
         if isinstance(op.kind, _SAME) and operands[0] in self.params and (len(operands) == 1 or scaled):
             self.params |= dict.fromkeys(made.results, self.params[operands[0]])
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
 
     def given(self, op: Op) -> list[Given]:
-        """Return the operands as they lie."""
+        """Return the operands with their placements."""
         out = []
         for t in op.operands:
             found = self.tensors[t]
@@ -173,7 +173,7 @@ class Sharder(Cutting):
                 out.append(Given(None, zero=found.zero))
                 continue
             param = found in self.params
-            # an update is made of each rank's own part
+            # an optimizer updates each rank's shard
             read = param and op.phase != "optimizer" and not self.apart
             stated = found in self.fixed or t in self.stated.places
             gathered = self.params[found] if read else ()
@@ -183,10 +183,10 @@ class Sharder(Cutting):
         return out
 
     def asked(self, op: Op, rule: Split) -> dict[str, str]:
-        """Return which names of the rule are asked for, by axis of the mesh: of a gradient, or a stated placement."""
+        """Return the preferred name of the rule for each mesh axis, from gradients and stated placements."""
         made = op.results[0]
         behind = becoming(made, self.wanted, _SAME)
-        # a gradient of weights is summed over tokens: what has these whole is exchanged, and tokens are not gathered
+        # a weight gradient is summed over tokens: redistribute the other operand rather than gather tokens
         tokens = {} if behind is None else common(rule, [g.at for g in self.given(op)])
         place, axes = self.stated.places.get(made), None
         if behind is not None:
@@ -197,7 +197,7 @@ class Sharder(Cutting):
         if place is None and any(at.pending for at in lie):
             place = self.met(made)
         elif place is None and isinstance(op.kind, Scatter) and len(lie) < len(given):
-            # into nothing, which may lie anywhere, along what splits none of the values
+            # a scatter into zeros: prefer mesh axes that split none of the values
             place, axes = self.met(made), frozenset(self.mesh).difference(*(at.axes for at in lie))
         if place is None:
             return tokens
@@ -210,7 +210,7 @@ class Sharder(Cutting):
         }
 
     def kept_at(self, place: Placement, behind: Sequence[Op]) -> Placement | None:
-        """Return where a tensor lies, of which ops make a gradient that is kept at a placement."""
+        """Return a tensor's placement from that of the gradient it becomes."""
         found: Placement | None = place
         for op in reversed(behind):
             rule = op.kind.placed(op)
@@ -218,13 +218,13 @@ class Sharder(Cutting):
         return found
 
     def met(self, t: Tensor) -> Placement | None:
-        """Return where the tensor lies that an old one, or what elementwise ops make of it, is put together with."""
+        """Return the placement of the tensor that an old one, or an elementwise function of it, is combined with."""
         while True:
             if t in self.met_by:
                 return self.met_by[t]
             readers = list(t.graph.successors(t))
             if not readers and t.graph.fused and t in t.graph.outputs and t.graph.owner is not None:
-                t = t.graph.owner.results[t.graph.outputs.index(t)]  # what a kernel hands out
+                t = t.graph.owner.results[t.graph.outputs.index(t)]  # an output of a kernel
                 continue
             if not readers:
                 return None
@@ -236,7 +236,7 @@ class Sharder(Cutting):
             t = readers[0].results[0]
 
     def whole(self, op: Op) -> Choice:
-        """Have every operand whole on every rank, as nothing is known of the op."""
+        """Replicate every operand of an op that has no sharding rule."""
         self.moved += [
             f"{op.name!r}: {t.name!r} put together along {axis}: {op.kind.name} has no rule of placement"
             for t in op.operands
@@ -248,10 +248,10 @@ class Sharder(Cutting):
         return Choice(list(operands), [Placement(((),) * t.ndim) for t in op.results], {}, {}, {})
 
     def need_in_place(self, op: Op, operands: Sequence[Tensor], places: Sequence[Placement | None]) -> None:
-        """Refuse to write into a copy in place of what it is a copy of."""
+        """Raise an error for an in-place write to a redistributed copy."""
         for i in op.kind.overwrites():
             old = self.tensors[op.operands[i]]
-            kept = op.operands[i].storage.role != "activation"  # by more than this op
+            kept = op.operands[i].storage.role != "activation"  # it outlives this op
             if not kept and isinstance(old, Tensor) and self.at[operands[i]] != self.at[old]:
                 self.note_made(op.operands[i], places[i])
             if kept and isinstance(old, Tensor) and operands[i].storage is not old.storage:
@@ -263,7 +263,7 @@ class Sharder(Cutting):
     # -- bodies ------------------------------------------------------------------------------------------------------
 
     def loop(self, op: Op, new: Graph) -> None:
-        """Copy a loop; carries lie as an iteration leaves them."""
+        """Copy a loop; a carry has the placement that an iteration leaves it with."""
         loop = op.loop
         assert loop is not None
         starts: list[Placement | None] = []
@@ -279,7 +279,7 @@ class Sharder(Cutting):
             starts.append(place)
         host, around = self.here(new), self.piece
         known, copies, within = dict(self.tensors), dict(self.copies), dict(self.inside)
-        self.piece = None  # a loop inside a kernel is not cut: ranks meet where they have to
+        self.piece = None  # a loop inside a kernel is not split: collectives stay inside
         while True:
             try:
                 with host.whole():
@@ -287,12 +287,12 @@ class Sharder(Cutting):
                 break
             except _WiderError as wider:
                 starts = [wider.starts.get(i, place) for i, place in enumerate(starts)]
-                # what was added is taken back
+                # undo this attempt
                 self.tensors, self.copies, self.inside = dict(known), dict(copies), dict(within)
         self.piece = around
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
-        """Add the loop with its carries at some placements."""
+        """Add the loop with its carries at given placements."""
         loop = op.loop
         assert loop is not None
         places = [Placement(((),) * t.ndim) if p is None else p for p, t in zip(starts, loop.starts, strict=True)]
@@ -306,18 +306,18 @@ class Sharder(Cutting):
         self.enter(loop, begun, xs, shared, body)
         self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
         self.fill(loop.body, body)
-        # none of these depends on another: all begin anew together
+        # these are independent of each other: restart once for all of them
         if parts := {i: at for i, place in enumerate(places) if (at := self.parts_of_sums(i, op, place)) is not None}:
             raise _WiderError(parts)
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, places[i])
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
-        # what is saved is what ops of the forward pass were given
+        # residuals are operands of ops in the forward pass
         self.tensors |= {t: self.held[made] for t in loop.saved if (made := self.value(t, body)) in self.held}
         lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending} | self.whole_pass
         for t in (*loop.ys, *loop.saved):
             made = self.summed(t, body, op.phase, parts=t in lasts)
-            # a rank's part of what every rank has made lies within the whole of it, and only the part is kept
+            # a rank's slice of a replicated tensor is a view of the whole: save only a copy of the slice
             part = made.is_view and not t.is_view
             self.tensors[t] = self.copied(made, body, f"{made.name}.contiguous", op.phase) if part else made
         outputs = [self.tensors[t] for t in loop.body.outputs]
@@ -327,10 +327,10 @@ class Sharder(Cutting):
                 self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
 
     def summed(self, old: Tensor, graph: Graph, phase: str, *, sliced: bool = False, parts: bool = False) -> Tensor:
-        """Return what stands for an old tensor, parts of sums reduced if not kept; what is read in slices has all."""
+        """Return the new tensor of an old one with partial sums reduced, and gathered along the sliced axis."""
         t = self.handed(old, self.value(old, graph))
         at = self.at[t]
-        if at.pending and not parts and not sliced:  # where it has been reduced to, if it has
+        if at.pending and not parts and not sliced:  # reuse an earlier reduction
             known = (
                 made for (of, want, g, _), made in self.copies.items() if of is t and g is graph and not want.pending
             )
@@ -344,7 +344,7 @@ class Sharder(Cutting):
     def enter(
         self, loop: Loop, begun: Sequence[Tensor], xs: Sequence[Tensor], shared: Sequence[Tensor], body: Graph
     ) -> None:
-        """Add the inputs of a body, and note where gradients are kept that are made inside it."""
+        """Add a body's formals, and note the placements of gradients that are computed inside it."""
         for f, outer in zip(loop.carries, begun, strict=True):
             made = self.stand_for(f, outer, body, outer.sizes, contiguous(outer.sizes), self.at[outer])
             self.carried.add(made.storage)
@@ -371,13 +371,13 @@ class Sharder(Cutting):
                 self.aim(o, self.at[begun[i]], self.staying[r])
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
-        """Note where a gradient is kept that is made inside a body."""
+        """Note the placement of a gradient that is computed inside a body."""
         found = targets(t.graph, {t: place}) if self.buffer(t) is None else targets(t.graph, {t: place}, adds)
         self.wanted |= found
         self.staying |= dict.fromkeys(found, staying)
 
     def parts_of_sums(self, i: int, op: Op, place: Placement) -> Placement | None:
-        """Return where a sum that is reduced once, behind the loop, has to begin; None where it has."""
+        """Return the initial placement of a carry that is reduced after the loop; None if it has it already."""
         loop, zero = op.loop, self.tensors[op.operands[i]]
         assert loop is not None
         made = isinstance(self.tensors[loop.nexts[i]], Tensor) and isinstance(zero, Later) and zero.zero
@@ -390,7 +390,7 @@ class Sharder(Cutting):
         return replace(want, partial=natural.partial) if want.axes >= natural.axes else natural
 
     def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, place: Placement) -> None:
-        """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""
+        """Redistribute a carry to its placement in the next iteration, or restart the loop with another one."""
         found = self.tensors[t]
         if isinstance(found, Later):
             self.tensors[t] = self.value(t, body, place, op.phase)
@@ -412,7 +412,7 @@ class Sharder(Cutting):
         self, f: Tensor, outer: Tensor, body: Graph, sizes: tuple[Poly, ...], strides: tuple[Poly, ...],
         place: Placement, lead: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Add an input of a loop's body."""
+        """Add a formal of a loop body."""
         pieces = max(outer.storage.pieces - lead, 0)
         made = body.formal(outer, f.name, sizes, strides, pieces)
         made.domain = None if f.domain is None or outer.domain is None else (outer.domain[0], *f.domain[1:])
@@ -423,9 +423,8 @@ class Sharder(Cutting):
 
 
 # -- shard -------------------------------------------------------------------------------------------------------------
-# From the graph of all devices to that of one rank: placements that propagate, and the collectives that follow.
 
-#: Placements by the name of a tensor, or by a pattern of names.
+#: Placements by tensor name or name pattern.
 Placements = Annotated[
     Mapping[str, str],
     Rule(
@@ -441,19 +440,19 @@ def mesh(**axes: object) -> Mesh:
     Parameters
     ----------
     **axes : sympy.Expr, int or tuple of str
-        Number of ranks of each axis, the outermost first: `mesh(dp=8, tp=cg.dims("T"))`. Neighbouring axes may have a
-        name together, `mesh(kv=2, replica=4, tp=("kv", "replica"))`: placements may say it, and what ranks do along all
-        of them is one collective.
+        Number of ranks by axis, outermost first: `mesh(dp=8, tp=cg.dims("T"))`. Neighbouring axes may have a joint
+        name, `mesh(kv=2, replica=4, tp=("kv", "replica"))`. Placements may use it, and a collective along all of the
+        axes is one collective.
 
     Returns
     -------
     Mesh
-        What `shard` takes.
+        The mesh, for use with `shard`.
 
     Raises
     ------
     GraphError, ShapeError
-        If there is no axis, a number of ranks is no positive integer, or axes together are no neighbours.
+        If there is no axis, a number of ranks is not a positive integer, or axes with a joint name are not neighbours.
 
     Examples
     --------
@@ -473,7 +472,7 @@ def mesh(**axes: object) -> Mesh:
     return Mesh(tuple(sizes.items()), tuple(joint.items()))
 
 
-# over 40 lines, as each option is a parameter
+# longer than 40 lines: each option is a parameter
 def shard(
     graph: Graph,
     mesh: Mesh,
@@ -489,83 +488,81 @@ def shard(
     buckets: Buckets | None = None,
     strict: bool = False,
 ) -> Graph:
-    """Turn the graph of a whole model into the graph of one rank of a mesh: local sizes, and collectives as ops.
+    """Turn the graph of a whole model into the graph of one rank, with local sizes and collectives as ops.
 
-    Placements propagate from what is stated through every op, forward and backward: an op's rule says which axes of
-    its operands and results belong together. A contraction over an axis that is split leaves parts of a sum; what is
-    not linear has them reduced before it, to where its other operands lie. What is stated of parameters, gradients and
-    optimizer states is all there is: data, tensor and sequence parallelism and ZeRO are what follows from it.
+    Stated placements propagate through every op, forward and backward: the sharding rule of an op ties the axes of its
+    operands to those of its results. Contracting a sharded axis leaves a partial sum, which is reduced before the first
+    nonlinear op, to the placement of the other operands. You state placements of parameters, inputs, gradients and
+    optimizer states; data, tensor and sequence parallelism and ZeRO follow.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass, a step or a pass of inference, declared or traced; it stays as it is.
+        A forward pass, training step or inference pass, declared or traced; it is not modified.
     mesh : Mesh
-        The devices. An axis of one rank changes nothing.
+        The devices. An axis of one rank has no effect.
     placements : mapping of str to str
-        By the name of a tensor, or a pattern of sources such as `"layers/*/weight"`, later entries win: its axes as in
-        einops, those that are split in brackets with axes of the mesh, `"d (f tp)"`. Each rank has one block of
-        consecutive elements; of several axes of the mesh the first one splits into the larger blocks. A number before
-        the name, `"d (2 f tp)"`, says that it is two tensors beside each other, each of which is split. Stated of
-        parameters, inputs, buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops
-        make: that the carry of the layers is split along the sequence is sequence parallelism. What is not named is
-        whole on every rank.
+        Placements by tensor name, or by a pattern of sources such as `"layers/*/weight"`; later entries take
+        precedence. A placement lists the axes as in einops, sharded ones in brackets with mesh axes: `"d (f tp)"`. Each
+        rank has one contiguous block; with several mesh axes, the first one splits into the largest blocks. A leading
+        number, `"d (2 f tp)"`, means two concatenated tensors that are sharded separately. State placements of
+        parameters, inputs, buffers and optimizer states (`"*.exp_avg"`), and of intermediate tensors where there is a
+        choice: sequence parallelism shards the carry of the layers along the sequence. Other sources are replicated.
     gather : str, iterable of str or FullyShard
-        Axes of the mesh along which parameters are put together where a pass reads them and given back after it:
-        ZeRO-3, or fully sharded data parallelism; a `FullyShard` says how, by default as torch's `fully_shard` does.
-        Along other axes they stay, and activations come to them.
+        Mesh axes along which parameters are all-gathered before use and freed after it: ZeRO-3, or fully sharded data
+        parallelism. A `FullyShard` sets the policy, by default that of torch's `fully_shard`. Along other axes,
+        parameters stay sharded and activations are redistributed.
     gradients : mapping of str to str, optional
-        Where gradients are kept, by the name of what they are of; by default where that is. Split where parameters are
-        whole is ZeRO-2.
+        Gradient placements by parameter name; by default the parameter's placement. Sharded gradients of
+        replicated parameters are ZeRO-2.
     exchange : str or iterable of str
-        Axes of the mesh that split heads inside a kernel of attention where they split the sequence outside of it, by
-        all-to-alls: DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). By default queries stay as they are
-        split, and keys and values are put together.
+        Mesh axes that split heads inside an attention kernel and the sequence outside of it, by all-to-alls:
+        DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). By default queries stay sharded, and keys and values
+        are all-gathered.
     ring : str or iterable of str
-        Axes of the mesh along which kernels of attention pass keys and values around in place of that, and the sums of
-        their gradients, each used as it passes by: ring attention (Liu et al. 2023, arXiv 2310.01889).
+        Mesh axes along which attention kernels pass keys and values, and the partial sums of their gradients, around a
+        ring: ring attention (Liu et al. 2023, arXiv 2310.01889).
     hold : str or iterable of str
-        Axes of the mesh along which the backward pass has what the forward pass has gathered of activations, as
-        autograd saves what DTensor has redistributed. By default it is gathered again, as Megatron's
-        `LinearWithGradAccumulationAndAsyncCommunication` does, which saves the part of each rank
-        (megatron/core/tensor_parallel/layers.py).
+        Mesh axes along which all-gathered activations are saved for the backward pass, as autograd saves tensors that
+        DTensor has redistributed. By default only the shard is saved and gathered again, as in Megatron's
+        `LinearWithGradAccumulationAndAsyncCommunication` (megatron/core/tensor_parallel/layers.py).
     reduce_each : bool
-        Whether gradients of each micro-batch of a step are reduced. If not, a rank adds up its own parts, whole ones
-        where `gather` splits them, and reduces the sum behind the last micro-batch, as with `no_sync` of torch's
-        DistributedDataParallel. Units of a `FullyShard` reduce theirs within it, as with
-        `set_requires_gradient_sync(False)` of `fully_shard`; in a pipeline, or in buffers that a step keeps, behind it.
+        Whether the gradients of each micro-batch are reduced. If False, a rank accumulates its partial gradients
+        (unsharded ones under `gather`) and reduces them after the last micro-batch, as with `no_sync` of torch's
+        DistributedDataParallel. Units of a `FullyShard` are reduced within the last micro-batch, as with
+        `set_requires_gradient_sync(False)` of `fully_shard`; in a pipeline, or if a step keeps gradient buffers, after
+        it.
     accumulation_fusion : bool
-        Whether products of layers add gradients to buffers that a step keeps in one kernel, while parts are added up
-        there: `gradient_accumulation_fusion` of Megatron-LM. What autograd is handed in place of a gradient is one
-        tensor for each shape and format, there from one step to the next: `get_dummy_wgrad` of TransformerEngine
+        Whether matmuls accumulate gradients directly into gradient buffers that a step keeps, in one kernel:
+        `gradient_accumulation_fusion` of Megatron-LM. Requires partial sums to be accumulated there. autograd receives
+        one persistent dummy tensor for each shape and format: `get_dummy_wgrad` of TransformerEngine
         (pytorch/module/base.py).
     buckets : Buckets, optional
-        How gradients are reduced that every rank has whole, in buffers of several; by default each by itself, as soon
-        as it is complete.
+        Buckets for all-reduced gradients; by default each gradient is reduced by itself, as soon as it is complete.
     strict : bool
-        True where it is an error that an op cannot keep the placement of an operand, which is put together before it,
-        or that two operands are split otherwise, and one of them is moved; by default `graph.sharding.resharded` tells
-        of it. What comes to a parameter that stays, or lacks the axis that the op is split along, is not in there.
+        Whether to raise an error if an op cannot keep the placement of an operand, or if operands conflict and one is
+        redistributed. By default `graph.sharding.resharded` lists these cases. It does not list tensors that are
+        redistributed for a parameter, or that lack the axis along which the op is sharded.
 
     Returns
     -------
     Graph
-        Of one rank. Its questions are those of any graph; `communication` lists what it sends, and `sharding` says
-        where its tensors lie. Degrees of the mesh are dimensions of it.
+        The per-rank graph, for any analysis. `communication` lists its messages, and `sharding` the placements of
+        its tensors. Symbolic mesh sizes are dimensions of the graph.
 
     Raises
     ------
     GraphError, PatternError, ShapeError
-        If a name is no tensor of the graph, a text is no placement, or an axis cannot be split into equal parts.
+        If a name matches no tensor, a placement is malformed, or an axis cannot be split into equal parts.
     UnsupportedError
-        If ranks would have to meet where they cannot, a placement cannot be kept while `strict` is set, or gradients
+        If a collective would be needed where there can be none, a placement cannot be kept with `strict`, or gradients
         cannot be reduced in buckets.
 
     Notes
     -----
-    The words are those of torch's DTensor (`torch/distributed/tensor/placement_types.py`): shard, replicate, partial.
-    Sizes that a degree has to divide are conditions of the graph, looked at when they are bound. Collectives make a
-    new tensor, as torch's functional ones do, but for buffers of units.
+    Terms follow torch's DTensor (`torch/distributed/tensor/placement_types.py`): shard, replicate, partial.
+    Divisibility by symbolic mesh sizes is a condition of the graph, checked when they are bound. Collectives return new
+    tensors, as torch's functional collectives do, except in the buffers of units.
 
     Examples
     --------
@@ -589,7 +586,7 @@ def shard(
     reduced = _axes("buckets", buckets.axes, used, mesh) if buckets is not None else frozenset[str]()
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
-    # passes of a pipeline are those of other ranks as well, each in its turn
+    # micro-batches interleave with those of other pipeline stages, so none is peeled
     if gathered and policy.by_unit and not reduce_each and graph.waiting is None:
         apart = LastApart()
         graph = apart.run(graph)
@@ -618,7 +615,7 @@ def shard(
 
 
 def _resident(graph: Graph, policy: FullyShard) -> dict[Tensor, frozenset[str]]:
-    """Return the parameters that stay sharded along some of the axes that a policy gathers, and these axes."""
+    """Return the parameters that stay sharded along some of the gathered axes, and these axes."""
     out: dict[Tensor, frozenset[str]] = {}
     assert not isinstance(policy.resident, Mapping)
     for pattern, axes in policy.resident:
@@ -633,7 +630,7 @@ def _resident(graph: Graph, policy: FullyShard) -> dict[Tensor, frozenset[str]]:
 
 
 def _need_parts(policy: FullyShard, graph: Graph) -> None:
-    """Refuse to add up parts of gradients in a format in which they are not reduced."""
+    """Raise an error if partial gradients would be accumulated in another format than they are reduced in."""
     odd = next((g for g in graph.gradients.values() if policy.reduce_dtype not in (None, g.dtype.name)), None)
     if odd is not None:
         raise UnsupportedError(
@@ -643,7 +640,7 @@ def _need_parts(policy: FullyShard, graph: Graph) -> None:
 
 
 def _axes(what: str, given: str | Iterable[str], used: Mesh, mesh: Mesh) -> frozenset[str]:
-    """Return axes of a mesh that are named, those of one rank left out."""
+    """Return the named mesh axes, without those of one rank."""
     axes = frozenset([given] if isinstance(given, str) else given)
     odd = sorted(axes - {*mesh}, key=str)
     if odd:
@@ -652,14 +649,14 @@ def _axes(what: str, given: str | Iterable[str], used: Mesh, mesh: Mesh) -> froz
 
 
 def _used(mesh: Mesh) -> Mesh:
-    """Return a mesh without axes of one rank, but for those that are part of several together."""
+    """Return a mesh without one-rank axes, except members of a joint axis."""
     joint = tuple((name, parts) for name, parts in mesh.joint if mesh[name] != ONE)
     kept = {a for _, parts in joint for a in parts}
     return Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE or name in kept), joint)
 
 
 def _placed(graph: Graph, stated: Stated, *, strict: bool) -> Graph:
-    """Return the graph of one rank, which says where its tensors lie and what was moved unasked."""
+    """Return the graph of one rank, with its placements and unrequested redistributions."""
     sharder, made = _sharded(graph, stated)
     if strict and sharder.moved:
         raise UnsupportedError(f"shard: {sharder.moved[0]}, expected placements that every op can keep")
@@ -676,16 +673,16 @@ def _placed(graph: Graph, stated: Stated, *, strict: bool) -> Graph:
 
 
 def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
-    """Make the graph of one rank; once more where stacks turn out to lie as their slices do, which come later.
+    """Build the graph of one rank; repeat if stacks or gradient buffers turn out to have another placement.
 
-    So do buffers of gradients: along which axes what is added to them is a part of a sum is known then.
+    Their placements follow from the values written into them, which are known only afterwards.
     """
     while True:
         sharder = Sharder(stated)
         try:
             made = sharder.run(graph)
         except CostGraphError:
-            if not sharder.stacks:  # else what is to be made otherwise was written to in a copy
+            if not sharder.stacks:  # else the error may come from a stack with a wrong placement
                 raise
         terms = {} if stated.kept else sharder.terms
         if not sharder.stacks and not terms:
@@ -709,7 +706,7 @@ def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: Placements) -> dict[Ten
 
 
 def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
-    """Read a placement of a tensor; axes of which each position is a storage of its own have no say in it."""
+    """Parse a placement; leading axes whose positions are separate storages are not part of it."""
     pieces = t.storage.pieces
     place = f"shard: {text!r} of {t!r}"
     found = groups(text)
@@ -735,7 +732,7 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
 
 
 def groups(text: str) -> list[list[str]] | None:
-    """Return the words of each axis, None where the text is none of a placement."""
+    """Return the words of each axis, None if the text is not a placement."""
     if not re.fullmatch(r"(\s*(\w+|\((\s*\w+)+\s*\)))*\s*", text, re.ASCII):
         return None
     return [found.strip("()").split() for found in re.findall(r"\w+|\([^()]*\)", text)]

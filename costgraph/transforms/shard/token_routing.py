@@ -1,4 +1,4 @@
-"""Rows that are sent to the ranks that have their experts, and back to those that have their tokens."""
+"""Token routing of expert parallelism: all-to-alls that send tokens to their experts and back."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ __all__ = [
 
 
 class Routed(Units):
-    """Has rows where an op wants them: with their tokens, or with their experts.
+    """Sends rows where an op needs them: to their tokens' rank or to their experts' rank.
 
-    A rank sends the rows of its tokens, which are ordered by expert, piece by piece to the ranks along an axis of the
-    mesh; what it gets is ordered by expert once more. Where they end is exchanged before. It is assumed that routing is
-    balanced: each rank sends as many rows to each. What has been sent is what later readers are given.
+    Each rank sorts the rows of its tokens by expert and exchanges them by an all-to-all along a mesh axis, after one
+    with row offsets; received rows are sorted by expert again. Routing is assumed to be balanced: every rank sends
+    equally many rows to each other. Later readers use the exchanged rows.
     """
 
     def __init__(self, stated: Stated) -> None:
         super().__init__(stated)
         self.delivered: dict[tuple[Tensor, str, Graph], Tensor] = {}
-        """Rows elsewhere."""
+        """Exchanged rows."""
         self.arrived: dict[tuple[Tensor, Graph], Tensor] = {}
-        """Where the rows end that all ranks have for the experts of one."""
+        """Row offsets for one rank's experts, after the exchange."""
         self.joined: dict[Tensor, frozenset[str]] = {}
-        """Old tensors of where rows go, and the axes along which their tokens are whole."""
+        """Old token indices, and the mesh axes along which their tokens are replicated."""
         self.read: dict[Tensor, list[Tensor]] = {}
-        """What ops have read for an old tensor."""
+        """New tensors that ops have read for an old one."""
         self.merged: dict[tuple[Tensor, Graph, bool], Op] = {}
-        """The order of rows that have come, worked out anew for the backward pass."""
+        """The order of received rows, computed once for each pass."""
 
     def routed(self, op: Op, new: Graph) -> str:
-        """Have the rows of all operands at one place, and return the axis along which that is with their experts."""
+        """Bring the rows of all operands together; return the mesh axis along which they are with their experts."""
         if isinstance(op.kind, Dispatch):
             self.joined[op.results[0]] = self.widths(op)
             self.join(op.operands[0], self.widths(op), new, op.phase)
@@ -56,24 +56,24 @@ class Routed(Units):
             if order is None or order.axis == axis or (own is not None and own.what == "tokens" and not axis):
                 continue
             self.tensors[old] = made = self.sent(t, axis, routing, new, op.phase)
-            if self.piece is not None:  # the kernel reads what was sent instead
+            if self.piece is not None:  # the kernel reads the exchanged rows instead
                 self.piece.operands = [made if o is t else o for o in self.piece.operands]
         return axis
 
     def join(self, old: Tensor, axes: frozenset[str], new: Graph, phase: str) -> None:
-        """Have a tensor of tokens whole along axes of the mesh that split the widths of experts: parameters stay."""
+        """Replicate tokens along mesh axes that split expert widths: expert parameters are not moved."""
         t = self.tensors[old]
         if isinstance(t, Tensor) and axes & self.at[t].axes and t not in self.rows.ordered:
             self.tensors[old] = self.moved_to(t, self.at[t].without(axes, self.mesh), new, phase)
 
     def widths(self, op: Op) -> frozenset[str]:
-        """Return the axes of the mesh that split the matrices of experts within one expert, and stay."""
+        """Return the mesh axes that split the matrices of each expert and are not gathered."""
         found: set[str] = set()
         for reader in op.graph.successors(op.results[1]):
             if not isinstance(reader.kind, Grouped):
                 continue
             weights = reader.operands[1]
-            while weights.producer is not None and isinstance(weights.producer.kind, Pointwise):  # in another format
+            while weights.producer is not None and isinstance(weights.producer.kind, Pointwise):  # a cast
                 weights = weights.producer.operands[0]
             made = self.tensors.get(weights)
             place = self.at[made] if isinstance(made, Tensor) else self.stated.places.get(weights)
@@ -81,7 +81,7 @@ class Routed(Units):
         return frozenset(found) - self.stated.gathered
 
     def table(self, op: Op) -> Placement | None:
-        """Return where the parameters of experts lie that an op reads, once they are put together for it."""
+        """Return the placement of the expert parameters that an op reads, after gathering."""
         at = 1 if isinstance(op.kind, Grouped) else 0 if isinstance(op.kind, Indexed) else None
         found = None if at is None else self.tensors[op.operands[at]]
         if not isinstance(found, Tensor):
@@ -90,7 +90,7 @@ class Routed(Units):
         return self.at[found].without(gathered & self.at[found].axes, self.mesh)
 
     def sent(self, t: Tensor, axis: str, routing: Routing, new: Graph, phase: str) -> Tensor:
-        """Return rows with their experts along an axis of the mesh, or with their tokens where it is empty."""
+        """Return rows with their experts along a mesh axis, or with their tokens if `axis` is empty."""
         graph = new if self.piece is None else self.piece.outside(t)
         key = t, axis, graph
         if key in self.delivered:
@@ -116,15 +116,15 @@ class Routed(Units):
         return made
 
     def all_to_all(self, axis: str) -> Collective:
-        """Return what sends a piece of the first axis to each rank, and has theirs behind each other."""
+        """Return an all-to-all of the first axis that concatenates the received pieces."""
         return Collective(collective="all_to_all", ranks=self.mesh[axis], axis=axis, source=0)
 
     def ends(self, routing: Routing, axis: str, graph: Graph, phase: str) -> Tensor:
-        """Return where the rows end that ranks have for the experts of this one."""
+        """Return the row offsets for this rank's experts."""
         home: Graph | None = graph
         while home is not None and (routing, home) not in self.rows.ends:
             home = home.parent
-        assert home is not None  # rows with their experts come from a product by expert, which reads where they end
+        assert home is not None  # rows with their experts come from a grouped matmul, which reads their offsets
         ends = self.rows.ends[routing, home]
         if self.rows.own[ends].axis:
             return ends
@@ -136,7 +136,7 @@ class Routed(Units):
         return self.arrived[ends, graph]
 
     def merge(self, routing: Routing, axis: str, graph: Graph, phase: str) -> Op:
-        """Return what puts rows in order that have come along an axis of the mesh."""
+        """Return the op that sorts received rows by expert."""
         ends = self.ends(routing, axis, graph, phase)
         key = ends, graph, phase == "forward"
         if key not in self.merged:
@@ -152,9 +152,9 @@ class Routed(Units):
         return self.merged[key]
 
     def handed(self, old: Tensor, t: Tensor) -> Tensor:
-        """Return what is handed to the backward pass for an old tensor: what its readers have had from others, if so.
+        """Return the tensor saved for the backward pass in place of an old one: the exchanged one, if readers used it.
 
-        That is what ranks have exchanged, and where the rows end that have come.
+        It may be a result of an all-to-all, or row offsets after the exchange.
         """
         if t in self.rows.own:
             return self.arrived.get((t, t.graph), t)
