@@ -77,7 +77,7 @@ class Node(SymNode):
 
 def _known(node: SymNode) -> dict[Any, SymNode]:
     """Return the memo of a run."""
-    known: dict[Any, SymNode] = getattr(node.shape_env, "known_nodes")  # always the tracer's `Shapes`
+    known: dict[Any, SymNode] = getattr(node.shape_env, "known_nodes")  # noqa: B009  # always the tracer's `Shapes`
     return known
 
 
