@@ -705,17 +705,17 @@ def lowering(kind: type[K]) -> Callable[[Callable[[Site[K]], None]], Callable[[S
     Parameters
     ----------
     kind : subclass of OpKind
-            Kind of the ops to lower.
+        Kind of the ops to lower.
 
     Returns
     -------
     callable
-            Decorator of a function of `Site`, which appends torch calls and sets every result. `site.kind` is the op
-            kind; `site.of(site.kind.size)` evaluates one of its fields.
+        Decorator of a function of `Site`, which appends torch calls and sets every result. `site.kind` is the op kind;
+        `site.of(site.kind.size)` evaluates one of its fields.
 
     Raises
     ------
     GraphError
-            If the kind already has a lowering.
+        If the kind already has a lowering.
     """
     return adding(_lowerings, "a lowering", kind)

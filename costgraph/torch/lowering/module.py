@@ -241,38 +241,38 @@ def lower(
     Parameters
     ----------
     graph : Graph
-            A model, or a whole training step.
+        A model, or a whole training step.
     device : str or torch.device
-            Device to run on: cpu, cuda, or meta, which allocates nothing.
+        Device to run on: cpu, cuda, or meta, which allocates nothing.
     functions : mapping of str to callable, optional
-            Torch implementations of custom elementwise functions, by function name, and of opaque ops, by op name. A
-            function takes tensors (or numbers, where the graph has numbers) and returns a tensor or a tuple of tensors.
+        Torch implementations of custom elementwise functions, by function name, and of opaque ops, by op name. A
+        function takes tensors (or numbers, where the graph has numbers) and returns a tensor or a tuple of tensors.
     mesh : torch.distributed.device_mesh.DeviceMesh or mapping of str to ProcessGroup, optional
-            Device mesh of a graph partitioned by `costgraph.shard`: torch's mesh, or a process group per axis name. The
-            module is that of this process; all processes run their modules together.
+        Device mesh of a graph partitioned by `costgraph.shard`: torch's mesh, or a process group per axis name. The
+        module is that of this process; all processes run their modules together.
     seed : int
-            Seed of the random parameters.
+        Seed of the random parameters.
     **dims : int
-            A size for every dimension without a default.
+        A size for every dimension without a default.
 
     Returns
     -------
     torch.fx.GraphModule
-            `module(*inputs)` takes contiguous inputs in the order of declaration and returns the output, or a tuple of
-            outputs. Graph parameters become module parameters without `requires_grad`: gradients belong to the graph if
-            it has a backward pass. Buffers, caches, integers and optimizer state become buffers. Levels of a name
-            become submodules, dots become underscores, and loop iterations become numbered tensors: `layers/up/weight`
-            is `layers.up.weight.0` and so on. Set them with `module.load_state_dict`.
+        `module(*inputs)` takes contiguous inputs in the order of declaration and returns the output, or a tuple of
+        outputs. Graph parameters become module parameters without `requires_grad`: gradients belong to the graph if it
+        has a backward pass. Buffers, caches, integers and optimizer state become buffers. Levels of a name become
+        submodules, dots become underscores, and loop iterations become numbered tensors: `layers/up/weight` is
+        `layers.up.weight.0` and so on. Set them with `module.load_state_dict`.
 
     Raises
     ------
     BindingError
-            If a size is missing or invalid; at run time, if an input has another shape, dtype or strides.
+        If a size is missing or invalid; at run time, if an input has another shape, dtype or strides.
     UnsupportedError
-            If an op has no lowering, torch lacks a number format, or a custom op is missing in `functions`.
+        If an op has no lowering, torch lacks a number format, or a custom op is missing in `functions`.
     GraphError
-            If `graph` is not a graph, has no output, or the device is unknown; if the mesh of a sharded graph is
-            missing, or has other axes or degrees.
+        If `graph` is not a graph, has no output, or the device is unknown; if the mesh of a sharded graph is missing,
+        or has other axes or degrees.
 
     Notes
     -----
@@ -294,9 +294,8 @@ def lower(
     - Fused optimizer updates process 65536 elements at a time.
     - Computed indices are taken modulo the number of rows, since they may be out of range.
     - Results written to a stack of slices are copied if the function has no `out=`.
-    - Attention masks are temporary bool tensors, or additive ones for split queries; on CUDA, attention over split
-    queries
-      runs op by op.
+    - Attention masks are temporary bool tensors, or additive ones for split queries, whose attention runs op by op on
+      CUDA.
     - Tensors passed around a ring are gathered first, and their kernel runs op by op.
     - Collectives along another axis than the first, or over several blocks of it, copy their input or output.
 
@@ -334,24 +333,24 @@ def random_inputs(
     Parameters
     ----------
     graph : Graph
-            The graph to be lowered.
+        The graph to be lowered.
     device : str or torch.device
-            Device of the inputs.
+        Device of the inputs.
     seed : int
-            Seed of the random numbers.
+        Seed of the random numbers.
     **dims : int
-            A size for every dimension without a default.
+        A size for every dimension without a default.
 
     Returns
     -------
     tuple of torch.Tensor
-            Floats are normal with standard deviation 1. Integers that index tables are valid for the smallest one;
-            others are 0 or 1.
+        Floats are normal with standard deviation 1. Integers that index tables are valid for the smallest one; others
+        are 0 or 1.
 
     Raises
     ------
     BindingError, GraphError, UnsupportedError
-            As in `lower`.
+        As in `lower`.
 
     Examples
     --------

@@ -35,17 +35,17 @@ def dispatched(graph: Graph) -> list[Dispatched]:
     Parameters
     ----------
     graph : Graph
-            Graph from `trace(..., device="cuda")`; other graphs have no such calls.
+        Graph from `trace(..., device="cuda")`; other graphs have no such calls.
 
     Returns
     -------
     list of Dispatched
-            One row per op whose call depends on the device.
+        One row per op whose call depends on the device.
 
     Raises
     ------
     GraphError
-            If `graph` is not a graph.
+        If `graph` is not a graph.
 
     Examples
     --------

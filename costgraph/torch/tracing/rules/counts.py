@@ -33,20 +33,20 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
     call : Call
         The op and its arguments.
     tags : collection of torch.Tag
-            Tags of the overload: an op that torch tags as pointwise and that has no rule counts 1 FLOP per element of
-            its first result.
+        Tags of the overload: an op that torch tags as pointwise and that has no rule counts 1 FLOP per element of its
+        first result.
     relations : Relations, optional
-            Known relations of sizes.
+        Known relations of sizes.
 
     Returns
     -------
     Counts
-            FLOPs by kind, and bytes where an operand or a result is not accessed whole.
+        FLOPs by kind, and bytes where an operand or a result is not accessed whole.
 
     Raises
     ------
     UnsupportedError
-            If the op has no rule, or its rule does not cover these arguments.
+        If the op has no rule, or its rule does not cover these arguments.
     """
     shown = f"aten::{call.name}.{call.overload}"
     found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)

@@ -46,17 +46,17 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     Parameters
     ----------
     *names : str
-            Names of aten ops, as in `Call.name`, or with an overload, such as `max.other`.
+        Names of aten ops, as in `Call.name`, or with an overload, such as `max.other`.
 
     Returns
     -------
     callable
-            A decorator that returns the rule unchanged.
+        A decorator that returns the rule unchanged.
 
     Raises
     ------
     GraphError
-            If a name is already registered.
+        If a name is already registered.
 
     Examples
     --------

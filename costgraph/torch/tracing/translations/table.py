@@ -27,17 +27,17 @@ def translation(*names: str) -> Callable[[Translation], Translation]:
     Parameters
     ----------
     *names : str
-            Names of aten ops, as in `Call.name`.
+        Names of aten ops, as in `Call.name`.
 
     Returns
     -------
     callable
-            A decorator that returns the translation unchanged.
+        A decorator that returns the translation unchanged.
 
     Raises
     ------
     GraphError
-            If a name is already registered.
+        If a name is already registered.
 
     Examples
     --------
