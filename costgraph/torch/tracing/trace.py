@@ -314,15 +314,15 @@ def trace(
         Keyword arguments, and the axis names of the tensors among them.
     cached : sequence of str
         Names of arguments kept between inference steps: tensors, or objects that hold tensors, such as a KV cache of
-        Treatment of a named size that the program turns into a number: `error`, or `given`, which assumes the given
-        size and unrolls loops over it. With `error`, a loop over a size whose iterations are alike becomes a loop of
-        the graph; in a training step (`train=True`) it is refused.
+        transformers; `dims` then names the axes of the tensors inside. `decode` turns such a trace into a decode step.
+    unknown : str
+        Treatment of ops without a rule: `error`, or `symbol`, which adds the positive symbols `matmul_flops_NAME`,
         `pointwise_flops_NAME` and `transcendental_flops_NAME` to the FLOPs (bind 1 where there are none). Operands and
         results are then moved once, without a workspace.
     fixed : str
         Treatment of a named size that the program turns into a number: `error`, or `given`, which assumes the given
-        size and unrolls loops over it. Otherwise a loop over a size whose iterations are alike becomes a loop of the
-        graph; in a training step (`train=True`) it is an error.
+        size and unrolls loops over it. With `error`, a loop over a size whose iterations are alike becomes a loop of
+        the graph; in a training step (`train=True`) it is refused.
     data_sizes : str
         Treatment of data-dependent sizes: `symbol` names each after its origin and assumes its upper bound, as
         `mask_1 <= N` for elements that a mask or `nonzero` selects, `unique_1`, `bincount_1`, or `max_1` for a size
