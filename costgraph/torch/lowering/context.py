@@ -78,7 +78,7 @@ FORMATS: dict[str, torch.dtype] = {
 
 
 def torch_dtype(place: str, dtype: DType) -> torch.dtype:
-    """Return the torch dtype of a format; UnsupportedError if torch has none."""
+    """Return a format's torch dtype; UnsupportedError if torch has none."""
     if dtype.name not in FORMATS:
         raise UnsupportedError(f"{place}: torch has no tensors of {dtype.name}, expected one of {', '.join(FORMATS)}")
     return FORMATS[dtype.name]
@@ -104,17 +104,17 @@ class Numbers:
         self._found: dict[Poly, int] = {}
 
     def __call__(self, p: Poly) -> int:
-        """Return the value of a formula."""
+        """Return a formula's value."""
         if p not in self._found:
             self._found[p] = int(p.bind(self.values).constant)  # type: ignore[arg-type]  # all symbols are bound
         return self._found[p]
 
     def of(self, sizes: Sequence[Poly]) -> tuple[int, ...]:
-        """Return the values of several formulas."""
+        """Return the formulas' values."""
         return tuple(map(self, sizes))
 
     def fact(self, value: Any) -> Any:
-        """Return a field of an op with formulas replaced by numbers."""
+        """Return an op's field with formulas replaced by numbers."""
         return _plain(bound(value, self.values))
 
 
@@ -140,12 +140,12 @@ class Emitter:
         self._shadows: dict[fx.Node, Any] = {}
 
     def source(self, node: fx.Node, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Register the shape, strides and dtype of an input or parameter."""
+        """Register an input or parameter by shape, strides and dtype."""
         self._shadows[node] = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
         return node
 
     def shadow(self, node: Any) -> Any:
-        """Return the meta tensor of a node, or those of the nodes in a structure."""
+        """Return a node's meta tensor, or the meta tensors for nodes in a structure."""
         return fx.node.map_arg(node, self._shadows.__getitem__)
 
     def tried(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,29 +165,29 @@ class Emitter:
 # -- module tensors ----------------------------------------------------------------------------------------------------
 # Parameters, buffers, caches and optimizer state: their names in the module, and initial values.
 
-#: Standard deviation of weights, as in GPT-2 (Radford et al. 2019).
+#: Standard deviation for weights, as in GPT-2 (Radford et al. 2019).
 _WEIGHTS = 0.02
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter or buffer of the module."""
+    """A module parameter or buffer."""
 
     tensor: Tensor
-    """tensor of the graph"""
+    """graph tensor"""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     where: tuple[int, ...]
     """enclosing loop iterations"""
     limit: int | None
-    """number of rows in the table that its integers index"""
+    """row count in the table that its integers index"""
 
 
 class Leaves:
-    """Parameters and buffers of a module by qualified name.
+    """A module's parameters and buffers by qualified name.
 
-    The levels of a graph name become submodules, dots become underscores, and an iteration number becomes the last
+    Levels in a graph name become submodules, dots become underscores, and an iteration number becomes the last
     level: `layers/mlp/up/weight` of iteration 3 is `layers.mlp.up.weight.3`.
     """
 
@@ -201,7 +201,7 @@ class Leaves:
         self.found: dict[str, Leaf] = {}
 
     def argument(self, name: str) -> str:
-        """Return the argument name of an input."""
+        """Return an input's argument name."""
         return self._arguments[name]
 
     def add(self, leaf: Leaf) -> str:
@@ -230,7 +230,7 @@ class Leaves:
 
 
 def _dotted(name: str, leaves: set[str]) -> str:
-    """Return a qualified name; an underscore replaces the dot where a tensor has the name of a submodule."""
+    """Return a qualified name; an underscore replaces the dot where a tensor shares a submodule's name."""
     levels = name.split("/")
     out = ""
     for i, level in enumerate(levels):
@@ -278,9 +278,9 @@ def _numbers(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
 
 
 # -- index bounds ------------------------------------------------------------------------------------------------------
-# Bounds of integer tensors from the tables that they index, propagated from the sources.
+# Integer tensors are bounded by the tables that they index; bounds propagate from the sources.
 
-#: Kinds that forward the values of their operands.
+#: Kinds that forward their operands' values.
 _MOVES = (
     Rearrange
     | Slice
@@ -304,19 +304,19 @@ _MOVES = (
 
 @dataclass(frozen=True)
 class _Origin:
-    """Origin of integer values."""
+    """Where integer values come from."""
 
     sources: frozenset[Tensor] = frozenset()
     """source tensors, whose values can be chosen"""
     below: float = 0
-    """exclusive upper bound of values produced by ops"""
+    """exclusive upper bound on values produced by ops"""
 
     def __or__(self, other: _Origin) -> _Origin:
         return _Origin(self.sources | other.sources, max(self.below, other.below))
 
 
 class Indices:
-    """Static bounds of a graph's integers, propagated through views, copies, fused bodies and loops."""
+    """Static bounds on a graph's integers, propagated through views, copies, fused bodies and loops."""
 
     def __init__(self, graph: Graph, numbers: Numbers) -> None:
         self._numbers = numbers
@@ -328,11 +328,11 @@ class Indices:
             self._follow(graph)
 
     def limit(self, t: Tensor) -> int | None:
-        """Return the number of rows in the smallest table that a source indexes, None if there is none."""
+        """Return the row count in the smallest table that a source indexes, None without a table."""
         return self._limits.get(t)
 
     def valid(self, op: Op) -> bool:
-        """Whether the indices of a lookup lie within its table, given valid sources."""
+        """Whether a lookup's indices lie within its table, given valid sources."""
         return all(self._of(t).below <= rows for t, rows in self._rows(op))
 
     def within(self, t: Tensor, rows: int) -> bool:
@@ -343,7 +343,7 @@ class Indices:
         """Return the index tensors with their exclusive upper bounds."""
         assert isinstance(op.kind, Indexed)
         sizes = op.operands[0].sizes[op.kind.batch :]
-        if op.kind.part and self._mesh is not None:  # indices address the rows of all ranks
+        if op.kind.part and self._mesh is not None:  # indices address rows on all ranks
             sizes = (sizes[0] * self._mesh[op.kind.part], *sizes[1:])
         return [(t, self._numbers(n)) for t, n in zip(op.kind.places(op.operands), sizes, strict=False)]
 
@@ -366,7 +366,7 @@ class Indices:
                     self._origins[t] = self._made(op, i)
 
     def _sent(self, op: Op, experts: Poly, i: int) -> _Origin:
-        """Return the bound of a dispatch's result: tokens, ends, rows, experts."""
+        """Return the bound on a dispatch result: tokens, ends, rows, experts."""
         rows, tokens = op.results[0].sizes[0], numel(op.operands[0].sizes[:-1])
         return _Origin(below=self._numbers((tokens, rows + 1, rows, experts)[min(i, 3)]))
 
@@ -410,7 +410,7 @@ class Indices:
 
 
 def _hands_on(kind: OpKind) -> bool:
-    """Whether an op forwards the values of its operands."""
+    """Whether an op forwards its operands' values."""
     return isinstance(kind, _MOVES) or (isinstance(kind, Pointwise) and kind.function.name in ("copy", "cast"))
 
 
@@ -422,18 +422,18 @@ def _moved(kind: OpKind, operands: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
-# One per axis of a device mesh.
+# One per device mesh axis.
 
 
 @dataclass(frozen=True)
 class Group:
-    """Process group along one axis of a mesh."""
+    """Process group along one mesh axis."""
 
     name: str
-    """torch's name of the process group"""
+    """torch's process group name"""
     ranks: int
     rank: int
-    """rank of this process in the group"""
+    """this process's rank in the group"""
 
 
 #: Groups by axis name.
@@ -472,7 +472,7 @@ def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]
 
 
 def domains(op: Op) -> Iterator[Domain]:
-    """Yield the attention domains of an op; with split queries they depend on the rank."""
+    """Yield an op's attention domains; with split queries they depend on the rank."""
     for name in ("domain", "masked"):
         fact = getattr(op.kind, name, None)
         if fact is not None:
@@ -481,7 +481,7 @@ def domains(op: Op) -> Iterator[Domain]:
 
 
 def _group(place: str, axis: str, mesh: Any) -> Group:
-    """Return the group of an axis from a torch mesh or a mapping."""
+    """Return an axis's group from a torch mesh or a mapping."""
     known = mesh if isinstance(mesh, Mapping) else getattr(mesh, "mesh_dim_names", None) or ()
     if axis not in known:
         what = f"axes {list(known)}" if isinstance(mesh, Mapping) or known else f"{type(mesh).__name__}, no names"
@@ -501,37 +501,37 @@ K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
 def strided(x: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """Return a view at an offset from the start of the tensor, in elements."""
+    """Return a view at an offset from the tensor's start, in elements."""
     return torch.as_strided(x, sizes, strides, x.storage_offset() + offset)
 
 
-#: Functions that can write to an output of another dtype.
+#: Functions that can write to an output with another dtype.
 _CONVERTING: tuple[Callable[..., Any], ...] = (
     torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.pow, torch.addcmul, torch.addcdiv,
 )  # fmt: skip
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, ignoring axes of size 1."""
+    """Whether a tensor has these strides, ignoring size-1 axes."""
     return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
 @dataclass(frozen=True)
 class Shared:
-    """State shared by the lowerings of all ops of a graph."""
+    """State shared by all lowerings in a graph."""
 
     emitter: Emitter
-    """emitter of the calls"""
+    """call emitter"""
     numbers: Numbers
-    """values of formulas"""
+    """formula values"""
     indices: Indices
-    """bounds of integers"""
+    """integer bounds"""
     groups: Groups
     """process groups by mesh axis; empty to simulate one rank among identical ranks"""
     functions: Mapping[str, Callable[..., Any]]
     """caller's functions for unknown elementwise and opaque ops, by name"""
     inside: Callable[[Graph, Sequence[Any]], list[Any]]
-    """lowers the ops of a fused body, from nodes of its inputs to nodes of its outputs"""
+    """lowers a fused body's ops, from input nodes to output nodes"""
 
 
 @dataclass
@@ -549,18 +549,18 @@ class Site(Generic[K_co]):
 
     @property
     def emitter(self) -> Emitter:
-        """Emitter of the calls."""
+        """Call emitter."""
         return self.shared.emitter
 
     @property
     def numbers(self) -> Numbers:
-        """Values of formulas."""
+        """Formula values."""
         return self.shared.numbers
 
     @property
     def kind(self) -> K_co:
         """The op kind, whose fields describe the op."""
-        return cast("K_co", self.op.kind)  # lowerings are only called with ops of their kind
+        return cast("K_co", self.op.kind)  # a lowering only gets ops with its kind
 
     @overload
     def of(self, fact: Poly) -> Any: ...
@@ -572,19 +572,19 @@ class Site(Generic[K_co]):
     def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
 
     def of(self, fact: Any) -> Any:
-        """Return a field of an op with formulas replaced by numbers: `site.of(site.kind.size)`."""
+        """Return an op's field with formulas replaced by numbers: `site.of(site.kind.size)`."""
         return self.numbers.fact(fact)
 
     def sizes(self, t: Tensor) -> tuple[int, ...]:
-        """Return the shape of a graph tensor."""
+        """Return a graph tensor's shape."""
         return self.numbers.of(t.sizes)
 
     def dtype(self, t: Tensor) -> torch.dtype:
-        """Return the torch dtype of a graph tensor."""
+        """Return a graph tensor's torch dtype."""
         return torch_dtype(repr(self.op.name), t.dtype)
 
     def seen(self, domain: Domain, queries: int, keys: int) -> tuple[bool, int | None, int]:
-        """Return whether later keys are masked, the window, and the position of the first query among the keys."""
+        """Return whether later keys are masked, the window, and the first query's position among the keys."""
         place, parts = 0, 1
         for axis, n in domain.ranks:
             group, ranks = self.shared.groups.get(axis), self.numbers(n)
@@ -597,7 +597,7 @@ class Site(Generic[K_co]):
         return self.emitter.call(function, *args, **kwargs)
 
     def shadow(self, node: Any) -> Any:
-        """Return the meta tensor of a node."""
+        """Return a node's meta tensor."""
         return self.emitter.shadow(node)
 
     def permuted(self, node: Any, order: Sequence[int]) -> Any:
@@ -625,13 +625,13 @@ class Site(Generic[K_co]):
     # -- results -------------------------------------------------------------------------------------------------
 
     def alias(self, node: Any, i: int = 0) -> None:
-        """Set a result that shares the storage of an operand."""
+        """Set a result that shares an operand's storage."""
         self.made[i] = node
 
     def own(self, function: Callable[..., Any], *args: Any, i: int = 0, shape: Any = None, **kwargs: Any) -> None:
         """Set a result with its own storage, computed by a torch function in the graph's layout.
 
-        The function gets `out=` if its default layout or dtype differs. `i` is the index of the result; `shape` is the
+        The function gets `out=` if its default layout or dtype differs. `i` is the result's index; `shape` is the
         shape that the function returns, if it differs from the result's, with the same elements in order.
         """
         made = self.emitter.tried(function, *args, **kwargs)
@@ -690,27 +690,27 @@ class Site(Generic[K_co]):
 
 # -- registry ----------------------------------------------------------------------------------------------------------
 
-#: Appends the calls of one op and sets its results.
+#: Appends one op's calls and sets its results.
 Lowering = Callable[[Site[Any]], None]
 K = TypeVar("K", bound=OpKind)
 
 _lowerings: dict[type[OpKind], Lowering] = {}
-#: Lowering of each op kind.
+#: Lowerings by op kind.
 LOWERINGS: Mapping[type[OpKind], Lowering] = MappingProxyType(_lowerings)
 
 
 def lowering(kind: type[K]) -> Callable[[Callable[[Site[K]], None]], Callable[[Site[K]], None]]:
-    """Register the lowering of an op kind.
+    """Register a lowering for an op kind.
 
     Parameters
     ----------
     kind : subclass of OpKind
-        Kind of the ops to lower.
+        Op kind to lower.
 
     Returns
     -------
     callable
-        Decorator of a function of `Site`, which appends torch calls and sets every result. `site.kind` is the op kind;
+        Decorator for a function of `Site`, which appends torch calls and sets every result. `site.kind` is the op kind;
         `site.of(site.kind.size)` evaluates one of its fields.
 
     Raises

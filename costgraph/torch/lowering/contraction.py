@@ -29,11 +29,11 @@ __all__ = [
 
 
 class Sliding:
-    """Parameters of a convolution found in a pattern."""
+    """Convolution parameters found in a pattern."""
 
     def __init__(self, batch: int, groups: int, indices: Sequence[Affine]) -> None:
         self.batch = batch
-        """number of batch axes"""
+        """batch axis count"""
         self.groups = groups
         self.stride = [d.terms[0][1] for d in indices]
         self.dilation = [d.terms[1][1] for d in indices]
@@ -46,7 +46,7 @@ class Sliding:
 
 
 def _role(dims: Sequence[Axes | Affine]) -> str:
-    """Classify a tensor of a convolution by its dimensions."""
+    """Classify a convolution tensor by its dimensions."""
     if any(isinstance(d, Affine) for d in dims):
         return "input"
     return "weight" if len(dims) > 1 and len(dims[0].names) == 2 and len(dims[1].names) == 1 else "output"
@@ -114,7 +114,7 @@ def convolution(site: Site[OpKind], einsum: Op | None = None, operands: Sequence
 
 
 def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
-    """Return the gradient of a convolution's input or weight, of which only the shape is read."""
+    """Return the gradient of a convolution's input or weight; only its shape is read."""
     shape_alone = grad.new_empty(1).expand(list(sizes))
     x, w = (shape_alone, other) if wanted == "input" else (other, shape_alone)
     mask = [wanted == "input", wanted == "weight", False]
@@ -126,7 +126,7 @@ def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch
 
 
 def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
-    """Return window, stride and padding of the sliding axes, and the number of other axes."""
+    """Return window, stride and padding per sliding axis, and how many other axes there are."""
     extents, dims = site.of(site.kind.extents), site.kind.pattern.operands[0]
     indices = [d for d in dims if isinstance(d, Affine)]
     window = [extents[d.terms[1][0]] for d in indices]
@@ -134,7 +134,7 @@ def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
 
 
 def _flat(site: Site[OpKind], node: Any, other: int) -> Any:
-    """View a tensor as a batch of single channels for torch's pooling."""
+    """View a tensor as batched single channels for torch's pooling."""
     sizes = tuple(site.shadow(node).shape)
     return site.shaped(node, (prod(sizes[:other]), 1, *sizes[other:]))
 
@@ -161,7 +161,7 @@ def _pooled(site: Site[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, tor
 def max_pool(
     x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maxima of windows, and their flat indices along the sliding axes."""
+    """Return window maxima, and their flat indices along the sliding axes."""
     functions = torch.nn.functional
     rank = len(window)
     function = {1: functions.max_pool1d, 2: functions.max_pool2d, 3: functions.max_pool3d}[rank]
@@ -174,7 +174,7 @@ def max_pool(
 def mean_pool(
     x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int], inside: bool
 ) -> torch.Tensor:
-    """Return the means of windows, without padding if `inside`."""
+    """Return window means, without padding if `inside`."""
     functions = torch.nn.functional
     function = {1: functions.avg_pool1d, 2: functions.avg_pool2d, 3: functions.avg_pool3d}[len(window)]
     made: torch.Tensor = function(_wide(x), list(window), list(stride), list(padding), count_include_pad=not inside)
@@ -199,7 +199,7 @@ def _unpool(site: Site[Unpool]) -> None:
 
 
 def max_unpool(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Add the gradient of each window at the position of its maximum."""
+    """Add each window's gradient at its maximum."""
     made = grad.new_zeros(x.shape)
     made.flatten(2).scatter_add_(2, indices.flatten(2), grad.flatten(2))
     return made
@@ -294,21 +294,21 @@ def labelled(site: Site[OpKind], node: Any, dims: Dims, extents: Mapping[str, in
 
 
 def _factors(d: Axes | Affine, extents: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the step along a dimension for each of its axes."""
+    """Return each axis's step along a dimension."""
     if isinstance(d, Affine):
         return list(d.terms)
     return [(n, prod(extents[m] for m in d.names[i + 1 :])) for i, n in enumerate(d.names)]
 
 
 def _places(dims: Dims, extents: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return the index expression of each dimension as (axis, factor) pairs and an offset."""
+    """Return index expressions per dimension, as (axis, factor) pairs and an offset."""
     return tuple((tuple(_factors(d, extents)), d.offset if isinstance(d, Affine) else 0) for d in dims)
 
 
 def folded(
     x: torch.Tensor, there: Sequence[str], axes: Sequence[tuple[str, int]], places: Sequence[Any], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Add elements at positions given by index expressions, as in the gradient of windows."""
+    """Add elements at positions given by index expressions, as for window gradients."""
     shape = [n for _, n in axes]
     grid = {
         name: torch.arange(n, device=x.device).reshape([-1 if m == name else 1 for m, _ in axes]) for name, n in axes
@@ -328,14 +328,14 @@ def folded(
 
 
 def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: int | None, first: int) -> torch.Tensor:
-    """Return a mask of attended pairs in the dtype of a tensor."""
+    """Return the mask for attended pairs in a tensor's dtype."""
     return mask_of(queries, keys, causal, window, first, x.device).to(x.dtype)
 
 
 def _masked(
     site: Site[Einsum], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
 ) -> list[Labelled]:
-    """Multiply by the mask of a domain if one of its axes is summed."""
+    """Multiply by a domain's mask if one domain axis is summed."""
     if site.kind.domain is None:
         return operands
     domain, query, key = site.kind.domain
@@ -428,7 +428,7 @@ def _summed(site: Site[OpKind], o: Labelled, kept: Sequence[str], others: Sequen
 
 
 def _aligned(site: Site[OpKind], o: Labelled, kept: Sequence[str]) -> Any:
-    """Permute axes into the order of the result, with size 1 for missing ones."""
+    """Permute axes into the result's order, with size 1 for missing ones."""
     there = [n for n in kept if n in o.names]
     node = site.permuted(o.node, [o.names.index(n) for n in there])
     for i, n in enumerate(kept):
@@ -447,7 +447,7 @@ def _matmul(
     place: bool,
     bias: Any = None,
 ) -> Labelled:
-    """Contract by a batched matmul, in the axis order of the result if possible."""
+    """Contract by a batched matmul, in the result's axis order if possible."""
     batch = [n for n in kept if n in a.names and n in b.names]
     rows = [n for n in kept if n in a.names and n not in b.names]
     columns = [n for n in kept if n in b.names and n not in a.names]
@@ -474,7 +474,7 @@ def _matmul(
 
 
 def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a matrix whose axes are groups of names; an empty batch group has no axis."""
+    """Return a matrix shape whose axes are groups of names; an empty batch group has no axis."""
     sizes = tuple(prod(extents[n] for n in names) for names in groups)
     return sizes if groups[0] else sizes[1:]
 

@@ -292,7 +292,7 @@ FLEXIBLE = frozenset(SWAPPED) | {
     "floor", "logical_not", "cubed", "relu", "add_scaled", "masked_scale",
 }  # fmt: skip
 
-#: In-place variants of functions without `out=` or torch method.
+#: In-place variants, where torch's function has neither `out=` nor an in-place form.
 IN_PLACE: dict[str, Callable[..., Any]] = {
     "lerp": lerp_, "add_scaled": add_scaled_, "add_product": add_product_, "add_quotient": add_quotient_,
     "add_scaled_product": add_scaled_product_, "add_scaled_quotient": add_scaled_quotient_,

@@ -20,9 +20,9 @@ from .elementwise import item
 
 
 def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
-    """Return the indices, modulo the number of rows if they may be out of range.
+    """Return the indices, modulo the row count if they may be out of range.
 
-    For a sharded table they are relative to the rank's first row, and those of other ranks are out of range.
+    For a sharded table they are relative to the rank's first row; other ranks' rows are out of range.
     """
     ids, group = site.operands[1 + place], site.shared.groups.get(site.kind.part)
     if not site.shared.indices.valid(site.op):
@@ -31,7 +31,7 @@ def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
 
 
 def _inside(ids: torch.Tensor, rows: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return the mask of elements whose indices belong to this rank's rows."""
+    """Return a mask for elements whose indices belong to this rank's rows."""
     inside = (ids >= 0) & (ids < rows)
     return inside.reshape(*ids.shape, *(1,) * (len(shape) - ids.ndim))
 
@@ -44,7 +44,7 @@ def zero_others(found: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tens
 def scatter_own(
     target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, passed: int | None = None
 ) -> torch.Tensor:
-    """Write updates of this rank's rows in place, except for the row `passed`."""
+    """Write updates to this rank's rows in place, except for the row `passed`."""
     rows, ids = target.shape[batch], ids.long()
     inside = _inside(ids, rows, ids.shape)
     inside = inside if passed is None else inside & (ids != passed)
@@ -123,7 +123,7 @@ def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...], *, by_
     return site.shaped(ids, (*sizes[:batch], count, *rest)), count
 
 
-#: Torch functions for rows of a whole table, and along any axis.
+#: Torch functions for table rows, and along any axis.
 _ROWS: Mapping[str, Callable[..., Any]] = {"add": torch.Tensor.index_add_, "set": torch.Tensor.index_copy_}
 _ALONG: Mapping[str, Callable[..., Any]] = {
     "add": torch.Tensor.scatter_add_,
@@ -220,7 +220,7 @@ def _dispatch(site: Site[Dispatch]) -> None:
 
 def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -> list[torch.Tensor]:
     """Order rows received from all ranks by expert; return ends, row order, positions and owners."""
-    sent = ends.reshape(ranks, -1).long() - rank * (rows // ranks)  # offsets are relative to the rows of earlier ranks
+    sent = ends.reshape(ranks, -1).long() - rank * (rows // ranks)  # skip each sender's rows for earlier ranks
     counts = torch.diff(sent, prepend=torch.zeros_like(sent[:, :1]))
     owner = torch.arange(sent.shape[1], device=ends.device).repeat(ranks).repeat_interleave(counts.reshape(-1))
     if len(owner) != rows:

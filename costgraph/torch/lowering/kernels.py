@@ -89,7 +89,7 @@ def match(body: Graph, text: str) -> Bound | None:
 
 
 def named_results(site: Site[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
-    """Return the name of each result of the kernel; None if one has no name, or two have the same."""
+    """Return a name per kernel result; None if one is unnamed, or two have the same name."""
     by_tensor = {found[n]: n for n in names}
     out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.kind.body.outputs)}
     return out if out and all(out.values()) and len(set(out.values())) == len(out) else None

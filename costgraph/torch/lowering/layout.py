@@ -54,7 +54,7 @@ def _concat(site: Site[Concat]) -> None:
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop: int, step: int) -> torch.Tensor:
-    """Return zeros with a tensor in a slice of an axis."""
+    """Return zeros with a tensor in a slice along an axis."""
     made = x.new_zeros(sizes)
     torch.ops.aten.slice(made, axis, start, stop, step).copy_(x)
     return made
@@ -98,7 +98,7 @@ def _empty(site: Site[Empty]) -> None:
 
 @lowering(Receive)
 def _receive(site: Site[Receive]) -> None:
-    """Return zeros: the other stages are not part of the run."""
+    """Return zeros: other stages do not run."""
     t = site.op.results[0]
     site.own(torch.zeros, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
 
@@ -125,7 +125,7 @@ def _assign(site: Site[Assign]) -> None:
 
 @lowering(Transfer)
 def _transfer(site: Site[Transfer]) -> None:
-    """Copy on the device: the other end of the link is not part of the run."""
+    """Copy on the device: the link's other end does not run."""
     if site.kind.into:
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
         return

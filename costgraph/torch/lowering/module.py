@@ -245,7 +245,7 @@ def lower(
     device : str or torch.device
         Device to run on: cpu, cuda, or meta, which allocates nothing.
     functions : mapping of str to callable, optional
-        Torch implementations of custom elementwise functions, by function name, and of opaque ops, by op name. A
+        Torch implementations for custom elementwise functions, by function name, and opaque ops, by op name. A
         function takes tensors (or numbers, where the graph has numbers) and returns a tensor or a tuple of tensors.
     mesh : torch.distributed.device_mesh.DeviceMesh or mapping of str to ProcessGroup, optional
         Device mesh of a graph partitioned by `costgraph.shard`: torch's mesh, or a process group per axis name. The
@@ -292,7 +292,7 @@ def lower(
       fp32.
     - Elementwise functions without a torch kernel take a few calls, mostly in place.
     - Fused optimizer updates process 65536 elements at a time.
-    - Computed indices are taken modulo the number of rows, since they may be out of range.
+    - Computed indices are taken modulo the row count, since they may be out of range.
     - Results written to a stack of slices are copied if the function has no `out=`.
     - Attention masks are temporary bool tensors, or additive ones for split queries, whose attention runs op by op on
       CUDA.

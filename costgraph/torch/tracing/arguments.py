@@ -22,7 +22,7 @@ _NOTHING_IN = (type, nn.Module, str, bytes, int, float, type(None), torch.dtype,
 
 
 class Given:
-    """Arguments of a module, and the axis names of the tensors among them.
+    """A module's arguments, and the axis names for tensors among them.
 
     Arguments in `cached` are kept between inference steps: tensors, or objects that hold tensors with these axis names.
     GraphError or ShapeError if names do not fit.
@@ -102,7 +102,7 @@ class Given:
 
 
 def _positional(module: nn.Module, count: int) -> list[str]:
-    """Return the names of the first parameters of a module's forward."""
+    """Return the names of a module's first forward parameters."""
     schema = getattr(module.forward, "schema", None)  # TorchScript modules have no signature
     if schema is not None:
         names = [a.name for a in schema.arguments[1:]]

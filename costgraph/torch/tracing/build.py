@@ -170,9 +170,9 @@ class Builder:
     def __init__(self, graph: Graph, sources: Mapping[int, Source]) -> None:
         self.graph = graph
         self.tensors: defaultdict[int, dict[Handle, Tensor]] = defaultdict(dict)
-        """Current tensor of each view of a storage; in-place ops create new ones."""
+        """Current tensor for each view, by storage; in-place ops create new ones."""
         self.first: dict[int, Tensor] = {}
-        """A current tensor of each storage."""
+        """A current tensor for each storage."""
         self.sources: dict[int, Tensor] = {}
         """Tensor of each storage that exists from the start."""
         self.phase = "forward"
@@ -180,7 +180,7 @@ class Builder:
         """Last write to each storage."""
         self._clock = 0
         self._made = 0  # time of the last allocation
-        self._read: dict[int, int] = {}  # time of the last read of each storage
+        self._read: dict[int, int] = {}  # time of each storage's last read
         self._alive: dict[int, None] = {}
         self._held: list[int] = []
         self._one: dict[int, int] = {}
@@ -229,7 +229,7 @@ class Builder:
         self._keep()
 
     def tensor(self, handle: Handle) -> Tensor:
-        """Return the tensor of a view; a view without a producer becomes `as_strided` of its storage."""
+        """Return a view's tensor; a view without a producer becomes `as_strided` on its storage."""
         handle = self._named(handle)
         found = self.tensors[handle.storage].get(handle)
         if found is None and handle.barrier is not None:
@@ -423,7 +423,7 @@ class Builder:
                 self.tensors[handle.storage][_dense(t, handle.storage)] = t
 
     def _overwritten(self, storage: int, part: Tensor, unseen: bool = False) -> None:
-        """Drop the tensors of an overwritten storage: later reads derive from the write."""
+        """Drop an overwritten storage's tensors: later reads derive from the write."""
         self.first.pop(storage, None)
         names, before = self.tensors.pop(storage, {}), self.before.get(storage)
         self.tensors[storage] = {h: t for h, t in names.items() if t.apart(part)}
@@ -471,7 +471,7 @@ def _written_and_read(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _start(t: Tensor, handle: Handle) -> Poly:
-    """Return the start of a tensor in its storage, in elements of the view's dtype."""
+    """Return a tensor's start in its storage, counted in the view's dtype."""
     return t.offset if t.dtype == handle.dtype else t.offset * t.dtype.bytes / handle.dtype.bytes
 
 
@@ -523,7 +523,7 @@ def _chosen(call: Made) -> tuple[str, str]:
 
 
 def _stated(handle: Handle, of: int | None, place: int, bytes_: Poly | None) -> Output:
-    """Return the stated form of a result; a storage larger than its tensor becomes one row of elements."""
+    """Return a result in stated form; a storage larger than its tensor becomes a flat row."""
     if bytes_ is not None:
         return ((bytes_ / handle.dtype.bytes,), handle.dtype, None, None, ZERO)
     return (handle.sizes, handle.dtype, handle.strides, of, handle.offset)

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape, strides and dtype of a tensor."""
+    """A tensor's shape, strides and dtype."""
 
     sizes: Sizes
     """shape"""
@@ -72,7 +72,7 @@ class Call:
     results: tuple[Spec, ...]
     """Returned tensors, with lists flattened."""
     device: str = "cpu"
-    """Device type, which decides workspaces of kernels."""
+    """Device type, which decides kernel workspaces."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -102,7 +102,7 @@ def _specs(values: Any) -> Iterator[Spec]:
 
 @dataclass
 class Counts(Flops):
-    """Costs of a call: `costgraph.ops.rules.Flops`, and bytes where they differ from those of whole tensors."""
+    """Costs of a call: `costgraph.ops.rules.Flops`, and bytes where tensors are not accessed whole."""
 
     reads: Sequence[Poly] | None = None
     """bytes read per tensor argument, in the order of `Call.operands`; None if each is read whole"""
@@ -110,7 +110,7 @@ class Counts(Flops):
     """bytes written per result or, for an op that returns none, per nonempty tensor that its schema writes; None if
     each is written whole"""
     workspace: Poly = ZERO
-    """temporary bytes of the kernel"""
+    """temporary bytes in the kernel"""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -131,13 +131,13 @@ def format_of(dtype: torch.dtype) -> DType:
 
 
 class Values:
-    """Converts arguments of calls."""
+    """Converts call arguments."""
 
     def __init__(self, translator: Translator) -> None:
         self.translator = translator
 
     def spec(self, t: torch.Tensor) -> Spec:
-        """Return the spec of a tensor."""
+        """Return a tensor's spec."""
         return Spec(*self.translator.layout(t), format_of(t.dtype))
 
     def seen(self, value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:

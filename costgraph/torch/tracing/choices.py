@@ -24,7 +24,7 @@ class Choice:
 
 @dataclass
 class Choices:
-    """Kernel choices, which also apply to the calls of their gradients."""
+    """Kernel choices, which also apply to their gradients."""
 
     _current: Choice | None = None
     _starts: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Choices:
 
     @contextmanager
     def by(self, rule: str, why: str) -> Iterator[None]:
-        """Attribute the calls inside, and those of their gradients, to a choice."""
+        """Attribute the calls inside, and their gradients, to a choice."""
         before, self._current = self._current, Choice(rule, why)
         start = _nodes()
         try:
@@ -58,5 +58,5 @@ class Choices:
 
 
 def _nodes() -> int:
-    """Return the number of autograd nodes created so far."""
+    """Return how many autograd nodes exist so far."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # torch has no types for it

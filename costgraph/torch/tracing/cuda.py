@@ -87,13 +87,13 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
-# Shapes, layouts and dtypes of the results of CUDA kernels, including tensors saved for the backward pass.
+# Shapes, layouts and dtypes that CUDA kernels return, including tensors saved for the backward pass.
 #
 # torch's meta registrations omit where seeds are stored, cuDNN's reserve space, and several ops.
 
 aten = torch.ops.aten
-_ROWS = 32  # block of rows to which row sums are padded (kAlignLSE of mem_eff_attention/kernel_forward.h)
-_WORKSPACE = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER of RNN.cu)
+_ROWS = 32  # row block to which row sums are padded (kAlignLSE in mem_eff_attention/kernel_forward.h)
+_WORKSPACE = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER in RNN.cu)
 # by torch's RNN mode: values saved per step and hidden unit, i.e. gates, and the cell state of an LSTM
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 4}
 
@@ -144,7 +144,7 @@ def _layers(
     x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
     size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, both: bool, *rest: Any
 ) -> Any:  # fmt: skip
-    """Return outputs, final states, and a lower bound of cuDNN's reserve space: gates and states of all steps."""
+    """Return outputs, final states, and a lower bound on cuDNN's reserve space: gates and states for all steps."""
     sides, width = 1 + both, projected or size
     out = x.new_empty((*x.shape[:2], width * sides))
     last = h.new_empty((count * sides, *h.shape[1:]))
@@ -184,7 +184,7 @@ def _rms_norm(x: torch.Tensor, shape: Sequence[Any], weight: Any, eps: Any) -> A
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """Return the accumulation dtype of CUDA kernels (toAccumulateType of AccumulateType.h)."""
+    """Return the accumulation dtype in CUDA kernels (toAccumulateType in AccumulateType.h)."""
     return torch.float32 if x.dtype.itemsize == 2 else x.dtype
 
 
@@ -246,7 +246,7 @@ EFFICIENT = source("attention: efficient", f"{_CHOICE}, can_use_mem_efficient_at
 MATH = source("attention: math", f"{_CHOICE}, select_sdp_backend; {_CALL}")
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_AXIS = 65535  # limit of batch entries, and of heads, in cuDNN
+_MOST_AXIS = 65535  # cuDNN's limit for batch entries and for heads
 _MASK_ALIGNMENT = 8  # elements to which rows of a mask are padded
 
 
@@ -885,7 +885,7 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad
 
 
 def _is_functional(func: Any) -> bool:
-    """Whether a function is composed of others with rules of their own; `interpolate` is replaced as a whole."""
+    """Whether a function is composed of others that have rules; `interpolate` is replaced as a whole."""
     if func is functional.interpolate:
         return False
     return isinstance(func, FunctionType) and func.__module__ == functional.__name__

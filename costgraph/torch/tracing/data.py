@@ -32,10 +32,10 @@ _FILLED: dict[Any, int | float] = {
 }  # fmt: skip
 #: Ops whose result has the same values as their operand, in another format or place.
 _FOLLOWING = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
-_MAKER = "_costgraph_maker"  # attribute of a tensor with the name of its producer
+_MAKER = "_costgraph_maker"  # tensor attribute with the producer's name
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_MOST = 1 << 24  # largest number of elements to evaluate
-_NAME = "_costgraph_value"  # attribute of a fake tensor with its `_Value`
+_MOST = 1 << 24  # most elements to evaluate
+_NAME = "_costgraph_value"  # fake-tensor attribute with its `_Value`
 #: Sizes at which an answer is checked again, since it may depend on them, as `positions.max() > 2048` does.
 _ELSEWHERE = (2, 3, 5, 8, 13, 64, 257, 1 << 10, 1 << 13, 1 << 17)
 
@@ -45,11 +45,11 @@ def _elements(args: Any) -> Any:
 
 
 def _masked(args: Any) -> Any:
-    """Return the number of elements of the mask in an index."""
+    """Return the element count of the mask in an index."""
     return next((t.numel() for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)), None)
 
 
-#: Ops with data-dependent sizes: the stem of the size's name, and its upper bound.
+#: Ops with data-dependent sizes: the size's name stem, and its upper bound.
 _SIZED: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     aten.nonzero.default: ("mask", _elements),
     aten.index.Tensor: ("mask", _masked),
@@ -68,7 +68,7 @@ class _UnknownError(Exception):
 
 @dataclass(eq=False)
 class _Value:
-    """Values of a tensor: real, or the result of an op on others."""
+    """A tensor's values: real data, or an op on other values."""
 
     op: Callable[..., Any] | None
     args: Any
@@ -76,7 +76,7 @@ class _Value:
     shape: tuple[Any, ...]
     """sizes; torch's expressions where symbolic"""
     place: int | None = None
-    """index among the results of the op, if it has several"""
+    """index among the op's results, if it has several"""
     given: bool = False
     """whether the values derive from an input"""
     version: int = 0
@@ -84,7 +84,7 @@ class _Value:
 
 
 class Data:
-    """Known values of the tensors of a run."""
+    """Known tensor values in a run."""
 
     def __init__(self, shapes: Shapes, choose: Mapping[str, float] = MappingProxyType({})) -> None:
         self.shapes, self.choose = shapes, choose
@@ -92,14 +92,14 @@ class Data:
         """Returns the real data of a borrowed tensor."""
 
     def declare(self, t: torch.Tensor, real: torch.Tensor) -> None:
-        """Register the values of an input, if it is integer or boolean."""
+        """Register an input's values, if it is integer or boolean."""
         held = self.held(real)  # the program's files may hold it too
         real = real if held is None else held
         if not t.is_floating_point() and not t.is_complex() and _has_data(real):
             t.__dict__[_NAME] = _Value(None, real, None, tuple(map(_formula, t.shape)), given=True)
 
     def note(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Derive the values of an op's results, if those of its operands are known."""
+        """Derive the values of an op's results, if its operands' values are known."""
         many = isinstance(out, tuple | list)
         if op in _FILLED:
             like = {k: kwargs[k] for k in ("dtype",) if k in kwargs} or {"dtype": args[0].dtype}
@@ -147,7 +147,7 @@ class Data:
         return str(t.__dict__.get(_MAKER, "item"))
 
     def _known(self, op: Any, args: Any) -> Any:
-        """Return the answer of an op that reads data, before `choose`; None if it is unknown."""
+        """Answer an op that reads data, before `choose`; None if it is unknown."""
         if op is aten.equal.default:
             a, b = args
             if a is b or (_same_place(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()):
@@ -170,7 +170,7 @@ class Data:
         return found
 
     def _elsewhere(self, asked: _Value, size: sympy.Symbol) -> Iterator[Any]:
-        """Yield the answers at other values of a size."""
+        """Yield the answers at other sizes."""
         now = self.shapes.backed_var_to_val
         for other in dict.fromkeys((*_ELSEWHERE, now[size] - 1, now[size] + 1, 2 * now[size])):
             try:
@@ -214,7 +214,7 @@ class Data:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Hide from `isinstance` that tensors are fake, except integer and boolean ones of unknown values."""
+        """Hide from `isinstance` that tensors are fake, except integer and boolean ones with unknown values."""
 
         class Kind(type):
             def __instancecheck__(cls, value: object) -> bool:
@@ -244,7 +244,7 @@ def _is_random(op: Any) -> bool:
 
 
 def _is_maker(op: Any) -> bool:
-    """Whether an op creates a tensor of known values without tensor operands."""
+    """Whether an op creates a tensor with known values without tensor operands."""
     return op.namespace == "aten" and not op._schema.name.startswith("aten::empty")
 
 

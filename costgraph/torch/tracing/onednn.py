@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["PAGE", "Lstm"]
 
 PAGE = 4096
-#: Bytes of pointer tables for weights and biases, and of padding to the first page: in training and in inference.
+#: Bytes for weight and bias pointer tables and for padding to the first page, in training and in inference.
 _TABLES, _TABLES_OF_INFERENCE = 4664, 4872
 _GATES = 4
 # block width of packed weights, and the batch size from which input matmuls run step by step
@@ -34,7 +34,7 @@ class Lstm:
     """bytes per element"""
 
     def _row(self, n: int) -> int:
-        """Return the bytes of a row: whole 64-byte lines, avoiding multiples of 256 elements, which alias in cache."""
+        """Return a row's bytes: whole 64-byte lines, avoiding multiples of 256 elements, which alias in cache."""
         line = 64 // self.bytes
         row = -(-n // line) * line
         return (row + line if row % 256 == 0 else row) * self.bytes
@@ -44,7 +44,7 @@ class Lstm:
         return self._row(_GATES * self.size)
 
     def _states(self) -> tuple[Any, Any]:
-        """Return the bytes of all hidden states, including those of the layer below, and of all cell states."""
+        """Return the bytes for all hidden states, including the layer below, and for all cell states."""
         places = 2 * (self.steps + 1) * self.batch
         return places * self._row(max(self.inner, self.size)), places * self.size * 4
 
@@ -59,13 +59,13 @@ class Lstm:
         return pages(places * self._gates) + 2 * pages(self.batch * self._row(self.size)) + _TABLES
 
     def forward(self, pages: Callable[[Any], Any]) -> Any:
-        """Return the workspace of the training forward pass: transposed weights, and the gates of all steps."""
+        """Return the training forward pass's workspace: transposed weights, and the gates for all steps."""
         merged = not isinstance(self.batch, int) or self.batch < _MANY
         weights = (self.inner + self.size) * self._gates
         return weights + self._scratch(self.steps * self.batch if merged else self.batch, pages)
 
     def inference(self, pages: Callable[[Any], Any]) -> Any:
-        """Return the workspace of inference: packed weights, states of all steps, gates of one step."""
+        """Return the inference workspace: packed weights, states for all steps, gates for one step."""
         padded = -(-self.size // _BLOCK) * _BLOCK
         weights = (self.inner + self.size) * _GATES * padded * self.bytes
         places = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch

@@ -1,4 +1,4 @@
-"""Record a program: each dispatched aten op with its scope and phase, and the lifetime of each storage."""
+"""Record a program: each dispatched aten op with its scope and phase, and each storage's lifetime."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ __all__ = [
 
 # -- gradient barriers -------------------------------------------------------------------------------------------------
 
-#: Attribute of a tensor with its `Barrier`; weak references to tensors would break `swap_tensors`.
+#: Tensor attribute with its `Barrier`; weak references to tensors would break `swap_tensors`.
 BARRIER = "_costgraph_barrier"
 
 
 class Barrier(NamedTuple):
-    """Why a gradient does not pass to the producer of a tensor."""
+    """Why a gradient does not pass to a tensor's producer."""
 
     by: str = ""
     """function of the program that states the gradient, or why the tensor is a leaf; "" if none passes"""
     leaf: bool = False
-    """whether the tensor is a leaf of autograd other than a declared parameter"""
+    """whether the tensor is an autograd leaf other than a declared parameter"""
     alone: bool = False
     """whether it is a leaf only if no parameter precedes it: otherwise `requires_grad_` changes nothing"""
 
@@ -103,7 +103,7 @@ def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
 
 
 def path_of(name: str) -> str:
-    """Return the scope of a parameter or module; compiled modules have the scope of the module inside.
+    """Return a parameter's or module's scope; compiled modules have the scope of the module inside.
 
     Keys may be any text: invalid characters become underscores, and so does a missing leading letter.
     """
@@ -118,7 +118,7 @@ class Scopes:
         self.paths = {id(m): path_of(name) for name, m in module.named_modules()}
         self.stack: list[str] = []
         self.made: dict[int, str] = {}
-        """Scope that created each node of the backward pass, by sequence number."""
+        """Scope that created each autograd node, by sequence number."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Scopes:
         self.stack.pop()
 
     def now(self) -> tuple[str, bool]:
-        """Return the scope of the running op, and whether it belongs to a recomputed forward pass."""
+        """Return the running op's scope, and whether it belongs to a recomputed forward pass."""
         node = torch._C._current_autograd_node()
         again = node is not None and torch.is_grad_enabled()
         if node is not None and not self.stack:
@@ -161,11 +161,11 @@ class Handle(Spec):
     """A view of a storage, as one torch tensor is."""
 
     storage: int
-    """number of the storage"""
+    """storage number"""
     offset: Poly
     """first element within the storage"""
     signs: tuple[bool, bool] = (False, False)
-    """whether it is the conjugate, and the negative, of the stored values"""
+    """whether it conjugates, and negates, the stored values"""
     barrier: Barrier | None = None
     """why no gradient passes to its producer, None where one does"""
 
@@ -183,14 +183,14 @@ class Source:
 
 @dataclass
 class Made:
-    """A call of an op."""
+    """An op call."""
 
     target: str
     """name and overload, as in torch.ops.aten; prefixed with any other namespace"""
     operands: tuple[Handle, ...]
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
     """results: the operand whose storage each shares, its position in the returned values (-1: the operand itself), and
-    the bytes of the storage if they differ from the tensor's"""
+    the storage's bytes if they differ from the tensor's"""
     counts: Counts | None
     """costs from its rule; None if the translation gives them"""
     moves: bool
@@ -204,11 +204,11 @@ class Made:
     translation: Translation | None
     """builds declared ops for the call"""
     tags: Collection[Any] = ()
-    """torch's tags of the op"""
+    """torch's op tags"""
     choice: Choice | None = None
     """rule that selected it on the device; None if every device runs it"""
     line: str = ""
-    """line of the program, for a call whose costs are not known yet"""
+    """program line, for a call whose costs are not known yet"""
     unseen: bool = False
     """whether it is an in-place write invisible to autograd"""
     no_grad: bool = False
@@ -216,7 +216,7 @@ class Made:
 
     @property
     def name(self) -> str:
-        """Name of the op without the overload."""
+        """Op name without the overload."""
         return self.target.partition(".")[0] or "op"
 
 
@@ -233,33 +233,33 @@ class Asked:
 
     of: Handle
     made: Handle
-    """result of the cast: a storage of its own, as a real cast would allocate, or the same one"""
+    """the cast's result: in a separate storage, as a real cast would allocate, or the same one"""
     scope: str
     phase: str
     fixed: bool | None = None
-    """whether the format stays the same in a model of another format; None if unknown"""
+    """whether the format stays the same in another model format; None if unknown"""
 
 
 @dataclass
 class Turn:
-    """An iteration of a loop over a size begins or ends."""
+    """A loop iteration begins or ends."""
 
     path: tuple[tuple[int, int], ...]
-    """numbers of the enclosing loops, and the iteration of each"""
+    """enclosing loops by number, with their iterations"""
 
 
 @dataclass
 class Joined:
-    """A `cat` or `stack` of the results of all iterations of a loop, possibly with other tensors."""
+    """A `cat` or `stack` of per-iteration results from a loop, possibly with other tensors."""
 
     parts: tuple[Handle, ...]
     made: Handle
     loop: int
     axis: int
     stacked: bool
-    """whether each part is one position of a new axis"""
+    """whether each part is one position on a new axis"""
     back: bool
-    """whether the result of the last iteration comes first"""
+    """whether the last iteration's result comes first"""
     scope: str
     phase: str
 
@@ -274,7 +274,7 @@ class Leaves:
     """Tensors that exist before the first op, each with its data as declared.
 
     A parameter is one Python object for the whole run. `.to`, `.data =` and `swap_tensors` can give it other data, and
-    a program can create further parameters, whose gradients belong to no parameter of the graph.
+    a program can create further parameters, whose gradients belong to no graph parameter.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class Leaves:
         self._declared.setdefault(id(t), (t, name, replace(handle, barrier=None), t.requires_grad))
 
     def barrier(self, t: torch.Tensor, handle: Handle) -> Barrier | None:
-        """Return why the gradient of an autograd leaf reaches no declared tensor; None if it does."""
+        """Return why an autograd leaf's gradient reaches no declared tensor; None if it does."""
         if id(t) not in self._declared:
             if t.requires_grad and t._base is None:  # a view's flag follows from its base
                 cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == NONE
@@ -320,7 +320,7 @@ class Leaves:
 
 aten = torch.ops.aten
 
-#: Ops that join the tensors of a list.
+#: Ops that join a list of tensors.
 JOINS = (aten.cat.default, aten.stack.default)
 
 
@@ -334,13 +334,13 @@ class Recording(Protocol):
 
     @staticmethod
     def barrier(t: torch.Tensor, mark: Barrier = ...) -> None:
-        """Mark that no gradient passes to the producer of a tensor."""
+        """Mark that no gradient passes to a tensor's producer."""
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return the handle of a tensor."""
 
     def made(self, t: torch.Tensor) -> Handle:
-        """Return the handle of a new tensor."""
+        """Return a new tensor's handle."""
 
 
 def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
@@ -366,9 +366,9 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
 
 
 # -- foreach and fused ops ---------------------------------------------------------------------------------------------
-# `_foreach_` and `_fused_` calls are split into one call per position of their lists.
+# `_foreach_` and `_fused_` calls are split into one call per list position.
 
-#: Prefixes of their names; `_foreach_` is followed by the name of the op for single tensors.
+#: Their name prefixes; `_foreach_` precedes the single-tensor op's name.
 _EACH, _UPDATE = "_foreach_", "_fused_"
 #: Schema names of the numbers that list ops pair with each tensor.
 _NUMBERS = ("scalar", "scalars")
@@ -392,7 +392,7 @@ def _is_list(value: Any) -> bool:
 def one_by_one(call: Call) -> list[Call]:
     """Split a call on lists into calls on single tensors; other calls are returned unchanged.
 
-    Each gets the name of the op for single tensors, if there is one, and that op's argument names.
+    Each gets the name of the single-tensor op, if there is one, and that op's argument names.
     """
     if not is_listed(call):
         return [call]
@@ -412,19 +412,19 @@ def one_by_one(call: Call) -> list[Call]:
 
 @cache
 def tags_of(name: str) -> tuple[Any, ...]:
-    """Return torch's tags of an op for single tensors."""
+    """Return torch's tags for a single-tensor op."""
     packet = getattr(torch.ops.aten, name, None)
     return () if packet is None else tuple(getattr(packet, packet.overloads()[0]).tags)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Arguments and results of a call at one position of its lists."""
+    """A call's arguments and results at one list position."""
 
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     operands: Mapping[Handle, int]
-    """number of each tensor"""
+    """operand numbers by tensor"""
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
 
 
@@ -461,7 +461,7 @@ def handles(value: Any) -> Iterator[Handle]:
 
 # -- recorder ----------------------------------------------------------------------------------------------------------
 
-# Reference counts of a tensor and of its storage when only autograd's input buffer holds them: the buffer's own, and
+# Reference counts for a tensor and its storage when only autograd's input buffer holds them: the buffer's own, and
 # those taken by the call.
 _ALONE, _ALONE_IN_STORAGE = 4, 2
 
@@ -480,7 +480,7 @@ _INTO_NEW_OF_CLAMP = {
     aten.logical_or.default: aten.logical_or_.default,
 }
 
-# ops that only query tensors, or mark a region of a profile
+# ops that only query tensors, or mark a profiler region
 _SILENT = ("prim", "profiler")
 
 
@@ -488,7 +488,7 @@ _SILENT = ("prim", "profiler")
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records every aten op below autograd.
 
-    `scopes` gives the module of an op, `data` the known values of tensors, `choices` the rule that selected a kernel.
+    `scopes` gives an op's module, `data` known tensor values, `choices` the rule that selected a kernel.
     `kernels` are ops that a CPU decomposes but the device implements; `stand_ins` replace ops. With `symbols`, an op
     without a rule costs symbols named after it; otherwise it is an error.
     """
@@ -532,7 +532,7 @@ class Recorder(TorchDispatchMode):
     # -- storages ------------------------------------------------------------------------------------------------
 
     def _number(self, t: torch.Tensor) -> tuple[int, bool]:
-        """Return the number of a tensor's storage, and whether it is new."""
+        """Return a tensor's storage number, and whether it is new."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -550,7 +550,7 @@ class Recorder(TorchDispatchMode):
         return number, True
 
     def made(self, t: torch.Tensor) -> Handle:
-        """Return the handle of a new tensor."""
+        """Return a new tensor's handle."""
         return self.handle(t, self._number(t)[0])
 
     def left(self) -> bool:
@@ -558,7 +558,7 @@ class Recorder(TorchDispatchMode):
         return not self._alive.keys() <= self.sources.keys()
 
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
-        """Return the handle of a tensor in the given storage."""
+        """Return a tensor's handle in the given storage."""
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
         handle = Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
@@ -569,15 +569,15 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def barrier(t: torch.Tensor, mark: Barrier = NONE) -> None:
-        """Mark that no gradient passes to the producer of a tensor, or that a function of the program states it."""
+        """Mark that no gradient passes to a tensor's producer, or that a program's function states it."""
         t.__dict__[BARRIER] = mark
 
     def known(self, t: torch.Tensor) -> Handle:
-        """Return the handle of a tensor; a storage without a recorded producer becomes a constant buffer."""
+        """Return a tensor's handle; a storage without a recorded producer becomes a constant buffer."""
         return self.source(t, "buffer", "")
 
     def source(self, t: torch.Tensor, role: str, name: str) -> Handle:
-        """Declare a tensor that exists before the first op; the first name of a storage counts."""
+        """Declare a tensor that exists before the first op; a storage's first name counts."""
         number, new = self._number(t)
         if new or name:
             self.leaves.declare(t, name, self.handle(t, number))
@@ -605,11 +605,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.device == "cpu":
             return self._dispatched(func, args, kwargs)
-        with torch._C.DisableTorchFunction():  # its handlers would ask for a device that is absent
+        with torch._C.DisableTorchFunction():  # torch functions would report the simulated device
             return self._dispatched(func, args, kwargs)
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # long: one case per kind of call that is not recorded directly
+        # long: one case per kind of call that is not recorded as is
         if func is torch.ops.prim.device.default:  # queried several times per op
             t = args[0]
             return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
@@ -668,7 +668,7 @@ class Recorder(TorchDispatchMode):
                 for t in _leaves(out):
                     if isinstance(t, torch.Tensor) and not any(t is a for a in args):
                         self.barrier(t)
-            if not detaches:  # here `detach` returns the operand itself
+            if not detaches:  # a detach without gradients is the same tensor
                 self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
             where = f"{caller()}: "
@@ -677,7 +677,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _lifted(self, args: Any) -> Any:
-        """Record the conversion of Python numbers to a tensor."""
+        """Record that Python numbers become a tensor."""
         func = aten.lift_fresh.default
         out = func(*args)
         self.data.note(func, args, {}, out)
@@ -785,7 +785,7 @@ class Recorder(TorchDispatchMode):
             of = None if new else next((i for h, i in operands.items() if h.storage == number), None)
             if not new and of is None:
                 if any(h.storage == number for h, *_ in outputs):
-                    continue  # another part of a storage from this call: a view of that result
+                    continue  # another view of a result's storage
                 of = operands[handle] = len(operands)  # a view of a tensor that is no argument
             base = None if of is None else next(h for h, i in operands.items() if i == of)
             if base is not None and base.barrier is not None and handle.barrier is None:
@@ -939,7 +939,7 @@ def _inference(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _functions(recorder: Recorder) -> Iterator[None]:
-    """Mark the results of custom autograd functions; a checkpoint keeps the gradients of the ops inside."""
+    """Mark results of custom autograd functions; a checkpoint keeps the gradients inside."""
     base = torch._C._FunctionBase.__dict__["apply"]
 
     def applied(function: type[Function], *args: Any) -> Any:

@@ -419,7 +419,7 @@ def _filled(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
 def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
     """Return the floor divisions that must be exact for a relation to hold.
 
-    Examples are a remainder of 0, and a product of floor divisions that equals that of the quotients: it would be
+    Examples are a zero remainder, and a product of floor divisions that equals the product of quotients: it would be
     smaller if one of them were inexact.
     """
     if not isinstance(known, sympy.Eq):

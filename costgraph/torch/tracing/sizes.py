@@ -48,7 +48,7 @@ class Translator:
         self._axes = set[Poly]()
 
     def size(self, n: int | torch.SymInt) -> Poly:
-        """Return the formula of a size, offset or stride."""
+        """Return a size, offset or stride as a formula."""
         key = n if isinstance(n, int) else n.node.expr
         found = self._known.get(key)
         if found is None:
@@ -56,7 +56,7 @@ class Translator:
         return found
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
-        """Return the shape and strides of a tensor."""
+        """Return a tensor's shape and strides."""
         shape = tuple(map(self.size, t.shape))
         if not self._axes.issuperset(shape):
             self._axes.update(shape)
@@ -64,7 +64,7 @@ class Translator:
         return shape, tuple(map(self.size, t.stride()))
 
     def formula(self, expr: sympy.Expr) -> Poly:
-        """Return the formula of an expression.
+        """Return an expression as a formula.
 
         UnsupportedError if a size cannot contain it.
         """
@@ -100,7 +100,7 @@ class Translator:
         return out
 
     def _largest(self, *args: Poly) -> Poly:
-        """Return a maximum; the maximum of 1 and the size of an axis, as in strides, is that size.
+        """Return a maximum; the maximum of 1 and an axis size, as in strides, is that size.
 
         Graphs are never bound to sizes at which a tensor is empty.
         """
@@ -135,7 +135,7 @@ def _power(base: Poly, exponent: Poly) -> Poly:
 
 
 def remainder(expr: sympy.Expr, translator: Translator) -> Poly:
-    """Return the remainder of a floor division, even if it is known to be 0."""
+    """Return a floor division's remainder, even if it is known to be 0."""
     a, b = map(translator.formula, expr.args)
     return a - b * _floor(a, b)
 

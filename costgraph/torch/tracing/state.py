@@ -135,12 +135,12 @@ def is_a(value: object, kinds: Any) -> bool:
 
 
 def _base(held: object) -> Any:
-    """Return the builtin base class of a container: a program may have overridden the methods of the class itself."""
+    """Return a container's builtin base class: the program's own class may override its methods."""
     return next(base for base in _BASES if is_a(held, base))
 
 
 def elements(held: object) -> list[Any]:
-    """Return the elements of a container, or the items of a dict, by the methods of its builtin base class."""
+    """Return a container's elements, or a dict's items, by its builtin base class's methods."""
     base = _base(held)
     return list(base.items(held) if issubclass(base, dict) else base.__iter__(held))
 
@@ -273,7 +273,7 @@ def _is(a: object, b: object) -> bool:
 def borrowed(
     module: nn.Module, *others: object, host: bool = False
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """Replace the data of all tensors of a program by fake data, and restore everything on exit.
+    """Replace the data in all of a program's tensors by fake data, and restore everything on exit.
 
     Each tensor object keeps its identity, so optimizers and hooks that refer to it see the fake data; aliasing is
     preserved. Searched are the module's attributes, recursively, the files of its classes, and `others`, the

@@ -535,7 +535,7 @@ def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
 def _evenly(
     start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> torch.Tensor | None:
-    """Decompose `linspace` with a symbolic number of steps."""
+    """Decompose `linspace` with symbolic `steps`."""
     if not isinstance(steps, torch.SymInt) or options.get("out") is not None:
         return None
     return _count(steps, dtype, device).mul_((end - start) / (steps - 1)).add_(start)
@@ -597,7 +597,7 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
 
 
 def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor | None:
-    """Return a tensor of the values of a symbolic range."""
+    """Return a symbolic range as a tensor."""
     if not isinstance(data, Range) or options.get("requires_grad"):
         return None
     made = _count(data.count, torch.int64, device)

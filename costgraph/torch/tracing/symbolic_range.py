@@ -33,7 +33,7 @@ __all__ = [
 
 # -- loops -------------------------------------------------------------------------------------------------------------
 
-#: Attribute of a tensor: the enclosing loops of its producer, and the iteration of each.
+#: Tensor attribute: the loops around its producer, with their iterations.
 _TURN = "_costgraph_turn"
 
 #: Iterations run per loop: fewer might be alike by chance, and more take time.
@@ -55,9 +55,9 @@ class Counted:
     """A loop over a size."""
 
     count: torch.SymInt
-    """number of iterations"""
+    """iteration count"""
     played: int
-    """number of iterations run"""
+    """iterations run"""
     line: str
     """line where it begins"""
     at: tuple[int, int]
@@ -66,7 +66,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Made:
-    """The part of a list that consists of per-iteration results."""
+    """The part of a list with per-iteration results."""
 
     loop: int
     first: int
@@ -79,7 +79,7 @@ class Made:
 
 
 class Loops:
-    """Loops over sizes in a run, and the current iteration of each.
+    """Loops over sizes in a run, with their current iterations.
 
     `raised` names sizes that were increased for a loop and must not decrease again; None keeps all sizes fixed.
     """
@@ -97,7 +97,7 @@ class Loops:
 
     @property
     def path(self) -> tuple[tuple[int, int], ...]:
-        """Enclosing loops, and the iteration of each."""
+        """Enclosing loops, with their iterations."""
         return tuple(self.stack)
 
     def mark(self, made: Iterable[Any]) -> None:
@@ -115,7 +115,7 @@ class Loops:
         return bool(free) and free <= self.shapes.names.keys()
 
     def turns(self, count: torch.SymInt) -> Iterator[int]:
-        """Yield the number of each iteration."""
+        """Yield the iteration numbers."""
         frame = sys._getframe(2)
         number, done = self._begin(count, (id(frame), frame.f_lasti)), 0
         played = self.loops[number].played
@@ -137,7 +137,7 @@ class Loops:
         return len(self.loops) - 1
 
     def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
-        """Return the number of iterations to run; ResizeError with a better size if it is unsuitable."""
+        """Return how many iterations to run; ResizeError with a better size if it is unsuitable."""
         now = self.shapes.backed_var_to_val
         expr = self.shapes.plain(count.node.expr)
 
@@ -288,7 +288,7 @@ class Parts(tuple[torch.Tensor, ...]):
     x: torch.Tensor
     axis: int
     size: int | None
-    """length of each; None to drop the axis"""
+    """length per view; None to drop the axis"""
     back: bool
     """whether they are in reverse order"""
 
@@ -301,7 +301,7 @@ class Parts(tuple[torch.Tensor, ...]):
 
     @property
     def count(self) -> Any:
-        """Number of views."""
+        """View count."""
         return self.x.shape[self.axis] // (self.size or 1)
 
     def __len__(self) -> int:

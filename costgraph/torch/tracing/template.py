@@ -90,7 +90,7 @@ class _Copier(Rewriter):
     """Copies ops into the scope and phase of the call."""
 
     def inside(self, body: Graph, graph: Graph, name: str) -> Graph:
-        """Copy the body of a kernel, in a scope of the kernel's name."""
+        """Copy a kernel's body, in a scope with the kernel's name."""
         with scope(name):
             return self.body(body, graph, "")
 
@@ -118,9 +118,9 @@ def template_of(
     *,
     whole: bool = False,
 ) -> Template | None:
-    """Return the declared ops of a call; None if they do not reproduce the results of the run.
+    """Return a call's declared ops; None if they do not reproduce the run's results.
 
-    `operands` numbers the operands, `tensors` are their tensors in the graph, `wanted` are the results of the run, and
+    `operands` numbers the operands, `tensors` are their graph tensors, `wanted` are the run's results, and
     `workspace` are the temporary bytes of torch's kernel. With `whole`, the ops form one kernel that keeps the call,
     even if each could be its own.
     """
@@ -316,7 +316,7 @@ def _works(op: Op) -> bool:
 
 
 def _lies(body: Graph, t: Tensor, w: Wanted) -> bool:
-    """Whether a result has the memory layout of the run; strides of axes of size 1 do not matter."""
+    """Whether a result has the run's memory layout; strides along size-1 axes do not matter."""
     same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
     return same and (w.of is None or body.same(t.offset, w.offset))
 

@@ -70,7 +70,7 @@ class Run:
     recorder : Recorder
         Dispatch mode that records the calls.
     optimizer : callable or None
-        Factory of the optimizer, called with the list of parameters.
+        Optimizer factory, called with the list of parameters.
     device : callable
         Context manager under which the program runs as on the traced device.
     """
@@ -344,7 +344,7 @@ def trace(
     Returns
     -------
     Graph
-        Graph of declared op kinds, and of `foreign` ops with stated costs where no kind describes a call. Module paths
+        Graph with declared op kinds, and `foreign` ops with stated costs where no kind describes a call. Module paths
         are scopes. `costgraph.torch.lower` turns the graph back into calls.
 
     Raises

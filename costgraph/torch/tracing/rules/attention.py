@@ -45,7 +45,7 @@ class _Sizes:
 
 
 def _sizes(call: Call, positions: int, causal: str) -> _Sizes:
-    """Return the sizes; `positions` is the axis of positions, and heads are the other one of axes 1 and 2.
+    """Return the sizes; `positions` is the position axis, 1 or 2; heads are the other one.
 
     `causal` is "", "first" if query i attends to keys 0 to i, or "last" if the last query and the last key are aligned.
     """
@@ -72,7 +72,7 @@ def _from_the_first(queries: Poly, keys: Poly) -> Poly:
 
 
 def _matmuls(s: _Sizes, scores: int, values: int) -> Counts:
-    """Return the cost of matmuls over the width of a key, and over that of a value."""
+    """Return the cost of matmuls over the key width and over the value width."""
     each_pair = 2 * s.heads * (scores * s.size + values * s.value)
     return Counts(matmul=each_pair * s.seen, full=each_pair * s.queries * s.keys)
 
@@ -84,7 +84,7 @@ def _extra(call: Call) -> Sequence[str]:
     return (*(("add",) if biased else ()), *(("mul", "mul") if dropped else ()))
 
 
-#: Softmax of scaled scores.
+#: Softmax of scaled scores, and logsumexp per row.
 _SCORES: tuple[str | Function, ...] = ("mul", REDUCE, "sub", "exp", REDUCE, "div")
 _STATISTIC = ("log", "add")
 #: Probabilities from scores; the softmax gradient; the scale.
@@ -106,7 +106,7 @@ def _backward(call: Call, s: _Sizes) -> Counts:
 
 @rule("_transform_bias_rescale_qkv")
 def heads(call: Call) -> Counts:
-    """Count the bias of queries, keys and values, and the scale of the queries."""
+    """Count the QKV bias and the query scale."""
     qkv: Spec = call["qkv"]
     return together(each(qkv.numel, "add"), each(qkv.numel / 3, "mul"))
 

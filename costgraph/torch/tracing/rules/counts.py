@@ -33,7 +33,7 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
     call : Call
         The op and its arguments.
     tags : collection of torch.Tag
-        Tags of the overload: an op that torch tags as pointwise and that has no rule counts 1 FLOP per element of its
+        Tags of the overload: an op that torch tags as pointwise and that has no rule counts 1 FLOP per element in its
         first result.
     relations : Relations, optional
         Known relations of sizes.
@@ -83,13 +83,13 @@ def _by_rule(found: Callable[[Call], Counts | None], call: Call, shown: str) -> 
 
 
 def is_derived(call: Call) -> bool:
-    """Whether the costs of a call come from its translation."""
+    """Whether a call's costs come from its translation."""
     names = (f"{call.name}.{call.overload}", call.name)
     return not any(n in RULES for n in names) and any(n in TRANSLATIONS for n in names)
 
 
 def _derived(call: Call, relations: Relations | None) -> Counts | None:
-    """Return the costs of a call's declared ops, independent of its dtypes; None without a translation.
+    """Return the costs from a call's declared ops, whatever its dtypes; None without a translation.
 
     CostGraphError if no kind accepts the operands.
     """

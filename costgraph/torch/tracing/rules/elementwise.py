@@ -1,4 +1,4 @@
-"""Costs of elementwise ops, by the library's functions per element of the result, also for complex dtypes.
+"""Costs of elementwise ops, by the library's functions per result element, also for complex dtypes.
 
 Other ops that torch tags as pointwise count 1 FLOP per element.
 """

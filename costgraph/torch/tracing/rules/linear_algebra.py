@@ -27,7 +27,7 @@ def _multiplied(points: Poly) -> Counts:
 
 
 def _scaled_sum(call: Call, points: Poly, product_points: Poly, given: str = "self") -> Counts:
-    """Return the cost of beta * self + alpha * product: scaling by 1 is free, and a beta of 0 drops the sum."""
+    """Return the cost for beta * self + alpha * product: scaling by 1 is free, and a beta of 0 drops the sum."""
     steps: list[str] = []
     if call.get(given) is not None and not is_number(call.get("beta"), 0):
         steps.append("add")
@@ -125,7 +125,7 @@ def trilinear(call: Call) -> Counts:
 
 @rule("costgraph.linear_dynamic")
 def linear_dynamic(call: Call) -> Counts:
-    """Count the matmul, quantization of the operand with its range, and dequantization of the result.
+    """Count the matmul, quantizing the operand by its range, and dequantizing the result.
 
     The kernel accumulates in an int32 buffer (`ao/quantized/cpu/qlinear_dynamic.cpp`); fp16 weights need no such steps.
     """
@@ -164,7 +164,7 @@ def _reflected(rows: Poly, columns: Poly) -> Poly:
 
 @rule("linalg_lu_factor_ex", "_linalg_det", "_linalg_slogdet", "linalg_lu")
 def factored(call: Call) -> Counts:
-    """Count an LU decomposition; the product of its diagonal is of lower order."""
+    """Count an LU decomposition; multiplying its diagonal is a lower-order term."""
     batch, n, _ = _matrix(call)
     return Counts(pointwise=batch * _eliminated(n))
 
@@ -296,7 +296,7 @@ def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -
 
 
 def _rows(call: Call) -> Spec:
-    """Return the rows whose distances are computed: of two matrices, or of one."""
+    """Return the rows whose distances are computed."""
     found: Spec = call["x1" if "x1" in call.arguments else "self"]
     return found
 

@@ -29,13 +29,13 @@ def _elements(operand: Spec, count: Poly) -> Poly:
 
 @rule("index", "_unsafe_index", "index_select", "gather", "take")
 def picked(call: Call) -> Counts:
-    """Count no FLOPs; one element of the operand is read per element of the result, besides the indices."""
+    """Count no FLOPs; one operand element is read per result element, besides the indices."""
     return Counts(reads=operand_bytes(call, self=_elements(call["self"], call.out.numel)))
 
 
 @rule("_unsafe_masked_index")
 def picked_where(call: Call) -> Counts:
-    """Count the selection; one element of the operand is read per element of the result."""
+    """Count the selection; one operand element is read per result element."""
     read = operand_bytes(call, self=_elements(call["self"], call.out.numel))
     return Counts(pointwise=call.out.numel, reads=read)
 
@@ -44,7 +44,7 @@ def picked_where(call: Call) -> Counts:
 
 
 def _changed(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read: Poly) -> Counts:
-    """Return the cost of changing `count` elements of `self`, in place or in a copy of the whole."""
+    """Return the cost to change `count` elements in `self`, in place or in a full copy."""
     operand: Spec = call["self"]
     if not call.inplace:
         return Counts(pointwise=flops, reads=operand_bytes(call, **read))
@@ -55,7 +55,7 @@ def _changed(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read
 
 
 def _region(operand: Spec, indices: Sequence[Any]) -> Poly:
-    """Return the number of indexed elements; a mask may select every position that it covers."""
+    """Return how many elements are indexed; a mask may select every position that it covers."""
     shapes: list[Sequence[Poly]] = []
     axis, rest = 0, ONE
     for index in indices:
@@ -88,9 +88,9 @@ def index_put(call: Call) -> Counts:
 
 @rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce", "index_copy")
 def scatter(call: Call) -> Counts:
-    """Count 1 per index, or element of indexed rows, if the old value stays part of the result; else nothing.
+    """Count 1 per index, or per indexed row element, if the old value enters the result; else nothing.
 
-    A scaled source counts 2; a mean also counts the indices, and divides each element of the result.
+    A scaled source counts 2; a mean also counts the indices, and divides each result element.
     """
     count = (call["source"] if "source" in call.arguments else call["index"]).numel
     joins = call.name not in ("scatter", "index_copy") or call.get("reduce") is not None
@@ -125,7 +125,7 @@ def masked_scatter(call: Call) -> Counts:
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
 def embedding_bag(call: Call) -> Counts:
-    """Count 1 per element of each row, 2 if rows have weights, and the division of a mean."""
+    """Count 1 per row element, 2 if rows have weights, and a mean's division."""
     weight: Spec = call["weight"]
     rows = call["indices"].numel * weight.sizes[1]
     steps = ["mul", "add"] if call.get("per_sample_weights") is not None else ["add"]
@@ -137,7 +137,7 @@ def embedding_bag(call: Call) -> Counts:
 
 @rule("_embedding_bag_backward", "_embedding_bag_dense_backward")
 def embedding_bag_backward(call: Call) -> Counts:
-    """Count an addition per element of each row, 2 if it has a weight or is part of a mean."""
+    """Count an addition per row element, 2 if the row has a weight or enters a mean."""
     if call.get("sparse"):
         raise unsupported(call, "a sparse gradient", "sparse=False")
     rows = call["indices"].numel * call["grad"].sizes[1]
@@ -147,7 +147,7 @@ def embedding_bag_backward(call: Call) -> Counts:
 
 @rule("_embedding_bag_per_sample_weights_backward")
 def bag_weights_backward(call: Call) -> Counts:
-    """Count a dot product of two rows per index."""
+    """Count a dot product per index."""
     rows = call["indices"].numel * call["weight"].sizes[1]
     return Counts(matmul=2 * rows, reads=operand_bytes(call, weight=_elements(call["weight"], rows)))
 
@@ -157,6 +157,6 @@ def bag_weights_backward(call: Call) -> Counts:
 
 @rule("isin")
 def contained(call: Call) -> Counts:
-    """Count a comparison of each element with each test element."""
+    """Count a comparison per element and test element."""
     tests = call.get("test_elements")
     return each(call.out.numel * (tests.numel if isinstance(tests, Spec) else ONE), "eq")

@@ -27,7 +27,7 @@ __all__: list[str] = []  # its rules are found in RULES
 _RELU, _TANH, _LSTM, _GRU = 0, 1, 2, 3
 _GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 
-#: Steps of a cell per hidden unit: the sum of both matmuls, and the nonlinearity.
+#: Cell steps per hidden unit: the sum of both matmuls, and the nonlinearity.
 _CELL: dict[int, tuple[str, ...]] = {
     _RELU: ("add", "relu"),
     _TANH: ("add", "tanh"),
@@ -36,7 +36,7 @@ _CELL: dict[int, tuple[str, ...]] = {
     # r, z = sigmoid(...); n = tanh(x + r*h); h = n + z*(h - n)
     _GRU: ("add",) * 3 + ("sigmoid",) * 2 + ("mul", "tanh", "sub", "mul", "add"),
 }
-#: Gradients of a cell per hidden unit.
+#: Cell gradient steps per hidden unit.
 _CELL_BACKWARD: dict[int, tuple[str, ...]] = {
     _RELU: ("threshold_backward",),
     _TANH: ("tanh_backward",),
@@ -56,7 +56,7 @@ def _cells(mode: int, count: Poly, steps: dict[int, tuple[str, ...]], biases: in
 
 
 def _layers(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
-    """Return the cost of matmuls with `points` multiply-adds, and of cells for `states` hidden units."""
+    """Return the cost for `points` multiply-adds in matmuls and cells for `states` hidden units."""
     return together(Counts(matmul=2 * points), _cells(mode, states, _CELL, _BIASES if biases else 0))
 
 
@@ -121,7 +121,7 @@ def layer_backward(call: Call) -> Counts:
 
 
 def _all_layers(call: Call) -> tuple[int, Poly, Poly, Poly, bool]:
-    """Return the mode, all multiply-adds, hidden units of one layer and of all, and whether there are biases."""
+    """Return the mode, all multiply-adds, hidden units per layer and in total, and whether there are biases."""
     if call.get("batch_sizes"):
         raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
     weights, mode = call["weight"], int(call["mode"])

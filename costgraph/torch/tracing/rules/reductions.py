@@ -59,7 +59,7 @@ def logsumexp(call: Call) -> Counts:
 
 
 def norm_of(operand: Spec, order: object, results: Poly) -> Counts:
-    """Return the cost of a norm of this order; None means 2."""
+    """Return the cost of a norm; order None means 2."""
     steps: tuple[tuple[str | Function, ...], tuple[str, ...]]
     if order is None or is_number(order, 2):
         steps = ("square", REDUCE), ("sqrt",)
@@ -97,7 +97,7 @@ def trace(call: Call) -> Counts:
 # torch.nn's reductions: 0 none, 1 mean, 2 sum
 _NONE = 0
 
-#: Elementwise losses: steps per element of the loss, and of its gradient.
+#: Elementwise losses: steps per element, forward and backward.
 _ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mse_loss": (("sub", "square"), ("sub", "mul", "mul")),
     "smooth_l1_loss": (  # 0.5 * d*d / beta if d < beta else d - 0.5 * beta
@@ -109,7 +109,7 @@ _ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
         ("sub", "sub", "mul", "maximum", "div", "mul"),
     ),
-    "binary_cross_entropy_with_logits": (  # the gradient is composed of other ops
+    "binary_cross_entropy_with_logits": (  # (1 - t) * x - log_sigmoid(x); its gradient is composed of other ops
         ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"), (),
     ),
 }  # fmt: skip
@@ -209,7 +209,7 @@ def _cells(call: Call) -> Poly:
 
 @rule("_ctc_loss")
 def ctc(call: Call) -> Counts:
-    """Count a log-sum-exp of three prefixes per cell: a maximum of three, three exp, their sum and log.
+    """Count a log-sum-exp over three prefixes per cell: their maximum, three exp, the sum and its log.
 
     Graves et al. 2006, eq. 6 and 7.
     """
@@ -229,7 +229,7 @@ def ctc_backward(call: Call) -> Counts:
 
 
 def _elements(call: Call, large: Spec, small: Spec) -> Poly:
-    """Return the number of elements in all windows. With `ceil_mode`, the last windows end with the padding."""
+    """Return the element count over all windows. With `ceil_mode`, the last windows end with the padding."""
     rank = _rank(call)
     window, stride, padding, dilation = (_of_each_axis(call, name, rank) for name in _FACTS)
     if not call.get("ceil_mode"):
@@ -243,13 +243,13 @@ _FACTS = ("kernel_size", *_DEFAULTS)
 
 
 def _of_each_axis(call: Call, name: str, rank: int) -> list[Poly]:
-    """Return an argument of the windows per axis. An empty stride means the window size."""
+    """Return a window argument per axis. An empty stride means the window size."""
     given: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
     return [size(n) for n in (given if len(given) != 1 else [*given] * rank)]
 
 
 def _along(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
-    """Return the number of window elements along one axis. Only the last window can end beyond the padding."""
+    """Return the window elements along one axis. Only the last window can end beyond the padding."""
     left = n + 2 * padding - (windows - 1) * stride
     return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((left / dilation).expr)))
 
@@ -285,7 +285,7 @@ def picked_backward(call: Call) -> Counts:
 
 
 def _reached(call: Call, whole: Poly, parts: Poly) -> Poly:
-    """Return the sum of window sizes along one axis.
+    """Return the summed window sizes along one axis.
 
     Window i spans floor(i*n/k) to ceil((i + 1)*n/k). Each fractional boundary lies within an element that both windows
     share, and gcd(n, k) - 1 of the k - 1 boundaries are integers.

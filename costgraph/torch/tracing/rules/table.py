@@ -78,12 +78,12 @@ REDUCE = Function("reduce", 1, 1, formula="an element joins a sum, a product or 
 
 
 def each(count: Poly, *steps: str | Function) -> Counts:
-    """Return the cost of functions applied in turn to each of `count` elements; operands and results count whole."""
+    """Return the cost to apply functions in turn to `count` elements; operands and results count whole."""
     return together(applied(count, *(FUNCTIONS[s] if isinstance(s, str) else s for s in steps)))
 
 
 def together(*parts: Flops, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
-    """Return the total cost of parts of one kernel, with its bytes where they differ from whole tensors."""
+    """Return the total cost of a kernel's parts, with its bytes where they differ from whole tensors."""
     workspace = total(p.workspace for p in parts if isinstance(p, Counts))
     flops = sum(parts, start=Flops())
     return Counts(**flops.by_kind(), full=flops.full, reads=reads, writes=writes, workspace=workspace)
@@ -100,7 +100,7 @@ def product(sizes: Iterable[Any]) -> Poly:
 
 
 def contiguous_copy(t: Spec) -> Poly:
-    """Return the bytes of a kernel's contiguous copy of a tensor; 0 if it is contiguous."""
+    """Return the bytes to make a tensor contiguous; 0 if it already is."""
     dense = zip(t.sizes, t.strides, contiguous(t.sizes), strict=True)
     return ZERO if all(n == ONE or stride == wanted for n, stride, wanted in dense) else t.numel * t.dtype.bytes
 

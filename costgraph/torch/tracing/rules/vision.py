@@ -105,7 +105,7 @@ _BILINEAR, _NEAREST_MODE = 0, 1
 
 
 def _places(call: Call) -> tuple[Poly, int, int]:
-    """Return the number of positions, of their coordinates, and the mode."""
+    """Return the position count, the coordinates per position, and the mode."""
     mode = call.get("interpolation_mode") or _BILINEAR
     if mode not in (_BILINEAR, _NEAREST_MODE):
         raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
@@ -143,7 +143,7 @@ def sampled_backward(call: Call) -> Counts:
 
 @rule("affine_grid_generator")
 def affine_grid(call: Call) -> Counts:
-    """Count the product of each homogeneous position with the matrix of its image."""
+    """Count the product of each homogeneous position with its image's matrix."""
     axes = len(call["size"]) - 2
     return Counts(matmul=call.out.numel * (2 * (axes + 1)))
 
@@ -164,7 +164,7 @@ _PARALLEL = 32
 
 
 def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
-    """Return the number of sampled elements of a deformable convolution, in total and in one column buffer."""
+    """Return how many elements a deformable convolution samples, in total and per column buffer."""
     operand, weight = call["input"], call["weight"]
     images, places = operand.sizes[0], product(result.sizes[2:])
     of_one = operand.sizes[1] * product(weight.sizes[2:]) * places
@@ -270,6 +270,6 @@ def ps_roi_pool_backward(call: Call) -> Counts:
 
 @rule("torchvision.nms")
 def nms(call: Call) -> Counts:
-    """Count areas, and the overlap of each pair of boxes: two maxima, two minima, areas, quotient, comparison."""
+    """Count areas, and the overlap per pair of boxes: two maxima, two minima, areas, quotient, comparison."""
     boxes = call["dets"].sizes[0]
     return Counts(pointwise=boxes * 3 + boxes * (boxes - 1) / 2 * (4 + 4 + 1 + 2 + 1 + 1))

@@ -148,7 +148,7 @@ def workspace_of(call: Call) -> Poly:
     if name == "kthvalue":  # sorted values and their int64 indices
         copies.append(call["self"].numel * (call["self"].dtype.bytes + 8))
     if name == "im2col" and overlapping(call):
-        copies.append(call["self"].bytes)  # the operand, contiguous
+        copies.append(call["self"].bytes)  # a copy of the operand
     if name in _LOSSES or name in _WEIGHTED:
         weighted = _WEIGHTED.get(name, 0) if call.get("pos_weight") is not None else 0
         tensors = (_LOSSES if call["reduction"] else _OF_EACH).get(name, weighted)
@@ -183,7 +183,7 @@ def copies_results(call: Call) -> bool:
 
 
 def neighbours(call: Call, taps: int) -> Poly:
-    """Return the bytes of the CPU kernel's table of indices and weights of neighbours, per row and column.
+    """Return the bytes of the CPU kernel's neighbour table: indices and weights per row and column.
 
     For channels-last tensors only the cubic kernel builds it.
     """
@@ -235,7 +235,7 @@ def _order(call: Call, of: str) -> tuple[int, ...] | None:
 
 
 def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
-    """Return the bytes of a copy in a memory order of axes; 0 if the tensor has that order, or is missing."""
+    """Return the bytes of a copy in a given memory order; 0 if the tensor has that order, or is missing."""
     if t is None:
         return ZERO
     lies = is_contiguous_in(t.sizes, t.strides, range(len(t.sizes)) if order is None else order)
@@ -243,5 +243,5 @@ def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
 
 
 def _factor(t: Spec) -> Poly:
-    """Return the bytes of a copy of one matrix, if BLAS does not accept its layout."""
+    """Return the bytes to copy one matrix if BLAS does not accept its layout."""
     return ZERO if has_blas_layout(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes

@@ -1,4 +1,4 @@
-"""Translations of elementwise ops: a function of the library, or a record with the FLOPs and the gradient."""
+"""Translations of elementwise ops: a library function, or a record with FLOPs and gradient."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SCALED: dict[str, tuple[str | Function, Function, str]] = {
 }
 
 
-#: Default parameters of the library's functions; other values make a function of its own, which a run must have.
+#: Default parameters of the library's functions; other values define a separate function.
 _NUMBERS: dict[str, dict[str, float]] = {
     "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1, "scale": 1, "input_scale": 1}, "celu": {"alpha": 1},
     "softplus": {"beta": 1, "threshold": 20}, "hardtanh": {"min_val": 0, "max_val": 6},
@@ -218,7 +218,7 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
     "pointwise", "_prelu_kernel", "hardswish", "hardswish_backward", "hardsigmoid_backward", "mish_backward",
 )  # fmt: skip
 def elementwise(call: Call) -> Tensor | None:
-    """Translate into the library's function, or into the steps of the kernel."""
+    """Translate into the library's function, or into the kernel's steps."""
     if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
         return None
     function = _named(call, steps_of(call.name))
@@ -235,7 +235,7 @@ def elementwise(call: Call) -> Tensor | None:
 
 
 def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float | Poly]:
-    """Return the parameters of a call that are neither operands nor defaults of the library's function."""
+    """Return a call's parameters that are neither operands nor the library function's defaults."""
     stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
     given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float | Poly) and v is not False}
     return {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
@@ -395,7 +395,7 @@ def bent(call: Call) -> Tensor | None:
     return _reduced(call, pointwise(made, apart))
 
 
-#: Steps of binary cross entropy, from a probability or a logit, and torch's gradients of both operands.
+#: Binary cross entropy from a probability or a logit: its steps, and torch's gradients for both operands.
 _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
     "binary_cross_entropy": (
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
@@ -413,7 +413,7 @@ _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
 
 @translation(*_ENTROPIES)
 def entropy(call: Call) -> Tensor | None:
-    """Translate binary cross entropy, with optional weights of the positive class and of elements."""
+    """Translate binary cross entropy, with optional positive-class and element weights."""
     x, target, share, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
     if not _is_alike(x, target):
         return None
@@ -453,7 +453,7 @@ def log_sigmoid(call: Call) -> Sequence[Tensor]:
 
 @translation("glu")
 def gated(call: Call) -> Tensor:
-    """Translate into one half of an axis times the sigmoid of the other."""
+    """Translate into one half times the sigmoid of the other half."""
     x: Tensor = call["self"]
     half = call.out.sizes[call["dim"] % x.ndim]
     a, b = split(x, [half, half], call["dim"])

@@ -1,4 +1,4 @@
-"""Translations of backward kernels, derived by reverse mode from the translations of the forward kernels."""
+"""Translations of backward kernels, derived from the forward translations by reverse mode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__: list[str] = []  # its translations are found in TRANSLATIONS
 
 
 def _inputs(tensors: Sequence[Tensor | Spec]) -> list[Tensor]:
-    """Return inputs of a new graph with the shapes and dtypes of the given tensors."""
+    """Return inputs like the given tensors in a new graph."""
     graph = Graph("forward")
     graph.relations = current_graph().root.relations
     made = [Tensor(graph, f"x{i}", t.sizes, t.dtype, role="input", strides=t.strides) for i, t in enumerate(tensors)]
@@ -69,7 +69,7 @@ def _inputs(tensors: Sequence[Tensor | Spec]) -> list[Tensor]:
 def _pulled(
     made: Tensor, grad: Tensor, wanted: Sequence[Tensor], known: Mapping[Tensor, Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of inputs from the saved tensors, recomputing others from them."""
+    """Return input gradients from the saved tensors, recomputing others."""
     home, again = current_graph(), Rewriter()
     again.tensors |= known
     for op in made.graph.ops:
@@ -98,10 +98,10 @@ def _gradients(
     kernel: bool = False,
     results: tuple[Spec, ...] = (),
 ) -> list[Tensor | None]:
-    """Return the gradient of each operand of the forward kernel, whose arguments the backward call shares.
+    """Return a gradient per operand of the forward kernel, whose arguments the backward call shares.
 
-    `operands` are saved operands, or specs of operands that are not saved; `grad` is the gradient of the first result.
-    `saved` maps indices of saved results to their argument names in this call. With `kernel`, the forward ops are fused
+    `operands` are saved operands, or specs if not saved; `grad` is the gradient of the first result.
+    `saved` maps saved results by index to their argument names in this call. With `kernel`, the forward ops are fused
     into one kernel, which decides itself which intermediates are saved. `results` are the specs of the forward results,
     if the translation reads them.
     """
@@ -124,7 +124,7 @@ def _gradients(
 
 
 def _results(forward: Translation, call: Call) -> tuple[Tensor, ...]:
-    """Return the results of a forward kernel."""
+    """Return a forward kernel's results."""
     found = forward(call)
     if found is None:
         raise UnsupportedError(f"{call.name}: declared kinds do not say what it is, expected other arguments")
@@ -136,7 +136,7 @@ def _is_float(t: Tensor) -> bool:
 
 
 def _shift(call: Call) -> Spec | None:
-    """Return the spec of a bias if its gradient is requested; no gradient reads its values."""
+    """Return the bias spec if its gradient is requested; no gradient reads its values."""
     mask = call["output_mask"]
     return call.results[-1] if len(mask) > 2 and mask[2] else None
 
@@ -182,7 +182,7 @@ def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
 
 @translation("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(call: Call) -> Sequence[Tensor | None]:
-    """Translate into a scatter of shares of the mean into zeros."""
+    """Translate into a scatter into zeros."""
     operands = {n: call[n] for n in ("self", "target", "weight")}
     return _of_first(call, nll, operands, {1: "total_weight"})
 
@@ -194,7 +194,7 @@ def _of_first(
     saved: Mapping[int, str] | None = None,
     results: tuple[Spec, ...] = (),
 ) -> list[Tensor | None]:
-    """Return the gradient of the first operand only."""
+    """Return only the first operand's gradient."""
     mask = (True, *(False for _ in range(len(operands) - 1)))
     one = replace(call, name=call.name.removesuffix("_backward"), arguments={**call.arguments, "output_mask": mask})
     return _gradients(one, forward, operands, call["grad_output"], saved or {}, results=results)[:1]
@@ -205,7 +205,7 @@ def _of_first(
     "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
 )  # fmt: skip
 def pool_backward(call: Call) -> Sequence[Tensor | None]:
-    """Translate into gradients of the maximum, or of all elements, of each window."""
+    """Translate into a scatter to each window's maximum, or an even spread over each window."""
     forward = adaptive_mean if "adaptive" in call.name else mean_pool
     if "indices" in call.arguments:
         return _gradients(call, max_pool, {"self": call["self"]}, call["grad_output"], {1: "indices"})
@@ -215,20 +215,20 @@ def pool_backward(call: Call) -> Sequence[Tensor | None]:
 
 
 def _are_whole(large: Sizes, small: Sizes) -> bool:
-    """Whether sizes are constant integer multiples of others."""
+    """Whether the sizes are integer multiples, by constants."""
     return all(isinstance((n / k).constant, int) for n, k in zip(large, small, strict=True))
 
 
 @translation(*(f"upsample_nearest{rank}d_backward" for rank in (1, 2, 3)))
 def repeated_backward(call: Call) -> Sequence[Tensor | None]:
-    """Translate into sums over the copies of each element."""
+    """Translate into a sum over each element's copies."""
     grad: Tensor = call["grad_output"]
     if not _are_whole(grad.sizes, call.out.sizes):
         return stated(call)
     return _gradients(call, repeated, {"self": call.out}, grad, {}, results=(like(grad),))
 
 
-#: Forward translations of losses, by name of the backward op.
+#: Forward translations by backward op.
 _LOSSES: dict[str, Translation] = {
     "mse_loss_backward": squared,
     "smooth_l1_loss_backward": bent,
@@ -240,7 +240,7 @@ _LOSSES: dict[str, Translation] = {
 
 @translation(*_LOSSES)
 def loss_backward(call: Call) -> Sequence[Tensor | None]:
-    """Translate the backward of an elementwise loss, reduced or not."""
+    """Translate an elementwise loss's backward, reduced or not."""
     operands = {n: call.get(n) for n in ("self", "target", "weight")}
     return _of_first(call, _LOSSES[call.name], operands)
 

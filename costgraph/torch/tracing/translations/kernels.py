@@ -57,7 +57,7 @@ def soft(call: Call) -> Tensor | None:
 
 @translation("_safe_softmax")
 def safe_softmax(call: Call) -> Tensor | None:
-    """Translate into a softmax with zeros in rows of minus infinity; its gradient is that of a softmax."""
+    """Translate into a softmax that zeroes rows of minus infinity, with the plain softmax gradient."""
     x, dim = call["self"], call["dim"]
     if not x.ndim or call.out.dtype != x.dtype:
         return None
@@ -79,7 +79,7 @@ def _rows(x: Tensor, count: int) -> tuple[str, str]:
 
 @translation("native_layer_norm")
 def layer_norm(call: Call) -> tuple[Tensor, ...] | None:
-    """Translate into a layer norm that also returns the mean and reciprocal deviation of each row."""
+    """Translate into a layer norm that also returns the mean and reciprocal deviation per row."""
     x, weight, bias = call["input"], call.get("weight"), call.get("bias")
     if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return None
@@ -96,7 +96,7 @@ def _in_format(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
 
 @translation("_fused_rms_norm")
 def root_norm(call: Call) -> tuple[Tensor, ...]:
-    """Translate into an RMS norm that also returns the reciprocal root mean square of each row."""
+    """Translate into an RMS norm that also returns the reciprocal root mean square per row."""
     x = call["input"]
     names, kept = _rows(x, len(call["normalized_shape"]))
     y, scale = of_root(x, f"{names} -> {kept}", call.get("weight"), epsilon=call.get("eps") or 0.0)
@@ -105,7 +105,7 @@ def root_norm(call: Call) -> tuple[Tensor, ...]:
 
 @translation("native_group_norm")
 def group_norm(call: Call) -> tuple[Tensor, ...] | None:
-    """Translate into a group norm that also returns the mean and reciprocal deviation of each group."""
+    """Translate into a group norm that also returns the mean and reciprocal deviation per group."""
     x, params = call["input"], [call.get(n) for n in ("weight", "bias")]
     if any(t is not None and t.dtype != x.dtype for t in params):
         return None
@@ -132,7 +132,7 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     return y, *_in_format(call, (average, scale)), *moved
 
 
-#: Layout of each kernel's logsumexp, its returned view, its index among the results, and the shapes of seeds.
+#: For each kernel: layout of the logsumexp, its returned view and result index, and seed shapes.
 _LAYOUTS: dict[str, tuple[str, str, int, tuple[tuple[int, ...], ...]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("b g r s 1 -> b s (g r)", "b s h -> b h s", 2, ()),
     "_scaled_dot_product_flash_attention": ("b g r s 1 -> b (g r) s", "", 6, ((2,), ())),
@@ -143,7 +143,7 @@ _LAYOUTS: dict[str, tuple[str, str, int, tuple[tuple[int, ...], ...]]] = {
 
 @translation(*_LAYOUTS)
 def attention(call: Call) -> list[Tensor | None] | None:
-    """Translate into fused attention that also returns the logsumexp of each row, and placeholder seeds."""
+    """Translate into fused attention that also returns the logsumexp per row, and placeholder seeds."""
     pattern, seen, place, seeds = _LAYOUTS[call.name]
     mask = call.get("attn_mask") or call.get("attn_bias")
     found = attended(call, call["query"], call["key"], call["value"], mask)
@@ -178,7 +178,7 @@ def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
 
 @translation("nll_loss_forward", "nll_loss2d_forward")
 def nll(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Translate into the negative, possibly weighted, log-likelihood of each target, reduced or not, and the weight."""
+    """Translate into the negative, possibly weighted, log-likelihood per target, reduced or not, and the weight."""
     x, targets, weight, ignored = call["self"], call["target"], call.get("weight"), call["ignore_index"]
     if x.ndim < 2 or (ignored >= 0 and (weight is not None or call["reduction"] == 0)):
         return None
@@ -202,9 +202,9 @@ def nll(call: Call) -> tuple[Tensor, Tensor] | None:
 
 
 # -- stated costs ------------------------------------------------------------------------------------------------------
-# Kernels whose costs are stated together with those of their backward kernel.
+# Kernels with stated costs, forward and backward.
 
-#: Forward kernels: arguments, and indices of results, that the backward kernel reads.
+#: Forward kernels: arguments, and result indices, that the backward kernel reads.
 _READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "adaptive_max_pool2d": ((), (1,)), "adaptive_max_pool3d": ((), (1,)),
     "col2im": ((), ()),
@@ -218,7 +218,7 @@ _COPIES = frozenset({"col2im_backward"})
 
 
 def like(t: Tensor) -> Spec:
-    """Return the spec of a tensor."""
+    """Return a tensor's spec."""
     return Spec(t.sizes, t.strides, t.dtype)
 
 
@@ -242,7 +242,7 @@ def stated(call: Call) -> Sequence[Tensor]:
 
 @translation(*_READ)
 def pulled(call: Call) -> Sequence[Tensor]:
-    """Return the results of a kernel with stated costs, including those of its backward kernel.
+    """Return the results of a kernel with stated costs, forward and backward.
 
     A kernel outside the table has a backward kernel that reads the gradient only.
     """
@@ -266,7 +266,7 @@ def _made(call: Call, backward: Backward | None) -> Sequence[Tensor]:
 
 
 def _backward_of(call: Call) -> Call:
-    """Return the call of the backward kernel for all operands, with contiguous tensors."""
+    """Return the backward call for all operands, with contiguous tensors."""
     given = _seen(call, grad_output=_dense(call.out))
     results = tuple(_dense(v) for v in call.arguments.values() if isinstance(v, Tensor))
     return replace(given, name=f"{call.name}_backward", inplace=False, results=results)
@@ -278,5 +278,5 @@ def _dense(t: Tensor | Spec) -> Spec:
 
 @translation(*(f"{name}_backward" for name in _READ))
 def stated_backward(call: Call) -> Sequence[Tensor] | None:
-    """Return the gradients of one kernel; None unless all are requested."""
+    """Return a backward kernel's gradients; None unless all are requested."""
     return stated(call) if all(call.get("output_mask") or (True,)) else None

@@ -1,4 +1,4 @@
-"""Translations of reductions, norms and cumulative sums, and of Fourier transforms."""
+"""Translations of reductions, norms, cumulative sums and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ _VIEWS = {"view_as_real": "real", "view_as_complex": "complex", "_conj": "conjug
 
 @translation(*_VIEWS)
 def viewed(call: Call) -> Tensor:
-    """Translate into a view of the same memory; a complex factor of a product is converted itself."""
+    """Translate into a view; a complex factor in a product is converted itself."""
     if isinstance(call["self"], complex):
         return fill((), call["self"].conjugate(), call.out.dtype)
     return view_as(call["self"], _VIEWS[call.name])
