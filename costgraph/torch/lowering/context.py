@@ -521,7 +521,7 @@ class Shared:
     """State shared by all lowerings in a graph."""
 
     emitter: Emitter
-    """call emitter"""
+    """emitter that appends calls"""
     numbers: Numbers
     """formula values"""
     indices: Indices
@@ -549,7 +549,7 @@ class Site(Generic[K_co]):
 
     @property
     def emitter(self) -> Emitter:
-        """Call emitter."""
+        """Emitter that appends calls."""
         return self.shared.emitter
 
     @property

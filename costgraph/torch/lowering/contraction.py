@@ -33,7 +33,7 @@ class Sliding:
 
     def __init__(self, batch: int, groups: int, indices: Sequence[Affine]) -> None:
         self.batch = batch
-        """batch axis count"""
+        """number of batch axes"""
         self.groups = groups
         self.stride = [d.terms[0][1] for d in indices]
         self.dilation = [d.terms[1][1] for d in indices]

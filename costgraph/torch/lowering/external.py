@@ -1,4 +1,4 @@
-"""Lower traced calls by replaying them, and opaque ops by functions of the caller."""
+"""Lower traced calls by replaying them, and opaque ops by calling the caller's functions."""
 
 from __future__ import annotations
 

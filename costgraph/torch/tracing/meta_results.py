@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def hint(n: Any) -> int:
-    """Return a value that only orders strides; the order is the same at all sizes."""
+    """Return an integer to sort strides by; their order is the same at all sizes."""
     return n if isinstance(n, int) else int(n.node.hint)
 
 
@@ -163,7 +163,7 @@ def _shrunk(func: Any) -> Callable[..., Any]:
 
 
 def _scattered(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the broadcast shape."""
+    """Return a copy with the broadcast shape."""
     return x.new_empty(_broadcast(x.shape, mask.shape))
 
 

@@ -165,7 +165,7 @@ class Handle(Spec):
     offset: Poly
     """first element within the storage"""
     signs: tuple[bool, bool] = (False, False)
-    """whether it conjugates, and negates, the stored values"""
+    """torch's conjugate bit and negative bit"""
     barrier: Barrier | None = None
     """why no gradient passes to its producer, None where one does"""
 

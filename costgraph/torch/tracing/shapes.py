@@ -327,7 +327,7 @@ class Shapes(ShapeEnv):
             self.late.setdefault(asked, (line, set()))[1].add(self.turn)
 
     def _is_shared(self, number: sympy.Expr) -> bool:
-        """Whether other sizes give the same number, as `S//3` does: then fixing the size is an assumption."""
+        """Whether other sizes give the same number, as `S//3` does: then a guard on the number suffices."""
         given = {s: self.backed_var_to_val[s] for s in number.free_symbols}
         found = number.xreplace(given)
         return any(

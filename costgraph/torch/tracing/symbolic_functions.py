@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# -- fake-tensor gradients ---------------------------------------------------------------------------------------------
+# -- fake-tensor workarounds -------------------------------------------------------------------------------------------
 # Functions that torch runs differently on fake tensors: the gradient of `cumprod`, and in-place bias addition.
 
 

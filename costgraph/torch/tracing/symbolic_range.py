@@ -55,9 +55,9 @@ class Counted:
     """A loop over a size."""
 
     count: torch.SymInt
-    """iteration count"""
+    """number of iterations"""
     played: int
-    """iterations run"""
+    """number of iterations run"""
     line: str
     """line where it begins"""
     at: tuple[int, int]
@@ -288,7 +288,7 @@ class Parts(tuple[torch.Tensor, ...]):
     x: torch.Tensor
     axis: int
     size: int | None
-    """length per view; None to drop the axis"""
+    """length along the axis; None for views without it"""
     back: bool
     """whether they are in reverse order"""
 
@@ -301,7 +301,7 @@ class Parts(tuple[torch.Tensor, ...]):
 
     @property
     def count(self) -> Any:
-        """View count."""
+        """Number of views."""
         return self.x.shape[self.axis] // (self.size or 1)
 
     def __len__(self) -> int:

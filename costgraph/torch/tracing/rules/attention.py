@@ -204,7 +204,7 @@ def packed_attention(call: Call) -> Counts:
 
 @rule("torch_attn._varlen_attn_backward")
 def packed_attention_backward(call: Call) -> Counts:
-    """Count as the forward pass, with the backward's matmuls."""
+    """Count the backward pass of packed sequences."""
     return _backward(call, _packed(call))
 
 

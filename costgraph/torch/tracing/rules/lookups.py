@@ -125,7 +125,7 @@ def masked_scatter(call: Call) -> Counts:
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
 def embedding_bag(call: Call) -> Counts:
-    """Count 1 per row element, 2 if rows have weights, and a mean's division."""
+    """Count 1 per row element, 2 if rows have weights, and the division for a mean."""
     weight: Spec = call["weight"]
     rows = call["indices"].numel * weight.sizes[1]
     steps = ["mul", "add"] if call.get("per_sample_weights") is not None else ["add"]

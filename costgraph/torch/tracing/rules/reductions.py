@@ -59,7 +59,7 @@ def logsumexp(call: Call) -> Counts:
 
 
 def norm_of(operand: Spec, order: object, results: Poly) -> Counts:
-    """Return the cost of a norm; order None means 2."""
+    """Return the cost of a norm; an order of None means 2."""
     steps: tuple[tuple[str | Function, ...], tuple[str, ...]]
     if order is None or is_number(order, 2):
         steps = ("square", REDUCE), ("sqrt",)

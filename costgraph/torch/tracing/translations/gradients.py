@@ -215,7 +215,7 @@ def pool_backward(call: Call) -> Sequence[Tensor | None]:
 
 
 def _are_whole(large: Sizes, small: Sizes) -> bool:
-    """Whether the sizes are integer multiples, by constants."""
+    """Whether each size is a constant integer multiple of its counterpart."""
     return all(isinstance((n / k).constant, int) for n, k in zip(large, small, strict=True))
 
 
