@@ -177,8 +177,8 @@ def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
 def deform_conv2d(call: Call) -> Counts:
     """Count the convolution, and one bilinear sample per column element.
 
-    The column buffer holds up to 32 images, a divisor of the batch; it holds a whole symbolic batch. The result
-    buffer is copied once.
+    The column buffer holds up to 32 images, a divisor of the batch, or a whole symbolic batch. The result buffer is
+    copied once.
     """
     made, weight = call.out, call["weight"]
     sampled, columns = _columns(call, made)
