@@ -1,4 +1,4 @@
-"""Graph and sizes -> torch.fx.GraphModule: one call of torch for each op, storages freed at their last use."""
+"""Lower a graph with bound sizes to a torch.fx.GraphModule: one torch call per op, storages freed at their last use."""
 
 # imported for their rules, which are found in LOWERINGS
 from . import (  # noqa: F401

@@ -1,4 +1,4 @@
-"""Collectives: over torch's process groups, or as one rank plays them among ranks that all bring the same."""
+"""Lower collectives to torch's process groups, or simulate one rank among identical ranks."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .context import (
 
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
-#: What torch calls a reduction; a mean is a sum and a division, as gloo has none.
+#: Torch's name of each reduction; a mean is a sum and a division, since gloo has none.
 _OPERATIONS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min"}
 
 
 def _run(name: str, *arguments: Any) -> torch.Tensor:
-    """Call one of torch's functional collectives and wait for it."""
+    """Call a functional collective and wait for it."""
     functional = torch.ops._c10d_functional
     made: torch.Tensor = functional.wait_tensor(getattr(functional, name)(*arguments))
     return made
 
 
 def all_reduce(x: torch.Tensor, operation: str, ranks: int, group: str) -> torch.Tensor:
-    """Put the values of all ranks together."""
+    """All-reduce a tensor."""
     made = _run("all_reduce", x.contiguous(), _OPERATIONS[operation], group)
     return made.div_(ranks) if operation == "mean" else made
 
 
 def all_gather(x: torch.Tensor, dim: int, blocks: int, ranks: int, group: str) -> torch.Tensor:
-    """Put the parts of all ranks beside each other, block by block."""
+    """All-gather a tensor along an axis, block by block."""
     made = _run("all_gather_into_tensor", x.contiguous(), ranks, group)
     return _beside(made.view(ranks, *x.shape), dim, blocks)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, blocks: int, operation: str, ranks: int, group: str) -> torch.Tensor:
-    """Put the values of all ranks together, of each block a part on each rank."""
+    """Reduce-scatter a tensor along an axis, block by block."""
     made = _run("reduce_scatter_tensor", _apart(x, dim, blocks, ranks), _OPERATIONS[operation], ranks, group)
     made = made.squeeze(0).flatten(dim, dim + 1)
     return made.div_(ranks) if operation == "mean" else made
@@ -49,21 +49,21 @@ def reduce_scatter(x: torch.Tensor, dim: int, blocks: int, operation: str, ranks
 def all_to_all(
     x: torch.Tensor, dim: int, blocks: int, source: int, source_blocks: int, ranks: int, group: str
 ) -> torch.Tensor:
-    """Split one axis over the ranks, and put another one together."""
+    """All-to-all: split one axis over the ranks and gather another one."""
     each = [1] * ranks
     made = _run("all_to_all_single", _apart(x, dim, blocks, ranks), each, each, group)
     return _beside(made.flatten(dim + 1, dim + 2), source, source_blocks)
 
 
 def pass_on(x: torch.Tensor, rank: int, ranks: int, group: str) -> torch.Tensor:
-    """Send a tensor to the next rank of a ring and return what the one before has sent, as torch's rings do."""
+    """Send a tensor to the next rank of a ring and return the one from the previous rank."""
     flat = x.contiguous().view(-1)
     to, of = ([flat.numel() if i == (rank + step) % ranks else 0 for i in range(ranks)] for step in (1, -1))
     return _run("all_to_all_single", flat, of, to, group).view(x.shape)
 
 
 def gather_in_ring(x: torch.Tensor, dim: int, blocks: int, rank: int, ranks: int, group: str) -> torch.Tensor:
-    """Put the parts of all ranks beside each other, each of which passes by all others."""
+    """All-gather around a ring."""
     parts = [x] * ranks
     for i in range(1, ranks):
         x = parts[rank - i] = pass_on(x, rank, ranks, group)
@@ -73,7 +73,7 @@ def gather_in_ring(x: torch.Tensor, dim: int, blocks: int, rank: int, ranks: int
 def reduce_in_ring(
     x: torch.Tensor, dim: int, blocks: int, operation: str, rank: int, ranks: int, group: str
 ) -> torch.Tensor:
-    """Let sums go once around, to which each rank adds what it has for a part, and home."""
+    """Reduce-scatter around a ring: each partial sum collects the terms of all ranks."""
     own = _apart(x, dim, blocks, ranks)
     made = own[rank]
     for i in range(1, ranks + 1):
@@ -84,7 +84,7 @@ def reduce_in_ring(
 
 
 def gather_in_place(x: torch.Tensor, whole: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Write the parts of the other ranks beside one's own."""
+    """All-gather into a buffer that contains this rank's part."""
     if dim or not whole.is_contiguous():
         return whole.copy_(all_gather(x, dim, 1, ranks, group))
     functional = torch.ops._c10d_functional
@@ -95,7 +95,7 @@ def gather_in_place(x: torch.Tensor, whole: torch.Tensor, dim: int, ranks: int, 
 def reduce_in_place(
     x: torch.Tensor, dim: int, collective: str, operation: str, rank: int, ranks: int, group: str
 ) -> torch.Tensor:
-    """Put the values of all ranks together where they are: all of them, or a part on each rank, which is returned."""
+    """All-reduce in place, or reduce-scatter and return this rank's part."""
     if collective == "all_reduce":
         return x.copy_(all_reduce(x, operation, ranks, group))
     own: torch.Tensor = torch.ops.aten.tensor_split(x, ranks, dim)[rank]
@@ -103,13 +103,13 @@ def reduce_in_place(
 
 
 def _apart(x: torch.Tensor, dim: int, blocks: int, ranks: int) -> torch.Tensor:
-    """Return what is for each rank, one behind the other."""
+    """Return the parts for each rank, stacked contiguously."""
     parts: torch.Tensor = torch.ops.aten.unflatten(x, dim, (blocks, ranks, -1))
     return parts.movedim(dim + 1, 0).contiguous()
 
 
 def _beside(parts: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
-    """Return the parts of all ranks beside each other, block by block."""
+    """Concatenate the parts of all ranks, block by block."""
     split: torch.Tensor = torch.ops.aten.unflatten(parts, dim + 1, (blocks, -1))
     return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
@@ -147,7 +147,7 @@ def _collective(site: Site[Collective]) -> None:
 
 
 def _around(site: Site[Any]) -> Any:
-    """Return the tensor of which the operand is a rank's part: that of the first one, where there is no group."""
+    """Return the tensor around a rank's part; without a group, the operand is the first part."""
     (x,), (t,), dim = site.operands, site.op.results, site.kind.dim
     group, sizes, strides = site.shared.groups.get(site.kind.axis), site.sizes(t), site.numbers.of(t.strides)
     before = 0 if group is None else group.rank * site.shadow(x).shape[dim] * strides[dim]
@@ -160,14 +160,14 @@ def _whole(site: Site[Around]) -> None:
 
 
 def _in_place(site: Site[Collective]) -> Any:
-    """Return the tensor of which the operand is a rank's part, once it has those of all ranks."""
+    """Return the tensor around a rank's part after an all-gather."""
     (x,), dim, group = site.operands, site.kind.dim, site.shared.groups[site.kind.axis]
     whole = _around(site)
     return site.call(gather_in_place, x, whole, dim, group.ranks, group.name, like=site.shadow(whole))
 
 
 def _alone(site: Site[Collective]) -> None:
-    """Play one rank among ranks that all bring the same: a sum is a multiple, what is gathered is repeated."""
+    """Simulate one rank among identical ranks: a sum is a multiple, an all-gather repeats."""
     kind, ranks, x = site.kind, site.of(site.kind.ranks), site.operands[0]
     sizes, aten = site.sizes(site.op.results[0]), torch.ops.aten
     made, scaled = x, kind.collective in REDUCING and kind.operation == "sum"
@@ -190,14 +190,14 @@ def _own(site: Site[Any], x: Any, dim: int, blocks: int, ranks: int, rank: int) 
 
 
 def _repeated(site: Site[Any], x: Any, dim: int, blocks: int, ranks: int) -> Any:
-    """Return each block as often as there are ranks."""
+    """Repeat each block once per rank."""
     parts = site.call(torch.ops.aten.unflatten, x, dim, (blocks, 1, -1))
     return site.call(torch.flatten, site.call(torch.cat, [parts] * ranks, dim + 1), dim, dim + 2)
 
 
 @lowering(Part)
 def _part(site: Site[Part]) -> None:
-    """Take the rank's own part: that of the first one, where there is no group."""
+    """Return the rank's own part; the first one without a group."""
     kind, ranks, x = site.kind, site.of(site.kind.ranks), site.operands[0]
     group = site.shared.groups.get(kind.axis)
     rank = 0 if group is None else group.rank
@@ -209,7 +209,7 @@ def _part(site: Site[Part]) -> None:
 
 
 def packed(buffer: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-    """Write tensors one after the other."""
+    """Write tensors consecutively into a buffer."""
     buffer.view(-1).copy_(torch.cat([x.reshape(-1) for x in parts]))
     return buffer
 

@@ -1,4 +1,4 @@
-"""One op at work: its operands as nodes of the fx graph, and where its results have to lie."""
+"""Infrastructure of lowering: the fx emitter, bound sizes, module tensors, index bounds, process groups, op sites."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ __all__ = [
 ]
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
-# Number formats of torch.
+# -- dtypes ------------------------------------------------------------------------------------------------------------
 
-#: torch's format for each that it has; tf32 is stored as fp32 is.
+#: torch dtypes by format; tf32 is stored as fp32.
 FORMATS: dict[str, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -79,20 +78,19 @@ FORMATS: dict[str, torch.dtype] = {
 
 
 def torch_dtype(place: str, dtype: DType) -> torch.dtype:
-    """Return torch's format, or raise UnsupportedError where torch stores nothing like it."""
+    """Return a format's torch dtype; UnsupportedError if torch has none."""
     if dtype.name not in FORMATS:
         raise UnsupportedError(f"{place}: torch has no tensors of {dtype.name}, expected one of {', '.join(FORMATS)}")
     return FORMATS[dtype.name]
 
 
 # -- emitter -----------------------------------------------------------------------------------------------------------
-# Calls of torch written down in an fx graph; each is tried on meta tensors at once, which tells layouts and errors.
 
 
 class Numbers:
-    """Numbers for the formulas of a graph.
+    """Values of a graph's formulas at the given sizes.
 
-    BindingError if a size is left open, or is none.
+    BindingError if a size is missing or invalid.
     """
 
     def __init__(self, graph: Graph, dims: Mapping[str, object]) -> None:
@@ -106,17 +104,17 @@ class Numbers:
         self._found: dict[Poly, int] = {}
 
     def __call__(self, p: Poly) -> int:
-        """Return the value of a size."""
+        """Return a formula's value."""
         if p not in self._found:
             self._found[p] = int(p.bind(self.values).constant)  # type: ignore[arg-type]  # all symbols are bound
         return self._found[p]
 
     def of(self, sizes: Sequence[Poly]) -> tuple[int, ...]:
-        """Return the values of several sizes."""
+        """Return the formulas' values."""
         return tuple(map(self, sizes))
 
     def fact(self, value: Any) -> Any:
-        """Return a fact of an op with numbers in the place of formulas."""
+        """Return an op's field with formulas replaced by numbers."""
         return _plain(bound(value, self.values))
 
 
@@ -131,9 +129,9 @@ def _plain(value: Any) -> Any:
 
 
 class Emitter:
-    """Writes calls into an fx graph and knows the shape, format and strides of what they return.
+    """Appends calls to an fx graph, each tried on meta tensors for its shape, dtype, strides and errors.
 
-    On `device` tensors are made that no other tensor tells the device of.
+    Constructors create tensors on `device`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,54 +140,54 @@ class Emitter:
         self._shadows: dict[fx.Node, Any] = {}
 
     def source(self, node: fx.Node, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Note what an input or parameter looks like."""
+        """Register an input or parameter by shape, strides and dtype."""
         self._shadows[node] = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
         return node
 
     def shadow(self, node: Any) -> Any:
-        """Return the meta tensor that stands for a node, or for each node inside."""
+        """Return a node's meta tensor, or the meta tensors for nodes in a structure."""
         return fx.node.map_arg(node, self._shadows.__getitem__)
 
     def tried(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function on meta tensors alone."""
+        """Call a function on meta tensors only."""
         options = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
         with torch.no_grad():
             return function(*self.shadow(args), **self.shadow(options))
 
     def call(self, function: Callable[..., Any], *args: Any, like: Any = None, **kwargs: Any) -> Any:
-        """Write a call down; `like` is what it returns, where that is not found out by calling it."""
+        """Append a call; `like` is its meta result, computed by default."""
         made = self.tried(function, *args, **kwargs) if like is None else like
         node = self.graph.call_function(function, args, kwargs)
         self._shadows[node] = made
         return node
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
-# Parameters, buffers, caches and optimizer state of a lowered graph: their names in torch, and numbers for them.
+# -- module tensors ----------------------------------------------------------------------------------------------------
+# Parameters, buffers, caches and optimizer state: their names in the module, and initial values.
 
-#: Standard deviation of weights, as GPT-2 is initialised (Radford et al. 2019).
+#: Standard deviation for weights, as in GPT-2 (Radford et al. 2019).
 _WEIGHTS = 0.02
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of the module."""
+    """A module parameter or buffer."""
 
     tensor: Tensor
-    """of the graph"""
+    """graph tensor"""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     where: tuple[int, ...]
-    """iterations that it belongs to"""
+    """enclosing loop iterations"""
     limit: int | None
-    """rows of the table that its integers look up"""
+    """row count in the table that its integers index"""
 
 
 class Leaves:
-    """Tensors of a module, by the names that torch can have for them.
+    """A module's parameters and buffers by qualified name.
 
-    The levels of a name of the graph are modules, its dots are underscores, and the number of an iteration is the last
+    Levels in a graph name become submodules, dots become underscores, and an iteration number becomes the last
     level: `layers/mlp/up/weight` of iteration 3 is `layers.mlp.up.weight.3`.
     """
 
@@ -203,17 +201,17 @@ class Leaves:
         self.found: dict[str, Leaf] = {}
 
     def argument(self, name: str) -> str:
-        """Return the name of an input."""
+        """Return an input's argument name."""
         return self._arguments[name]
 
     def add(self, leaf: Leaf) -> str:
-        """Note a tensor and return its name in torch."""
+        """Register a tensor and return its qualified name."""
         target = ".".join([self._names[leaf.tensor.name], *map(str, leaf.where)])
         self.found[target] = leaf
         return target
 
     def module(self, device: torch.device, seed: int) -> nn.Module:
-        """Return a module with all tensors in it, filled with numbers."""
+        """Return a module with all tensors, randomly initialized."""
         root = nn.Module()
         generator = torch.Generator().manual_seed(seed)
         for target, leaf in self.found.items():
@@ -232,7 +230,7 @@ class Leaves:
 
 
 def _dotted(name: str, leaves: set[str]) -> str:
-    """Return the levels of a name joined by dots, by underscores where a tensor has the name of a module."""
+    """Return a qualified name; an underscore replaces the dot where a tensor shares a submodule's name."""
     levels = name.split("/")
     out = ""
     for i, level in enumerate(levels):
@@ -243,7 +241,7 @@ def _dotted(name: str, leaves: set[str]) -> str:
 
 
 def _distinct(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each name, none of them twice."""
+    """Return a unique name for each name."""
     found: dict[str, str] = {}
     used: set[str] = set()
     for name, wanted in pairs:
@@ -255,11 +253,11 @@ def _distinct(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def numbers_for(leaf: Leaf, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Return random numbers that a tensor can have.
+    """Return random values for a tensor.
 
-    Integers are valid indices of what they look up, else 0 or 1; inputs are normal with standard deviation 1; matrices
-    and larger parameters normal with 0.02; vectors and scalars, which scale or shift, uniform from 0.5 to 1.5, as is
-    the state of an optimizer, whose second moments are not negative. Gradients and caches are zeros.
+    Integers are valid indices of their table, else 0 or 1. Inputs are normal with standard deviation 1, matrices and
+    larger parameters normal with 0.02. Vectors and scalars, which scale or shift, are uniform from 0.5 to 1.5, as is
+    optimizer state, since second moments are nonnegative. Gradients and caches are zeros.
     """
     made = torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=device)
     return made if device.type == "meta" else made.copy_(_numbers(leaf, generator))
@@ -279,10 +277,10 @@ def _numbers(leaf: Leaf, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(sizes, generator=generator, dtype=wide).add_(0.5)
 
 
-# -- indices -----------------------------------------------------------------------------------------------------------
-# How large indices may be: rows of the tables that they look up, followed back to where they come from.
+# -- index bounds ------------------------------------------------------------------------------------------------------
+# Integer tensors are bounded by the tables that they index; bounds propagate from the sources.
 
-#: Kinds that hand their operands' numbers on.
+#: Kinds that forward their operands' values.
 _MOVES = (
     Rearrange
     | Slice
@@ -306,19 +304,19 @@ _MOVES = (
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where integers come from."""
+    """Where integer values come from."""
 
     sources: frozenset[Tensor] = frozenset()
-    """sources whose numbers can be chosen"""
+    """source tensors, whose values can be chosen"""
     below: float = 0
-    """what the numbers that an op makes are less than"""
+    """exclusive upper bound on values produced by ops"""
 
     def __or__(self, other: _Origin) -> _Origin:
         return _Origin(self.sources | other.sources, max(self.below, other.below))
 
 
 class Indices:
-    """What is known of a graph's integers before it runs: followed through views, copies, fused bodies and loops."""
+    """Static bounds on a graph's integers, propagated through views, copies, fused bodies and loops."""
 
     def __init__(self, graph: Graph, numbers: Numbers) -> None:
         self._numbers = numbers
@@ -326,26 +324,26 @@ class Indices:
         self._limits: dict[Tensor, int] = {}
         self._origins: dict[Tensor, _Origin] = {}
         self._seen: dict[Tensor, set[Op]] = {}
-        for _ in range(2):  # the second time with what a loop carries from one iteration to the next
+        for _ in range(2):  # the second pass includes loop-carried values
             self._follow(graph)
 
     def limit(self, t: Tensor) -> int | None:
-        """Return how many rows the smallest table has that a source looks up, None for one that looks up nothing."""
+        """Return the row count in the smallest table that a source indexes, None without a table."""
         return self._limits.get(t)
 
     def valid(self, op: Op) -> bool:
-        """Whether the indices of a lookup are within its table, where sources are."""
+        """Whether a lookup's indices lie within its table, given valid sources."""
         return all(self._of(t).below <= rows for t, rows in self._rows(op))
 
     def within(self, t: Tensor, rows: int) -> bool:
-        """Whether integers are below a number, where sources are."""
+        """Whether integers lie below a number, given valid sources."""
         return self._of(t).below <= rows
 
     def _rows(self, op: Op) -> list[tuple[Tensor, int]]:
-        """Return the tensors of indices, and what each of them has to be below."""
+        """Return the index tensors with their exclusive upper bounds."""
         assert isinstance(op.kind, Indexed)
         sizes = op.operands[0].sizes[op.kind.batch :]
-        if op.kind.part and self._mesh is not None:  # indices name rows of all ranks
+        if op.kind.part and self._mesh is not None:  # indices address rows on all ranks
             sizes = (sizes[0] * self._mesh[op.kind.part], *sizes[1:])
         return [(t, self._numbers(n)) for t, n in zip(op.kind.places(op.operands), sizes, strict=False)]
 
@@ -368,7 +366,7 @@ class Indices:
                     self._origins[t] = self._made(op, i)
 
     def _sent(self, op: Op, experts: Poly, i: int) -> _Origin:
-        """Return what the numbers of a dispatch are below: tokens, ends, rows, experts."""
+        """Return the bound on a dispatch result: tokens, ends, rows, experts."""
         rows, tokens = op.results[0].sizes[0], numel(op.operands[0].sizes[:-1])
         return _Origin(below=self._numbers((tokens, rows + 1, rows, experts)[min(i, 3)]))
 
@@ -412,40 +410,40 @@ class Indices:
 
 
 def _hands_on(kind: OpKind) -> bool:
-    """Whether the numbers of its results are those of operands."""
+    """Whether an op forwards its operands' values."""
     return isinstance(kind, _MOVES) or (isinstance(kind, Pointwise) and kind.function.name in ("copy", "cast"))
 
 
 def _moved(kind: OpKind, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the operands whose numbers are handed on."""
+    """Return the operands whose values are forwarded."""
     if isinstance(kind, Gather):
         return operands[:1]
     return operands[1:] if isinstance(kind, Assign | Append) else operands
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
-# The process groups that a rank meets others in, one for each axis of a mesh.
+# -- process groups ----------------------------------------------------------------------------------------------------
+# One per device mesh axis.
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks on one line of a mesh."""
+    """Process group along one mesh axis."""
 
     name: str
-    """torch's name of the process group"""
+    """torch's process group name"""
     ranks: int
     rank: int
-    """place of this process among them"""
+    """this process's rank in the group"""
 
 
-#: Groups by the name of their axis.
+#: Groups by axis name.
 Groups = Mapping[str, Group]
 
 
 def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
-    """Return the groups that a graph needs.
+    """Return the process groups that a graph needs.
 
-    GraphError if the graph is that of one rank of a mesh and no groups are given, or not those that it needs.
+    GraphError if a sharded graph has no mesh, or the mesh lacks an axis or has another degree.
     """
     place = f"lower of graph {graph.name!r}"
     sharding = graph.sharding
@@ -462,7 +460,7 @@ def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
 
 
 def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]:
-    """Yield the axes along which ranks of a graph meet, with how many there are."""
+    """Yield the axes along which ranks communicate, with their degrees."""
     for op in graph.walk():
         if isinstance(op.kind, Indexed | Append) and op.kind.part:
             yield op.kind.part, None if graph.sharding is None else numbers(graph.sharding.mesh[op.kind.part])
@@ -474,7 +472,7 @@ def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]
 
 
 def domains(op: Op) -> Iterator[Domain]:
-    """Yield which pairs of a query and a key an op has to do with: where queries are split, each rank has others."""
+    """Yield an op's attention domains; with split queries they depend on the rank."""
     for name in ("domain", "masked"):
         fact = getattr(op.kind, name, None)
         if fact is not None:
@@ -483,86 +481,86 @@ def domains(op: Op) -> Iterator[Domain]:
 
 
 def _group(place: str, axis: str, mesh: Any) -> Group:
-    """Return the group of an axis, of a mesh of torch or of a mapping."""
+    """Return an axis's group from a torch mesh or a mapping."""
     known = mesh if isinstance(mesh, Mapping) else getattr(mesh, "mesh_dim_names", None) or ()
     if axis not in known:
         what = f"axes {list(known)}" if isinstance(mesh, Mapping) or known else f"{type(mesh).__name__}, no names"
         raise GraphError(f"{place}: mesh has {what}, expected a DeviceMesh or process groups by name with {axis!r}")
     try:
         group: Any = mesh[axis] if isinstance(mesh, Mapping) else mesh.get_group(axis)
-    except (RuntimeError, LookupError) as error:  # as torch has it, for a mesh without this process
+    except (RuntimeError, LookupError) as error:  # raised by torch for a mesh without this process
         raise GraphError(f"{place}: mesh has no process group along {axis!r} for this process, expected one") from error
     if not (hasattr(torch.distributed, "ProcessGroup") and isinstance(group, torch.distributed.ProcessGroup)):
         raise GraphError(f"{place}: mesh has {type(group).__name__} along {axis!r}, expected a process group")
     return Group(group.group_name, group.size(), group.rank())
 
 
-# -- site --------------------------------------------------------------------------------------------------------------
+# -- op sites ----------------------------------------------------------------------------------------------------------
 
 K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
 def strided(x: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """View of the elements of a tensor, wherever in its storage the tensor starts."""
+    """Return a view at an offset from the tensor's start, in elements."""
     return torch.as_strided(x, sizes, strides, x.storage_offset() + offset)
 
 
-#: Functions that write another format than they compute in.
+#: Functions that can write to an output with another dtype.
 _CONVERTING: tuple[Callable[..., Any], ...] = (
     torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.pow, torch.addcmul, torch.addcdiv,
 )  # fmt: skip
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, axes of size 1 aside."""
+    """Whether a tensor has these strides, ignoring size-1 axes."""
     return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the lowerings of all ops of a graph share."""
+    """State shared by all lowerings in a graph."""
 
     emitter: Emitter
-    """where calls are written down"""
+    """emitter that appends calls"""
     numbers: Numbers
-    """numbers for formulas"""
+    """formula values"""
     indices: Indices
-    """what is known of integers"""
+    """integer bounds"""
     groups: Groups
-    """where ranks meet, by axis of their mesh; empty where a rank plays among ranks that all bring the same"""
+    """process groups by mesh axis; empty to simulate one rank among identical ranks"""
     functions: Mapping[str, Callable[..., Any]]
-    """functions of torch that the caller gives for ops of unknown meaning, by name"""
+    """caller's functions for unknown elementwise and opaque ops, by name"""
     inside: Callable[[Graph, Sequence[Any]], list[Any]]
-    """lowers the ops of a fused body one by one: from nodes of its inputs to those of its outputs"""
+    """lowers a fused body's ops, from input nodes to output nodes"""
 
 
 @dataclass
 class Site(Generic[K_co]):
-    """What a lowering is given."""
+    """Context in which one op is lowered."""
 
     op: Op
     shared: Shared
     operands: list[Any]
-    """nodes"""
+    """operand nodes"""
     places: Mapping[Tensor, Any] = field(default_factory=dict)
-    """nodes of the slices that results are written into"""
+    """nodes of the stack slices that results are written to"""
     made: dict[int, Any] = field(default_factory=dict)
-    """nodes of the results, by place"""
+    """result nodes by index"""
 
     @property
     def emitter(self) -> Emitter:
-        """Where calls are written down."""
+        """Emitter that appends calls."""
         return self.shared.emitter
 
     @property
     def numbers(self) -> Numbers:
-        """Numbers for formulas."""
+        """Formula values."""
         return self.shared.numbers
 
     @property
     def kind(self) -> K_co:
-        """The record of the op: its facts in fields."""
-        return cast("K_co", self.op.kind)  # a lowering is called with ops of its kind alone
+        """The op kind, whose fields describe the op."""
+        return cast("K_co", self.op.kind)  # a lowering only gets ops with its kind
 
     @overload
     def of(self, fact: Poly) -> Any: ...
@@ -574,19 +572,19 @@ class Site(Generic[K_co]):
     def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
 
     def of(self, fact: Any) -> Any:
-        """Return a fact of an op with numbers put in: `site.of(site.kind.size)`."""
+        """Return an op's field with formulas replaced by numbers: `site.of(site.kind.size)`."""
         return self.numbers.fact(fact)
 
     def sizes(self, t: Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor of the graph."""
+        """Return a graph tensor's shape."""
         return self.numbers.of(t.sizes)
 
     def dtype(self, t: Tensor) -> torch.dtype:
-        """Return the format of a tensor of the graph."""
+        """Return a graph tensor's torch dtype."""
         return torch_dtype(repr(self.op.name), t.dtype)
 
     def seen(self, domain: Domain, queries: int, keys: int) -> tuple[bool, int | None, int]:
-        """Return whether later keys are hidden, the window, and at which key's position the first query stands."""
+        """Return whether later keys are masked, the window, and the first query's position among the keys."""
         place, parts = 0, 1
         for axis, n in domain.ranks:
             group, ranks = self.shared.groups.get(axis), self.numbers(n)
@@ -595,31 +593,31 @@ class Site(Generic[K_co]):
         return domain.causal, window, keys - queries * (parts - place)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Write a call down and return its node."""
+        """Append a call and return its node."""
         return self.emitter.call(function, *args, **kwargs)
 
     def shadow(self, node: Any) -> Any:
-        """Return a meta tensor of the shape, format and layout of a node."""
+        """Return a node's meta tensor."""
         return self.emitter.shadow(node)
 
     def permuted(self, node: Any, order: Sequence[int]) -> Any:
-        """Return a view with the axes in another order."""
+        """Return a view with permuted axes."""
         return node if list(order) == list(range(len(order))) else self.call(torch.permute, node, list(order))
 
     def viewed(self, node: Any, sizes: Sequence[int]) -> Any:
-        """Return a view of another shape."""
+        """Return a view with another shape."""
         same = tuple(self.shadow(node).shape) == tuple(sizes)
         return node if same else self.call(torch.ops.aten.view, node, list(sizes))
 
     def shaped(self, node: Any, sizes: Sequence[int]) -> Any:
-        """Return a view of another shape, or a copy where the layout has none."""
+        """Return a tensor with another shape, copied if it cannot be a view."""
         try:
             return self.viewed(node, sizes)
         except RuntimeError:
             return self.call(torch.reshape, node, list(sizes))
 
     def cast(self, node: Any, dtype: torch.dtype) -> Any:
-        """Return a node in a format, which is a copy where it has another one."""
+        """Return a node in a dtype, copied only if it has another one."""
         if self.shadow(node).dtype == dtype:
             return node
         return self.call(torch.ops.aten._to_copy, node, dtype=dtype)
@@ -627,14 +625,14 @@ class Site(Generic[K_co]):
     # -- results -------------------------------------------------------------------------------------------------
 
     def alias(self, node: Any, i: int = 0) -> None:
-        """Place a result that shares the storage of an operand."""
+        """Set a result that shares an operand's storage."""
         self.made[i] = node
 
     def own(self, function: Callable[..., Any], *args: Any, i: int = 0, shape: Any = None, **kwargs: Any) -> None:
-        """Place a result with a storage of its own: what a call makes, written where and as the graph has it.
+        """Set a result with its own storage, computed by a torch function in the graph's layout.
 
-        The function, one of torch's, is given `out=` where its own choice of layout or format is another one. `i` is
-        the place of the result; `shape` that which the function returns, with as many elements in the same order.
+        The function gets `out=` if its default layout or dtype differs. `i` is the result's index; `shape` is the
+        shape that the function returns, if it differs from the result's, with the same elements in order.
         """
         made = self.emitter.tried(function, *args, **kwargs)
         if self._fits(made, i):
@@ -649,7 +647,7 @@ class Site(Generic[K_co]):
             self.made[i] = written if shape is None else self.shaped(written, self.sizes(self.op.results[i]))
 
     def into(self, target: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let a function write into a node; None, and nothing is written down, where it cannot."""
+        """Let a function write to a node; return None, without appending a call, if it cannot."""
         wanted = self.shadow(target)
         try:
             made = self.emitter.tried(function, *args, **kwargs)
@@ -657,11 +655,11 @@ class Site(Generic[K_co]):
             if made.shape != wanted.shape or not converts:
                 return None
             return self.call(function, *args, **kwargs, out=target)
-        except (TypeError, RuntimeError):  # it takes no out=, or its format does not go into that of the target
+        except (TypeError, RuntimeError):  # no `out=`, or no conversion to the target's dtype
             return None
 
     def settle(self, node: Any, i: int = 0, *, fresh: bool = True) -> None:
-        """Place a result that lies in a node already, copied where it lies otherwise than the graph has it."""
+        """Set a result from a node, copied if it does not have the graph's layout."""
         if fresh and self._fits(self.shadow(node), i):
             self.made[i] = self.shaped(node, self.sizes(self.op.results[i]))
         else:
@@ -671,7 +669,7 @@ class Site(Generic[K_co]):
         return self.shaped(node, self.sizes(self.op.results[i]))
 
     def _target(self, i: int) -> Any:
-        """Return what a result is written into: a slice of a stack, or new memory of the graph's layout."""
+        """Return the node to write a result to: a slice of a stack, or new memory in the graph's layout."""
         t = self.op.results[i]
         if t in self.places:
             return self.places[t]
@@ -679,7 +677,7 @@ class Site(Generic[K_co]):
         return self.call(torch.empty_strided, sizes, strides, dtype=self.dtype(t), device=self.emitter.device)
 
     def _fits(self, made: torch.Tensor, i: int) -> bool:
-        """Whether a call makes what the graph has, its layout included."""
+        """Whether a call's result has the graph's dtype and layout."""
         t = self.op.results[i]
         if t in self.places or made.dtype != self.dtype(t):
             return False
@@ -690,35 +688,34 @@ class Site(Generic[K_co]):
         return made.is_contiguous() and all(n <= 1 or a == b for n, a, b in zip(sizes, strides, dense, strict=True))
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-# The table of lowerings: what torch is called with for each op kind.
+# -- registry ----------------------------------------------------------------------------------------------------------
 
-#: Emits the calls of one op and places its results.
+#: Appends one op's calls and sets its results.
 Lowering = Callable[[Site[Any]], None]
 K = TypeVar("K", bound=OpKind)
 
 _lowerings: dict[type[OpKind], Lowering] = {}
-#: Lowering of each op kind.
+#: Lowerings by op kind.
 LOWERINGS: Mapping[type[OpKind], Lowering] = MappingProxyType(_lowerings)
 
 
 def lowering(kind: type[K]) -> Callable[[Callable[[Site[K]], None]], Callable[[Site[K]], None]]:
-    """Register the lowering of an op kind.
+    """Register a lowering for an op kind.
 
     Parameters
     ----------
     kind : subclass of OpKind
-        Of which ops it is.
+        Op kind to lower.
 
     Returns
     -------
     callable
-        Decorator of a function of `Site`, which emits torch's calls and places every result: `site.kind` is the
-        record, `site.of(site.kind.size)` puts numbers into one of its facts.
+        Decorator for a function of `Site`, which appends torch calls and sets every result. `site.kind` is the op kind;
+        `site.of(site.kind.size)` evaluates one of its fields.
 
     Raises
     ------
     GraphError
-        If the kind has a lowering already.
+        If the kind already has a lowering.
     """
     return adding(_lowerings, "a lowering", kind)

@@ -1,4 +1,4 @@
-"""Contractions: matrix products where the axes lie so, windows as views, three operands in pairs."""
+"""Lower contractions to convolutions and matmuls, and pooling to torch's functions."""
 
 from __future__ import annotations
 
@@ -25,36 +25,35 @@ __all__ = [
 ]
 
 
-# -- windows -----------------------------------------------------------------------------------------------------------
-# Convolutions and their gradients, pooling and its gradient: what torch has functions for.
+# -- convolutions and pooling ------------------------------------------------------------------------------------------
 
 
 class Sliding:
-    """How windows slide in a pattern that is a convolution."""
+    """Convolution parameters found in a pattern."""
 
     def __init__(self, batch: int, groups: int, indices: Sequence[Affine]) -> None:
         self.batch = batch
-        """batch axes"""
+        """number of batch axes"""
         self.groups = groups
         self.stride = [d.terms[0][1] for d in indices]
         self.dilation = [d.terms[1][1] for d in indices]
         self.padding = [-d.offset for d in indices]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return torch's arguments from the stride on."""
+        """Return torch's arguments from `stride` on."""
         rank = len(self.stride)
         return self.stride, self.padding, self.dilation, False, [0] * rank, self.groups
 
 
 def _role(dims: Sequence[Axes | Affine]) -> str:
-    """Tell the three tensors of a convolution apart by the form of their dimensions."""
+    """Classify a convolution tensor by its dimensions."""
     if any(isinstance(d, Affine) for d in dims):
         return "input"
     return "weight" if len(dims) > 1 and len(dims[0].names) == 2 and len(dims[1].names) == 1 else "output"
 
 
 def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Sequence[int]]) -> Sliding | None:
-    """Return how windows slide if input, weight and output are those of one of torch's convolutions, else None."""
+    """Return the parameters if input, weight and output form a torch convolution, else None."""
     parts = {_role(d): d for d in (*pattern.operands, pattern.result)}
     if set(parts) != {"input", "weight", "output"} or len(pattern.operands) != 2:
         return None
@@ -78,7 +77,7 @@ def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Seque
     for d, n in zip(indices, sizes["input"][batch + 1 :], strict=True):
         (o, step), (k, gap) = d.terms
         if (n - 2 * d.offset - gap * (extents[k] - 1) - 1) // step + 1 != extents[o]:
-            return None  # padded otherwise than torch does, on both sides by as much
+            return None  # torch pads both sides equally
     return found
 
 
@@ -86,7 +85,7 @@ _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
 def convolution(site: Site[OpKind], einsum: Op | None = None, operands: Sequence[Any] = (), bias: Any = None) -> bool:
-    """Lower a contraction that is a convolution or one of its two gradients; says whether it is one."""
+    """Lower a contraction as a convolution or a convolution gradient; return whether it is one."""
     op = site.op if einsum is None else einsum
     assert isinstance(op.kind, Einsum)
     pattern, extents = op.kind.pattern, site.of(op.kind.extents)
@@ -115,7 +114,7 @@ def convolution(site: Site[OpKind], einsum: Op | None = None, operands: Sequence
 
 
 def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
-    """Return the gradient of the input or of the weight of a convolution: its own shape is all that is read of it."""
+    """Return the gradient of a convolution's input or weight; only its shape is read."""
     shape_alone = grad.new_empty(1).expand(list(sizes))
     x, w = (shape_alone, other) if wanted == "input" else (other, shape_alone)
     mask = [wanted == "input", wanted == "weight", False]
@@ -127,7 +126,7 @@ def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch
 
 
 def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
-    """Return window, stride and padding of the sliding axes, and how many other axes there are."""
+    """Return window, stride and padding per sliding axis, and how many other axes there are."""
     extents, dims = site.of(site.kind.extents), site.kind.pattern.operands[0]
     indices = [d for d in dims if isinstance(d, Affine)]
     window = [extents[d.terms[1][0]] for d in indices]
@@ -135,7 +134,7 @@ def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
 
 
 def _flat(site: Site[OpKind], node: Any, other: int) -> Any:
-    """View what torch pools: one channel of a batch, then the sliding axes."""
+    """View a tensor as batched single channels for torch's pooling."""
     sizes = tuple(site.shadow(node).shape)
     return site.shaped(node, (prod(sizes[:other]), 1, *sizes[other:]))
 
@@ -162,7 +161,7 @@ def _pooled(site: Site[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, tor
 def max_pool(
     x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maxima of windows, and where they stand among the sliding axes."""
+    """Return window maxima, and their flat indices along the sliding axes."""
     functions = torch.nn.functional
     rank = len(window)
     function = {1: functions.max_pool1d, 2: functions.max_pool2d, 3: functions.max_pool3d}[rank]
@@ -175,7 +174,7 @@ def max_pool(
 def mean_pool(
     x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int], inside: bool
 ) -> torch.Tensor:
-    """Return the means of windows, of what lies inside alone or padding counted."""
+    """Return window means, without padding if `inside`."""
     functions = torch.nn.functional
     function = {1: functions.avg_pool1d, 2: functions.avg_pool2d, 3: functions.avg_pool3d}[len(window)]
     made: torch.Tensor = function(_wide(x), list(window), list(stride), list(padding), count_include_pad=not inside)
@@ -200,7 +199,7 @@ def _unpool(site: Site[Unpool]) -> None:
 
 
 def max_unpool(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Add the gradient of each window at the place of its maximum."""
+    """Add each window's gradient at its maximum."""
     made = grad.new_zeros(x.shape)
     made.flatten(2).scatter_add_(2, indices.flatten(2), grad.flatten(2))
     return made
@@ -214,11 +213,11 @@ def mean_unpool(
     padding: Sequence[int],
     inside: bool,
 ) -> torch.Tensor:
-    """Give each element of a window its share of the gradient."""
+    """Distribute the gradient evenly over each window."""
     rank, aten = len(window), torch.ops.aten
     more: tuple[Any, ...] = (list(window), list(stride), list(padding), False, not inside, None)
     made: torch.Tensor
-    if rank == 1:  # torch has it for two axes and three
+    if rank == 1:  # torch has 2d and 3d only
         more = ([1, *window], [1, *stride], [0, *padding], False, not inside, None)
         made = aten.avg_pool2d_backward(grad.unsqueeze(2), x.unsqueeze(2), *more).squeeze(2)
     else:
@@ -233,7 +232,7 @@ Dims = Sequence[Axes | Affine]
 
 @dataclass(frozen=True)
 class Labelled:
-    """A node with one axis for each name."""
+    """A node with one axis per name."""
 
     node: Any
     names: tuple[str, ...]
@@ -269,7 +268,7 @@ def _einsum(site: Site[Einsum]) -> None:
 
 
 def labelled(site: Site[OpKind], node: Any, dims: Dims, extents: Mapping[str, int]) -> Labelled:
-    """View an operand with one axis for each name: merged axes split, windows and diagonals cut out by strides."""
+    """View an operand with one axis per name: split merged axes, and extract windows and diagonals by strides."""
     names = tuple(dict.fromkeys(n for d in dims for n in d.names))
     plain = all(isinstance(d, Axes) for d in dims) and len(names) == sum(len(d.names) for d in dims)
     if plain:
@@ -295,21 +294,21 @@ def labelled(site: Site[OpKind], node: Any, dims: Dims, extents: Mapping[str, in
 
 
 def _factors(d: Axes | Affine, extents: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return how far each axis of a dimension moves along it."""
+    """Return each axis's step along a dimension."""
     if isinstance(d, Affine):
         return list(d.terms)
     return [(n, prod(extents[m] for m in d.names[i + 1 :])) for i, n in enumerate(d.names)]
 
 
 def _places(dims: Dims, extents: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return the index that makes each dimension as plain data: axes with factors, and a constant."""
+    """Return index expressions per dimension, as (axis, factor) pairs and an offset."""
     return tuple((tuple(_factors(d, extents)), d.offset if isinstance(d, Affine) else 0) for d in dims)
 
 
 def folded(
     x: torch.Tensor, there: Sequence[str], axes: Sequence[tuple[str, int]], places: Sequence[Any], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Add elements at the places that indices of their axes make, zeros elsewhere: the reverse of windows."""
+    """Add elements at positions given by index expressions, as for window gradients."""
     shape = [n for _, n in axes]
     grid = {
         name: torch.arange(n, device=x.device).reshape([-1 if m == name else 1 for m, _ in axes]) for name, n in axes
@@ -329,19 +328,19 @@ def folded(
 
 
 def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: int | None, first: int) -> torch.Tensor:
-    """Return ones where a query sees a key, in the format of another tensor."""
+    """Return the mask for attended pairs in a tensor's dtype."""
     return mask_of(queries, keys, causal, window, first, x.device).to(x.dtype)
 
 
 def _masked(
     site: Site[Einsum], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
 ) -> list[Labelled]:
-    """Multiply by the pairs that a domain holds, where one of its axes is summed."""
+    """Multiply by a domain's mask if one domain axis is summed."""
     if site.kind.domain is None:
         return operands
     domain, query, key = site.kind.domain
     if query in kept and key in kept and site.kind.sizes is None:
-        return operands  # nobody reads the others
+        return operands  # elements outside the domain are never read
     sizes = extents[query], extents[key]
     node = site.call(mask_like, operands[0].node, *sizes, *site.seen(domain, *sizes))
     return [*operands, Labelled(node, (query, key))]
@@ -350,7 +349,7 @@ def _masked(
 def _paired(
     site: Site[OpKind], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
 ) -> list[Labelled]:
-    """Contract the two operands with which the whole costs least."""
+    """Contract the two operands that minimize the total cost."""
 
     def after(left: list[tuple[str, ...]], i: int, j: int) -> tuple[list[tuple[str, ...]], int]:
         rest = [o for k, o in enumerate(left) if k not in (i, j)]
@@ -373,7 +372,7 @@ def _paired(
 
 
 def linear(site: Site[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
-    """Lower a product and what is added to it as one call; says whether it is one: a matrix and a row."""
+    """Lower a matmul with a bias as one call; return whether it is one."""
     assert isinstance(einsum.kind, Einsum)
     pattern, extents = einsum.kind.pattern, site.of(einsum.kind.extents)
     dims = (*pattern.operands, pattern.result)
@@ -395,7 +394,7 @@ def linear(site: Site[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -
     return True
 
 
-# -- pairs -------------------------------------------------------------------------------------------------------
+# -- matmuls -----------------------------------------------------------------------------------------------------
 
 
 def product(
@@ -406,7 +405,7 @@ def product(
     *,
     place: bool = False,
 ) -> Labelled:
-    """Contract one or two operands; with `place` into the result of the op."""
+    """Contract one or two operands; with `place`, into the op's result."""
     operands = [_summed(site, o, kept, [p.names for p in operands if p is not o]) for o in operands]
     names = [set(o.names) for o in operands]
     if len(operands) == 2 and (names[0] & names[1]) - set(kept):
@@ -420,7 +419,7 @@ def product(
 
 
 def _summed(site: Site[OpKind], o: Labelled, kept: Sequence[str], others: Sequence[Sequence[str]]) -> Labelled:
-    """Sum over axes that nothing else has."""
+    """Sum over axes that neither the result nor another operand has."""
     gone = [i for i, n in enumerate(o.names) if n not in kept and not any(n in names for names in others)]
     if not gone:
         return o
@@ -429,7 +428,7 @@ def _summed(site: Site[OpKind], o: Labelled, kept: Sequence[str], others: Sequen
 
 
 def _aligned(site: Site[OpKind], o: Labelled, kept: Sequence[str]) -> Any:
-    """Order the axes as those of the result, with size 1 for those that are missing."""
+    """Permute axes into the result's order, with size 1 for missing ones."""
     there = [n for n in kept if n in o.names]
     node = site.permuted(o.node, [o.names.index(n) for n in there])
     for i, n in enumerate(kept):
@@ -448,7 +447,7 @@ def _matmul(
     place: bool,
     bias: Any = None,
 ) -> Labelled:
-    """Multiply matrices: batch axes, rows, columns, in the order in which the result has them if it can be so."""
+    """Contract by a batched matmul, in the result's axis order if possible."""
     batch = [n for n in kept if n in a.names and n in b.names]
     rows = [n for n in kept if n in a.names and n not in b.names]
     columns = [n for n in kept if n in b.names and n not in a.names]
@@ -475,7 +474,7 @@ def _matmul(
 
 
 def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the sizes of a matrix whose axes are groups of names; without batch axes there is no first one."""
+    """Return a matrix shape whose axes are groups of names; an empty batch group has no axis."""
     sizes = tuple(prod(extents[n] for n in names) for names in groups)
     return sizes if groups[0] else sizes[1:]
 
@@ -503,7 +502,7 @@ def _order_of_sum(
     parts: tuple[list[str], list[str], list[str]],
     extents: Mapping[str, int],
 ) -> list[str]:
-    """Order the summed axes as they lie in the operands, so that fewest of these are copied."""
+    """Order the summed axes as in one of the operands, so that fewer operands are copied."""
     batch, rows, columns = parts
     shared = [n for n in a.names if n in b.names and n not in batch]
     orders = [

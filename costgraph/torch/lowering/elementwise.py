@@ -1,4 +1,4 @@
-"""Elementwise functions: torch's kernel where it has one, else a few calls, in place where that can be."""
+"""Lower elementwise functions, dropout, position masks and reductions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _aten = torch.ops.aten
 
 
 def item(made: Any, i: int) -> Any:
-    """Return one of several results of a call."""
+    """Return one result of a call."""
     return made[i]
 
 
 def leaf(made: Any, i: int) -> Any:
-    """Return one of the results of a call, those of lists among them counted one by one."""
+    """Return one result of a call, with nested lists flattened."""
     return torch.utils._pytree.tree_leaves(made)[i]
 
 
@@ -50,17 +50,17 @@ Operand = Any  # a tensor or a number
 
 
 def over(x: Tensor, number: Number) -> Tensor:
-    """Number / x."""
+    """Return number / x."""
     return torch.reciprocal(x).mul_(number)
 
 
 def both(x: Tensor, number: Number) -> Tensor:
-    """X and a number that is true or false."""
+    """Return the logical and of x and a number."""
     return torch.logical_and(x, torch.full((), bool(number), device=x.device))
 
 
 def where(condition: Operand, a: Operand, b: Operand) -> Tensor:
-    """Select; a condition of numbers is true where it is not 0."""
+    """Select elements; a numeric condition is true where it is nonzero."""
     if not isinstance(condition, Tensor):
         condition = torch.full((), bool(condition), device=(a if _is(a) else b).device)
     return torch.where(condition if condition.dtype == torch.bool else condition != 0, a, b)
@@ -71,14 +71,14 @@ def _is(x: object) -> bool:
 
 
 def masked_fill(x: Tensor, mask: Operand) -> Tensor:
-    """X, 0 where the mask is true."""
+    """Return x with 0 where the mask is true."""
     if _is(mask) and mask.dtype == torch.bool and x.shape == mask.shape:
         return x.clone().masked_fill_(mask, 0)
     return where(mask, 0.0 if x.is_floating_point() else 0, x).to(x.dtype)
 
 
 def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
-    """A * b + c."""
+    """Return a * b + c."""
     if all(map(_is, (a, b, c))) and a.dtype == b.dtype == c.dtype:
         return torch.addcmul(c, a, b)
     made: Tensor = a * b + c
@@ -86,7 +86,7 @@ def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
 
 
 def lerp(a: Operand, b: Operand, t: Operand) -> Tensor:
-    """A + t * (b - a)."""
+    """Return a + t * (b - a)."""
     if _is(a) and _is(b) and a.dtype == b.dtype and a.is_floating_point() and not (_is(t) and t.dtype != a.dtype):
         return torch.lerp(a, b, t)
     made: Tensor = a + t * (b - a)
@@ -94,161 +94,161 @@ def lerp(a: Operand, b: Operand, t: Operand) -> Tensor:
 
 
 def lerp_(a: Tensor, b: Operand, t: Operand) -> Tensor:
-    """A + t * (b - a), into a."""
+    """Compute a + t * (b - a) in place."""
     same = _is(b) and a.dtype == b.dtype and not (_is(t) and t.dtype != a.dtype)
     return a.lerp_(b, t) if same else a.copy_(lerp(a, b, t))
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: Operand) -> Tensor:
-    """X * mask * scale."""
+    """Return x * mask * scale."""
     kept = torch.where(mask, x, 0.0) if _is(mask) and mask.dtype == torch.bool else x * mask
     return kept.mul_(scale) if not _is(scale) else kept * scale
 
 
 def add_scaled(a: Operand, b: Tensor, t: Operand) -> Tensor:
-    """A + t * b."""
+    """Return a + t * b."""
     return a + t * b if _is(t) or not _is(a) else torch.add(a, b, alpha=t)
 
 
 def add_scaled_(a: Tensor, b: Tensor, t: Operand) -> Tensor:
-    """A + t * b, into a."""
+    """Compute a + t * b in place."""
     return torch.addcmul(a, b, t, out=a) if _is(t) else a.add_(b, alpha=t)
 
 
 def add_product_(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """A + b * c, into a."""
+    """Compute a + b * c in place."""
     return torch.addcmul(a, b, c, out=a)
 
 
 def add_quotient_(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """A + b / c, into a."""
+    """Compute a + b / c in place."""
     return torch.addcdiv(a, b, c, out=a)
 
 
 def add_scaled_product(a: Tensor, b: Tensor, c: Tensor, t: Number) -> Tensor:
-    """A + t * b * c."""
+    """Return a + t * b * c."""
     return torch.addcmul(a, b, c, value=t)
 
 
 def add_scaled_product_(a: Tensor, b: Tensor, c: Tensor, t: Number) -> Tensor:
-    """A + t * b * c, into a."""
+    """Compute a + t * b * c in place."""
     return torch.addcmul(a, b, c, value=t, out=a)
 
 
 def add_scaled_quotient(a: Tensor, b: Tensor, c: Tensor, t: Number) -> Tensor:
-    """A + t * b / c."""
+    """Return a + t * b / c."""
     return torch.addcdiv(a, b, c, value=t)
 
 
 def add_scaled_quotient_(a: Tensor, b: Tensor, c: Tensor, t: Number) -> Tensor:
-    """A + t * b / c, into a."""
+    """Compute a + t * b / c in place."""
     return torch.addcdiv(a, b, c, value=t, out=a)
 
 
 def non_finite(x: Tensor) -> Tensor:
-    """1 where x is infinite or no number."""
+    """Return 1 where x is infinite or NaN."""
     return torch.isfinite(x).logical_not_().to(x.dtype)
 
 
 def cubed(x: Tensor) -> Tensor:
-    """X * x * x."""
+    """Return x**3."""
     return torch.pow(x, 3)
 
 
 def clamp(x: Tensor) -> Tensor:
-    """X between 0 and 1, the limits that the interpreter of graphs has."""
+    """Return x clamped to [0, 1], the interpreter's limits."""
     return torch.clamp(x, 0, 1)
 
 
 def relu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """max(x, 0): torch.relu cannot write to a place."""
+    """Return max(x, 0); torch.relu has no `out=`."""
     return torch.clamp_min(x, 0, out=out)
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)**2."""
+    """Return max(x, 0)**2."""
     return torch.relu(x).square_()
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """X / (1 + exp(-1.702 * x))."""
+    """Return x / (1 + exp(-1.702 * x))."""
     return torch.mul(x, 1.702).sigmoid_().mul_(x)
 
 
 def softcap(x: Tensor) -> Tensor:
-    """30 * tanh(x / 30)."""
+    """Return 30 * tanh(x / 30)."""
     return torch.div(x, 30).tanh_().mul_(30)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU with erf."""
+    """Return GELU with erf."""
     return torch.nn.functional.gelu(x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU with tanh."""
+    """Return GELU with tanh."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def threshold_backward(g: Tensor, y: Tensor) -> Tensor:
-    """G where y > 0, else 0."""
+    """Return g where y > 0, else 0."""
     made: Tensor = _aten.threshold_backward(g, y, 0)
     return made
 
 
 def relu6_backward(g: Tensor, x: Tensor) -> Tensor:
-    """G between 0 and 6, else 0."""
+    """Return g where 0 < x < 6, else 0."""
     made: Tensor = _aten.hardtanh_backward(g, x, 0, 6)
     return made
 
 
 def relu2_backward(g: Tensor, x: Tensor) -> Tensor:
-    """G * 2 * max(x, 0)."""
+    """Return g * 2 * max(x, 0)."""
     return torch.relu(x).mul_(2).mul_(g)
 
 
 def leaky_relu_backward(g: Tensor, x: Tensor) -> Tensor:
-    """G where x > 0, else a hundredth of it."""
+    """Return g where x > 0, else 0.01 * g."""
     made: Tensor = _aten.leaky_relu_backward(g, x, 0.01, False)
     return made
 
 
 def gelu_backward(g: Tensor, x: Tensor) -> Tensor:
-    """Gradient of GELU with erf."""
+    """Return the gradient of GELU with erf."""
     made: Tensor = _aten.gelu_backward(g, x)
     return made
 
 
 def gelu_tanh_backward(g: Tensor, x: Tensor) -> Tensor:
-    """Gradient of GELU with tanh."""
+    """Return the gradient of GELU with tanh."""
     made: Tensor = _aten.gelu_backward(g, x, approximate="tanh")
     return made
 
 
 def quick_gelu_backward(g: Tensor, x: Tensor) -> Tensor:
-    """G * s * (1 + 1.702 * x * (1 - s))."""
+    """Return g * s * (1 + 1.702 * x * (1 - s)), with s the sigmoid of 1.702 * x."""
     s = torch.mul(x, 1.702).sigmoid_()
     return torch.rsub(s, 1).mul_(x).mul_(1.702).add_(1).mul_(s).mul_(g)
 
 
 def softplus_backward(g: Tensor, x: Tensor) -> Tensor:
-    """Gradient of softplus."""
+    """Return the gradient of softplus."""
     made: Tensor = _aten.softplus_backward(g, x, 1, 20)
     return made
 
 
 def elu_backward(g: Tensor, x: Tensor) -> Tensor:
-    """G where x > 0, else g * exp(x)."""
+    """Return g where x > 0, else g * exp(x)."""
     made: Tensor = _aten.elu_backward(g, 1, 1, 1, False, x)
     return made
 
 
 def softcap_backward(g: Tensor, y: Tensor) -> Tensor:
-    """G * (1 - (y / 30)**2)."""
+    """Return g * (1 - (y / 30)**2)."""
     return torch.div(y, 30).square_().neg_().add_(1).mul_(g)
 
 
-#: torch's function of each elementwise function of tensors, for those with fewer kinds of operands below.
+#: Torch function of each elementwise function on tensors; scalar operands are below.
 KERNELS: dict[str, Callable[..., Any]] = {
     "copy": torch.clone, "cast": torch.clone, "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "maximum": torch.maximum, "minimum": torch.minimum, "pow": torch.pow, "eq": torch.eq, "ne": torch.ne,
@@ -273,26 +273,26 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "add_scaled_quotient": add_scaled_quotient, "non_finite": non_finite,
 }  # fmt: skip
 
-#: Functions of a tensor and then a number, where torch.add and the like do not take one.
+#: Functions of a tensor and a number, if torch's function on tensors takes no number.
 WITH_NUMBER: dict[str, Callable[..., Any]] = {
     "maximum": torch.clamp_min, "minimum": torch.clamp_max,
     "logical_and": both,
 }  # fmt: skip
 
-#: The same functions with the number first: they are called with the tensor first.
+#: Functions of a number and a tensor, called with the tensor first.
 SWAPPED: dict[str, Callable[..., Any]] = {
     "add": torch.add, "mul": torch.mul, "eq": torch.eq, "ne": torch.ne, "sub": torch.rsub, "div": over,
     "less": torch.gt, "less_equal": torch.ge, "maximum": torch.clamp_min, "minimum": torch.clamp_max,
     "logical_and": both,
 }  # fmt: skip
 
-#: What takes numbers in any place, broadcasts, and takes integers: torch's own kernels of gradients do not.
+#: Functions that broadcast and take numbers and integers; torch's gradient kernels do not.
 FLEXIBLE = frozenset(SWAPPED) | {
     "copy", "cast", "pow", "where", "masked_fill", "fma", "lerp", "neg", "abs", "sign", "square", "clamp", "round",
     "floor", "logical_not", "cubed", "relu", "add_scaled", "masked_scale",
 }  # fmt: skip
 
-#: How a function writes into its first operand, where torch's has neither `out=` nor a name with an underscore.
+#: In-place variants, where torch's function has neither `out=` nor an in-place form.
 IN_PLACE: dict[str, Callable[..., Any]] = {
     "lerp": lerp_, "add_scaled": add_scaled_, "add_product": add_product_, "add_quotient": add_quotient_,
     "add_scaled_product": add_scaled_product_, "add_scaled_quotient": add_scaled_quotient_,
@@ -302,7 +302,7 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
 
 
 def mask_of(queries: int, keys: int, causal: bool, window: int | None, first: int, device: torch.device) -> Tensor:
-    """Which key positions a query position sees, the first query at the position `first`: True where it does."""
+    """Return the boolean mask of attended keys per query, with the first query at position `first`."""
     own = torch.arange(first, first + queries, device=device)[:, None]
     key = torch.arange(keys, device=device)[None, :]
     seen = key <= own if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
@@ -314,18 +314,17 @@ def mask_of(queries: int, keys: int, causal: bool, window: int | None, first: in
 
 
 def hidden(x: Tensor, query: int, key: int, causal: bool, window: int | None, first: int, fill: Number) -> Tensor:
-    """X, with another number where the position along one axis does not see that along another."""
+    """Return x with `fill` at the pairs of query and key positions that are masked."""
     seen = mask_of(x.shape[query], x.shape[key], causal, window, first, x.device)
     shape = [n if i in (query, key) else 1 for i, n in enumerate(x.shape)]
     return torch.where((seen if query < key else seen.T).reshape(shape), x, fill)
 
 
-# -- elementwise -------------------------------------------------------------------------------------------------------
-# Elementwise functions, dropout, and masks of positions.
+# -- elementwise ops ---------------------------------------------------------------------------------------------------
 
 
 def held(site: Site[OpKind], i: int, fill: float) -> Any:
-    """Return an operand with a number where its domain has nothing."""
+    """Return an operand with `fill` outside its domain."""
     t, x = site.op.operands[i], site.operands[i]
     if t.domain is None:
         return x
@@ -342,7 +341,7 @@ def _pointwise(site: Site[Pointwise]) -> None:
         return
     operands = iter(site.operands)
     template = site.of(site.kind.scalars) or (None,) * len(site.operands)
-    number = float if site.kind.numbers == "float" else _as_it_is  # D/H is one where it comes out whole too
+    number = float if site.kind.numbers == "float" else _as_it_is  # a float even if D/H is an integer
     given = [next(operands) if s is None else number(s) for s in template]
     if name in site.shared.functions:
         _place(site, name, site.shared.functions[name], given)
@@ -371,7 +370,7 @@ def _cast(site: Site[Pointwise], x: Any) -> None:
 
 def _masked(site: Site[Pointwise], fill: float) -> None:
     x, old = site.operands[0], site.op.operands[0]
-    # a gradient is zero where its operand holds nothing
+    # a gradient is zero outside the domain of its operand
     domain = old.domain[0] if site.kind.masked is None and old.domain is not None and not fill else site.kind.masked
     if domain is None:
         function, given = KERNELS["copy"], [x]
@@ -407,7 +406,7 @@ def chosen(name: str, given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
 
 
 def _taken(site: Site[OpKind], name: str, given: list[Any]) -> list[Any]:
-    """Return operands as torch's kernel takes them: in a format that it has, and whole where it does not broadcast."""
+    """Return operands in a dtype that torch's kernel supports, expanded if it does not broadcast."""
     result = site.dtype(site.op.results[0])
     shadows = [None if isinstance(v, int | float | complex) else site.shadow(v) for v in given]
     formats = [s.dtype for s in shadows if s is not None]
@@ -436,11 +435,11 @@ _ARITHMETIC = FLEXIBLE - {"copy", "cast", "where", "masked_fill", "logical_and",
 
 
 def _format_for(name: str, formats: list[torch.dtype], result: torch.dtype) -> torch.dtype | None:
-    """Return the format to compute in, None for that of the operands."""
+    """Return the dtype to compute in, None for the operands' own."""
     if all(f == torch.bool for f in formats) and name in _ARITHMETIC:
         return torch.uint8
     if any(f.is_floating_point and f.itemsize == 1 for f in (*formats, result)):
-        return torch.float32  # torch stores these, and computes with none
+        return torch.float32  # torch only stores these
     if name not in FLEXIBLE and not any(f.is_floating_point or f.is_complex for f in formats):
         return result if result.is_floating_point else torch.float64
     return None
@@ -450,14 +449,14 @@ def _format_for(name: str, formats: list[torch.dtype], result: torch.dtype) -> t
 
 
 def dropped(x: torch.Tensor, p: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero elements at random and scale the others; returns where they are kept as well."""
+    """Zero elements at random and scale the others; also return the mask of kept elements."""
     if x.is_cuda and dtype == torch.bool:
         return torch.native_dropout(x, p, True)
     mask = torch.empty_like(x, dtype=dtype).bernoulli_(1 - p)
     made = torch.mul(x, 1 / (1 - p))
     if dtype != torch.bool:
         return made.mul_(mask), mask
-    # in place, where torch's own function makes a mask of numbers
+    # in place, where torch's own function would create a float mask
     made.masked_fill_(mask.logical_not_(), 0)
     return made, mask.logical_not_()
 
@@ -475,14 +474,13 @@ def _dropout(site: Site[Dropout]) -> None:
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
-# Reductions over axes.
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin, "any": torch.any, "all": torch.all,
 }  # fmt: skip
-#: Functions that take one axis.
+#: Functions along one axis.
 _LAST: dict[str, Callable[..., Any]] = {"prod": torch.prod, "argmax": torch.argmax, "argmin": torch.argmin}
-#: What an element that is not there counts as.
+#: Value of elements outside a domain.
 _NOTHING = {"sum": 0.0, "mean": 0.0, "max": -inf, "min": inf, "prod": 1.0, "any": 0.0, "all": 1.0}
 
 
@@ -496,7 +494,7 @@ def _reduce(site: Site[Reduce]) -> None:
     x = held(site, 0, _NOTHING.get(operation, 0.0))
     if site.shadow(x).dtype.itemsize == 1 and site.shadow(x).dtype.is_floating_point:
         x = site.cast(x, torch.float32)
-    # the axes that stay first, in the order of the result: what torch makes of the others is dense then
+    # kept axes first, in the order of the result, so that torch's result is contiguous
     order = [names.index(n) for n in kept] + gone
     if order != sorted(order) or operation in _LAST:
         x = site.permuted(x, order)
@@ -524,6 +522,6 @@ def _reduce(site: Site[Reduce]) -> None:
 def mean_of_held(
     x: torch.Tensor, axes: list[int], query: int, key: int, causal: bool, window: int | None, first: int
 ) -> torch.Tensor:
-    """Return the mean of what a domain holds of a tensor that is 0 elsewhere."""
+    """Return the mean over a domain of a tensor that is 0 outside it."""
     count = hidden(torch.ones_like(x), query, key, causal, window, first, 0.0).sum(axes)
     return torch.sum(x, axes).div_(count.clamp_(min=1))

@@ -1,4 +1,4 @@
-"""Calls of torch's own ops that a trace has recorded: made again as they were."""
+"""Lower traced calls by replaying them, and opaque ops by calling the caller's functions."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = [
 
 _OF_A_CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
-#: What a graph from a file may not call: it would read another file.
+#: Ops that a loaded graph must not call: they read other files.
 _REFUSED = ("from_file",)
 
 
 def replay(site: Site[OpKind], call: Call) -> None:
-    """Make the call that a trace saw where an op stands."""
+    """Append the traced call of an op."""
     arguments = [_argument(site, v) for v in call.arguments]
     keywords = {k: _argument(site, v) for k, v in call.keywords.items()}
     function = _overload(site, call.target)
-    if function is torch.ops.aten.lift_fresh.default:  # a trace has the numbers that became a tensor there
+    if function is torch.ops.aten.lift_fresh.default:  # the trace holds the numbers themselves
         function, keywords["device"] = torch.tensor, site.emitter.device
     made = site.call(function, *arguments, **keywords)
     single = isinstance(site.shadow(made), torch.Tensor)
     stored = [t.storage for t in site.op.operands]
     for i, (place, t) in enumerate(zip(call.places, site.op.results, strict=True)):
         of = stored.index(t.storage) if t.storage in stored else None
-        if place < 0:  # an operand that was written into
+        if place < 0:  # an operand written in place
             assert of is not None
             site.alias(site.operands[of], i)
             continue
@@ -54,7 +54,7 @@ def replay(site: Site[OpKind], call: Call) -> None:
 
 
 def runs_on(call: Call, device: torch.device) -> bool:
-    """Whether a call can be made there: a trace for CUDA has calls of kernels that a CPU is without."""
+    """Whether a call is available on a device: traces for CUDA may call kernels that a CPU lacks."""
     if not call.rule or device.type != "cpu":
         return True
     found = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -64,13 +64,13 @@ def runs_on(call: Call, device: torch.device) -> bool:
 
 
 def _stored(site: Site[OpKind], node: Any, i: int) -> Any:
-    """Return the whole storage of a result that is a part of it: stated as a row of elements."""
+    """Return the whole storage of a result that is larger than its tensor, as a row of elements."""
     sizes = site.sizes(site.op.results[i])
     return node if site.shadow(node).numel() == prod(sizes) else site.call(torch.as_strided, node, sizes, (1,), 0)
 
 
 def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:
-    """Return torch's op by its name, with another namespace than aten before it where it has one."""
+    """Return a torch op by name, with its namespace unless it is aten."""
     *space, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
     found: Callable[..., Any] | None = getattr(packet, overload or "default", None)
@@ -80,7 +80,7 @@ def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:
 
 
 def _argument(site: Site[OpKind], value: Any) -> Any:
-    """Return an argument as torch takes it."""
+    """Convert an argument to torch."""
     if isinstance(value, tuple):
         return [_argument(site, v) for v in value]
     if isinstance(value, DType):
@@ -106,12 +106,11 @@ def _named(site: Site[OpKind], text: str) -> Any:
     return complex(*map(float, text.split()))
 
 
-# -- stated ------------------------------------------------------------------------------------------------------------
-# Ops whose costs are stated.
+# -- opaque ops --------------------------------------------------------------------------------------------------------
 
 
 def _function(site: Site[Opaque]) -> Callable[..., Any]:
-    """Return what the caller has for an opaque op, by its name with or without scope and number."""
+    """Return the caller's function for an opaque op, by name with or without scope and number."""
     last = site.op.name.rpartition("/")[2]
     names = (site.op.name, last, re.sub(r"_\d+\Z", "", last))
     for name in names:
@@ -124,7 +123,7 @@ def _function(site: Site[Opaque]) -> Callable[..., Any]:
 
 
 def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[Any, Any]]) -> Callable[..., Any]:
-    """Return a function of the caller whose results are looked at and made dense."""
+    """Wrap a caller's function to check its results and make them contiguous."""
 
     def opaque(*operands: torch.Tensor) -> list[torch.Tensor]:
         made = function(*operands)

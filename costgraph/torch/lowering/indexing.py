@@ -1,4 +1,4 @@
-"""Lookups and updates by index."""
+"""Lower gathers, scatters, top-k, sorting and mixture-of-experts routing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...ops.index import Gather, Scatter, Sort
 from .context import Site, lowering
 from .elementwise import item
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
+# -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
 def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
-    """Return the indices; those that nothing says to be rows are taken modulo their number.
+    """Return the indices, modulo the row count if they may be out of range.
 
-    Where a rank has a part of the rows they are counted from its first one, and those of other ranks are outside.
+    For a sharded table they are relative to the rank's first row; other ranks' rows are out of range.
     """
     ids, group = site.operands[1 + place], site.shared.groups.get(site.kind.part)
     if not site.shared.indices.valid(site.op):
@@ -31,20 +31,20 @@ def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
 
 
 def _inside(ids: torch.Tensor, rows: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return which elements belong to indices of own rows."""
+    """Return a mask for elements whose indices belong to this rank's rows."""
     inside = (ids >= 0) & (ids < rows)
     return inside.reshape(*ids.shape, *(1,) * (len(shape) - ids.ndim))
 
 
 def zero_others(found: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Put zeros where rows of other ranks were to be looked up."""
+    """Zero the rows looked up on other ranks."""
     return found.masked_fill_(~_inside(ids, rows, found.shape), 0)
 
 
 def scatter_own(
     target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, passed: int | None = None
 ) -> torch.Tensor:
-    """Write the updates of own rows, in place, but for one that is passed by."""
+    """Write updates to this rank's rows in place, except for the row `passed`."""
     rows, ids = target.shape[batch], ids.long()
     inside = _inside(ids, rows, ids.shape)
     inside = inside if passed is None else inside & (ids != passed)
@@ -62,7 +62,7 @@ def scatter_own(
 def add_others(
     target: torch.Tensor, batch: int, places: torch.Tensor, updates: torch.Tensor, passed: int
 ) -> torch.Tensor:
-    """Add rows in place, but for one that is passed by."""
+    """Add rows in place, except for the row `passed`."""
     row = target.select(batch, passed)
     before = row.clone()
     (target.scatter_add_ if batch else target.index_add_)(batch, places, updates)
@@ -71,13 +71,13 @@ def add_others(
 
 
 def _each(site: Site[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
-    """Return the indices of each of several axes."""
+    """Return the indices per indexed axis."""
     count = len(site.kind.places(site.op.operands))
     return [site.cast(_ids(site, sizes[k], k), torch.int64) for k in range(count)]
 
 
 def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Pick elements along the last axis."""
+    """Gather elements along the last axis."""
     return torch.gather(table, -1, ids.long())
 
 
@@ -96,7 +96,7 @@ def _gather(site: Site[Gather]) -> None:
 
 
 def _look_up(site: Site[Gather], ids: Any) -> None:
-    """Look up rows by indices that are all within the table."""
+    """Look up rows by indices within the table."""
     table, sizes, batch = site.operands[0], site.sizes(site.op.operands[0]), site.kind.batch
     if batch and batch == len(sizes) - 1 == len(site.sizes(site.op.operands[1])) - 1:
         if site.shadow(ids).dtype == torch.int64:
@@ -116,14 +116,14 @@ def _look_up(site: Site[Gather], ids: Any) -> None:
 
 
 def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...], *, by_row: bool) -> tuple[Any, int]:
-    """Return the indices with one axis behind those of the batch, and one of size 1 for each of a row, and how many."""
+    """Return the indices with a single axis after the batch axes, broadcastable over rows, and their number."""
     batch = site.kind.batch
     count = prod(site.sizes(site.op.operands[1])[batch:])
     rest = () if by_row else (1,) * (len(sizes) - batch - 1)
     return site.shaped(ids, (*sizes[:batch], count, *rest)), count
 
 
-#: What torch calls on rows of a whole table, and along any axis.
+#: Torch functions for table rows, and along any axis.
 _ROWS: Mapping[str, Callable[..., Any]] = {"add": torch.Tensor.index_add_, "set": torch.Tensor.index_copy_}
 _ALONG: Mapping[str, Callable[..., Any]] = {
     "add": torch.Tensor.scatter_add_,
@@ -161,8 +161,7 @@ def _scatter(site: Site[Scatter]) -> None:
     site.alias(site.call(function, target, batch, places, site.shaped(updates, shape), *how))
 
 
-# -- grouped -----------------------------------------------------------------------------------------------------------
-# Choosing the largest, ordering rows by expert, products by expert.
+# -- routing -----------------------------------------------------------------------------------------------------------
 
 
 @lowering(TopK)
@@ -180,7 +179,7 @@ def _sort(site: Site[Sort]) -> None:
 
 
 def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) -> list[torch.Tensor]:
-    """Order choices by expert: tokens, ends, places, owners and what found no room."""
+    """Order choices by expert; return tokens, ends, positions, owners and the mask of dropped choices."""
     flat = ids.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     owner = flat[order]
@@ -207,7 +206,7 @@ def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) 
 
 @lowering(Dispatch)
 def _dispatch(site: Site[Dispatch]) -> None:
-    """Experts that nothing says to be there are taken modulo their number."""
+    """Lower a dispatch; expert indices that may be out of range are taken modulo their number."""
     ids, experts = site.operands[0], site.of(site.kind.experts)
     if not site.shared.indices.within(site.op.operands[0], experts):
         ids = site.call(torch.remainder, ids, experts)
@@ -220,8 +219,8 @@ def _dispatch(site: Site[Dispatch]) -> None:
 
 
 def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -> list[torch.Tensor]:
-    """Order rows that ranks have sent to one of them by expert: ends, rows in order, places, owners."""
-    sent = ends.reshape(ranks, -1).long() - rank * (rows // ranks)  # each has as many for those before
+    """Order rows received from all ranks by expert; return ends, row order, positions and owners."""
+    sent = ends.reshape(ranks, -1).long() - rank * (rows // ranks)  # skip each sender's rows for earlier ranks
     counts = torch.diff(sent, prepend=torch.zeros_like(sent[:, :1]))
     owner = torch.arange(sent.shape[1], device=ends.device).repeat(ranks).repeat_interleave(counts.reshape(-1))
     if len(owner) != rows:
@@ -243,7 +242,7 @@ def _merge(site: Site[Merge]) -> None:
 
 
 def _aligned(*operands: torch.Tensor) -> bool:
-    """Whether torch's kernel takes them: rows of whole 16 bytes in one of three formats."""
+    """Whether torch's grouped matmul supports the operands: equal 16- or 32-bit floats, strides aligned to 16 bytes."""
     formats = {x.dtype for x in operands}
     fits = len(formats) == 1 and formats <= {torch.float32, torch.bfloat16, torch.float16}
     strides = [s * x.itemsize for x in operands for s in x.stride() if s != 1]
@@ -251,7 +250,7 @@ def _aligned(*operands: torch.Tensor) -> bool:
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each row by the matrix of its expert; torch's kernel where it takes the operands."""
+    """Multiply each row by its expert's matrix, with torch's grouped matmul if it supports the operands."""
     if rows.shape[0] and rows.device.type == "cuda" and _aligned(rows, weights):
         return torch._grouped_mm(rows, weights, offs=ends)
     out = rows.new_zeros((rows.shape[0], weights.shape[2]), dtype=torch.promote_types(rows.dtype, weights.dtype))
@@ -263,7 +262,7 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
 
 
 def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Add up products of rows by expert."""
+    """Sum outer products of rows per expert."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     if a.shape[0] and a.device.type == "cuda" and _aligned(a, b):
         return torch._grouped_mm(a.t(), b, offs=ends)

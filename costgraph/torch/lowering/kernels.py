@@ -1,4 +1,4 @@
-"""Attention in one kernel, with what its gradient needs, and the gradient."""
+"""Lower fused kernels: torch's function if the body matches one, else the ops one by one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 
-# -- bodies ------------------------------------------------------------------------------------------------------------
-# What a fused body computes, told by the names of its ops and by what each of them reads.
+# -- pattern matching --------------------------------------------------------------------------------------------------
+# Recognize fused bodies by the names of their ops and their operands.
 
 K = TypeVar("K", bound=OpKind)
 
-#: What the names of a text stand for.
+#: Tensors by name in a pattern.
 Bound = dict[str, Tensor]
-#: Lowers a kernel whose body is recognised, or returns False where sizes, formats or results do not allow it.
+#: Lowers a matched kernel, or returns False if its sizes, dtypes or results do not fit.
 Rule = Callable[[Site[Kernel], Bound], bool]
 
 
@@ -64,14 +64,14 @@ def label_of(op: Op) -> str:
 
 
 def through(t: Tensor) -> Tensor:
-    """Look through casts: torch's kernels compute in a wider format than they read and write by themselves."""
+    """Skip casts: torch's kernels accumulate in a wider dtype internally."""
     while t.producer is not None and label_of(t.producer) == "cast":
         t = t.producer.operands[0]
     return t
 
 
 def match(body: Graph, text: str) -> Bound | None:
-    """Return what the names of a text such as `e = exp x; z = sum e` stand for, None if the body is another one."""
+    """Match a body with a pattern such as `e = exp x; z = sum e`; return the named tensors, None if they differ."""
     rows = [row.split() for row in text.split("; ")]
     ops = [op for op in body.ops if label_of(op) != "cast"]
     if len(ops) != len(rows):
@@ -89,20 +89,20 @@ def match(body: Graph, text: str) -> Bound | None:
 
 
 def named_results(site: Site[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
-    """Return which name each result of the kernel is, None if it hands out anything else."""
+    """Return a name per kernel result; None if one is unnamed, or two have the same name."""
     by_tensor = {found[n]: n for n in names}
     out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.kind.body.outputs)}
     return out if out and all(out.values()) and len(set(out.values())) == len(out) else None
 
 
 def given_node(site: Site[Kernel], t: Tensor) -> Any:
-    """Return what a name stands for that the kernel is given, None for what is made inside."""
+    """Return the operand node of a formal, None for other tensors."""
     formals = dict(zip(site.kind.body.formals, site.operands, strict=True))
     return formals.get(t)
 
 
 def record_of(found: Bound, name: str, kind: type[K]) -> K:
-    """Return the record of the op that makes what a name stands for."""
+    """Return the op kind of a named tensor's producer."""
     op = found[name].producer
     assert op is not None
     assert isinstance(op.kind, kind)
@@ -110,12 +110,12 @@ def record_of(found: Bound, name: str, kind: type[K]) -> K:
 
 
 def number_of(site: Site[Kernel], found: Bound, name: str) -> float:
-    """Return the number beside the operands of the elementwise op that makes what a name stands for."""
+    """Return the scalar operand of the elementwise op that produces a named tensor."""
     return next(float(n) for n in site.of(record_of(found, name, Pointwise).scalars) if n is not None)
 
 
 def reduced_axis(found: Bound, name: str) -> int | None:
-    """Return the only axis that a reduction leaves out, None if there are several."""
+    """Return the only axis that a reduction drops, None if there are several."""
     pattern = record_of(found, name, Reduce).pattern
     gone = [i for i, a in enumerate(pattern.operands[0]) if not a.names or a.names[0] not in pattern.result_names]
     return gone[0] if len(gone) == 1 and len(pattern.operands[0]) == len(pattern.result) else None
@@ -127,7 +127,7 @@ def whole(found: Mapping[str, Tensor]) -> bool:
 
 
 def narrow(site: Site[Kernel], node: Any) -> bool:
-    """Whether torch computes with none of the format."""
+    """Whether torch's kernels lack a node's dtype."""
     dtype = site.shadow(node).dtype
     return dtype.itemsize == 1 or not dtype.is_floating_point
 
@@ -142,10 +142,10 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, first: int, scale: float,
     p: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend in one kernel: q (b, g, r, s, k), k (b, g, t, k), v (b, g, t, v) to (b, s, g, r, v)."""
+    """Call fused attention: q (b, g, r, s, k), k (b, g, t, k), v (b, g, t, v) to (b, s, g, r, v)."""
     b, g, r, s, _ = q.shape
     t = k.shape[2]
-    # one query at the end sees all keys; torch's flag aligns at the first positions, so that as many have to be there
+    # a single last query sees all keys; torch's causal flag aligns first positions, so it needs equal lengths
     plain = window is None and (not causal or (s == 1 and first == t - 1))
     flag = window is None and causal and s == t and s > 1
     mask = None if plain or flag else mask_of(s, t, causal, window, first, q.device)
@@ -155,12 +155,12 @@ def attend(
     return made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
 
 
-#: Which pairs are seen, where torch's `is_causal` does not say it: `mask_of` without its device.
+#: Attended pairs beyond torch's `is_causal`: arguments of `mask_of` without the device.
 Pairs = tuple[int, int, bool, int | None, int]
 
 
 def _bias(x: torch.Tensor, pairs: Pairs | None) -> torch.Tensor | None:
-    """Return what torch's kernel for CPUs adds to scores."""
+    """Return the additive mask for torch's CPU kernel."""
     if pairs is None:
         return None
     seen = mask_of(*pairs, x.device)
@@ -170,7 +170,7 @@ def _bias(x: torch.Tensor, pairs: Pairs | None) -> torch.Tensor | None:
 def attend_and_keep(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, pairs: Pairs | None = None
 ) -> list[torch.Tensor]:
-    """Attend, and keep the logarithm of the sum of each row, (b, g, r, s, 1), from which the gradient starts."""
+    """Call fused attention, also returning the logsumexp of each row, (b, g, r, s, 1), for the backward pass."""
     b, g, r, s, _ = q.shape
     heads, aten = q.reshape(b, g * r, s, -1), torch.ops.aten
     if q.is_cuda and q.dtype.itemsize == 2:
@@ -222,7 +222,7 @@ def _efficient_backward(
     dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, sums: torch.Tensor,
     causal: bool, scale: float, share: int,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Go back through CUDA's kernel for fp32: its row sums are padded to 32 rows, its heads are all of their own."""
+    """Call CUDA's backward kernel for fp32, which pads row sums to 32 rows and does not share key heads."""
     padded = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
     state = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
     keys, values = _each(k, share), _each(v, share)
@@ -233,13 +233,13 @@ def _efficient_backward(
     return [found[0], *(t.unflatten(1, (-1, share)).sum(2) if share > 1 else t for t in found[1:3])]
 
 
-#: What a flash kernel does between its two products, with what it keeps for its gradient and without.
+#: Softmax body of a flash kernel, without and with the logsumexp for its backward pass.
 _SOFTMAX = "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z"
 _KEEPING = f"{_SOFTMAX}; l = log z; t = add m l"
 
 
 def flash(site: Site[Kernel], found: Bound) -> bool:
-    """Lower attention that never writes its scores."""
+    """Lower flash attention."""
     scores, reduced = (record_of(found, n, Einsum) for n in "sy")
     inner = record_of(found, "p", Kernel).body
     keeps = "p'" in found
@@ -277,19 +277,19 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
 
 
 def _seen(site: Site[Kernel], scores: Einsum, queries: int, keys: int) -> tuple[bool, int | None, int]:
-    """Return whether later keys are hidden, the window, and where the first query stands."""
+    """Return whether later keys are masked, the window, and the position of the first query."""
     return (False, None, 0) if scores.domain is None else site.seen(scores.domain[0], queries, keys)
 
 
 def _pairs(site: Site[Kernel], q: Any, k: Any, v: Any, scores: Einsum) -> tuple[bool] | tuple[bool, Pairs] | None:
-    """Return torch's `is_causal`, of a rank's own queries a mask beside it; None where torch's kernels have neither."""
+    """Return torch's `is_causal`, with a mask for a rank's split queries; None if torch's kernels support neither."""
     queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
     size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
     causal, window, first = _seen(site, scores, queries, keys)
     device = site.emitter.device.type
     if size != other or (device == "cuda" and size % 8):
         return None
-    if scores.domain is not None and scores.domain[0].ranks:  # on CUDA its kernels take no mask
+    if scores.domain is not None and scores.domain[0].ranks:  # CUDA's flash kernels take no mask
         return None if device == "cuda" else (False, (queries, keys, causal, window, first))
     if window is not None or (causal and queries not in (1, keys)):
         return None
@@ -297,7 +297,7 @@ def _pairs(site: Site[Kernel], q: Any, k: Any, v: Any, scores: Einsum) -> tuple[
 
 
 def flash_backward(site: Site[Kernel], found: Bound) -> bool:
-    """Lower the gradient of attention, which computes the scores again."""
+    """Lower the gradient of flash attention, which recomputes scores."""
     scores, grads = (record_of(found, n, Einsum) for n in "sa")
     patterns = str(scores.pattern), str(grads.pattern)
     made = named_results(site, found, "dq", "dk", "dv")
@@ -316,11 +316,10 @@ def flash_backward(site: Site[Kernel], found: Bound) -> bool:
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
-# Layer norm and root-mean-square norm, and their gradients.
 
 
 def norm(statistics: str) -> Rule:
-    """Return the rule of a norm that can hand out these: r of its deviation, of a layer norm m of its mean as well."""
+    """Return the rule of a norm with these optional results: reciprocal deviation r and, for a layer norm, mean m."""
 
     def rule(site: Site[Kernel], found: Bound) -> bool:
         made, x = named_results(site, found, "y", *statistics), given_node(site, found["x"])
@@ -350,7 +349,7 @@ def norm(statistics: str) -> Rule:
 def layer_backward(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, shift: bool
 ) -> list[Any]:
-    """Return the gradients of what is normalised, of the weight and, if there is one, of the shift."""
+    """Return the gradients of the input, the weight and, if present, the bias."""
     size, mask = [x.shape[-1]], [True, True, shift]
     weight, mean, scale = weight.to(x.dtype), mean.to(_statistics(x)), scale.to(_statistics(x))
     return list(
@@ -359,16 +358,16 @@ def layer_backward(
 
 
 def _statistics(x: torch.Tensor) -> torch.dtype:
-    """Return the format in which torch keeps mean and deviation: on a GPU a wider one than that of short floats."""
+    """Return the dtype of mean and deviation: fp32 for 16-bit inputs on a GPU."""
     return torch.float32 if x.is_cuda and x.dtype.itemsize == 2 else x.dtype
 
 
 def root_backward(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> list[Any]:
-    """Return the gradients of what is normalised and of the weight."""
+    """Return the gradients of the input and the weight."""
     if x.is_cuda:
         size, aten = [x.shape[-1]], torch.ops.aten
         return list(aten._fused_rms_norm_backward(grad, x, size, scale, weight.to(x.dtype), [True, True]))
-    # torch has no kernel of it on a CPU
+    # torch has no CPU kernel
     wide, g = x.to(scale.dtype), grad.to(scale.dtype)
     normal = wide * scale
     of_weight = (g * normal).flatten(0, -2).sum(0)
@@ -385,7 +384,7 @@ _LAYER_BACKWARD = (
     + _REST.format(c="c")
     + "a = add k q; b = neg a; f = sum b; h = expand f; l = div h; y = add a l"
 )
-#: Bodies of gradients, as the rules of the ops of a norm make them.
+#: Gradient bodies as reverse mode produces them.
 LAYER_BACKWARD = (f"sb = sum g; {_LAYER_BACKWARD}", _LAYER_BACKWARD)
 ROOT_BACKWARD = (
     "gw = mul g w; n = mul x r; gn = mul g n; sw = sum gn; k = mul gw r; j = mul gw x; "
@@ -420,14 +419,14 @@ def norm_backward(site: Site[Kernel], found: Bound) -> bool:
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
-# The loss of classes and its gradient, where some targets are none: what is below zero, as in torch's `nll_loss`.
+# Negative log-likelihood; negative targets are ignored, as with `ignore_index` of torch's `nll_loss`.
 
-#: Bodies of the losses as they are, of their mean and of their sum, in the order of torch's numbers for them.
+#: Bodies without a reduction, with a mean and with a sum, in the order of torch's codes.
 NLL = tuple(
     f"r = rearrange t; p = gather x r; q = rearrange p; {end}; w = fill"
     for end in ("y = neg q", "m = mean q; y = neg m", "u = sum q; y = neg u")
 )
-#: Those of their gradients.
+#: Bodies of their gradients.
 NLL_BACKWARD = tuple(
     f"n = neg g; {middle}; z = fill; i = rearrange t; s = scatter z i r"
     for middle in ("r = rearrange n", "e = expand n; d = div e; r = rearrange d", "e = expand n; r = rearrange e")
@@ -439,17 +438,17 @@ def _reduction(found: Bound) -> int:
 
 
 def _classes(site: Site[Kernel], node: Any) -> Any:
-    """Return targets, one number for all that are none."""
+    """Return targets with all negative values set to -1."""
     return site.call(torch.clamp, node, min=-1)
 
 
 def _counted(targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return how many targets are classes."""
+    """Return the number of targets that are not ignored."""
     return (targets >= 0).sum().to(dtype)
 
 
 def nll(site: Site[Kernel], found: Bound) -> bool:
-    """Lower the loss: a mean is that of targets that are classes."""
+    """Lower the loss; a mean is over targets that are not ignored."""
     x, targets, made = given_node(site, found["x"]), given_node(site, found["t"]), named_results(site, found, *"yw")
     if x is None or targets is None or made is None or not whole(found) or narrow(site, x) or found["x"].ndim != 2:
         return False
@@ -460,7 +459,7 @@ def nll(site: Site[Kernel], found: Bound) -> bool:
 
 
 def nll_backward(site: Site[Kernel], found: Bound) -> bool:
-    """Lower its gradient, which what is no class has none of."""
+    """Lower the gradient of the loss, zero for ignored targets."""
     grad, targets, shape = given_node(site, found["g"]), given_node(site, found["t"]), site.sizes(found["s"])
     if grad is None or targets is None or not whole(found) or named_results(site, found, "s") is None:
         return False
@@ -474,8 +473,7 @@ def nll_backward(site: Site[Kernel], found: Bound) -> bool:
     return True
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-# Fused kernels: torch's function where the body is what one computes, else the ops of the body one by one.
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 @lowering(Kernel)
@@ -489,7 +487,7 @@ def _kernel(site: Site[Kernel]) -> None:
     used = {_storage(site, v) for v in site.operands}
     changed = {site.op.operands[i].storage for i in site.kind.changed}
     for i, v in enumerate(nodes):
-        if site.op.results[i].storage in changed:  # it was written where it is
+        if site.op.results[i].storage in changed:  # written in place
             site.alias(v, i)
             continue
         shadow, storage = site.shadow(v), _storage(site, v)
@@ -542,7 +540,7 @@ def _biased(lowered: Callable[..., bool]) -> Rule:
 
 _LAYER = "m = mean x; c = sub x m; q = square c; v = mean q; a = add v; r = rsqrt a; "
 _ROOT = "q = square x; v = mean q; a = add v; r = rsqrt a; "
-#: What each body that torch has a function for computes, and what lowers it if sizes and results allow that.
+#: Patterns with a torch function, and their rules.
 _RULES: dict[str, Rule] = {
     "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z": _softmax(torch.ops.aten._softmax),
     "m = max x; s = sub x m; e = exp s; z = sum e; l = log z; y = sub s l": _softmax(torch.ops.aten._log_softmax),

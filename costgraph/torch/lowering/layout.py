@@ -1,4 +1,4 @@
-"""Ops that move or rename elements, and those that make them from nothing."""
+"""Lower views, copies, constructors, transfers and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...transforms.rewrite import flat
 from .context import Site, lowering, strided
 from .elementwise import held
 
-# -- shapes ------------------------------------------------------------------------------------------------------------
+# -- views, copies and constructors ------------------------------------------------------------------------------------
 
 
 @lowering(Rearrange)
@@ -27,7 +27,7 @@ def _rearrange(site: Site[Rearrange]) -> None:
         node = site.permuted(site.viewed(site.operands[0], split), order)
         site.alias(site.viewed(node, merged))
         return
-    # a view of what is copied, as far as there is one: the copy is then the only one
+    # permute a view as far as possible, so that the final copy is the only one
     site.settle(site.permuted(site.shaped(site.operands[0], split), order), fresh=False)
 
 
@@ -40,7 +40,7 @@ def _slice(site: Site[Slice]) -> None:
 
 @lowering(Expand)
 def _expand(site: Site[Expand]) -> None:
-    """Repeat by strides of 0, which torch's expand has as well, and order axes at once."""
+    """Expand by strides of 0 and permute axes in one view."""
     kept, sizes, x = site.kind.kept, site.of(site.kind.sizes), site.operands[0]
     shadow = site.shadow(x)
     strides = [0 if k is None or shadow.shape[k] != n else shadow.stride(k) for k, n in zip(kept, sizes, strict=True)]
@@ -54,7 +54,7 @@ def _concat(site: Site[Concat]) -> None:
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop: int, step: int) -> torch.Tensor:
-    """Zeros of a shape, with a tensor at some positions of an axis."""
+    """Return zeros with a tensor in a slice along an axis."""
     made = x.new_zeros(sizes)
     torch.ops.aten.slice(made, axis, start, stop, step).copy_(x)
     return made
@@ -98,7 +98,7 @@ def _empty(site: Site[Empty]) -> None:
 
 @lowering(Receive)
 def _receive(site: Site[Receive]) -> None:
-    """Get zeros: the other stages are not part of the run."""
+    """Return zeros: other stages do not run."""
     t = site.op.results[0]
     site.own(torch.zeros, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
 
@@ -110,12 +110,12 @@ def _send(site: Site[Send]) -> None:
 
 @lowering(Stacked)
 def _stacked(site: Site[Stacked]) -> None:
-    site.alias(site.operands[0])  # the slices lie in it
+    site.alias(site.operands[0])  # the slices are views of it
 
 
 @lowering(Revised)
 def _revised(site: Site[Revised]) -> None:
-    site.alias(site.operands[0])  # the part lies in it
+    site.alias(site.operands[0])  # the slice was written in place
 
 
 @lowering(Assign)
@@ -125,15 +125,14 @@ def _assign(site: Site[Assign]) -> None:
 
 @lowering(Transfer)
 def _transfer(site: Site[Transfer]) -> None:
-    """Copy on the device: the other end of the link is not part of the run."""
+    """Copy on the device: the link's other end does not run."""
     if site.kind.into:
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
         return
     site.own(torch.clone, held(site, 0, 0.0) if site.op.operands[0].domain is not None else site.operands[0])
 
 
-# -- spectra -----------------------------------------------------------------------------------------------------------
-# Fourier transforms, and views of complex numbers.
+# -- Fourier transforms ------------------------------------------------------------------------------------------------
 
 _VIEWS = {"real": torch.view_as_real, "complex": torch.view_as_complex, "conjugate": torch.conj}
 aten = torch.ops.aten

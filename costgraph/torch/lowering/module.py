@@ -1,4 +1,4 @@
-"""The walk over a graph: every op in program order, loops played out, fused bodies op by op."""
+"""Lower a whole graph: ops in program order, loops unrolled, fused bodies op by op."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ __all__ = [
 
 
 def kept(first: Any, *others: Any) -> Any:
-    """Return the first argument: the others are named here, and so live until now."""
+    """Return the first argument; the others stay alive until this call."""
     return first
 
 
 def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype, strides: Sequence[int]) -> torch.Tensor:
-    """Return an input after a look at it.
+    """Return an input after validation.
 
-    BindingError if it has another shape, format or strides than in the graph.
+    BindingError if its shape, dtype or strides differ from the graph's.
     """
     if not isinstance(x, torch.Tensor) or tuple(x.shape) != tuple(sizes) or x.dtype != dtype:
         found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
@@ -63,18 +63,18 @@ def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype, 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an op stands."""
+    """Context of an op."""
 
     slices: Mapping[Storage, Any]
-    """nodes of the slices of stacks that are written, by the storage that the body has for them"""
+    """nodes of stack slices to write, by storage in the loop body"""
     where: tuple[int, ...]
-    """iterations around"""
+    """enclosing loop iterations"""
 
 
 class Walk(Player[Place]):
-    """Lowers a graph and the bodies inside it.
+    """Lowers a graph and its nested bodies.
 
-    What has a storage for each iteration of a loop is a list, a sum before its first term None.
+    Tensors with a storage per loop iteration are lists; a sum without terms yet is None.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Walk(Player[Place]):
         self.indices = Indices(graph, numbers)
         self.leaves = Leaves(graph)
         self.shared = Shared(self.emitter, numbers, self.indices, groups, functions, self.body)
-        self._stacks: dict[Storage, Any] = {}  # made before what is written into their slices
+        self._stacks: dict[Storage, Any] = {}  # allocated before their slices are written
 
     def run(self, graph: Graph) -> None:
         """Lower the whole graph."""
@@ -98,7 +98,7 @@ class Walk(Player[Place]):
         self.ops(graph, env, Place({}, ()))
         outputs = [_nested(env[t]) for t in graph.outputs]
         made = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        # gradients live to the end of the step
+        # gradients stay alive to the end of the step
         grads = [n for t in graph.gradients.values() for n in _flat(env[t])]
         if grads:
             made = self.emitter.call(kept, made, *grads)
@@ -118,7 +118,7 @@ class Walk(Player[Place]):
         self.play(graph.ops, env, place)
 
     def _source(self, t: Tensor, sizes: tuple[int, ...], where: tuple[int, ...], pieces: int) -> Any:
-        """Return the node of a parameter, or of each of its layers."""
+        """Return the node of a parameter, or a list with one per iteration."""
         if pieces:
             return [self._source(t, sizes[1:], (*where, i), pieces - 1) for i in range(sizes[0])]
         dtype = torch_dtype(f"{t.role} {t.name!r}", t.dtype)
@@ -127,7 +127,7 @@ class Walk(Player[Place]):
         return self.emitter.source(self.emitter.graph.get_attr(target), sizes, strides, dtype)
 
     def step(self, op: Op, env: Env, place: Place) -> None:
-        """Emit the calls of an op."""
+        """Append the calls of an op."""
         rule = _rule_of(op, self.emitter.device)
         slices = place.slices
         there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
@@ -146,18 +146,18 @@ class Walk(Player[Place]):
             self._stacks[op.results[0].storage] = env[op.results[0]]
 
     def _slices(self, op: Op) -> dict[Tensor, Any]:
-        """Return where the results of an op lie that an unrolled loop writes into a stack."""
-        if isinstance(op.kind, Empty):  # which makes one, in each iteration anew
+        """Return the stack slices to which an unrolled loop writes the results of an op."""
+        if isinstance(op.kind, Empty):  # allocates a stack, once per iteration
             return {}
         return {t: self._place(t) for t in op.results if t.storage in self._stacks and not t.is_view}
 
     def _place(self, t: Tensor) -> Any:
-        """Return where a tensor lies in a stack."""
+        """Return a tensor's slice of a stack."""
         sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
         return self.emitter.call(strided, self._stacks[t.storage], sizes, strides, self.numbers(t.offset))
 
     def body(self, body: Graph, operands: Sequence[Any]) -> list[Any]:
-        """Lower the ops of a fused body one by one and return its outputs."""
+        """Lower the ops of a fused body and return its outputs."""
         inner: Env = dict(zip(body.formals, operands, strict=True))
         self.ops(body, inner, Place({}, ()))
         return [inner[t] for t in body.outputs]
@@ -165,24 +165,24 @@ class Walk(Player[Place]):
     # -- loops -------------------------------------------------------------------------------------------------------
 
     def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[Turn]:
-        """Yield every iteration."""
+        """Yield the iterations."""
         count = self.around[-1].at if loop.until else self.numbers(loop.count)
         for turn in range(count):
             yield Turn(count - 1 - turn if loop.reverse else turn, count)
 
     def stack(self, loop: Loop, t: Tensor, env: Env, place: Place) -> Any:
-        """Make a stack before its slices, if none is there."""
+        """Return a stack, allocated before its slices unless it exists."""
         if t.storage in self._stacks:
             return self._place(t)
         dtype = torch_dtype(repr(t.name), t.dtype)
         return self.emitter.call(torch.empty, self.numbers.of(t.sizes), dtype=dtype, device=self.emitter.device)
 
     def slice(self, loop: Loop, value: Any, turn: Turn, place: Place) -> Any:
-        """Return one position along the first axis."""
+        """Return one position of the first axis."""
         return self._at(value, turn.at)
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: Place) -> None:
-        """Lower the body, whose slices are written into the stacks."""
+        """Lower the body, which writes its slices into the stacks."""
         slices = {t.storage: self._at(stack, turn.at) for t, stack in zip(loop.ys, stacks, strict=True)}
         self.ops(loop.body, env, Place(slices, (*place.where, turn.at)))
 
@@ -195,7 +195,7 @@ class Walk(Player[Place]):
 
 
 def _rule_of(op: Op, device: torch.device) -> Callable[[Site[Any]], None]:
-    """Return what lowers an op: the call that a trace saw there, which no result was added to, or that of its kind."""
+    """Return an op's lowering: the traced call if it has all results, else the lowering of its kind."""
     call = op.call
     here = call is not None and runs_on(call, device)
     if call is not None and here and len(call.places) == len(op.results):
@@ -213,7 +213,7 @@ def _rule_of(op: Op, device: torch.device) -> Callable[[Site[Any]], None]:
 
 
 def _nested(made: Any) -> Any:
-    """Return a tensor, of one with a storage for each iteration a tuple of them."""
+    """Return a tensor, or nested tuples of tensors for storages per iteration."""
     return tuple(map(_nested, made)) if isinstance(made, list) else made
 
 
@@ -223,8 +223,7 @@ def _flat(made: Any) -> list[Any]:
     return [] if made is None else [made]
 
 
-# -- module ------------------------------------------------------------------------------------------------------------
-# The public function: lowering of a whole graph.
+# -- lower -------------------------------------------------------------------------------------------------------------
 
 
 def lower(
@@ -237,72 +236,68 @@ def lower(
     seed: int = 0,
     **dims: int,
 ) -> fx.GraphModule:
-    """Turn a graph into a torch module that runs it op for op.
+    """Lower a graph to a torch module that runs it op by op.
 
     Parameters
     ----------
     graph : Graph
         A model, or a whole training step.
     device : str or torch.device
-        Where it runs: cpu, cuda or meta, which allocates nothing.
+        Device to run on: cpu, cuda, or meta, which allocates nothing.
     functions : mapping of str to callable, optional
-        What torch does for elementwise functions of one's own, by the name of their record, and for opaque ops, by
-        their name. A function gets tensors (numbers where the graph has numbers) and returns a tensor, or a tuple of
-        them.
+        Torch implementations for custom elementwise functions, by function name, and opaque ops, by op name. A
+        function takes tensors (or numbers, where the graph has numbers) and returns a tensor or a tuple of tensors.
     mesh : torch.distributed.device_mesh.DeviceMesh or mapping of str to ProcessGroup, optional
-        Where a graph that `costgraph.shard` made runs: torch's mesh, or a process group for each axis, by the names of
-        the axes. The module is that of this process's place there; all of them run it together.
+        Device mesh of a graph partitioned by `costgraph.shard`: torch's mesh, or a process group per axis name. The
+        module is that of this process; all processes run their modules together.
     seed : int
-        Of the random numbers that parameters are filled with.
+        Seed of the random parameters.
     **dims : int
-        A size for every dimension that has no default.
+        A size for every dimension without a default.
 
     Returns
     -------
     torch.fx.GraphModule
-        `module(*inputs)` takes the inputs in the order of their declaration, dense, and returns the output, or a tuple
-        of them. Parameters of the graph are parameters of the module, without `requires_grad`: gradients are part of
-        a graph that has a backward pass. Buffers, caches, integers and optimizer state are buffers. A level of a name
-        is a module and a dot an underscore; those of a loop's iterations are tensors of their own, numbered behind
-        their name: `layers/up/weight` is `layers.up.weight.0` and so on. Set them by `module.load_state_dict`.
+        `module(*inputs)` takes contiguous inputs in the order of declaration and returns the output, or a tuple of
+        outputs. Graph parameters become module parameters without `requires_grad`: gradients belong to the graph if it
+        has a backward pass. Buffers, caches, integers and optimizer state become buffers. Levels of a name become
+        submodules, dots become underscores, and loop iterations become numbered tensors: `layers/up/weight` is
+        `layers.up.weight.0` and so on. Set them with `module.load_state_dict`.
 
     Raises
     ------
     BindingError
-        If a size is left open or is none; when the module runs, if an input has another shape or format.
+        If a size is missing or invalid; at run time, if an input has another shape, dtype or strides.
     UnsupportedError
-        If an op has no lowering, torch has no such number format, or an op of one's own is not in `functions`.
+        If an op has no lowering, torch lacks a number format, or a custom op is missing in `functions`.
     GraphError
-        If it is no graph, has no output, or torch knows no such device; if it is that of one rank and the mesh is
-        missing, or has other axes or degrees.
+        If `graph` is not a graph, has no output, or the device is unknown; if the mesh of a sharded graph is missing,
+        or has other axes or degrees.
 
     Notes
     -----
-    Each op is one call, and its result lies in memory as the graph has it: a view is a view, a copy is a copy, an op
-    in place writes in place, and the code gives a tensor up after the op that reads it last. Loops are played out.
-    Outputs with a storage for each iteration are tuples. Collectives are torch's functional ones over the process group
-    of their axis; one without an axis is played by one rank among ranks that all bring the same. A transfer copies on
-    the device. What a run needs beyond the modelled peak, by cause:
+    Each op is one call whose result has the graph's memory layout: views are views, copies are copies, in-place ops
+    write in place. Tensors are released after their last use. Loops are unrolled; outputs with a storage per iteration
+    are tuples. Collectives are torch's functional ones over the process group of their axis; without a mesh, one rank
+    is simulated among identical ranks. Transfers copy on the device. A run may exceed the modelled peak memory:
 
-    - a fused kernel that torch has no function for runs op by op, and what its ops pass to each other is in memory
-      until it is read. torch's own are called for softmax, log-softmax, layer and root-mean-square norms and flash
-      attention without a soft cap, for the gradients of all of these, and for products and convolutions with a bias;
-      on a CPU, torch has none for a root-mean-square norm;
-    - a contraction whose axes lie so that no matrix product reads or writes them where they are copies that operand,
-      or its result, as torch.matmul does; an axis that one operand alone has is summed before; three operands and more
-      are contracted in pairs; windows that are no convolution of torch's are contracted as views, and added up by
-      index;
-    - workspace of torch's kernels: convolutions, norms of wide rows, reductions such as any, all and argmax;
-    - an operand in another number format than the op computes in is converted before, on a CPU by torch's kernels too,
-      and formats of 8 bits are computed with in fp32;
-    - an elementwise function that torch has no kernel for is a few calls, most of them in place;
-    - an update in one kernel takes its steps over 65536 elements at a time;
-    - indices that are computed are taken modulo the rows of their table: nothing says that they are within it;
-    - a result that is written into a stack of slices is copied there, where the function cannot write to a place;
-    - a mask of positions is a tensor of bools while it is used, for queries that are split a tensor of numbers; on CUDA
-      attention over such queries runs op by op;
-    - what passes by in a ring is put together, and its kernel runs op by op;
-    - a collective along another axis than the first, or of several blocks of it, copies what it sends or what it gets.
+    - Fused kernels without a torch function run op by op, with their intermediates in memory. Torch functions are used
+      for softmax, log-softmax, layer norm, RMS norm and flash attention without a soft cap, for the gradients of all
+      these, and for matmuls and convolutions with a bias. On a CPU, torch has no RMS norm kernel.
+    - Contractions copy an operand or the result if the axes do not form a matmul, as in torch.matmul. Axes of only one
+      operand are summed first; three or more operands are contracted in pairs. Windows that are no torch convolution
+      are contracted as strided views, and their gradients are added by index.
+    - Torch kernels need workspace: convolutions, norms of wide rows, reductions such as any, all and argmax.
+    - Operands in another dtype than the op's are cast first, on a CPU by torch's kernels too; 8-bit floats compute in
+      fp32.
+    - Elementwise functions without a torch kernel take a few calls, mostly in place.
+    - Fused optimizer updates process 65536 elements at a time.
+    - Computed indices are taken modulo the row count, since they may be out of range.
+    - Results written to a stack of slices are copied if the function has no `out=`.
+    - Attention masks are temporary bool tensors, or additive ones for split queries, whose attention runs op by op on
+      CUDA.
+    - Tensors passed around a ring are gathered first, and their kernel runs op by op.
+    - Collectives along another axis than the first, or over several blocks of it, copy their input or output.
 
     Examples
     --------
@@ -338,24 +333,24 @@ def random_inputs(
     Parameters
     ----------
     graph : Graph
-        As it is lowered.
+        The graph to be lowered.
     device : str or torch.device
-        Where they are made.
+        Device of the inputs.
     seed : int
-        Of the random numbers.
+        Seed of the random numbers.
     **dims : int
-        A size for every dimension that has no default.
+        A size for every dimension without a default.
 
     Returns
     -------
     tuple of torch.Tensor
-        Floats are normal with standard deviation 1; integers that look rows up are indices of the smallest table that
-        they are used for, others 0 or 1.
+        Floats are normal with standard deviation 1. Integers that index tables are valid for the smallest one; others
+        are 0 or 1.
 
     Raises
     ------
     BindingError, GraphError, UnsupportedError
-        As `lower`.
+        As in `lower`.
 
     Examples
     --------

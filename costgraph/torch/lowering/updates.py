@@ -1,4 +1,4 @@
-"""What optimizers do, and sums that are added to in place."""
+"""Lower optimizer steps, gradient accumulation, KV-cache updates and keep-alive ops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .module import kept
 
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
-#: Elements that an update in one kernel takes at a time.
+#: Elements per chunk of a fused update.
 _PIECE = 1 << 16
 
 
@@ -54,7 +54,7 @@ def _cache(site: Site[Cache]) -> None:
 
 
 def appended(held: torch.Tensor, new: torch.Tensor, axis: int, later: int = 0) -> torch.Tensor:
-    """Write the last positions of what is new into the last ones of a cache, but for those of later ranks' parts."""
+    """Write the last new positions to the end of a cache, without those that belong to later ranks."""
     room, count = held.shape[axis], max(new.shape[axis] - later * held.shape[axis], 0)
     taken = min(room, count)
     held.narrow(axis, room - taken, taken).copy_(new.narrow(axis, count - taken, taken))
@@ -74,7 +74,7 @@ def _zero_grad(site: Site[ZeroGrad]) -> None:
 
 
 def unscaled(grad: torch.Tensor, inverse: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Multiply in place, and set a flag where a gradient is not finite."""
+    """Unscale a gradient in place, and set a flag if it is not finite."""
     if grad.dtype == inverse.dtype == found.dtype == torch.float32 and grad.device.type != "meta":
         torch._amp_foreach_non_finite_check_and_unscale_([grad], found, inverse)
         return grad
@@ -87,14 +87,14 @@ def _unscale(site: Site[Unscale]) -> None:
     site.alias(site.call(unscaled, *site.operands))
 
 
-# -- whole updates -----------------------------------------------------------------------------------------------
+# -- fused updates -----------------------------------------------------------------------------------------------
 
-#: Name of an elementwise function, its numbers with None where a register is read, those registers, and its target.
+#: Elementwise function, its scalars with None for registers, the registers read, and the target register.
 Step = tuple[str, tuple[Any, ...], tuple[int, ...], int]
 
 
 def updated(steps: Sequence[Step], count: int, changed: Sequence[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Take the steps of an update over pieces of its tensors, and write what changes in place."""
+    """Apply the steps of an update to chunks of its tensors, and write changed ones in place."""
     if all(t.is_contiguous() for t in tensors[:count]):
         flat = [t.view(-1) for t in tensors[:count]]
         for start in range(0, flat[0].numel(), _PIECE):

@@ -1,4 +1,4 @@
-"""nn.Module -> Graph, from one eager run on tensors that hold no data."""
+"""Trace an `nn.Module` into a graph, from one eager run on fake tensors."""
 
 from .dispatched import Dispatched, dispatched
 from .trace import trace

@@ -1,4 +1,4 @@
-"""What a module is called with: tensors without data whose axes have names."""
+"""Arguments of the traced module: fake tensors with named axes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .state import swap
 __all__ = ["Axes", "Given"]
 
 Axes = Sequence[str | None] | None
-#: What no cache lies in.
+#: Types that contain no cached tensors.
 _NOTHING_IN = (type, nn.Module, str, bytes, int, float, type(None), torch.dtype, torch.device)
 
 
 class Given:
-    """Arguments of a module, and the names of the axes of those that are tensors.
+    """A module's arguments, and the axis names for tensors among them.
 
-    Those of `cached` are kept between steps: tensors, or what holds tensors, of whose axes these are the names.
+    Arguments in `cached` are kept between inference steps: tensors, or objects that hold tensors with these axis names.
     GraphError or ShapeError if names do not fit.
     """
 
@@ -53,7 +53,7 @@ class Given:
         axes = [*(dims or [None] * len(inputs)), *(keyword_dims.get(k) for k in keywords)]
         self.cached = tuple(cached)
         self.held: dict[str, tuple[torch.Tensor, tuple[str | None, ...]]] = {}
-        """Tensors that arguments hold which are kept between steps, by their place, and the names of their axes."""
+        """Tensors inside cached arguments by path, with their axis names."""
         for i, (name, value, own) in enumerate(zip(self.names, self.values, axes, strict=True)):
             if name in cached and not isinstance(value, torch.Tensor):
                 self.held |= _held(name, value, own)
@@ -64,7 +64,7 @@ class Given:
         ]
 
     def sizes(self) -> dict[str, int]:
-        """Return the size that each name has in the tensors that were given."""
+        """Return the size of each name in the given tensors."""
         out: dict[str, int] = {}
         given = [*zip(self.names, self.values, self.axes, strict=True), *((n, *pair) for n, pair in self.held.items())]
         for label, value, axes in given:
@@ -77,7 +77,7 @@ class Given:
         return out
 
     def fakes(self, sizes: Mapping[str, Any], data: Data, *, host: bool) -> dict[str, object]:
-        """Return the arguments by name: tensors without data, on the host or not, with sizes for the named axes."""
+        """Return the arguments by name, with fake tensors of symbolic sizes, on the host or on the original devices."""
         for t, axes in self.held.values():
             swap(t, _fake(t, axes, sizes, host))
         made = {n: _fake(v, a, sizes, host) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
@@ -87,12 +87,12 @@ class Given:
         return made
 
     def kept(self, fakes: Mapping[str, object]) -> dict[str, torch.Tensor]:
-        """Return the tensors that are kept between steps, by name."""
+        """Return the tensors kept between inference steps, by name."""
         own = {n: v for n in self.cached if isinstance(v := fakes[n], torch.Tensor)}
         return own | {n: t for n, (t, _) in self.held.items()}
 
     def others(self) -> list[object]:
-        """Return the arguments that are no tensors."""
+        """Return the arguments that are not tensors."""
         return [v for v in self.values if not isinstance(v, torch.Tensor)]
 
     def arguments(self, fakes: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
@@ -102,8 +102,8 @@ class Given:
 
 
 def _positional(module: nn.Module, count: int) -> list[str]:
-    """Return the names of the first parameters of a module's forward."""
-    schema = getattr(module.forward, "schema", None)  # of a TorchScript module, which has no signature
+    """Return the names of a module's first forward parameters."""
+    schema = getattr(module.forward, "schema", None)  # TorchScript modules have no signature
     if schema is not None:
         names = [a.name for a in schema.arguments[1:]]
     else:
@@ -140,7 +140,7 @@ def _checked(label: str, value: object, axes: Axes) -> tuple[str | None, ...]:
 
 
 def _held(label: str, value: object, axes: Axes) -> dict[str, tuple[torch.Tensor, tuple[str | None, ...]]]:
-    """Return the tensors that an argument holds; those of another number of axes have no names."""
+    """Return the tensors inside an argument; only those with the right number of axes get names."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
 
@@ -168,7 +168,7 @@ def _fake(value: Any, axes: Sequence[str | None], sizes: Mapping[str, Any], host
     if not isinstance(value, torch.Tensor):
         return value
     shape: list[Any] = [n if name is None else sizes[name] for n, name in zip(value.shape, axes, strict=True)]
-    # axes in the order in which they lie in memory
+    # axes in memory order
     order = sorted(range(value.ndim), key=lambda i: (-value.stride()[i], i))
     dense = torch.empty([shape[i] for i in order], dtype=value.dtype, device=_device(value, host))
     back = [order.index(i) for i in range(value.ndim)]

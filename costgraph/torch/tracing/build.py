@@ -1,4 +1,4 @@
-"""From what was recorded to a graph: an op for each call, and storages that live as long as they did."""
+"""Build a graph from a recording: one op per call, and storages that live as long as in the run."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ __all__ = [
 ]
 
 
-# -- looped ------------------------------------------------------------------------------------------------------------
-# Which turn of which loop each op of a graph is of, as it is built from what was recorded.
+# -- loop iterations ---------------------------------------------------------------------------------------------------
 
 
 class Looped:
-    """Labels the ops that are added to a graph by the turns that they are of.
+    """Label ops with their loop iterations as they are added.
 
-    `names` are the tensors of each storage now, and `settle` gives one of them a name after a part of it was written.
+    `names` maps each storage to its current tensors; `settle` applies a pending slice write to one of them.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class Looped:
         self.graph, self.names, self.settle = graph, names, settle
         self.turns = Turns()
         self.written: set[int] = set()
-        """storages that the turn has written to"""
+        """storages written in the current iteration"""
         self._path: tuple[tuple[int, int], ...] = ()
         self._next: tuple[tuple[int, int], ...] = ()
         self._around: dict[int, Handle] = {}
-        """the first name of each storage that is there before the loops"""
+        """first tensor of each storage that exists before the loops"""
 
     def begin(self, path: tuple[tuple[int, int], ...]) -> None:
-        """Go on with another turn: what the last one has written has a name by then."""
+        """Start another iteration, after applying the slice writes of the last one."""
         if self._path:
             for number in sorted(self.written):
                 if number in self._around:
@@ -72,13 +71,13 @@ class Looped:
         self._next = path
 
     def label(self, before: int) -> None:
-        """Note which turn the ops are of that were added since a graph had so many nodes."""
+        """Assign the ops added since the graph had `before` nodes to the current iteration."""
         if self._path:
             self.turns.paths |= dict.fromkeys(added_since(self.graph, before), self._path)
         self._path = self._next
 
     def join(self, event: Joined, parts: Sequence[Tensor]) -> Tensor:
-        """Add what stands for a join, which can be made once the loop has its turns in one."""
+        """Add a placeholder for a join; it becomes a `Concat` once the iterations are folded into a loop."""
         graph, name = self.graph, f"joined.{len(self.turns.joins)}"
         whole = Tensor(graph, name, event.made.sizes, event.made.dtype, role="buffer")
         graph.add_node(whole)
@@ -86,45 +85,45 @@ class Looped:
         return graph.add_op(Keep(), [whole, *parts], "stack" if event.stacked else "cat", event.phase).results[0]
 
     def counted(self, counts: Loops, translator: Translator) -> Turns:
-        """Return what is known of the loops."""
+        """Return the iterations of all loops, with their counts."""
         for number, loop in enumerate(counts.loops):
             self.turns.counts[number], self.turns.played[number] = translator.size(loop.count), loop.played
         return self.turns
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
-# Parts of tensors that are written: where in a tensor they lie.
+# -- slices ------------------------------------------------------------------------------------------------------------
+# Locate a written view within its tensor.
 
 #: Axis, first position, step.
 Place = tuple[int, Poly, int]
 
 
 class Written(NamedTuple):
-    """What was written to a storage last."""
+    """The last write to a storage."""
 
     names: Mapping[Handle, Tensor]
-    """tensors of the storage as they were before"""
+    """tensors of the storage before the write"""
     part: Tensor
     earlier: Written | None
-    """what was written before that"""
+    """the write before it"""
     unseen: bool = False
-    """whether a backward pass knows nothing of it"""
+    """whether the write is invisible to autograd"""
 
 
 class Part(NamedTuple):
-    """Where a part of a tensor lies."""
+    """A slice of a tensor."""
 
     places: Sequence[Place]
-    """of each axis along which it is not whole"""
+    """one per axis that it does not cover"""
     sizes: Sizes
-    """its shape, with all axes of the tensor"""
+    """its shape, including all axes of the tensor"""
 
 
 def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> Part | None:
-    """Return of which positions of a tensor another one is.
+    """Return the slice of `whole` that `part` covers; None if it is no slice.
 
-    A part of several axes is one of tensors between, which a program that cuts one axis after the other has named. None
-    if there are none such.
+    A slice along several axes is found through intermediate views in `names`, as left by slicing one axis after
+    another.
     """
     if not whole.ndim and not part.ndim:
         return Part([], ())
@@ -140,10 +139,7 @@ def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> Part | None
 
 
 def _place_of(part: Tensor, whole: Tensor) -> tuple[Place, Sizes] | None:
-    """Return of which axis a tensor is some positions, and its shape with that axis.
-
-    None where it is none, or where it differs along several axes.
-    """
+    """Return the slice along the single axis where a view differs, and its shape with that axis; None otherwise."""
     known = whole.graph.root.relations
     for axis in range(whole.ndim) if part.dtype == whole.dtype else ():
         sizes, strides = list(part.sizes), list(part.strides)
@@ -159,7 +155,7 @@ def _place_of(part: Tensor, whole: Tensor) -> tuple[Place, Sizes] | None:
         if not alike or not isinstance(step, int) or not is_integral(start):
             continue
         bounds = [lower(n, known) for n in (start, whole.sizes[axis] - start - (sizes[axis] - 1) * step - 1)]
-        # what lies in the storage is a part of all that is in it, whether that can be proved of its places or not
+        # a view of a whole storage lies within it, even where its bounds cannot be proven
         if whole.region() == (whole.storage,) or all(n is not None and n >= 0 for n in bounds):
             return (axis, start, step), tuple(sizes)
     return None
@@ -169,26 +165,26 @@ def _place_of(part: Tensor, whole: Tensor) -> tuple[Place, Sizes] | None:
 
 
 class Builder:
-    """Adds recorded calls to an empty graph; `sources` are storages that are there before the first op, by number."""
+    """Adds recorded events to an empty graph; `sources` are storages that exist before the first op, by number."""
 
     def __init__(self, graph: Graph, sources: Mapping[int, Source]) -> None:
         self.graph = graph
         self.tensors: defaultdict[int, dict[Handle, Tensor]] = defaultdict(dict)
-        """The tensors that stand for views of each storage now: an op in place makes new ones."""
+        """Current tensor for each view, by storage; in-place ops create new ones."""
         self.first: dict[int, Tensor] = {}
-        """A tensor of each storage, as it is now."""
+        """A current tensor for each storage."""
         self.sources: dict[int, Tensor] = {}
-        """The tensor that each storage is from the start on."""
+        """Tensor of each storage that exists from the start."""
         self.phase = "forward"
         self.before: dict[int, Written] = {}
-        """What was written to each storage last."""
+        """Last write to each storage."""
         self._clock = 0
-        self._made = 0  # when something was made last
-        self._read: dict[int, int] = {}  # when each storage was read last
+        self._made = 0  # time of the last allocation
+        self._read: dict[int, int] = {}  # time of each storage's last read
         self._alive: dict[int, None] = {}
         self._held: list[int] = []
         self._one: dict[int, int] = {}
-        """What a cast to the same format has taken apart and is one, as one name is written to and the other read."""
+        """Storages split by a no-op cast that must be one, since one alias is written and another read."""
         self._templates: dict[Any, Template | None] = {}
         self.turns = Looped(graph, self.tensors, self.settle)
         for number, source in sources.items():
@@ -227,13 +223,13 @@ class Builder:
             self.turns.label(before)
 
     def finish(self) -> None:
-        """Let what was never given back live to the end."""
+        """Keep storages that were never freed alive to the end."""
         for number in list(self._alive):
             self._died(number)
         self._keep()
 
     def tensor(self, handle: Handle) -> Tensor:
-        """Return the tensor for a view; one that nothing was seen to make is made from its storage."""
+        """Return a view's tensor; a view without a producer becomes `as_strided` on its storage."""
         handle = self._named(handle)
         found = self.tensors[handle.storage].get(handle)
         if found is None and handle.barrier is not None:
@@ -248,7 +244,7 @@ class Builder:
         return found
 
     def _barrier(self, handle: Handle, barrier: Barrier) -> Tensor:
-        """Return a view that no gradient passes, where one could: a parameter, or an input, is behind it."""
+        """Return a view that stops gradients, or states them, if a parameter or an input precedes it."""
         found = self.tensor(replace(handle, barrier=None))
         behind = {found, *nx.ancestors(self.graph, found)}
         sources = (t for t in behind if isinstance(t, Tensor) and t.role in ("param", "input"))
@@ -261,7 +257,7 @@ class Builder:
         return found
 
     def _revised(self, handle: Handle, written: Written | None) -> Tensor | None:
-        """Return the name that a tensor has after a part of it was written; None of what is no such tensor."""
+        """Return a tensor with pending slice writes applied; None if that is impossible."""
         whole = None if written is None else written.names.get(handle) or self._revised(handle, written.earlier)
         if written is None or whole is None or whole.apart(written.part):
             return whole
@@ -277,12 +273,12 @@ class Builder:
         return found
 
     def settle(self, handle: Handle) -> None:
-        """Give a tensor a name of which a part was written, if it is one."""
+        """Apply pending slice writes to a tensor."""
         if handle not in self.tensors[handle.storage]:
             self._revised(handle, self.before.get(handle.storage))
 
     def _named(self, handle: Handle) -> Handle:
-        """Return a view of the storage by which it goes here."""
+        """Return a view with the canonical number of its storage."""
         return replace(handle, storage=self._one[handle.storage]) if handle.storage in self._one else handle
 
     def add(self, call: Made) -> None:
@@ -300,7 +296,7 @@ class Builder:
         self._read |= dict.fromkeys(made, self._clock)
 
     def _asked(self, event: Asked) -> None:
-        """Add a view that says which format is asked for; a tensor apart from it is one name more for its storage."""
+        """Add a no-op cast as a view that states the format; a separate result becomes another name of its storage."""
         t, made, number = self.tensor(event.of), self._named(event.made), event.made.storage
         apart = made.storage == number != event.of.storage
         if event.fixed is not None and (apart or event.fixed):
@@ -317,7 +313,7 @@ class Builder:
             self._alive[number] = None
 
     def _apply(self, call: Made, operands: list[Tensor]) -> Iterable[int]:
-        """Add the declared ops of a call, or one whose costs are stated; return which operands they read."""
+        """Add a call's declared ops, or one op with stated costs; return the operands that are read."""
         template = self._template(call, operands)
         with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
             if template is None:
@@ -366,7 +362,7 @@ class Builder:
         return self._templates[key]
 
     def _joined(self, event: Joined) -> None:
-        """Hold what turns have made by something of the size that all of them have together."""
+        """Add a join of per-iteration results."""
         operands = [self.tensor(replace(h, barrier=None)) for h in event.parts]
         self._clock += 1
         self._keep()
@@ -380,7 +376,7 @@ class Builder:
     def _foreign(
         self, call: Made, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
     ) -> tuple[Op, tuple[Tensor, ...]]:
-        """Add an op whose shapes, layouts and costs are stated."""
+        """Add a `foreign` op, with stated shapes, layouts and costs."""
         c, reads, writes = call.counts, None, None
         if call.call is not None:
             try:
@@ -404,7 +400,7 @@ class Builder:
         places = tuple(place for _, _, place, _ in outputs)
         op.call = Seen(call.target, call.arguments, call.keywords, places, *_chosen(call))
         for (handle, of, *_), t in zip(outputs, op.results, strict=True):
-            # other parts are read later; or the gradient of the whole tensor still goes to its value before the write
+            # other slices may be read later, or the gradient of the whole tensor still flows to its earlier value
             if of is not None and call.moves and (call.unseen or t.numel != t.storage.elements):
                 self._overwritten(self._named(handle).storage, t, call.unseen)
         self._stand(outputs, op.results, call.unseen)
@@ -414,11 +410,11 @@ class Builder:
         self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor],
         unseen: bool = False,
     ) -> None:  # fmt: skip
-        """Note which tensors stand for what a call made."""
+        """Register the tensors that stand for a call's outputs."""
         for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
             handle = self._named(handle)
             if unseen and handle.storage not in self.first and handle.storage in self.before:
-                self.first[handle.storage] = t  # whoever reads it has it by the names that it had
+                self.first[handle.storage] = t  # readers hold it by its earlier names
                 continue
             if bytes_ is None:
                 self.tensors[handle.storage][handle] = t
@@ -427,7 +423,7 @@ class Builder:
                 self.tensors[handle.storage][_dense(t, handle.storage)] = t
 
     def _overwritten(self, storage: int, part: Tensor, unseen: bool = False) -> None:
-        """Give up the tensors of a storage: what is read of it from now on is made of what was written last."""
+        """Drop an overwritten storage's tensors: later reads derive from the write."""
         self.first.pop(storage, None)
         names, before = self.tensors.pop(storage, {}), self.before.get(storage)
         self.tensors[storage] = {h: t for h, t in names.items() if t.apart(part)}
@@ -439,23 +435,23 @@ class Builder:
     # -- lifetimes -----------------------------------------------------------------------------------------------
 
     def _died(self, number: int) -> None:
-        """Note that a storage is given back here; it matters where something was made since its last reader."""
+        """Record that a storage is freed; it stays alive longer only if something was allocated since its last read."""
         if number in self._alive:
             del self._alive[number]
             if self._read[number] < self._made:
                 self._held.append(number)
 
     def _keep(self) -> None:
-        """Let the storages that were given back since the last op that made something live up to here."""
+        """Extend the lifetimes of storages freed since the last allocation."""
         if self._held:
             held, self._held = self._held, []
             self.graph.add_op(Keep(), [self.first[self._one.get(n, n)] for n in held], "keep", self.phase)
 
 
 def _written_and_read(events: Sequence[Event]) -> dict[int, int]:
-    """Return the storages that a cast to the same format makes of one that is written to by one of its names.
+    """Return the storages that a no-op cast must share with its operand, since one alias is written and another read.
 
-    Where another name is read after that they are one; a cast that does something would leave that as it was.
+    Elsewhere they stay separate: a real cast would leave the operand unchanged.
     """
     own: dict[int, int] = {}
     for event in events:
@@ -475,7 +471,7 @@ def _written_and_read(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _start(t: Tensor, handle: Handle) -> Poly:
-    """Return where a tensor starts in its storage, in elements of another view of it."""
+    """Return a tensor's start in its storage, counted in the view's dtype."""
     return t.offset if t.dtype == handle.dtype else t.offset * t.dtype.bytes / handle.dtype.bytes
 
 
@@ -484,7 +480,7 @@ def _dense(t: Tensor, number: int) -> Handle:
 
 
 def _key(value: Any) -> Any:
-    """Return arguments as something that can be looked up."""
+    """Return arguments as a hashable key."""
     if isinstance(value, Mapping):
         return tuple((k, _key(v)) for k, v in value.items())
     return tuple(map(_key, value)) if isinstance(value, tuple) else (type(value), value)
@@ -493,7 +489,7 @@ def _key(value: Any) -> Any:
 def _matched(
     call: Call, counts: Counts, operands: Sequence[Handle], outputs: Sequence[Handle]
 ) -> tuple[Sequence[Poly] | None, Sequence[Poly] | None]:
-    """Return the bytes of each operand and result that a graph has: one given twice is one, what is empty is none."""
+    """Return the bytes of the graph's operands and results: repeated operands are merged, empty tensors dropped."""
     reads, writes = counts.reads, counts.writes
     if reads is not None:
         each: dict[Spec, Poly] = {}
@@ -507,7 +503,7 @@ def _matched(
 
 
 def _seen(call: Made, given: Sequence[int], results: tuple[int, ...]) -> Seen | None:
-    """Return the call with the operands that an op has, None where it has not all of them."""
+    """Return the call in terms of an op's operands; None if some are missing."""
     numbers = {place: i for i, place in reversed(list(enumerate(given)))}
 
     def numbered(value: Any) -> Any:
@@ -527,7 +523,7 @@ def _chosen(call: Made) -> tuple[str, str]:
 
 
 def _stated(handle: Handle, of: int | None, place: int, bytes_: Poly | None) -> Output:
-    """Return what an op states of a result; a storage larger than its tensor is stated as one row of elements."""
+    """Return a result in stated form; a storage larger than its tensor becomes a flat row."""
     if bytes_ is not None:
         return ((bytes_ / handle.dtype.bytes,), handle.dtype, None, None, ZERO)
     return (handle.sizes, handle.dtype, handle.strides, of, handle.offset)

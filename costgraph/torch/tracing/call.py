@@ -1,4 +1,4 @@
-"""What a rule for an aten op sees of one call: its arguments by the names of torch's schema, with symbolic sizes."""
+"""A call of an aten op as cost rules and translations see it: arguments by schema name, sizes as formulas."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor as a rule sees it."""
+    """A tensor's shape, strides and dtype."""
 
     sizes: Sizes
     """shape"""
     strides: Sizes
-    """elements between neighbours along each axis"""
+    """strides in elements"""
     dtype: DType
     """number format"""
 
@@ -48,12 +48,12 @@ class Spec:
 
     @property
     def touched(self) -> Poly:
-        """Different elements: an expanded axis repeats the same ones."""
+        """Number of distinct elements: expanded axes repeat theirs."""
         return distinct(self.sizes, self.strides)
 
     @property
     def bytes(self) -> Poly:
-        """Bytes of the different elements."""
+        """Bytes of the distinct elements."""
         return self.touched * self.dtype.bytes
 
 
@@ -62,28 +62,28 @@ class Call:
     """One call of an aten op."""
 
     name: str
-    """Name without overload and without the underscore of an op in place, such as `add` for `aten.add_.Tensor`."""
+    """Name without overload and in-place underscore, such as `add` for `aten.add_.Tensor`."""
     overload: str
     """Name of the overload, such as `Tensor`."""
     inplace: bool
     """Whether it writes into an operand."""
     arguments: Mapping[str, Any]
-    """Arguments by the names of torch's schema, defaults filled in: tensors as Spec, sizes as Poly or int."""
+    """Arguments by schema name, defaults included: tensors as Spec, sizes as Poly or int."""
     results: tuple[Spec, ...]
-    """The tensors that it returns, those of lists one by one."""
+    """Returned tensors, with lists flattened."""
     device: str = "cpu"
-    """What it runs on: kernels take their workspace by it."""
+    """Device type, which decides kernel workspaces."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
     def get(self, name: str) -> Any:
-        """Return an argument, None where the schema has none of that name."""
+        """Return an argument, None if the schema has none of that name."""
         return self.arguments.get(name)
 
     @property
     def operands(self) -> tuple[Spec, ...]:
-        """Tensor arguments in the order of the schema, those of lists one by one."""
+        """Tensor arguments in schema order, with lists flattened."""
         return tuple(_specs(self.arguments.values()))
 
     @property
@@ -102,25 +102,25 @@ def _specs(values: Any) -> Iterator[Spec]:
 
 @dataclass
 class Counts(Flops):
-    """What one call costs: `costgraph.ops.rules.Flops`, and bytes where they are not those of whole tensors."""
+    """Costs of a call: `costgraph.ops.rules.Flops`, and bytes where tensors are not accessed whole."""
 
     reads: Sequence[Poly] | None = None
-    """bytes read of each tensor argument, as `Call.operands` lists them, None for each of them whole"""
+    """bytes read per tensor argument, in the order of `Call.operands`; None if each is read whole"""
     writes: Sequence[Poly] | None = None
-    """bytes written of each result, or, of an op that returns none, of each tensor that its schema says it writes and
-    that holds anything; None for each of them whole"""
+    """bytes written per result or, for an op that returns none, per nonempty tensor that its schema writes; None if
+    each is written whole"""
     workspace: Poly = ZERO
-    """bytes that the kernel needs while it runs, beside operands and results"""
+    """temporary bytes in the kernel"""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
-# What torch's arguments are in a rule and in a graph: sizes as formulas, tensors by their place.
+# Convert torch's arguments: sizes to formulas, dtypes to the library's, tensors by a given function.
 
 _FORMATS: dict[torch.dtype, DType] = {}
 
 
 def format_of(dtype: torch.dtype) -> DType:
-    """Return the number format of torch's dtype."""
+    """Return the number format for a torch dtype."""
     found = _FORMATS.get(dtype)
     if found is None:
         try:
@@ -131,17 +131,17 @@ def format_of(dtype: torch.dtype) -> DType:
 
 
 class Values:
-    """Converts arguments of calls."""
+    """Converts call arguments."""
 
     def __init__(self, translator: Translator) -> None:
         self.translator = translator
 
     def spec(self, t: torch.Tensor) -> Spec:
-        """Return what a rule sees of a tensor."""
+        """Return a tensor's spec."""
         return Spec(*self.translator.layout(t), format_of(t.dtype))
 
     def seen(self, value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-        """Return an argument with sizes as formulas, number formats as the library's, and tensors as they are told."""
+        """Convert an argument; `tensor` converts the tensors in it."""
         if isinstance(value, torch.Tensor):
             return tensor(value)
         if isinstance(value, torch.SymInt):
@@ -165,7 +165,7 @@ class Values:
         raise UnsupportedError(f"argument {value!r} of type {type(value).__name__}: expected a tensor or a number")
 
     def _number(self, value: torch.SymFloat | torch.SymBool) -> Any:
-        """Return a factor as a formula of sizes, else as it was in the run: nothing that costs depends on its value."""
+        """Return a number as a formula of sizes, else its value in the run, on which no cost depends."""
         if not value.node.has_hint():
             return {"torch": "data"}
         if isinstance(value, torch.SymFloat):

@@ -1,4 +1,4 @@
-"""Which kernel a device runs where torch has several, and by which rule that is known without the device."""
+"""Record why a device runs a kernel where torch has several."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["Choice", "Choices"]
 
 @dataclass(frozen=True)
 class Choice:
-    """Why a call is what a device runs."""
+    """Reason why a call runs on a device."""
 
     rule: str
     """name of the rule"""
     why: str
-    """what it went by"""
+    """conditions that decided it"""
 
 
 @dataclass
 class Choices:
-    """What was chosen, for the calls that follow from it: those of its gradient as well."""
+    """Kernel choices, which also apply to their gradients."""
 
     _current: Choice | None = None
     _starts: list[int] = field(default_factory=list)
     _made: list[tuple[int, Choice]] = field(default_factory=list)
 
     def now(self) -> Choice | None:
-        """Return by which rule a call runs, None where torch's own way leads to it on any device."""
+        """Return the choice behind the current call, None if every device would run it."""
         if self._current is not None:
             return self._current
         node = torch._C._current_autograd_node()
@@ -45,7 +45,7 @@ class Choices:
 
     @contextmanager
     def by(self, rule: str, why: str) -> Iterator[None]:
-        """Let the calls inside, and those of their gradients, follow from a choice."""
+        """Attribute the calls inside, and their gradients, to a choice."""
         before, self._current = self._current, Choice(rule, why)
         start = _nodes()
         try:
@@ -58,5 +58,5 @@ class Choices:
 
 
 def _nodes() -> int:
-    """Return how many nodes of a backward pass have been made."""
+    """Return how many autograd nodes exist so far."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # torch has no types for it

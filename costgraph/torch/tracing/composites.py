@@ -1,7 +1,7 @@
-"""Ops that call other ops where nothing can look on: taken apart here, so that what lives between those is seen.
+"""Decompose composite ops that dispatch modes cannot see into, so that their intermediates are recorded.
 
-They follow torch's own kernels for a CPU call by call (`native/transformers/attention.cpp`, `transformer.cpp`), in
-which variables decide how long a storage lives.
+The decompositions follow torch's CPU kernels call by call (`native/transformers/attention.cpp`, `transformer.cpp`),
+including the lifetimes of local variables.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ aten = torch.ops.aten
 
 
 def _heads(qkv: torch.Tensor, qkv_bias: torch.Tensor, num_heads: int) -> Any:
-    """Make queries, keys and values by heads, which lie in one storage."""
+    """Return queries, keys and values by head, in one storage."""
     batch, length, width = qkv.shape
     return aten.split(qkv.new_empty([3 * batch, num_heads, length, width // 3 // num_heads]), batch)
 
 
-# torch has a kernel for tensors with data alone
+# torch has a kernel only for real tensors
 torch.library.register_fake("aten::_transform_bias_rescale_qkv", _heads)
 
 
@@ -57,7 +57,7 @@ def _attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Multi-head attention that writes its result where the queries were."""
+    """Run multi-head attention, writing the result into the queries."""
     batch, length, _ = query.shape
     rows, size = (batch * num_head, length), embed_dim // num_head
     qkv = _projected(query, key, value, embed_dim, qkv_weight)
@@ -83,7 +83,7 @@ def _attention(
 def _projected(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, width: int, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Queries, keys and values beside each other: one product where they come from one tensor."""
+    """Return concatenated queries, keys and values; a single matmul for self-attention."""
     if key is not value:
         return torch.cat([x @ w.T for x, w in zip((query, key, value), weight.chunk(3), strict=True)], 2)
     if query is key:
@@ -121,7 +121,7 @@ def encoder_layer(
     *,
     attention: Callable[..., Any] = _attention,
 ) -> torch.Tensor:
-    """Attention and two linear layers, each with a norm before or behind it."""
+    """Run an encoder layer: attention and a feed-forward block, with norms before or after."""
 
     def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
@@ -141,7 +141,7 @@ def encoder_layer(
 
 
 def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
-    """Distances of rows by one product (`native/Distance.cpp`): |x|^2 - 2*x*y + |y|^2, with norms beside the rows."""
+    """Return distances of rows by one matmul (`native/Distance.cpp`): |x|^2 - 2*x*y + |y|^2, norms as extra columns."""
     norm_1 = x1.pow(2).sum(-1, keepdim=True)
     ones_1 = torch.ones_like(norm_1)
     norm_2 = x2.pow(2).sum(-1, keepdim=True)
@@ -153,36 +153,36 @@ def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
     return torch.matmul(left, right.mT).clamp_min_(0).sqrt_()
 
 
-#: By op; each takes and returns what the op does.
+#: By op, with the op's signature.
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: _attention,
     aten._transformer_encoder_layer_fwd.default: encoder_layer,
     aten._euclidean_dist.default: _distances,
-    # whether a padding mask leaves sequences that can be packed is data: the way of one that does not is taken
+    # whether a padding mask allows packing is data; assume that it does not
     aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }
 
 
 @cache
 def is_composed(func: OpOverload) -> bool:
-    """Whether torch itself takes an op apart wherever it runs."""
+    """Whether torch decomposes an op on every device."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     schema = func._schema
     name = f"{schema.name}.{schema.overload_name}".rstrip(".")
-    # what asks for a fact alone, as for a size, is known to torch's parser and not to its dispatcher
+    # ops that only query a property, such as a size, are unknown to the dispatcher
     if not torch._C._dispatch_has_kernel(name):
         return False
     found = torch._C._dispatch_has_kernel_for_dispatch_key
-    return found(name, key) and not found(name, "CPU")  # as an op that is composed for other devices alone has
+    return found(name, key) and not found(name, "CPU")  # ops with a CPU kernel are composed only on other devices
 
 
-# -- higher order ------------------------------------------------------------------------------------------------------
-# Ops whose operands are functions: an eager run calls them, and so does a trace.
+# -- higher-order ops --------------------------------------------------------------------------------------------------
+# Control-flow ops run eagerly.
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Let `torch.compile` return what it is given: torch's own functions compile such ops before they run them."""
+    """Disable `torch.compile`, which torch's own functions apply to such ops."""
     with patch.object(torch, "compile", lambda model=None, **_: (lambda f: f) if model is None else model):
         yield
 
@@ -200,7 +200,7 @@ def _while(
 
 
 def _scan(step: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], beside: Sequence[Any] = ()) -> Any:
-    """Carry values from row to row, and stack what each row makes."""
+    """Scan over rows, carrying values and stacking outputs."""
     carried, count, made = list(init), len(init), list[Sequence[Any]]()
     for rows in zip(*(x.unbind(0) for x in xs), strict=True):
         out = step(*carried, *rows, *beside)
@@ -209,16 +209,14 @@ def _scan(step: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], besi
     return (*carried, *(torch.stack(tensors) for tensors in zip(*made, strict=True)))
 
 
-#: Those whose own kernels refuse to be looked at.
+#: Ops whose own kernels reject dispatch modes.
 _KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while, "scan": _scan}
 
 
 def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run what torch runs where nothing is compiled: the branch that is taken, each step of a loop.
+    """Run a higher-order op eagerly: the branch taken, or every step of a loop.
 
-    A branch or a loop that the values of a tensor decide is refused where they are asked for.
-
-    UnsupportedError if torch has no such kernel.
+    Conditions on tensor values are refused where they are evaluated. UnsupportedError if torch has no eager kernel.
     """
     kernel = _KERNELS.get(str(func)) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:

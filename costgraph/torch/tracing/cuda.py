@@ -1,7 +1,7 @@
-"""Which kernel `scaled_dot_product_attention` takes on a GPU.
+"""Trace as on an NVIDIA GPU without one: kernel selection by torch's own conditions, and results of CUDA kernels.
 
-The conditions are those of torch 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and its header
-`sdp_utils_cpp.h`, in their order, each named here as there; wheels of that release for CUDA 13 bring cuDNN 9.20.
+Attention backends follow torch 2.13, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, in
+the same order and named after the functions there. Wheels of that release for CUDA 13 bundle cuDNN 9.20.
 """
 
 from __future__ import annotations
@@ -44,41 +44,40 @@ __all__ = [
 ]
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-# The table of rules: functions of torch that do something else on a GPU, and where torch says so.
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Here:
-    """The device that a program is told it runs on."""
+    """The device that the program appears to run on."""
 
     arch: Arch
     choices: Choices
 
     def by(self, rule: str, why: str) -> AbstractContextManager[None]:
-        """Let the calls inside follow from a rule that has a source."""
+        """Attribute the calls inside to a rule with a source."""
         assert rule in SOURCES, rule
         return self.choices.by(rule, why)
 
 
-#: From the device and what a function was called with to what it returns; None where the function itself has to run.
+#: Maps the device and a function's arguments to its result; None if the function itself must run.
 Rule = Callable[..., Any]
 
-#: Rules by the function of torch.
+#: Rules by torch function.
 RULES: dict[Any, Rule] = {}
 
-#: Where torch's sources say so, by the name of a rule.
+#: Location of each rule in torch's sources, by rule name.
 SOURCES: dict[str, str] = {}
 
 
 def source(name: str, where: str) -> str:
-    """Register where a rule of this name comes from; returns the name."""
+    """Register the source of a rule; return the rule's name."""
     adding(SOURCES, "a source", name, what="rule")(where)
     return name
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for functions of torch."""
+    """Register a rule for torch functions."""
 
     def register(found: Rule) -> Rule:
         RULES.update(dict.fromkeys(functions, found))
@@ -88,14 +87,14 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
-# Results of kernels for CUDA: shapes, layouts and formats as the kernels have them, what is saved for a gradient too.
+# Shapes, layouts and dtypes that CUDA kernels return, including tensors saved for the backward pass.
 #
-# torch's own registrations leave out where seeds lie, what cuDNN reserves, and several ops.
+# torch's meta registrations omit where seeds are stored, cuDNN's reserve space, and several ops.
 
 aten = torch.ops.aten
-_ROWS = 32  # of a block, to which row sums are padded (kAlignLSE of mem_eff_attention/kernel_forward.h)
-_WORKSPACE = 5  # values that a GRU's cell keeps, for each of its state (GRU_WORKSPACE_MULTIPLIER of RNN.cu)
-# torch's numbers of modes, and the values of a step that a gradient starts from: gates, and an LSTM's memory
+_ROWS = 32  # row block to which row sums are padded (kAlignLSE in mem_eff_attention/kernel_forward.h)
+_WORKSPACE = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER in RNN.cu)
+# by torch's RNN mode: values saved per step and hidden unit, i.e. gates, and the cell state of an LSTM
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 4}
 
 
@@ -103,7 +102,7 @@ _KEPT = {0: 1, 1: 1, 2: 5, 3: 4}
 
 
 def _seed(x: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Make a number of the generator's state: eight bytes, in whichever format of whole numbers."""
+    """Return a tensor for the generator's seed or offset: eight bytes, whatever the integer dtype."""
     return x.new_empty(sizes, dtype=torch.int64)
 
 
@@ -112,7 +111,7 @@ def _sums(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any) -> Any:
-    """Make the result, the logarithm of the sum of each row, and the state of the generator (flash_api.cpp)."""
+    """Return the output, the logsumexp of each row, and the generator's state (flash_api.cpp)."""
     out, nothing = torch.empty_like(q), q.new_empty(0)
     return out, _sums(q, *q.shape[:3]), None, None, q.shape[2], k.shape[2], _seed(q, 2), _seed(q), nothing
 
@@ -120,7 +119,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **opti
 def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, keeps: bool, *more: Any, **options: Any
 ) -> Any:
-    """Make the result, positions before heads, and padded sums if a gradient follows (attention.cu)."""
+    """Return the output in BSHD layout, and the padded logsumexp if a gradient follows (attention.cu)."""
     batch, heads, length, _ = q.shape
     out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
     rows = (length + _ROWS - 1) // _ROWS * _ROWS if keeps else 0
@@ -130,7 +129,7 @@ def _efficient(
 def _cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, keeps: bool, *more: Any, **options: Any
 ) -> Any:
-    """Make the result in the layout of the queries, and sums if a gradient follows (cudnn/MHA.cpp)."""
+    """Return the output in the layout of the queries, and the logsumexp if a gradient follows (cudnn/MHA.cpp)."""
     shape = (*q.shape[:3], v.shape[-1])
     order = sorted(range(4), key=lambda i: (-hint(q.stride()[i]), i))
     out = torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
@@ -145,10 +144,7 @@ def _layers(
     x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
     size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, both: bool, *rest: Any
 ) -> Any:  # fmt: skip
-    """Make outputs and last states, and what a gradient cannot do without: gates and states of every step.
-
-    What cuDNN reserves is for it to say, and more than that.
-    """
+    """Return outputs, final states, and a lower bound on cuDNN's reserve space: gates and states for all steps."""
     sides, width = 1 + both, projected or size
     out = x.new_empty((*x.shape[:2], width * sides))
     last = h.new_empty((count * sides, *h.shape[1:]))
@@ -161,7 +157,7 @@ def _layers(
 def _layers_backward(
     x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
 ) -> Any:
-    """Make the gradients that are asked for."""
+    """Return the requested gradients."""
     mask = rest[-1]
     made = [None if t is None or not asked else torch.empty_like(t) for t, asked in zip((x, h, c), mask, strict=False)]
     return *made, [torch.empty_like(w) for w in weight] if mask[3] else []
@@ -182,18 +178,18 @@ def _gru_cell_backward(grad: torch.Tensor, kept: torch.Tensor, biased: bool) -> 
 
 
 def _rms_norm(x: torch.Tensor, shape: Sequence[Any], weight: Any, eps: Any) -> Any:
-    """Make a dense result, and the reciprocal root of each row."""
+    """Return a contiguous output, and the reciprocal root mean square of each row."""
     lead = x.shape[: x.ndim - len(shape)]
     return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_wide(x))
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """Return the format that kernels of CUDA add up in (toAccumulateType of AccumulateType.h)."""
+    """Return the accumulation dtype in CUDA kernels (toAccumulateType in AccumulateType.h)."""
     return torch.float32 if x.dtype.itemsize == 2 else x.dtype
 
 
 def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a norm hand out mean and reciprocal deviation as they were added up; a CPU rounds them to its input's format.
+    """Return mean and reciprocal deviation of a norm in the accumulation dtype; on a CPU they have the input's dtype.
 
     `layer_norm_cuda` in layer_norm_kernel.cu, `batch_norm_cuda` in Normalization.cu; `GroupNormKernelImpl` rounds too.
     """
@@ -216,7 +212,7 @@ def _rms_norm_backward(
 
 
 def _histogram(x: torch.Tensor, bins: int = 100, *limits: Any, **more: Any) -> torch.Tensor:
-    """Make a number for each bin, of whole numbers as well, which a CPU does not count (SummaryOps.cu)."""
+    """Return one count per bin; CUDA also accepts integers (SummaryOps.cu)."""
     return x.new_empty((bins,))
 
 
@@ -233,7 +229,7 @@ CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
 }
 
-#: By op that a CPU runs as well, with other results.
+#: By op; a CPU runs these too, with other results.
 CUDA_STATISTICS: dict[Any, Callable[..., Any]] = {
     aten.histc.default: _histogram,
     **{norm: _with_wide_statistics(norm) for norm in (aten.native_layer_norm.default, aten.native_batch_norm.default)},
@@ -250,13 +246,13 @@ EFFICIENT = source("attention: efficient", f"{_CHOICE}, can_use_mem_efficient_at
 MATH = source("attention: math", f"{_CHOICE}, select_sdp_backend; {_CALL}")
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_AXIS = 65535  # batch entries, and heads, of cuDNN
+_MOST_AXIS = 65535  # cuDNN's limit for batch entries and for heads
 _MASK_ALIGNMENT = 8  # elements to which rows of a mask are padded
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the function is called with."""
+    """Arguments of `scaled_dot_product_attention`, and the device."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -265,7 +261,7 @@ class Asked:
     dropout: float
     causal: bool
     grouped: bool
-    """whether keys and values may have fewer heads"""
+    """whether keys and values may have fewer heads (`enable_gqa`)"""
     arch: Arch
 
     @property
@@ -275,11 +271,11 @@ class Asked:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a gradient."""
+        """Whether a gradient follows."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
 
-# -- conditions of several kernels: None, or what does not hold --------------------------------------------------
+# -- common conditions: None if met, else the reason --------------------------------------------------------------
 
 Check = Callable[[Asked], str | None]
 
@@ -343,7 +339,7 @@ def _since(major: int) -> Check:
 
 
 def _preferred(a: Asked) -> str | None:
-    """check_prefer_cudnn_attention: else it stands behind the way without a kernel, which is always there."""
+    """check_prefer_cudnn_attention: otherwise cuDNN ranks after the math backend, which always applies."""
     return None if a.arch.major in (9, 10) else str(a.arch)
 
 
@@ -446,7 +442,7 @@ def _enabled_efficient(a: Asked) -> str | None:
 
 
 def _alignment(a: Asked) -> int:
-    """Return minimum_gemm_alignment: elements."""
+    """Return the alignment in elements: minimum_gemm_alignment."""
     half = a.query.dtype in _HALF
     least = 4 if a.arch.major >= 8 else 1
     return max(least, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else least
@@ -476,7 +472,7 @@ _KERNELS = ((CUDNN, _OF_CUDNN), (FLASH, _OF_FLASH), (EFFICIENT, _OF_EFFICIENT))
 
 
 def choose(asked: Asked) -> tuple[str, str]:
-    """Return the rule of the first kernel whose conditions hold, and why none before it is taken."""
+    """Return the first backend whose conditions are met, and why each earlier one was rejected."""
     refused: list[str] = []
     for name, checks in _KERNELS:
         why = next((text for check in checks if (text := check(asked)) is not None), None)
@@ -501,7 +497,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the kernel that is chosen."""
+    """Call the selected backend."""
     asked = Asked(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, here.arch)
     name, why = choose(asked)
     with here.by(name, why):
@@ -509,7 +505,7 @@ def attend(
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float) -> torch.Tensor | None:
-    """Return what is added to scores for a mask of flags: convert_boolean_attn_mask."""
+    """Convert a boolean mask to an additive one: convert_boolean_attn_mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=dtype))
@@ -522,7 +518,7 @@ def _by_cudnn(a: Asked, scale: float | None) -> torch.Tensor:
 
 
 def _by_flash(a: Asked, scale: float | None) -> torch.Tensor:
-    """Pad heads to a multiple of 8, of which the result is a part."""
+    """Pad heads to a multiple of 8, and slice the result."""
     size = a.query.shape[-1]
     scale = size**-0.5 if scale is None else scale
     padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in a.tensors]
@@ -539,7 +535,7 @@ def _by_efficient(a: Asked, scale: float | None) -> torch.Tensor:
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask whose rows begin at multiples of 8 elements: preprocess_mask."""
+    """Return a mask whose row strides are multiples of 8 elements: preprocess_mask."""
     if mask.stride(-1) == 1 and all(s % _MASK_ALIGNMENT == 0 for s in mask.stride()[:-1]):
         return mask
     length = mask.shape[-1]
@@ -566,7 +562,7 @@ _WAYS: dict[str, Callable[[Asked, float | None], torch.Tensor]] = {
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
-# Dropout, softmax and norms on a GPU: kernels that a CPU has not.
+# Dropout, softmax and norms with CUDA-only kernels.
 
 DROPOUT = source("dropout: one kernel", "aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable")
 SOFTMAX = source("softmax: to fp32 in the kernel", "aten/src/ATen/native/SoftMax.cpp, softmax, log_softmax")
@@ -577,7 +573,7 @@ _MOST_IN_TRAINING, _MOST_IN_INFERENCE, _MOST_ELEMENTS = 880801, 65535, 2**31 - 1
 
 @rule(torch.dropout)
 def dropout(here: Here, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
-    """Draw, scale and keep which elements were dropped in one kernel."""
+    """Call the fused dropout kernel, which saves the mask."""
     if not train or not 0 < p < 1:
         return None
     with here.by(DROPOUT, f"p = {p} in training"):
@@ -587,13 +583,13 @@ def dropout(here: Here, input: torch.Tensor, p: float, train: bool) -> torch.Ten
 
 @rule(torch.softmax, torch.Tensor.softmax)
 def softmax(here: Here, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Read fp16 and write fp32."""
+    """Cast fp16 to fp32 inside the kernel."""
     return _widening(here, aten._softmax, input, dim, dtype)
 
 
 @rule(torch.log_softmax, torch.Tensor.log_softmax)
 def log_softmax(here: Here, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Read fp16 and write fp32."""
+    """Cast fp16 to fp32 inside the kernel."""
     return _widening(here, aten._log_softmax, input, dim, dtype)
 
 
@@ -621,7 +617,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> torch.Tensor | None:
-    """Call cuDNN's kernel where it takes the tensors; torch's own for CUDA has the name of the one for CPUs."""
+    """Call cuDNN's kernel if it accepts the tensors; torch's own CUDA kernel has the same op name as the CPU's."""
     if weight is None or bias is None or not cudnn_enabled or input.ndim < 3:
         return None
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
@@ -644,11 +640,11 @@ def batch_norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The kernel and that of its gradient: of tensors of a CPU, torch would take the op apart."""
+    """The fused kernel and its backward kernel; for CPU tensors torch would decompose the op."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, shape: Sequence[int], eps: Any) -> torch.Tensor:
-        """Normalise, and keep the reciprocal root of each row."""
+        """Normalize, and save the reciprocal root mean square of each row."""
         with torch._C._AutoDispatchBelowAutograd():
             made, scale = aten._fused_rms_norm(x, list(shape), weight, eps)
         ctx.save_for_backward(x, weight, scale)
@@ -658,7 +654,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Return the gradients that are asked for."""
+        """Return the requested gradients."""
         x, weight, scale = ctx.saved_tensors
         with torch._C._AutoDispatchBelowAutograd():
             dx, dw = aten._fused_rms_norm_backward(
@@ -675,7 +671,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor | None:
-    """Normalise in one kernel, where the scale has the format of the operand."""
+    """Call the fused kernel if the weight has the operand's dtype."""
     if weight is not None and weight.dtype != input.dtype:
         return None
     with here.by(RMS_NORM, "a scale in the format of the operand" if weight is not None else "no scale"):
@@ -683,15 +679,15 @@ def rms_norm(
     return made
 
 
-# -- recurrent ---------------------------------------------------------------------------------------------------------
-# Recurrent layers on a GPU: all layers and steps in one call of cuDNN, cells in one kernel behind their products.
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+# On a GPU, cuDNN runs all layers and steps in one call; cells run as one kernel after their matmuls.
 
 LAYERS = source(
     "recurrent: cuDNN", "aten/src/ATen/native/RNN.cpp, lstm; aten/src/ATen/native/cudnn/RNN.cpp, _cudnn_impl"
 )
 CELL = source("recurrent: cell in one kernel", "aten/src/ATen/native/RNN.cpp, LSTMCell, GRUCell")
 _FORMATS = (torch.float64, torch.float32, torch.float16)  # cudnn_is_acceptable
-# torch's numbers of modes
+# torch's RNN modes
 _RELU, _TANH, _LSTM, _GRU = range(4)
 
 
@@ -705,14 +701,14 @@ def _recurrent_layers(
     if memory is not None and memory.shape[2] != size:
         size, projected = memory.shape[2], size
     each = (4 if biased else 2) + bool(projected)
-    # the weights lie behind one another: what they lie in is no memory besides
+    # the weights are consecutive in memory, so cuDNN's weight buffer is not allocated separately
     sizes: tuple[Any, ...] = (mode, size, projected, count, batch_first, dropout, train, both, [], None)
     with here.by(LAYERS, f"{str(x.dtype).removeprefix('torch.')}"):
         return aten._cudnn_rnn(x, list(weights), each, x.new_empty(0), state, memory, *sizes)[:3]
 
 
 def _need_padded(has_biases: object) -> None:
-    """Raise where another list of arguments has something else in that place."""
+    """Raise if the arguments are those of a packed sequence."""
     if not isinstance(has_biases, bool):
         raise UnsupportedError("a packed sequence, whose lengths are data, expected a padded batch")
 
@@ -742,7 +738,7 @@ for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torc
 
 @rule(torch.lstm_cell)
 def lstm_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Make both products, then the cell with its biases."""
+    """Run both matmuls, then the fused cell with its biases."""
     h, c = hx
     gates = input @ w_ih.t(), h @ w_hh.t()
     with here.by(CELL, "an LSTM's"):
@@ -751,14 +747,14 @@ def lstm_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any =
 
 @rule(torch.gru_cell)
 def gru_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Make both products, then the cell with its biases."""
+    """Run both matmuls, then the fused cell with its biases."""
     gates = input @ w_ih.t(), hx @ w_hh.t()
     with here.by(CELL, "a GRU's"):
         return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
 
 
 # -- transformer -------------------------------------------------------------------------------------------------------
-# Attention with its projections on a GPU, as modules in inference call it: a kernel of attention behind a product.
+# Fast path of multi-head attention in inference: a QKV projection and a fused attention kernel.
 
 PROJECTED = source(
     "multi-head attention: a kernel of attention",
@@ -783,7 +779,7 @@ def attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[torch.Tensor, None] | None:
-    """Attend to itself in a kernel where there is one; what a CPU does else."""
+    """Run self-attention with a fused kernel; None if only the CPU's path applies."""
     size = embed_dim // num_head
     if query is not key or key is not value or size % 8 or need_weights or mask is not None:
         return None
@@ -804,7 +800,7 @@ def attention(
 
 @rule(torch._transformer_encoder_layer_fwd)
 def layer(here: Here, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention as above, and two linear layers."""
+    """Run an encoder layer with the attention above."""
 
     def attended(*given: Any, **more: Any) -> Any:
         made = attention(here, *given, **more)
@@ -814,25 +810,23 @@ def layer(here: Here, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 # -- device ------------------------------------------------------------------------------------------------------------
-# A program is told that its tensors are on a GPU, and torch's functions do what they do there.
-#
-# A build of torch for CPUs makes no node of a backward pass for a tensor of another device, so that the tensors are
-# those of a CPU below: what torch itself asks the device in C++ is told by the rules here.
+# A CPU build of torch records no autograd nodes for CUDA tensors. So tensors report a CUDA device to the program but
+# stay on the CPU below, and the rules above replace torch's device checks in C++.
 
-#: Ops that torch composes for a CPU alone: CUDA has a kernel for them (`CompositeImplicitAutograd` beside `CUDA` and
-#: without `CPU` in native_functions.yaml).
+#: Ops with a CUDA kernel that torch decomposes only on a CPU (`CompositeImplicitAutograd` with `CUDA` but without `CPU`
+#: in native_functions.yaml).
 KERNELS = frozenset({torch.ops.aten._fused_rms_norm.default})
 
 _HOST = torch.device("cpu")
 _SHOWN = torch.device("cuda", 0)
-#: What a tensor says of where it is.
+#: Device attributes of a tensor.
 _FACTS: dict[Any, Any] = {
     torch.Tensor.device.__get__: _SHOWN,
     torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]  # torch has no types for it
     torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]  # torch has no types for it
     torch.Tensor.get_device: 0,
 }
-#: What asks whether its tensors are special ones, by the file of torch's functions.
+#: Checks for overridden torch functions, by module.
 _ASKING = (
     (functional, "has_torch_function"), (functional, "has_torch_function_unary"),
     (functional, "has_torch_function_variadic"), (torch._tensor, "has_torch_function_unary"),
@@ -842,7 +836,7 @@ _TENSORS_WITHOUT_DATA = str(Path(torch.__file__).parent / "_subclasses")
 
 
 class OnCuda(TorchFunctionMode):
-    """Lets functions of torch do what they do on a GPU."""
+    """Function mode under which torch functions behave as on a GPU."""
 
     unseen = True
 
@@ -869,13 +863,13 @@ class OnCuda(TorchFunctionMode):
         if made is not None:
             return made
         if func in _BACKWARD or _is_functional(func):
-            self._again = True  # it asks whether its tensors are special, and would hand itself over to this once more
+            self._again = True  # the function checks for overrides, and would dispatch to this mode once more
             with self:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def asking(self, plain: Callable[..., bool]) -> Callable[..., bool]:
-        """Return what tells a function of torch that runs again that nothing about its tensors is special."""
+        """Return an override check that is False for a function being called again under this mode."""
 
         def asked(*tensors: Any) -> bool:
             if self._again:
@@ -886,19 +880,19 @@ class OnCuda(TorchFunctionMode):
         return asked
 
 
-#: What runs the program again, where it computes something twice.
+#: Functions that may rerun the program, as recomputation does.
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def _is_functional(func: Any) -> bool:
-    """Whether a function consists of others that the rules are asked for; `interpolate` is replaced as a whole."""
+    """Whether a function is composed of others that have rules; `interpolate` is replaced as a whole."""
     if func is functional.interpolate:
         return False
     return isinstance(func, FunctionType) and func.__module__ == functional.__name__
 
 
 def _device(plain: property) -> property:
-    """Return the property of tensors without data that says where they are: below the recorder, on a CPU."""
+    """Return the device property of fake tensors: CPU below the recorder, CUDA above."""
 
     def device(self: FakeTensor) -> Any:
         assert plain.fget is not None
@@ -908,7 +902,7 @@ def _device(plain: property) -> property:
 
 
 def _below(value: Any, name: bool) -> Any:
-    """Return an argument as tensors without data have it: where a device stands, that of a CPU."""
+    """Return an argument with CUDA devices replaced by the CPU."""
     if isinstance(value, torch.device):
         return _HOST if value.type == "cuda" else value
     return _HOST if name and isinstance(value, str) and value.partition(":")[0] == "cuda" else value
@@ -924,7 +918,7 @@ def _available(plain: Callable[[], bool]) -> Callable[[], bool]:
 
 @contextmanager
 def on_cuda(here: Here) -> Iterator[None]:
-    """Let a program run as on a GPU."""
+    """Run a program as on a GPU."""
     mode = OnCuda(here)
     arch = here.arch
     answers: dict[str, Callable[..., Any]] = {
@@ -940,7 +934,7 @@ def on_cuda(here: Here) -> Iterator[None]:
         for place, name in _ASKING:
             replaced.enter_context(patch.object(place, name, mode.asking(getattr(place, name))))
         replaced.enter_context(patch.object(FakeTensor, "device", _device(vars(FakeTensor)["device"])))
-        # an optimizer goes by lists of tensors where all of them are ordinary ones on a GPU
+        # optimizers use foreach ops only if all tensors are plain CUDA tensors
         kinds = [*optimizers._foreach_supported_types, FakeTensor]
         replaced.enter_context(patch.object(optimizers, "_foreach_supported_types", kinds))
         replaced.enter_context(mode)

@@ -1,7 +1,7 @@
-"""Data that is known in a run without data: of buffers, of inputs that are whole numbers or flags, and more.
+"""Known values in a run on fake tensors: buffers, integer and boolean inputs, and tensors computed from them.
 
-Programs ask for it: whether a mask hides anything, how long a window is that lies in a buffer. Nothing is computed
-until one does; then what led to the answer runs for real, at the sizes that were given and at others.
+Programs read such values, for instance whether a mask hides anything, or a window length stored in a buffer. Values
+are evaluated lazily: only when one is read does its expression run on real tensors, at the given sizes and at others.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .shapes import TORCH, Shapes
 __all__ = ["Data"]
 
 aten = torch.ops.aten
-#: Ops whose answer is a number of Python.
+#: Ops that return a Python number.
 _ASKING = (aten._local_scalar_dense.default, aten.equal.default)
-#: What is made in the shape of a tensor whose data matter not, and the place of the number that it is filled with.
+#: Ops that fill a new tensor shaped like their operand, whose values are not needed, and the fill value.
 _FILLED: dict[Any, int | float] = {
     aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
 }  # fmt: skip
 #: Ops whose result has the same values as their operand, in another format or place.
 _FOLLOWING = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
-_MAKER = "_costgraph_maker"  # attribute of a tensor with the name of its producer
+_MAKER = "_costgraph_maker"  # tensor attribute with the producer's name
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_MOST = 1 << 24  # elements of what is worked out
-_NAME = "_costgraph_value"  # of the attribute of a tensor without data
-#: Where an answer is looked at again: it may depend on a size, as that of `positions.max() > 2048` does.
+_MOST = 1 << 24  # most elements to evaluate
+_NAME = "_costgraph_value"  # fake-tensor attribute with its `_Value`
+#: Sizes at which an answer is checked again, since it may depend on them, as `positions.max() > 2048` does.
 _ELSEWHERE = (2, 3, 5, 8, 13, 64, 257, 1 << 10, 1 << 13, 1 << 17)
 
 
@@ -45,11 +45,11 @@ def _elements(args: Any) -> Any:
 
 
 def _masked(args: Any) -> Any:
-    """Return the elements of the mask that chooses positions."""
+    """Return the element count of the mask in an index."""
     return next((t.numel() for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)), None)
 
 
-#: Ops that find sizes in data: the word for the size, and its upper bound.
+#: Ops with data-dependent sizes: the size's name stem, and its upper bound.
 _SIZED: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     aten.nonzero.default: ("mask", _elements),
     aten.index.Tensor: ("mask", _masked),
@@ -63,43 +63,43 @@ _SIZED: dict[Any, tuple[str, Callable[[Any], Any]]] = {
 
 
 class _UnknownError(Exception):
-    """Data are not known, or would be too many."""
+    """Values are unknown, or too many to evaluate."""
 
 
 @dataclass(eq=False)
 class _Value:
-    """Data of a tensor: there, or to be worked out from others by an op."""
+    """A tensor's values: real data, or an op on other values."""
 
     op: Callable[..., Any] | None
     args: Any
     kwargs: Any
     shape: tuple[Any, ...]
-    """sizes, which are torch's formulas where they are not numbers"""
+    """sizes; torch's expressions where symbolic"""
     place: int | None = None
-    """among the results of the op, if there are several"""
+    """index among the op's results, if it has several"""
     given: bool = False
-    """whether it is the data of an input, or follows from it"""
+    """whether the values derive from an input"""
     version: int = 0
-    """number of writes into the tensor before"""
+    """version counter of the tensor when noted"""
 
 
 class Data:
-    """What is known of the data of tensors of a run."""
+    """Known tensor values in a run."""
 
     def __init__(self, shapes: Shapes, choose: Mapping[str, float] = MappingProxyType({})) -> None:
         self.shapes, self.choose = shapes, choose
         self.held: Callable[[torch.Tensor], torch.Tensor | None] = lambda t: None
-        """The tensor that has the data of one of the program's, which is lent to the run."""
+        """Returns the real data of a borrowed tensor."""
 
     def declare(self, t: torch.Tensor, real: torch.Tensor) -> None:
-        """Note the data of an input, if it holds whole numbers or truth values."""
-        held = self.held(real)  # where a file of the program has it too
+        """Register an input's values, if it is integer or boolean."""
+        held = self.held(real)  # the program's files may hold it too
         real = real if held is None else held
         if not t.is_floating_point() and not t.is_complex() and _has_data(real):
             t.__dict__[_NAME] = _Value(None, real, None, tuple(map(_formula, t.shape)), given=True)
 
     def note(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note how the results of an op follow from what is known."""
+        """Derive the values of an op's results, if its operands' values are known."""
         many = isinstance(out, tuple | list)
         if op in _FILLED:
             like = {k: kwargs[k] for k in ("dtype",) if k in kwargs} or {"dtype": args[0].dtype}
@@ -117,7 +117,7 @@ class Data:
                 t.__dict__[_NAME] = _Value(op, args, kwargs, shape, place if many else None, given, t._version)
 
     def answer(self, op: Any, args: Any) -> Any:
-        """Return the number or the flag that a program asks for; None where it is not known."""
+        """Return the number or boolean that a program reads; None if unknown."""
         if op not in _ASKING:
             return None
         found = self._known(op, args)
@@ -125,7 +125,7 @@ class Data:
         return self.choose.get(name) if found is None else found
 
     def made(self, op: Any, args: Any, out: Any) -> None:
-        """Note the producer of a tensor; views and casts keep that of their operand."""
+        """Note the producer of a tensor, which views and casts keep, and name its data-dependent sizes."""
         tensors = [t for t in _flat(args) if _MAKER in t.__dict__]
         follows = op.is_view or op in _FOLLOWING
         name = op._schema.name.removeprefix("aten::").strip("_")
@@ -137,7 +137,7 @@ class Data:
                 self.shapes.choosing(word, t.shape, most(args))
 
     def read(self, t: torch.Tensor, number: Any) -> None:
-        """Note the producer of the tensor from which an unknown number was read."""
+        """Note the producer of the tensor from which a program reads an unknown number."""
         for free in number.node.expr.free_symbols if isinstance(number, _NUMBERS) else ():
             self.shapes.read.setdefault(free, self.maker(t))
         self.shapes.choosing(self.maker(t), [number])
@@ -147,7 +147,7 @@ class Data:
         return str(t.__dict__.get(_MAKER, "item"))
 
     def _known(self, op: Any, args: Any) -> Any:
-        """Return the answer of an op that reads data, before `choose`; None if it is unknown."""
+        """Answer an op that reads data, before `choose`; None if it is unknown."""
         if op is aten.equal.default:
             a, b = args
             if a is b or (_same_place(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()):
@@ -163,20 +163,20 @@ class Data:
         except (_UnknownError, RecursionError):
             return None
         if asked.given and not isinstance(found, bool):
-            return None  # what follows from numbers of an input is no fact of the program
+            return None  # numbers derived from an input do not specialize the trace
         for size in sorted(_sizes(asked, self.shapes), key=str):
             if any(other != found for other in self._elsewhere(asked, size)):
                 self.shapes.fix(size)
         return found
 
     def _elsewhere(self, asked: _Value, size: sympy.Symbol) -> Iterator[Any]:
-        """Yield what the answer is where a size is another one."""
+        """Yield the answers at other sizes."""
         now = self.shapes.backed_var_to_val
         for other in dict.fromkeys((*_ELSEWHERE, now[size] - 1, now[size] + 1, 2 * now[size])):
             try:
                 yield self._at(asked, {**now, size: sympy.Integer(other)})
             except (_UnknownError, RuntimeError, IndexError, ValueError):
-                continue  # no such size, or nobody knows
+                continue  # the size is invalid, or the values are unknown
 
     def _of(self, t: torch.Tensor) -> _Value | None:
         found = t.__dict__.get(_NAME)
@@ -190,7 +190,7 @@ class Data:
         return None if real is None or not _has_data(real) else _Value(None, real, None, tuple(real.shape))
 
     def _at(self, value: _Value, sizes: Mapping[sympy.Symbol, Any]) -> Any:
-        """Work out a value at these sizes."""
+        """Evaluate a value at the given sizes."""
         known: dict[int, Any] = {}
 
         def number(size: Any) -> Any:
@@ -214,7 +214,7 @@ class Data:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Let tensors look like any others to the program, but for those whose data it may ask for and nobody knows."""
+        """Hide from `isinstance` that tensors are fake, except integer and boolean ones with unknown values."""
 
         class Kind(type):
             def __instancecheck__(cls, value: object) -> bool:
@@ -244,7 +244,7 @@ def _is_random(op: Any) -> bool:
 
 
 def _is_maker(op: Any) -> bool:
-    """Whether an op makes a tensor of nothing, and fills it."""
+    """Whether an op creates a tensor with known values without tensor operands."""
     return op.namespace == "aten" and not op._schema.name.startswith("aten::empty")
 
 
@@ -264,7 +264,7 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(value: Any, tensor: Callable[[Any], Any], size: Callable[[Any], Any] = _formula) -> Any:
-    """Return arguments with tensors, or what stands for them, and sizes as these functions have them."""
+    """Map the tensors and sizes in arguments."""
     if isinstance(value, torch.Tensor | _Value):
         return tensor(value)
     if isinstance(value, tuple | list):
@@ -297,7 +297,7 @@ def _sizes(value: _Value, shapes: Shapes) -> set[sympy.Symbol]:
 
 
 def _extended(t: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Return data at another size, where they are the same all along an axis."""
+    """Return values at another size, if they are constant along each axis that changes."""
     for axis, size in enumerate(shape):
         if t.shape[axis] != size:
             first = t.narrow(axis, 0, min(1, t.shape[axis]))

@@ -1,4 +1,4 @@
-"""Which calls of a graph are what a device runs by a rule."""
+"""List the calls of a graph that a device-specific rule selected."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ __all__ = ["Dispatched", "dispatched"]
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A call that a rule has led to."""
+    """A call selected by a device-specific rule."""
 
     op: str
     """name of the op in the graph"""
     call: str
-    """op of torch, with its overload"""
+    """torch op with its overload"""
     rule: str
     """name of the rule"""
     why: str
-    """what it went by"""
+    """conditions that decided it"""
     source: str
-    """where torch's sources say so; empty for a rule that this version does not know"""
+    """location of the rule in torch's sources; empty for a rule unknown to this version"""
 
 
 def dispatched(graph: Graph) -> list[Dispatched]:
-    """Return the calls of a trace that are what a device runs by a rule, in program order.
+    """Return the calls of a trace that a device-specific rule selected, in program order.
 
     Parameters
     ----------
     graph : Graph
-        Of `trace(..., device="cuda")`; of any other graph there are none.
+        Graph from `trace(..., device="cuda")`; other graphs have no such calls.
 
     Returns
     -------
     list of Dispatched
-        A row for each op whose call follows from a choice that torch makes by the device.
+        One row per op whose call depends on the device.
 
     Raises
     ------
     GraphError
-        If it is no graph.
+        If `graph` is not a graph.
 
     Examples
     --------

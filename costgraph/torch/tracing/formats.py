@@ -1,7 +1,7 @@
-"""What a program asks for by number format, where it has it already or where nothing else says it.
+"""Find number formats that a program fixes, as opposed to those that follow the model's.
 
-In fp32 a cast to fp32 makes nothing, and a table made in fp32 looks like one in the model's format. A run of the same
-program in another format tells them apart: what comes out in fp32 there too is in fp32 whatever the model is in.
+In fp32, a cast to fp32 is a no-op, and a table created in fp32 is indistinguishable from one in the model's format. A
+second run in another format separates them: tensors that are fp32 there too have a fixed format.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ __all__ = ["Formats", "narrowed"]
 _CASTS = frozenset({
     Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as,
 })  # fmt: skip
-#: Functions that cast their operand first where they are given a format.
+#: Functions that cast their operand to a given dtype first.
 _CASTING = frozenset({
     torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax, functional.softmax, functional.log_softmax,
 })  # fmt: skip
-#: What models are in that this is done for, and the format of the other run.
+#: Model format in which casts are tracked, and the format of the second run.
 _WIDE, _NARROW = torch.float32, torch.bfloat16
-#: Calls between the conversion of a module and the casts that it asks for.
+#: Frames between `Module._apply` and its casts.
 _FRAMES = 12
 
 
 @dataclass(eq=False)
 class Formats:
-    """Formats that a program states in one run, call by call; the recorder takes note of the places."""
+    """Number formats stated in a run, call by call; the recorder notes the events."""
 
     recorder: Recorder
     calls: list[tuple[str, torch.dtype | None]] = field(default_factory=list)
-    """each call that states a format, and the format of what it returned"""
+    """each call that states a format, and the dtype of its result"""
     asked: list[tuple[int, Asked]] = field(default_factory=list)
-    """places that a format may matter at, and the numbers of their calls"""
+    """recorded casts, with the index of their call"""
     replaced: bool = False
-    """whether a function was called in another way, as it takes no symbols for sizes"""
+    """whether a function was replaced, since it does not accept symbolic sizes"""
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch."""
+        """Call a torch function."""
         if func in _CASTS:
             return self._cast(func, args, kwargs)
         if func in _CASTING:
@@ -76,10 +76,10 @@ class Formats:
         return made
 
     def _taken(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Note that a tensor is taken in a format; where it has that already, what is returned lies as it does.
+        """Record a cast to `dtype`; a no-op cast returns a separate tensor of the same layout.
 
-        What a program has a gradient of, though no step is traced, is left as it is: another tensor would have none.
-        So are the parameters and buffers of a module that is converted as a whole: they stay the tensors they are.
+        Tensors with a gradient are returned as they are, since a separate tensor would have none. So are the parameters
+        and buffers of a module that is converted as a whole, which must stay the same objects.
         """
         self.calls.append((func.__name__, dtype))
         if x.dtype != dtype or dtype != _WIDE or _is_empty(x) or (x.requires_grad and torch.is_grad_enabled()):
@@ -91,7 +91,7 @@ class Formats:
         return made
 
     def _apart(self, x: Tensor) -> Tensor:
-        """Return a tensor that lies as another one does, in a storage of its own."""
+        """Return a tensor of the same layout in a storage of its own."""
         start = x.storage_offset()
         least = start + sum(((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)), start=1)
         with self.recorder.pausing():
@@ -105,10 +105,7 @@ class Formats:
             self.asked.append((len(self.calls) - 1, self.recorder.stated(made, made)))
 
     def settle(self, other: Formats) -> bool:
-        """Say what each place asks for, by what the program asked for in another format.
-
-        Where it went another way there, nothing is known, and False is returned.
-        """
+        """Decide which casts have a fixed format, by the run in another one; return False if its calls differ."""
         if [name for name, _ in self.calls] != [name for name, _ in other.calls]:
             return False
         for number, event in self.asked:
@@ -117,7 +114,7 @@ class Formats:
 
 
 def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[str, object]:
-    """Let tensors that hold no data be in the other format; returns arguments in it."""
+    """Convert fake tensors to the other format in place; return the converted arguments."""
 
     def narrow(value: Any) -> Any:
         return value.to(_NARROW) if isinstance(value, Tensor) and value.dtype == _WIDE else value
@@ -130,7 +127,7 @@ def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[st
 
 
 def _converts_a_module() -> bool:
-    """Whether `Module.to`, or another conversion of a module, has asked for a cast."""
+    """Whether the cast comes from `Module.to` or another conversion of a module."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None or frame.f_code is nn.Module._apply.__code__:
@@ -142,12 +139,12 @@ def _converts_a_module() -> bool:
 
 
 def _is_empty(x: Tensor) -> bool:
-    """Whether a tensor is known to have no elements: of one that data choose nothing is known."""
+    """Whether a tensor is known to be empty; unknown for data-dependent sizes."""
     return bool(guard_or_false(x.numel() == 0))
 
 
 def _states(args: Any, kwargs: Any) -> bool:
-    """Whether a format is among the arguments, or a tensor whose format is meant."""
+    """Whether an argument states a format, by itself or as a tensor of that format."""
     return any(isinstance(v, torch.dtype | str | Tensor) for v in (*args, *kwargs.values()) if not _is_device(v))
 
 

@@ -1,4 +1,4 @@
-"""What runs on tensors without data in place of ops that fake tensors are slow at, or cannot do with symbolic sizes."""
+"""Meta kernels for ops on which fake tensors are slow or fail with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = [
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
-# Views of tensors without data, made at once: fake tensors work each of them out in a thousand steps of Python.
+# Computed directly, since the Python implementations for fake tensors are slow.
 
 
 def _view(x: FakeTensor, function: Callable[..., Any], *args: Any) -> FakeTensor:
-    """Return what a function of a tensor's shape and storage makes of it."""
+    """Return a view of a fake tensor, computed on its meta tensor."""
     with in_kernel_invocation_manager(x.fake_mode):
         made = function(x, *args)
     return FakeTensor(x.fake_mode, made, x.fake_device)
 
 
 def _without_data(x: Any) -> TypeGuard[FakeTensor]:
-    # the value of a constant, which a program may ask for, has to be handed on
+    # a constant keeps its value through torch's own implementation
     return type(x) is FakeTensor and x.constant is None
 
 
 def direct(func: Any) -> Callable[..., Any]:
-    """Return a function for an op whose own kernel takes symbols for sizes."""
+    """Return a fast path for a view op whose own kernel accepts symbolic sizes."""
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return _view(x, func, *args) if _without_data(x) and not kwargs else func(x, *args, **kwargs)
@@ -48,20 +48,20 @@ def direct(func: Any) -> Callable[..., Any]:
 
 
 def viewed(x: torch.Tensor, sizes: Sequence[Any]) -> Any:
-    """Return a dense tensor with other sizes; what is not dense, or has a size to be found, goes the long way."""
+    """Return a contiguous tensor in another shape; other tensors, and sizes of -1, take torch's path."""
     if not _without_data(x) or any(isinstance(n, int) and n < 1 for n in (*x.shape, *sizes)) or not x.is_contiguous():
         return torch.ops.aten.view.default(x, sizes)
     strides, step = [], 1
     for n in reversed(sizes):
         strides.append(step)
         step = step * n
-    if step != x.numel():  # asked even where it holds at the sizes of the run: S need not be 4*(S//4)
+    if step != x.numel():  # asked even if true at the hints: S need not be 4*(S//4)
         return torch.ops.aten.view.default(x, sizes)
     return _view(x, torch.ops.aten.as_strided.default, list(sizes), strides[::-1], x.storage_offset())
 
 
 def expanded(x: torch.Tensor, sizes: Sequence[Any], **kwargs: Any) -> Any:
-    """Return a tensor that repeats its elements along axes of size 1."""
+    """Expand axes of size 1."""
     if not _without_data(x):
         return torch.ops.aten.expand.default(x, sizes, **kwargs)
     new = len(sizes) - x.ndim
@@ -78,7 +78,7 @@ def expanded(x: torch.Tensor, sizes: Sequence[Any], **kwargs: Any) -> Any:
     return _view(x, torch.ops.aten.as_strided.default, list(shape), list(strides), x.storage_offset())
 
 
-# -- stand ins ---------------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
 
@@ -86,13 +86,13 @@ aten = torch.ops.aten
 def _grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Make the result of a product for each group; fake tensors have it for bf16 alone."""
+    """Return the result of a grouped matmul, which fake tensors support only in bf16."""
     lead = [offs.shape[0]] if a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim else []
     return a.new_empty([*lead, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
 
 
 def _constant_pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.Tensor:
-    """Make a larger tensor; with nothing to pad fake tensors would ask for sizes as numbers."""
+    """Pad a tensor; for zero padding, fake tensors would specialize sizes."""
     shape = list(x.shape)
     for i in range(len(pad) // 2):
         shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
@@ -100,13 +100,13 @@ def _constant_pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.
 
 
 def _like(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-    """Make a tensor whose axes lie in memory in the order of another one's."""
+    """Return a tensor with the memory format of another one."""
     layout = torch._prims_common.suggest_memory_format(x)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
 def _resampled(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
-    """Make the result of an interpolation, which fake tensors take apart into ops of numbers."""
+    """Return the result of an interpolation, whose fake-tensor decomposition requires concrete sizes."""
     return _like(x, [*x.shape[:2], *sizes])
 
 
@@ -117,14 +117,14 @@ def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], before: Sequence[A
 def _product_and_sum(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> torch.Tensor:
-    """Make the result of products of matrices; fake tensors would broadcast the first operand by numbers."""
+    """Return the result of `baddbmm`; fake tensors would specialize sizes to broadcast the first operand."""
     if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
-        aten.baddbmm.default(x, a, b, beta=beta, alpha=alpha)  # says what is wrong
+        aten.baddbmm.default(x, a, b, beta=beta, alpha=alpha)  # raises the error
     return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
 
 
 def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *rest: Any) -> Any:
-    """Make the results of a layer, and with gradients on what is saved for them: fake tensors leave that out."""
+    """Return the results of an LSTM layer with its saved tensor, which fake tensors leave empty."""
     *made, saved = aten.mkldnn_rnn_layer.default(x, weight, before, *rest)
     if torch.is_grad_enabled():
         layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], before.shape[1], x.element_size())
@@ -133,14 +133,14 @@ def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *res
 
 
 def _recurrent_backward(*args: Any) -> Any:
-    """Return the gradient of both biases as one tensor, as the kernel does: fake tensors do so the first time alone."""
+    """Return one tensor as the gradient of both biases, as the kernel does; fake tensors do so only the first time."""
     made = list(aten.mkldnn_rnn_layer_backward.default(*args))
     made[4] = made[3]
     return tuple(made)
 
 
 def _aligned(func: Any) -> Callable[..., Any]:
-    """Give operands one shape first, as views: fake tensors would broadcast them by numbers."""
+    """Expand operands to a common shape first; fake tensors would specialize sizes to broadcast them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         shapes = (a.shape for a in args if isinstance(a, torch.Tensor))
@@ -152,12 +152,12 @@ def _aligned(func: Any) -> Callable[..., Any]:
 
 
 def _as_large(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Make the result of a kernel of single elements, which fake tensors iterate over by numbers."""
+    """Return the result of an elementwise op, whose fake-tensor implementation specializes sizes."""
     return torch.empty_like(x)
 
 
 def _unasked(func: Any) -> Callable[..., Any]:
-    """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
+    """Suppress guards of an op: its choice of kernel affects no shape."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         mode = detect_fake_mode(args)
@@ -167,7 +167,7 @@ def _unasked(func: Any) -> Callable[..., Any]:
     return run
 
 
-#: By op; what each does to shapes, layouts and storages is what the op does.
+#: By op; each reproduces the shapes, layouts and storages of the op.
 STAND_INS: dict[Any, Callable[..., Any]] = {
     **RESULTS,
     **CUDA_RESULTS,

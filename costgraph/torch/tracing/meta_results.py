@@ -1,6 +1,6 @@
-"""Results of kernels that fake tensors take apart into ops of numbers: shapes and layouts as torch's kernels have.
+"""Meta kernels for ops whose fake-tensor decompositions require concrete sizes.
 
-Fourier transforms, triangular solves, windows as columns, and masks that are broadcast.
+Fourier transforms, triangular solves, `im2col`, losses and broadcast masks, with the shapes and layouts of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def hint(n: Any) -> int:
-    """Return the number that decides an order: of strides, which any sizes have alike."""
+    """Return an integer to sort strides by; their order is the same at all sizes."""
     return n if isinstance(n, int) else int(n.node.hint)
 
 
@@ -32,7 +32,7 @@ def _broadcast(*shapes: Sequence[Any]) -> Sequence[Any]:
 
 
 def _transformed(x: torch.Tensor, sizes: Sequence[Any], axes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Make the result of a transform along some axes: the others lie around them in memory, in the order that they had.
+    """Return the result of a transform: other axes are outermost in memory, in their original order.
 
     `_exec_fft` in aten/src/ATen/native/mkl/SpectralOps.cpp.
     """
@@ -59,7 +59,7 @@ def _real_to_complex(x: torch.Tensor, dim: Sequence[int], normalization: int, on
 
 
 def _complex_to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: Any) -> torch.Tensor:
-    """Make a real result: the axes but the last one are transformed before, into a tensor that is given back."""
+    """Return a real result; all axes but the last are transformed first, into a temporary."""
     sizes = list(x.shape)
     sizes[dim[-1]] = last_dim_size
     before = _complex_transform(x, dim[:-1], 0, False) if len(dim) > 1 else x
@@ -67,7 +67,7 @@ def _complex_to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, la
 
 
 def _parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Make complex numbers of two real ones, which lie in memory as any other function of both."""
+    """Combine two real tensors into a complex one with the layout of a binary elementwise op."""
     return torch.empty_like(torch.add(x, y), dtype=x.dtype.to_complex())
 
 
@@ -77,19 +77,19 @@ def _parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _triangular(
     a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """Make the solution: right sides of a broadcast batch, each a matrix that lies column by column."""
+    """Return the solution: broadcast right-hand sides, column-major."""
     lead = _broadcast(a.shape[:-2], b.shape[:-2])
     rows, columns = b.shape[-2:]
     return (b.new_empty([*lead, columns, rows]).mT) if left else b.new_empty([*lead, rows, columns])
 
 
-# -- windows as columns ------------------------------------------------------------------------------------------
+# -- im2col ------------------------------------------------------------------------------------------------------
 
 
 def _columns(
     x: torch.Tensor, window: Sequence[Any], dilation: Sequence[Any], padding: Sequence[Any], stride: Sequence[Any]
 ) -> torch.Tensor:
-    """Make the elements of each window, one column for each place of it."""
+    """Return the elements of each window, one column per window position."""
     places: Any = 1
     for n, k, d, p, s in zip(x.shape[-2:], window, dilation, padding, stride, strict=True):
         places = places * ((n + 2 * p - d * (k - 1) - 1) // s + 1)
@@ -97,7 +97,7 @@ def _columns(
 
 
 def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
-    """Make the image that columns add up to, in a storage that holds the columns as well.
+    """Return the image summed from columns, in a storage large enough for the columns.
 
     `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
     """
@@ -106,13 +106,13 @@ def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest:
     return x.new_empty([larger]).as_strided(image.shape, image.stride())
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------
+# -- constants ---------------------------------------------------------------------------------------------------
 
 
 def _number(func: Any) -> Callable[..., Any]:
-    """Let a tensor of one number that a program writes down keep its value, as those of `torch.tensor` do.
+    """Keep the value of a scalar tensor created from literals, as `torch.tensor` does.
 
-    Optimizers have such numbers in their state, and ask for them.
+    Optimizers read such scalars from their state.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
 
 
 def _shrunk(func: Any) -> Callable[..., Any]:
-    """Give a mean or a sum the storage of the losses of all elements: torch resizes the result, which frees nothing.
+    """Give a reduced loss the storage of its elementwise loss: torch resizes the result, which frees nothing.
 
     `mse_loss` and `smooth_l1_loss` in aten/src/ATen/native/BinaryOps.cpp, the others in Loss.cpp.
     """
@@ -163,7 +163,7 @@ def _shrunk(func: Any) -> Callable[..., Any]:
 
 
 def _scattered(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Make a copy with other elements where a mask says so, both broadcast."""
+    """Return a copy with the broadcast shape."""
     return x.new_empty(_broadcast(x.shape, mask.shape))
 
 

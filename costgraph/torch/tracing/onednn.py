@@ -1,7 +1,7 @@
-"""Memory of oneDNN's LSTM on a CPU: what a training step saves of it, and what its kernels take while they run.
+"""Memory of oneDNN's LSTM on a CPU: saved tensors and workspace.
 
-Sizes are those of `cpu/rnn/rnn_utils.hpp` (v3.12, with AVX2): rows are padded to lines of cache, and each part starts
-at a page. Held against the allocator in the tests.
+Sizes follow `cpu/rnn/rnn_utils.hpp` (v3.12, with AVX2): rows are padded to cache lines, and each part is page-aligned.
+Tests compare them with the allocator.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 __all__ = ["PAGE", "Lstm"]
 
 PAGE = 4096
-#: Pointers to weights and biases, and the distance to the first page: of training and of inference.
+#: Bytes for weight and bias pointer tables and for padding to the first page, in training and in inference.
 _TABLES, _TABLES_OF_INFERENCE = 4664, 4872
 _GATES = 4
-# widths of blocks that weights are packed into, and of a batch whose products of all steps are not made at once
+# block width of packed weights, and the batch size from which input matmuls run step by step
 _BLOCK, _MANY = 16, 128
 
 
 @dataclass(frozen=True)
 class Lstm:
-    """One layer in one direction; numbers of steps and of batch entries may be symbols of any sort."""
+    """One layer in one direction; steps and batch may be symbolic."""
 
     steps: Any
     batch: Any
     inner: int
-    """size of the input"""
+    """input size"""
     size: int
-    """size of the state"""
+    """hidden size"""
     bytes: int
-    """of an element"""
+    """bytes per element"""
 
     def _row(self, n: int) -> int:
-        """Return the bytes of a row: whole lines of 64, and no multiple of 256 elements, which would alias."""
+        """Return a row's bytes: whole 64-byte lines, avoiding multiples of 256 elements, which alias in cache."""
         line = 64 // self.bytes
         row = -(-n // line) * line
         return (row + line if row % 256 == 0 else row) * self.bytes
@@ -44,12 +44,12 @@ class Lstm:
         return self._row(_GATES * self.size)
 
     def _states(self) -> tuple[Any, Any]:
-        """Return the bytes of outputs, of this layer and of the one below, and of an LSTM's memory, one step before."""
+        """Return the bytes for all hidden states, including the layer below, and for all cell states."""
         places = 2 * (self.steps + 1) * self.batch
         return places * self._row(max(self.inner, self.size)), places * self.size * 4
 
     def saved(self, pages: Callable[[Any], Any]) -> Any:
-        """Return the bytes that the forward pass saves: gates, states, and room for gradients of states."""
+        """Return the bytes saved by the forward pass: gates, states, and buffers for state gradients."""
         places = self.steps * self.batch
         outputs, memory = self._states()
         parts = (places * self._gates, places * self._row(self.size), outputs, memory, outputs, outputs, memory)
@@ -59,13 +59,13 @@ class Lstm:
         return pages(places * self._gates) + 2 * pages(self.batch * self._row(self.size)) + _TABLES
 
     def forward(self, pages: Callable[[Any], Any]) -> Any:
-        """Return what the forward pass of training takes: both weights the other way round, and gates of all steps."""
+        """Return the training forward pass's workspace: transposed weights, and the gates for all steps."""
         merged = not isinstance(self.batch, int) or self.batch < _MANY
         weights = (self.inner + self.size) * self._gates
         return weights + self._scratch(self.steps * self.batch if merged else self.batch, pages)
 
     def inference(self, pages: Callable[[Any], Any]) -> Any:
-        """Return what inference takes: both weights in blocks, states of all steps, gates of one."""
+        """Return the inference workspace: packed weights, states for all steps, gates for one step."""
         padded = -(-self.size // _BLOCK) * _BLOCK
         weights = (self.inner + self.size) * _GATES * padded * self.bytes
         places = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch
@@ -73,7 +73,7 @@ class Lstm:
         return weights + sum(map(pages, parts)) + _TABLES_OF_INFERENCE
 
     def backward(self, pages: Callable[[Any], Any]) -> Any:
-        """Return what the backward pass takes: weights with padded rows, and their gradients, besides scratch."""
+        """Return the workspace of the backward pass: padded weights, their gradients, and scratch buffers."""
         rows = [self._row(n) for n in (self.inner, self.size)]
         widths = (self.inner * self.bytes, self.size * self.bytes)
         padded = sum(_GATES * self.size * row for row, n in zip(rows, widths, strict=True) if row != n)

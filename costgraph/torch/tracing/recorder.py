@@ -1,4 +1,4 @@
-"""What a program does, call by call: the aten ops that it runs, and when each storage is given back."""
+"""Record a program: each dispatched aten op with its scope and phase, and each storage's lifetime."""
 
 from __future__ import annotations
 
@@ -67,68 +67,67 @@ __all__ = [
 ]
 
 
-# -- marks -------------------------------------------------------------------------------------------------------------
-# Marks of tensors: of which the gradient stops, or is stated by the program.
+# -- gradient barriers -------------------------------------------------------------------------------------------------
 
-#: Attribute of a tensor with its `Barrier`: weak references to tensors would break `swap_tensors`.
+#: Tensor attribute with its `Barrier`; weak references to tensors would break `swap_tensors`.
 BARRIER = "_costgraph_barrier"
 
 
 class Barrier(NamedTuple):
-    """Why a gradient does not pass to the producer of a tensor."""
+    """Why a gradient does not pass to a tensor's producer."""
 
     by: str = ""
-    """function of the program that states the gradient, or why the tensor is a leaf; "" where none passes"""
+    """function of the program that states the gradient, or why the tensor is a leaf; "" if none passes"""
     leaf: bool = False
-    """whether the tensor is a leaf of autograd that is no parameter of the module as declared"""
+    """whether the tensor is an autograd leaf other than a declared parameter"""
     alone: bool = False
-    """whether it is a leaf only if no parameter is behind it: elsewhere `requires_grad_` changes nothing"""
+    """whether it is a leaf only if no parameter precedes it: otherwise `requires_grad_` changes nothing"""
 
 
-#: No gradient passes, as behind `detach`.
+#: No gradient passes, as after `detach`.
 NONE = Barrier()
 
 
 def is_unseen(made: Iterable[Any], stopped: bool | None) -> bool:
-    """Whether the gradient of what an op has written to passes the op by.
+    """Whether an in-place write is invisible to autograd.
 
-    That is so wherever gradients are switched off; elsewhere of a tensor that has none itself, as `x.data`, which may
-    be another name for one that has. `stopped` is None of a run that has gradients itself.
+    This holds wherever gradients are switched off. Elsewhere it holds for a tensor without a gradient, such as
+    `x.data`, which may alias one that has a gradient. `stopped` is None for a training step.
     """
     marks = (t.__dict__.get(BARRIER) for t in made if isinstance(t, torch.Tensor))
     return bool(stopped) or (stopped is False and NONE in marks)
 
 
 # -- scopes ------------------------------------------------------------------------------------------------------------
-# Which module an op belongs to: in the backward pass, the one whose forward pass made it necessary.
+# Backward ops belong to the module whose forward pass created their autograd node.
 
 
 def path_of(name: str) -> str:
-    """Return the path of a parameter or a module; a compiled module has that of the one inside it.
+    """Return a parameter's or module's scope; compiled modules have the scope of the module inside.
 
-    A key may be any text: what a name has not is an underscore, as in front of a digit that begins a word.
+    Keys may be any text: invalid characters become underscores, and so does a missing leading letter.
     """
     parts = (re.sub(r"\W", "_", part, flags=re.ASCII) for part in name.split(".") if part not in ("", "_orig_mod"))
     return "/".join(part if is_level(part) else f"_{part}" for part in parts)
 
 
 class Scopes:
-    """The path of the module that runs: its submodules give the levels."""
+    """The scope of the running module, from its path in the module tree."""
 
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(m): path_of(name) for name, m in module.named_modules()}
         self.stack: list[str] = []
         self.made: dict[int, str] = {}
-        """Scope in which each node of the backward pass came to be, by its number."""
+        """Scope that created each autograd node, by sequence number."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow the modules that are called."""
+        """Follow module calls."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
             with warnings.catch_warnings():
-                # a compiled module says that such hooks see it twice: both have one path
+                # a compiled module warns that such hooks run twice; both have the same path
                 warnings.filterwarnings("ignore", message="Using `torch.compile")
                 yield
         finally:
@@ -143,38 +142,37 @@ class Scopes:
         self.stack.pop()
 
     def now(self) -> tuple[str, bool]:
-        """Return the scope of an op that runs now, and whether it is a part of the forward pass that runs again."""
+        """Return the running op's scope, and whether it belongs to a recomputed forward pass."""
         node = torch._C._current_autograd_node()
         again = node is not None and torch.is_grad_enabled()
         if node is not None and not self.stack:
             return self.made.get(node._sequence_nr(), ""), again
         scope = self.stack[-1] if self.stack else ""
-        if node is None and torch.is_grad_enabled():  # the node of this op was made just before the op itself runs
+        if node is None and torch.is_grad_enabled():  # autograd creates the node just before the op itself runs
             self.made[torch.autograd._get_sequence_nr() - 1] = scope
         return scope, again
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
-# What a recorder notes of a program: storages that are there, calls that ran, and what was given back.
 
 
 @dataclass(frozen=True)
 class Handle(Spec):
-    """A view of a storage: what one of torch's tensors is."""
+    """A view of a storage, as one torch tensor is."""
 
     storage: int
-    """number of the storage"""
+    """storage number"""
     offset: Poly
     """first element within the storage"""
     signs: tuple[bool, bool] = (False, False)
-    """whether it stands for the conjugate of what is stored, and for its negative"""
+    """torch's conjugate bit and negative bit"""
     barrier: Barrier | None = None
     """why no gradient passes to its producer, None where one does"""
 
 
 @dataclass
 class Source:
-    """A storage that is there before the first op."""
+    """A storage that exists before the first op."""
 
     name: str
     role: str
@@ -185,16 +183,16 @@ class Source:
 
 @dataclass
 class Made:
-    """One op that ran."""
+    """An op call."""
 
     target: str
-    """name and overload, as in torch.ops.aten; with its namespace where that is another one"""
+    """name and overload, as in torch.ops.aten; prefixed with any other namespace"""
     operands: tuple[Handle, ...]
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
-    """results: the operand whose storage each shares, the place among what the call returned (-1: that operand
-    itself), and the bytes of the storage where they are not those of the tensor"""
+    """results: the operand whose storage each shares, its position in the returned values (-1: the operand itself), and
+    the storage's bytes if they differ from the tensor's"""
     counts: Counts | None
-    """what its rule says, None where its translation does"""
+    """costs from its rule; None if the translation gives them"""
     moves: bool
     """False for a view, which touches no memory"""
     arguments: tuple[Any, ...]
@@ -202,66 +200,66 @@ class Made:
     scope: str
     phase: str
     call: Call | None
-    """the same, by the names of the schema"""
+    """the call with its arguments by schema name"""
     translation: Translation | None
-    """what makes declared ops of it"""
+    """builds declared ops for the call"""
     tags: Collection[Any] = ()
-    """what torch says of its op"""
+    """torch's op tags"""
     choice: Choice | None = None
-    """why a device runs it, None where torch's own way leads to it on any device"""
+    """rule that selected it on the device; None if every device runs it"""
     line: str = ""
-    """line of the program, of a call whose costs are not known yet"""
+    """program line, for a call whose costs are not known yet"""
     unseen: bool = False
-    """whether it writes in place where the program lets a backward pass know nothing of it"""
+    """whether it is an in-place write invisible to autograd"""
     no_grad: bool = False
     """whether it ran without autograd"""
 
     @property
     def name(self) -> str:
-        """Name of the op without its overload."""
+        """Op name without the overload."""
         return self.target.partition(".")[0] or "op"
 
 
 @dataclass
 class Death:
-    """A storage is given back."""
+    """A storage is freed."""
 
     storage: int
 
 
 @dataclass
 class Asked:
-    """A program states the format of a tensor, which has it already."""
+    """A program casts a tensor to the format that it already has."""
 
     of: Handle
     made: Handle
-    """what the program has from there on, in a storage of its own as a cast would make one, or the same"""
+    """the cast's result: in a separate storage, as a real cast would allocate, or the same one"""
     scope: str
     phase: str
     fixed: bool | None = None
-    """whether it is that format in whatever format the model is; None where it is not known"""
+    """whether the format stays the same in another model format; None if unknown"""
 
 
 @dataclass
 class Turn:
-    """A turn of a loop over a size begins or ends."""
+    """A loop iteration begins or ends."""
 
     path: tuple[tuple[int, int], ...]
-    """numbers of the loops around what follows, and the turn of each"""
+    """enclosing loops by number, with their iterations"""
 
 
 @dataclass
 class Joined:
-    """A tensor of what all turns of a loop have made, and of others beside it: its size follows from their number."""
+    """A `cat` or `stack` of per-iteration results from a loop, possibly with other tensors."""
 
     parts: tuple[Handle, ...]
     made: Handle
     loop: int
     axis: int
     stacked: bool
-    """whether each of them is one position of a new axis"""
+    """whether each part is one position on a new axis"""
     back: bool
-    """whether what the last turn has made comes first"""
+    """whether the last iteration's result comes first"""
     scope: str
     phase: str
 
@@ -270,27 +268,26 @@ Event = Made | Death | Asked | Turn | Joined
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------
-# Leaves of autograd: which tensors have a gradient of their own, and whether a program replaces them in a run.
 
 
 class Leaves:
-    """Tensors that are there before the first op, each with its data as declared.
+    """Tensors that exist before the first op, each with its data as declared.
 
-    A parameter is one Python object for the whole run. `.to`, `.data =` and `swap_tensors` can give the object other
-    data, and a program can make further parameters: gradients of these belong to no parameter of the graph.
+    A parameter is one Python object for the whole run. `.to`, `.data =` and `swap_tensors` can give it other data, and
+    a program can create further parameters, whose gradients belong to no graph parameter.
     """
 
     def __init__(self) -> None:
         self._declared: dict[int, tuple[torch.Tensor, str, Handle, bool]] = {}
 
     def declare(self, t: torch.Tensor, name: str, handle: Handle) -> None:
-        """Note a tensor that is there from the start, and whether it has a gradient of its own."""
+        """Register a source tensor, and whether it requires a gradient."""
         self._declared.setdefault(id(t), (t, name, replace(handle, barrier=None), t.requires_grad))
 
     def barrier(self, t: torch.Tensor, handle: Handle) -> Barrier | None:
-        """Return why the gradient of a leaf of autograd does not go to a declared tensor; None where it does."""
+        """Return why an autograd leaf's gradient reaches no declared tensor; None if it does."""
         if id(t) not in self._declared:
-            if t.requires_grad and t._base is None:  # of a view the flag says what that of its base does
+            if t.requires_grad and t._base is None:  # a view's flag follows from its base
                 cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == NONE
                 return Barrier(
                     "a leaf of autograd (a parameter, its copy, `requires_grad_`) is made while the program runs",
@@ -308,7 +305,7 @@ class Leaves:
         return None if t.requires_grad else t.__dict__.get(BARRIER)
 
     def need_same(self, parameters: Iterable[tuple[torch.Tensor, Handle]]) -> None:
-        """Refuse parameters that have other data after the run than before it."""
+        """Raise an error for parameters whose data was replaced during the run."""
         for t, handle in parameters:
             _, name, before, _ = self._declared[id(t)]
             if replace(handle, barrier=None) != before:
@@ -319,16 +316,16 @@ class Leaves:
 
 
 # -- joins -------------------------------------------------------------------------------------------------------------
-# Lists of what turns of a loop have made, joined: as many parts as the loop has turns, whose number is a size.
+# `cat` and `stack` of per-iteration results: the number of parts is the iteration count, a symbolic size.
 
 aten = torch.ops.aten
 
-#: What joins tensors of a list.
+#: Ops that join a list of tensors.
 JOINS = (aten.cat.default, aten.stack.default)
 
 
 class Recording(Protocol):
-    """What notes the calls of a program."""
+    """The part of `Recorder` used here."""
 
     turns: Loops
     scopes: Scopes
@@ -337,17 +334,17 @@ class Recording(Protocol):
 
     @staticmethod
     def barrier(t: torch.Tensor, mark: Barrier = ...) -> None:
-        """Note that no gradient passes to what made a tensor."""
+        """Mark that no gradient passes to a tensor's producer."""
 
     def known(self, t: torch.Tensor) -> Handle:
-        """Return what a tensor is."""
+        """Return the handle of a tensor."""
 
     def made(self, t: torch.Tensor) -> Handle:
-        """Return what a tensor is that the program has made just now."""
+        """Return a new tensor's handle."""
 
 
 def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
-    """Record a join of what a loop has made, and return what it makes; None where the list is any other."""
+    """Record a join of per-iteration results and return its result; None for any other list."""
     found = recorder.turns.joined(parts)
     if found is None:
         return None
@@ -368,22 +365,22 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
     return made
 
 
-# -- lists -------------------------------------------------------------------------------------------------------------
-# Calls on lists of tensors, one of each parameter: what they do is done at each place of the lists by itself.
+# -- foreach and fused ops ---------------------------------------------------------------------------------------------
+# `_foreach_` and `_fused_` calls are split into one call per list position.
 
-#: Beginnings of their names: the first stands before that of the op which does the same with one tensor.
+#: Their name prefixes; `_foreach_` precedes the single-tensor op's name.
 _EACH, _UPDATE = "_foreach_", "_fused_"
-#: What schemas of lists call a number that stands beside each tensor, and a factor of a product.
+#: Schema names of the numbers that list ops pair with each tensor.
 _NUMBERS = ("scalar", "scalars")
 
 
 def is_listed(call: Call) -> bool:
-    """Whether a call does something at each place of lists."""
+    """Whether a call maps over lists of tensors."""
     return call.name.startswith((_EACH, _UPDATE)) and any(map(_is_list, call.arguments.values()))
 
 
 def _lead(call: Call) -> tuple[Spec, ...]:
-    """Return the first list of tensors, which has as many as there are places."""
+    """Return the first list of tensors, which has one per position."""
     found: tuple[Spec, ...] = next(filter(_is_list, call.arguments.values()))
     return found
 
@@ -393,9 +390,9 @@ def _is_list(value: Any) -> bool:
 
 
 def one_by_one(call: Call) -> list[Call]:
-    """Return what a call does at each place of its lists, as calls of single tensors; a call of none as it is.
+    """Split a call on lists into calls on single tensors; other calls are returned unchanged.
 
-    An op that is there for single tensors has its name, and names of arguments by which rules ask for them.
+    Each gets the name of the single-tensor op, if there is one, and that op's argument names.
     """
     if not is_listed(call):
         return [call]
@@ -415,24 +412,24 @@ def one_by_one(call: Call) -> list[Call]:
 
 @cache
 def tags_of(name: str) -> tuple[Any, ...]:
-    """Return what torch says of an op for single tensors, by its name."""
+    """Return torch's tags for a single-tensor op."""
     packet = getattr(torch.ops.aten, name, None)
     return () if packet is None else tuple(getattr(packet, packet.overloads()[0]).tags)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a call gets and makes at one place of its lists."""
+    """A call's arguments and results at one list position."""
 
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     operands: Mapping[Handle, int]
-    """number of each tensor"""
+    """operand numbers by tensor"""
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
 
 
 def places(call: Call, whole: Place) -> list[Place]:
-    """Return what a call gets and makes at each place of its lists, which have one element there; else the whole."""
+    """Return the arguments and results at each position, as lists of one element; other calls give `[whole]`."""
     return [_at(whole, i) for i in range(len(_lead(call)))] if is_listed(call) else [whole]
 
 
@@ -454,7 +451,7 @@ def _at(whole: Place, i: int) -> Place:
 
 
 def handles(value: Any) -> Iterator[Handle]:
-    """Yield the tensors in an argument, those of lists one by one."""
+    """Yield the tensors in an argument, with lists flattened."""
     if isinstance(value, Handle):
         yield value
     elif isinstance(value, tuple | list):
@@ -464,11 +461,11 @@ def handles(value: Any) -> Iterator[Handle]:
 
 # -- recorder ----------------------------------------------------------------------------------------------------------
 
-# References to a tensor, and to its storage, that an op meets whose operand nothing but autograd's buffer holds: the
-# buffer, and those that calling the op takes.
+# Reference counts for a tensor and its storage when only autograd's input buffer holds them: the buffer's own, and
+# those taken by the call.
 _ALONE, _ALONE_IN_STORAGE = 4, 2
 
-# what gradients of lookups are written with: into new zeros
+# gradients of lookups write into new zeros
 _INTO_NEW = {
     aten.index_put.default: aten.index_put_.default,
     aten.index_add.default: aten.index_add_.default,
@@ -477,24 +474,23 @@ _INTO_NEW = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
-#: The same in the nodes of `clamp` alone: others do call these for a new tensor.
+#: The same, in the nodes of `clamp` only; elsewhere these ops allocate a new tensor.
 _INTO_NEW_OF_CLAMP = {
     aten.logical_and.default: aten.logical_and_.default,
     aten.logical_or.default: aten.logical_or_.default,
 }
 
-# they ask for facts of tensors, or mark a region of a profile
+# ops that only query tensors, or mark a profiler region
 _SILENT = ("prim", "profiler")
 
 
 @dataclass(eq=False)
 class Recorder(TorchDispatchMode):
-    """Records every aten op below autograd.
+    """Dispatch mode that records every aten op below autograd.
 
-    `scopes` say which module an op belongs to, `data` what is known of the data of tensors, `choices` by which rule a
-    call is what the device runs, which kernels run on. `kernels` are ops that a CPU is without and that are composed
-    there, of which the device has a kernel; `stand_ins` run instead of an op. `symbols` says whether an op without a
-    rule counts as a symbol named after it; it is an error else.
+    `scopes` gives an op's module, `data` known tensor values, `choices` the rule that selected a kernel.
+    `kernels` are ops that a CPU decomposes but the device implements; `stand_ins` replace ops. With `symbols`, an op
+    without a rule costs symbols named after it; otherwise it is an error.
     """
 
     values: Values
@@ -509,7 +505,7 @@ class Recorder(TorchDispatchMode):
     phase: str = "forward"
     paused: bool = False
     stopped: bool | None = None
-    """whether the program has gradients off, of a run that has none anywhere; None of a step"""
+    """whether the program has gradients off, in an inference trace; None in a training step"""
     events: list[Event] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
     leaves: Leaves = field(default_factory=Leaves)
@@ -518,13 +514,13 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._makers: dict[int, int] = {}  # node of the backward pass that made each storage
+        self._makers: dict[int, int] = {}  # autograd node that produced each storage
         self._count = 0
         self.turns.note = lambda path: self.events.append(Turn(path))
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Let ops run unseen."""
+        """Run ops unrecorded."""
         self.paused = True
         try:
             yield
@@ -536,7 +532,7 @@ class Recorder(TorchDispatchMode):
     # -- storages ------------------------------------------------------------------------------------------------
 
     def _number(self, t: torch.Tensor) -> tuple[int, bool]:
-        """Return the number of the storage behind a tensor, and whether it is seen for the first time."""
+        """Return a tensor's storage number, and whether it is new."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -554,15 +550,15 @@ class Recorder(TorchDispatchMode):
         return number, True
 
     def made(self, t: torch.Tensor) -> Handle:
-        """Return what a tensor is that the program has made just now."""
+        """Return a new tensor's handle."""
         return self.handle(t, self._number(t)[0])
 
     def left(self) -> bool:
-        """Whether a storage that the run made is still there."""
+        """Whether a storage from the run is still alive."""
         return not self._alive.keys() <= self.sources.keys()
 
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
-        """Return what a tensor is."""
+        """Return a tensor's handle in the given storage."""
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
         handle = Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
@@ -573,15 +569,15 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def barrier(t: torch.Tensor, mark: Barrier = NONE) -> None:
-        """Note that no gradient passes to the producer of a tensor, or which function of the program states it."""
+        """Mark that no gradient passes to a tensor's producer, or that a program's function states it."""
         t.__dict__[BARRIER] = mark
 
     def known(self, t: torch.Tensor) -> Handle:
-        """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
+        """Return a tensor's handle; a storage without a recorded producer becomes a constant buffer."""
         return self.source(t, "buffer", "")
 
     def source(self, t: torch.Tensor, role: str, name: str) -> Handle:
-        """Declare a tensor that is there before the first op; a storage has the first name that it is given."""
+        """Declare a tensor that exists before the first op; a storage's first name counts."""
         number, new = self._number(t)
         if new or name:
             self.leaves.declare(t, name, self.handle(t, number))
@@ -595,7 +591,7 @@ class Recorder(TorchDispatchMode):
         return self.values.translator.size(t.untyped_storage().nbytes())
 
     def stated(self, t: torch.Tensor, made: torch.Tensor) -> Asked:
-        """Note that a program states the format of a tensor, and what it has from there on."""
+        """Record a cast to the format that a tensor already has."""
         event = Asked(self.known(t), self.made(made), self.scopes.now()[0], self.phase)
         self.events.append(event)
         return event
@@ -604,17 +600,17 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing compiles here, and a guard against it in each call takes its time
+        return False  # nothing is compiled here, and torch would check on each call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.device == "cpu":
             return self._dispatched(func, args, kwargs)
-        with torch._C.DisableTorchFunction():  # which tell of a device that is not there
+        with torch._C.DisableTorchFunction():  # torch functions would report the simulated device
             return self._dispatched(func, args, kwargs)
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # over 40 lines: one case for each kind of call that is not recorded as it is
-        if func is torch.ops.prim.device.default:  # asked several times for each op
+        # long: one case per kind of call that is not recorded as is
+        if func is torch.ops.prim.device.default:  # queried several times per op
             t = args[0]
             return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
         kwargs = kwargs or {}
@@ -625,7 +621,7 @@ class Recorder(TorchDispatchMode):
                 return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
-        if func.namespace == "prims" and hasattr(func, "impl_aten"):  # of formulas of forward mode
+        if func.namespace == "prims" and hasattr(func, "impl_aten"):  # in forward-mode formulas
             with self:
                 return func.impl_aten(*args, **kwargs)
         if func.namespace in _SILENT:
@@ -640,7 +636,7 @@ class Recorder(TorchDispatchMode):
             )
         parts = COMPOSITES.get(func) or (func.decompose if is_composed(func) and func not in self.kernels else None)
         if parts is not None:
-            with self:  # without autograd, and inside of an op, nothing has taken it apart yet
+            with self:  # below autograd and inside ops, composites have not been decomposed yet
                 return parts(*args, **kwargs)
         if func is aten.lift_fresh.default:
             return self._lifted(args)
@@ -672,7 +668,7 @@ class Recorder(TorchDispatchMode):
                 for t in _leaves(out):
                     if isinstance(t, torch.Tensor) and not any(t is a for a in args):
                         self.barrier(t)
-            if not detaches:  # of which the tensor itself is the same one
+            if not detaches:  # a detach without gradients is the same tensor
                 self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
             where = f"{caller()}: "
@@ -681,7 +677,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _lifted(self, args: Any) -> Any:
-        """Record that numbers of Python become a tensor."""
+        """Record that Python numbers become a tensor."""
         func = aten.lift_fresh.default
         out = func(*args)
         self.data.note(func, args, {}, out)
@@ -692,10 +688,10 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _joins(self, x: Any, y: Any) -> bool:
-        """Whether autograd adds a gradient to another one that nothing else has, which it does in place.
+        """Whether autograd accumulates a gradient in place, into one that nothing else references.
 
-        With tensors without data it would not, as they are no ordinary ones. The sum belongs to no node: what is added
-        to was made by an earlier node than the one that ran last.
+        Fake tensors never take that path. The sum belongs to no node: the accumulated gradient was produced by an
+        earlier node than the one that ran last.
         """
         node = torch._C._current_autograd_node()
         if node is None or torch.is_grad_enabled() or not all(isinstance(t, torch.Tensor) for t in (x, y)):
@@ -712,9 +708,9 @@ class Recorder(TorchDispatchMode):
         return alone and spec.touched == spec.numel and x.shape == y.shape
 
     def _is_new(self, x: torch.Tensor) -> bool:
-        """Whether one of torch's own nodes of the backward pass has made a tensor, which it writes into.
+        """Whether the current backward node produced the tensor itself, and so writes into it.
 
-        Of tensors without data it makes a copy instead.
+        For fake tensors, torch copies it instead.
         """
         node = torch._C._current_autograd_node()
         if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -737,7 +733,7 @@ class Recorder(TorchDispatchMode):
         moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
         unseen = bool(changed) and is_unseen(_leaves(out), self.stopped)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
-            return  # it reads a number, or returns a tensor as it was
+            return  # it reads a number, or returns its operand
         call = _call(func, args, kwargs, results, self.device)
         for one, place in zip(one_by_one(call), places(call, Place(args, kwargs, operands, outputs)), strict=True):
             if place.outputs:
@@ -747,7 +743,7 @@ class Recorder(TorchDispatchMode):
     def _add(
         self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool, unseen: bool
     ) -> None:
-        """Note a call of single tensors."""
+        """Record a call on single tensors."""
         counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
             counts = None if is_derived(call) else self._counts(call, tags)
@@ -766,7 +762,7 @@ class Recorder(TorchDispatchMode):
             translation_of(call.name, call.overload, tags),
             tags,
         )
-        # what its translation says is found when the graph is built: what it refuses is said of this line
+        # translations run when the graph is built; their errors name this line
         self.events.append(
             Made(*what, self.choices.now(), caller() if counts is None else "", unseen, bool(self.stopped))
         )
@@ -774,7 +770,7 @@ class Recorder(TorchDispatchMode):
     def _outputs(
         self, out: Any, operands: dict[Handle, int]
     ) -> tuple[list[tuple[Handle, int | None, int, Poly | None]], tuple[Spec, ...]]:
-        """Return the results that hold anything, and all results as a rule sees them."""
+        """Return the nonempty results, and all results as a rule sees them."""
         outputs: list[tuple[Handle, int | None, int, Poly | None]] = []
         results: list[Spec] = []
         node = torch._C._current_autograd_node()
@@ -789,8 +785,8 @@ class Recorder(TorchDispatchMode):
             of = None if new else next((i for h, i in operands.items() if h.storage == number), None)
             if not new and of is None:
                 if any(h.storage == number for h, *_ in outputs):
-                    continue  # another part of a storage that the call has made: a view of that result
-                of = operands[handle] = len(operands)  # a view of something that is no argument
+                    continue  # another view of a result's storage
+                of = operands[handle] = len(operands)  # a view of a tensor that is no argument
             base = None if of is None else next(h for h, i in operands.items() if i == of)
             if base is not None and base.barrier is not None and handle.barrier is None:
                 self.barrier(t, base.barrier)
@@ -814,7 +810,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _in_place(func: OpOverload) -> OpOverload | None:
-    """Return the op in place that autograd calls for tensors that have data."""
+    """Return the in-place op that autograd calls for real tensors."""
     if func in _INTO_NEW_OF_CLAMP:
         node = torch._C._current_autograd_node()
         return _INTO_NEW_OF_CLAMP[func] if node is not None and node.name().startswith("ClampBackward") else None
@@ -824,7 +820,7 @@ def _in_place(func: OpOverload) -> OpOverload | None:
 def _call(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Spec, ...], device: str
 ) -> Call:
-    """Return what a rule sees."""
+    """Return the call as a rule sees it."""
     schema = func._schema
     arguments = {
         a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
@@ -848,12 +844,12 @@ def _leaves(out: Any) -> Iterator[Any]:
 
 
 def _unsaid(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what an op writes into though its schema does not say so: running statistics, in training."""
+    """Return operands written although the schema does not say so: running statistics in training."""
     return args[3:5] if func is aten.native_batch_norm.default and args[5] else ()
 
 
 def _encoded(value: Any, operands: Mapping[Handle, int]) -> Any:
-    """Return an argument as an op keeps it: a tensor by its place among the operands."""
+    """Return an argument as stored in an op, with tensors as operand indices."""
     if isinstance(value, Handle):
         return {"operand": operands[value]} if value.numel else {"empty": value.sizes, "dtype": value.dtype}
     if isinstance(value, tuple):
@@ -862,15 +858,15 @@ def _encoded(value: Any, operands: Mapping[Handle, int]) -> Any:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-# What a program says of gradients: where a backward pass runs, where none would, and where it states one itself.
+# Follow autograd: backward passes, switched-off gradients, and custom autograd functions.
 
-#: Through it each backward pass goes.
+#: Every backward pass goes through it.
 _ENGINE = torch.autograd.graph._engine_run_backward
 
 
 @contextmanager
 def backward_passes(recorder: Recorder) -> Iterator[None]:
-    """Let what autograd runs be the backward pass, also where the program itself asks for it."""
+    """Record ops run by autograd in the backward phase, including backward passes run by the program."""
 
     def run(*args: Any, **options: Any) -> Any:
         before = recorder.phase
@@ -886,7 +882,7 @@ def backward_passes(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def barriers(recorder: Recorder) -> Iterator[None]:
-    """Note where a forward pass would let no gradient pass, or state one itself, of a run that has none at all."""
+    """Mark tensors in an inference trace whose gradient would stop, or be stated by the program."""
     recorder.stopped = False
     with ExitStack() as patched:
         for patches in (_switches(recorder), _inference(recorder), _functions(recorder)):
@@ -896,16 +892,16 @@ def barriers(recorder: Recorder) -> Iterator[None]:
 
 
 class _Mode(NamedTuple):
-    """Whether gradients are on, which a switch goes back to."""
+    """Whether gradients are on, as restored by a switch."""
 
     ran: bool
     meant: bool
-    """the same, of a run that has gradients where the program does not switch them off"""
+    """the same if the trace had gradients on"""
 
 
 @contextmanager
 def _switches(recorder: Recorder) -> Iterator[None]:
-    """Follow `no_grad`, `enable_grad` and `set_grad_enabled`, which all ask for what is, and set what is to be."""
+    """Follow `no_grad`, `enable_grad` and `set_grad_enabled`, which all query the mode and then set it."""
     is_on, put = torch.is_grad_enabled, torch._C._set_grad_enabled
 
     def asked() -> bool | _Mode:
@@ -923,7 +919,7 @@ def _switches(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _inference(recorder: Recorder) -> Iterator[None]:
-    """Follow `inference_mode`, which is a switch of its own; `inference_mode(False)` has gradients on."""
+    """Follow `inference_mode`, a separate switch; `inference_mode(False)` turns gradients on."""
     block = torch.inference_mode
     enter, leave = block.__enter__, block.__exit__
     before: list[bool | None] = []
@@ -943,7 +939,7 @@ def _inference(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _functions(recorder: Recorder) -> Iterator[None]:
-    """Mark what functions return that state their gradient; a checkpoint has that of what it runs."""
+    """Mark results of custom autograd functions; a checkpoint keeps the gradients inside."""
     base = torch._C._FunctionBase.__dict__["apply"]
 
     def applied(function: type[Function], *args: Any) -> Any:
@@ -957,12 +953,12 @@ def _functions(recorder: Recorder) -> Iterator[None]:
 
             return apply(running, *args[1:])
         made = apply(*args)
-        if not recorder.stopped and not function.__module__.startswith(__package__):  # what stands for torch's own
+        if not recorder.stopped and not function.__module__.startswith(__package__):  # not the tracer's own
             for t in made if isinstance(made, tuple) else (made,):
                 if isinstance(t, torch.Tensor):
                     recorder.barrier(t, Barrier(function.__qualname__))
         return made
 
-    # programs have `apply` of their functions from before, which goes on to that of a class between
+    # programs may hold bound `apply` methods, which resolve through `_SingleLevelFunction`
     with patch.object(_SingleLevelFunction, "apply", classmethod(applied)):
         yield

@@ -1,4 +1,4 @@
-"""Named sizes on fake tensors, and the place where a program turns one of them into a number."""
+"""Symbolic shapes of a trace: named sizes on fake tensors, guards on them, and specialization to numbers."""
 
 from __future__ import annotations
 
@@ -46,43 +46,43 @@ __all__ = [
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
-# Sizes that remember what was made of them: a run asks for the same products and comparisons again and again.
+# Memoize size arithmetic: a run repeats the same products and comparisons.
 
-#: Operations of two sizes; those of one are rare.
+#: Operations on two sizes; unary ones are rare.
 _BINARY = (
     "add", "sub", "mul", "mod", "eq", "ne", "gt", "lt", "ge", "le", "and_", "or_", "int_floordiv", "sym_min", "sym_max",
 )  # fmt: skip
 
 
 class Node(SymNode):
-    """A size as torch has it, whose operations are worked out once for each pair of operands."""
+    """A `SymNode` whose operations are memoized per pair of operands."""
 
     def wrap_int(self, num: int) -> SymNode:
-        """Return a number that meets a size."""
+        """Return a constant operand."""
         known = _known(self)
         if num not in known:
             known[num] = remembering(super().wrap_int(num))
         return known[num]
 
     def neg(self) -> SymNode:
-        """Return a size with the other sign."""
+        """Return the negated size."""
         return remembering(super().neg())
 
     def statically_known_true(self, file: str, line: int) -> bool:
-        """Whether it holds of all sizes: none is above the end of a slice `:`, which is no call then, as in any run."""
+        """Whether a relation holds for all sizes; in particular, sizes do not exceed the end of a slice `:`."""
         if isinstance(self.expr, sympy.Le) and self.expr.rhs == sys.maxsize:
             return True
         return bool(super().statically_known_true(file, line))
 
 
 def _known(node: SymNode) -> dict[Any, SymNode]:
-    """Return what is remembered of all sizes of a run."""
-    known: dict[Any, SymNode] = getattr(node.shape_env, "known_nodes")  # noqa: B009  # of the tracer's own shapes
+    """Return the memo of a run."""
+    known: dict[Any, SymNode] = getattr(node.shape_env, "known_nodes")  # noqa: B009  # always the tracer's `Shapes`
     return known
 
 
 def remembering(node: SymNode) -> SymNode:
-    """Let a size remember what is made of it: a third of the time of a run goes into working that out again."""
+    """Enable memoization of a size, which saves a third of a run's time."""
     if type(node) is SymNode:
         node.__class__ = Node
     return node
@@ -92,10 +92,10 @@ def _remembered(name: str) -> Callable[[Node, Any], Any]:
     plain = getattr(SymNode, name)
 
     def operation(self: Node, other: Any) -> Any:
-        shapes: Any = self.shape_env  # the tracer's own
+        shapes: Any = self.shape_env  # always `Shapes`
         if not isinstance(other, SymNode) or shapes is None:
             return plain(self, other)
-        # an expression of numbers alone does not say of which type they are
+        # equal constant expressions may differ in type
         key = (name, self._expr, self.pytype, other._expr, other.pytype)
         known = _known(self)
         if key not in known:
@@ -110,11 +110,11 @@ for _name in _BINARY:
     setattr(Node, _name, _remembered(_name))
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-# Questions about the values of tensors: which of them a program asks only to stop with an error.
+# -- value checks ------------------------------------------------------------------------------------------------------
+# Answer conditions on tensor values that only guard a `raise`.
 
 _TORCH = Path(torch.__file__).parent
-# between a program and the question: how torch asks it, and the tracer
+# frames between a program and the condition: torch's own, and the tracer's
 _ASKING = (
     *(str(_TORCH / name) for name in ("fx", "_subclasses", "utils", "_ops.py", "__init__.py", "_tensor.py")),
     str(Path(__file__).parent),
@@ -123,10 +123,10 @@ _ENDS = ("RAISE_VARARGS", "RERAISE")
 
 
 def answer(question: sympy.Basic) -> bool | None:
-    """Return the answer to a question about values after which a program goes on; None where both ways go on.
+    """Return the answer to a condition on tensor values that avoids an error; None if both branches continue.
 
-    An `assert`, or an `if` with nothing but a `raise` behind it, is a check: a trace takes it for passed. `max` and
-    `min` of numbers choose between values, which no cost depends on.
+    An `assert`, or an `if` whose body only raises, is assumed to pass. `max` and `min` of numbers select values, on
+    which no cost depends.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_ASKING):
@@ -141,7 +141,7 @@ def answer(question: sympy.Basic) -> bool | None:
 
 @cache
 def _passing(code: CodeType, at: int, called: bool) -> bool | None:
-    """Return which answer does not lead to an error, None where both go on; `called` of what `bool` returns."""
+    """Return the answer that avoids an error, None if both branches continue; `called` for the result of `bool`."""
     steps = list(dis.get_instructions(code))
     places = {step.offset: i for i, step in enumerate(steps)}
     i = bisect_right(steps, at, key=lambda step: step.offset) - 1 + called
@@ -157,7 +157,7 @@ def _passing(code: CodeType, at: int, called: bool) -> bool | None:
 
 
 def _fails(steps: list[dis.Instruction], i: int) -> bool:
-    """Whether from here an error is raised whatever happens: nothing is chosen before it."""
+    """Whether an error is raised unconditionally from here on."""
     for step in steps[i:]:
         if step.opname in _ENDS:
             return True
@@ -167,7 +167,7 @@ def _fails(steps: list[dis.Instruction], i: int) -> bool:
 
 
 def _called(frame: FrameType) -> str:
-    """Return the name of the function of Python's own that is called just now, "" if none is."""
+    """Return the name of the builtin function being called; "" if none is."""
     step = [s for s in dis.get_instructions(frame.f_code) if s.offset <= frame.f_lasti][-1]
     where = step.positions
     if not step.opname.startswith("CALL") or where is None or where.lineno is None or where.col_offset is None:
@@ -182,27 +182,27 @@ TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
 _PYTHON = str(Path(linecache.__file__).parent)
 _NOT_THEIRS = (TORCH, HERE, str(Path(sympy.__file__).parent))
-_DOOR = str(Path(TORCH, "__init__.py"))  # of bool(size) and the like
+_DOOR = str(Path(TORCH, "__init__.py"))  # `bool(size)` and the like
 _ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__)
 
 
 REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
 
-#: Ops whose result is a truth value.
+#: Ops with a boolean result.
 _TRUTHS = {
     "all", "any", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite",
     "logical_and", "logical_or", "logical_not",
 }  # fmt: skip
 
-#: Other sizes than the one that was given, times and more: neighbours of it, and multiples.
+#: Other sizes to try, as a factor and a term: neighbours and multiples.
 _OTHERS = ((1, -1), (1, 1), (1, 2), (2, 0), (3, 0), (12, 0))
 
 
 class Shapes(ShapeEnv):
-    """torch's symbolic shapes, in which a dimension that has a name becomes a number only where that is wanted.
+    """torch's symbolic shapes, in which named sizes become numbers only if that is allowed.
 
-    `fixed` says whether a program may turn one of them into a number, which is an assumption then; it is an error else.
-    `divided` are whole parts of quotients that are known to be the quotients.
+    With `fixed`, a program may specialize a size to a number, which becomes an assumption; otherwise that is an error.
+    `divided` are floor divisions known to be exact.
     """
 
     def __init__(
@@ -217,19 +217,19 @@ class Shapes(ShapeEnv):
         self.names: dict[sympy.Symbol, str] = {}
         """Names of torch's symbols."""
         self.equal: list[tuple[sympy.Symbol, sympy.Expr]] = []
-        """Dimensions that the program needs to be equal to something else."""
+        """Equalities of sizes that the program requires."""
         self.asked: dict[sympy.Basic, str] = {}
-        """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
+        """Relations that the program checked, and the line; relations that torch checked are in `guards`."""
         self.exact: set[sympy.Expr] = set()
-        """Whole parts of quotients without a remainder, as what the program asked needs none."""
+        """Floor divisions that are exact because of a checked relation."""
         self.turn: tuple[tuple[str, int], ...] = ()
-        """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
+        """Enclosing loops over sizes by line, with the iteration of each, if any is past its first."""
         self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
-        """What holds of the sizes where a later turn asked: its line, or that of torch, and the turns that did."""
+        """Relations checked in later iterations: the line of the program (or "" in torch), and the iterations."""
         self.wholes: dict[sympy.Symbol, sympy.Expr] = {}
-        """Symbols for numbers of whole blocks, and what they are of sizes."""
+        """Symbols for block counts, and their formulas."""
         self._lacking: dict[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]] = {}
-        """The blocks of each of them, and what they lack of one that is filled up to them."""
+        """Padding up to each block count, and the block size."""
         self.read: dict[sympy.Symbol, str] = {}
         """Numbers that the program reads from tensors, and the producer of each tensor."""
         self.chosen: dict[sympy.Symbol, str] = {}
@@ -237,11 +237,11 @@ class Shapes(ShapeEnv):
         self.most: dict[sympy.Symbol, sympy.Expr] = {}
         """Upper bounds of data-dependent sizes."""
         self.known_nodes: dict[Any, Any] = {}
-        """What operations on sizes made, by the operation and its operands."""
+        """Memoized results of size operations."""
         self._answers: dict[Any, sympy.Basic] = {}
 
     def named(self, name: str, size: int) -> torch.SymInt:
-        """Return the size of this name; `size` decides which way the program goes where it asks."""
+        """Return the size of this name; `size` is the hint that decides branches."""
         source = ConstantSource(name)
         made = self.create_symbol(size, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
         assert isinstance(made, sympy.Symbol)
@@ -251,20 +251,20 @@ class Shapes(ShapeEnv):
         return out
 
     def create_symintnode(self, sym: sympy.Expr, *, hint: Any, source: Any = None) -> Any:
-        """Return a size for a formula."""
+        """Return a size for an expression."""
         out = super().create_symintnode(sym, hint=hint, source=source)
         if isinstance(out, torch.SymInt):
             remembering(out.node)
         return out
 
     def _create_fx_call_function(self, op: Callable[..., Any], args: tuple[Any, ...]) -> tuple[None, bool]:
-        return None, False  # what torch's own returns unless it is debugged; each operation on a size asks for it
+        return None, False  # torch's result without debugging; skips work on each size operation
 
     def padding(self, node: Any) -> Any:
-        """Return what fills a size up to whole blocks with a symbol for their number.
+        """Express the padding of a size to whole blocks by a symbol for the block count.
 
-        What is made of a size that was filled up, `(c - S % c) % c` or `-S % c`, would be remainders of remainders in
-        all that follows, which torch's algebra takes apart for each question anew.
+        Sizes derived from a padded one, `(c - S % c) % c` or `-S % c`, would otherwise nest remainders, which torch's
+        algebra takes apart again for each question.
         """
         filled = _filled(node.expr)
         if filled is None or not filled[0].free_symbols <= self.backed_var_to_val.keys():
@@ -276,7 +276,7 @@ class Shapes(ShapeEnv):
         known = next((s for s, other in self.wholes.items() if other == count), None)
         if known is None:
             number = int(self.plain(count).xreplace(self.backed_var_to_val))
-            if number < 2 or number in self.backed_var_to_val.values():  # as `hints` has it
+            if number < 2 or number in self.backed_var_to_val.values():  # as in `hints`
                 return node
             known = self.create_symbol(
                 number, ConstantSource(f"blocks of {size}"), DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
@@ -285,12 +285,12 @@ class Shapes(ShapeEnv):
         return self.create_symintnode(block * known - size, hint=node.hint).node
 
     def plain(self, expr: sympy.Basic) -> sympy.Basic:
-        """Return something in symbols of named sizes."""
+        """Return an expression in symbols of named sizes."""
         known = self.replace(expr)
         return self.plain(known.xreplace(self.wholes)) if known.free_symbols & self.wholes.keys() else known
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
-        """Answer a question about sizes; what was asked before has its guard already."""
+        """Evaluate a condition on sizes; repeated conditions are memoized, since their guards exist."""
         silent = self._suppress_guards_tls()
         key = (orig_expr, args[2:], tuple(kwargs.items()), silent)
         if key not in self._answers:
@@ -304,7 +304,7 @@ class Shapes(ShapeEnv):
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
             except GuardOnDataDependentSymNode:
                 return self._passed(orig_expr)
-            if self.turn and not number:  # nothing follows from it here: a turn's number is no fact of the size
+            if self.turn and not number:  # in a later iteration, derived facts may depend on the iteration number
                 del self.guards[guards:]
                 self.var_to_range.update(ranges)
                 self._update_version_counter()
@@ -319,7 +319,7 @@ class Shapes(ShapeEnv):
         return answer
 
     def _note(self, asked: sympy.Basic) -> None:
-        """Note what a program asked; in a later turn of a loop it may be of the turn's number."""
+        """Record a checked relation; in a later iteration it may depend on the iteration number."""
         if not self.turn:
             self.asked.setdefault(asked, caller())
         elif asked not in self.asked:
@@ -327,7 +327,7 @@ class Shapes(ShapeEnv):
             self.late.setdefault(asked, (line, set()))[1].add(self.turn)
 
     def _is_shared(self, number: sympy.Expr) -> bool:
-        """Whether other sizes make the same number, as S parts of S//3 each: that it is this one is an assumption."""
+        """Whether other sizes give the same number, as `S//3` does: then a guard on the number suffices."""
         given = {s: self.backed_var_to_val[s] for s in number.free_symbols}
         found = number.xreplace(given)
         return any(
@@ -337,7 +337,7 @@ class Shapes(ShapeEnv):
         )
 
     def fix(self, size: sympy.Expr) -> None:
-        """Note that a size becomes a number here: every size that it is made of is then the one that was given."""
+        """Specialize an expression to a number: each of its sizes is then the given one."""
         for free in sorted(size.free_symbols, key=str):
             name, number = self.names[free], self.backed_var_to_val[free]
             if not self.fixed:
@@ -366,7 +366,7 @@ class Shapes(ShapeEnv):
                     self.most[expr] = most.node.expr if isinstance(most, torch.SymInt) else sympy.Integer(most)
 
     def _general(self, question: sympy.Basic) -> bool | None:
-        """Answer a question about data-dependent sizes if the answer is the same for all sizes above 1."""
+        """Evaluate a condition on data-dependent sizes if it has one answer for all sizes above 1."""
         if not question.free_symbols & self.chosen.keys():
             return None
         general = {s: sympy.Dummy(integer=True, positive=True) + 1 for s in question.free_symbols & self.chosen.keys()}
@@ -375,7 +375,7 @@ class Shapes(ShapeEnv):
         return bool(found) if found in (sympy.true, sympy.false) else None
 
     def _passed(self, question: sympy.Basic) -> sympy.Basic:
-        """Return how a check of values goes on; a choice between two ways is refused."""
+        """Evaluate a value check that one branch fails; refuse a choice between two branches."""
         found = self._general(question)
         found = answer(question) if found is None else found
         if found is None:
@@ -394,7 +394,7 @@ class Shapes(ShapeEnv):
             return
         for whole in tgt.free_symbols & self.wholes.keys():
             lacking, block = self._lacking[whole]
-            if not sympy.expand(lacking + a - tgt) or not sympy.expand(lacking - a + tgt):  # nothing is filled up
+            if not sympy.expand(lacking + a - tgt) or not sympy.expand(lacking - a + tgt):  # no padding
                 a, tgt = whole, functions.FloorDiv(block * whole - lacking, block)
                 self.exact.add(tgt)
                 super()._set_replacement(a, tgt, msg)
@@ -402,11 +402,11 @@ class Shapes(ShapeEnv):
         if a in (self.names.keys() | self.wholes.keys()) and self.replacements.get(a) != tgt:
             self.equal.append((a, tgt))
         if not any(a in self.wholes[whole].free_symbols for whole in tgt.free_symbols & self.wholes.keys()):
-            super()._set_replacement(a, tgt, msg)  # what is made of itself is no replacement
+            super()._set_replacement(a, tgt, msg)  # an expression of the symbol itself is no replacement
 
 
 def _filled(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
-    """Return size and block where something is what fills one up to whole ones of the other."""
+    """Return the size and block of an expression that pads the size to whole blocks; None otherwise."""
     if not isinstance(expr, REMAINDERS) or not expr.args[1].is_Integer:
         return None
     over, block = expr.args
@@ -417,10 +417,10 @@ def _filled(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
 
 
 def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
-    """Return the whole parts that have to be the quotients for something to hold.
+    """Return the floor divisions that must be exact for a relation to hold.
 
-    A remainder that is 0 says so, and a product of whole parts that is as large as that of the quotients: it would be
-    smaller if one of them were.
+    Examples are a zero remainder, and a product of floor divisions that equals the product of quotients: it would be
+    smaller if one of them were inexact.
     """
     if not isinstance(known, sympy.Eq):
         return set()
@@ -439,9 +439,9 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
 
 
 def _asked_by_program(depth: int = 2) -> bool:
-    """Whether the innermost line outside of torch's algebra of sizes is one of the program, which asks in Python.
+    """Whether the innermost frame outside torch's size algebra is the program's, in Python.
 
-    What torch's kernels ask, layouts above all, comes from C++ straight to that algebra.
+    Questions from torch's kernels, mostly about layouts, enter that algebra directly from C++.
     """
     frame, asked = sys._getframe(depth), False
     while frame is not None and frame.f_code.co_filename.startswith(_ALGEBRA):
@@ -451,12 +451,12 @@ def _asked_by_program(depth: int = 2) -> bool:
 
 
 def is_program(file: str) -> bool:
-    """Whether a file is the program's: none of torch, of the tracer, of what they call or of Python's library."""
+    """Whether a file belongs to the program: not to torch, the tracer, their dependencies or Python's library."""
     return not (file.startswith(_NOT_THEIRS) or "<" in file or (file.startswith(_PYTHON) and "-packages" not in file))
 
 
 def caller() -> str:
-    """Return file, line and text of the innermost line of the program."""
+    """Return file, line and text of the program's innermost frame."""
     for frame in _frames(sys._getframe(1)):
         file = frame.f_code.co_filename
         if is_program(file):
@@ -465,7 +465,7 @@ def caller() -> str:
 
 
 def place(file: str, line: int | None, function: str) -> str:
-    """Return a line of a file in words."""
+    """Return a printable source location."""
     text = linecache.getline(file, line or 0).strip()
     return f"{file}:{line}, in {function}, {shown(text, 120)}"
 
@@ -477,10 +477,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def hints(given: Mapping[str, int], step: Callable[[int], int] | None = None) -> dict[str, int]:
-    """Return a size for each name, no two alike and none of them 0 or 1, as given where that can be.
+    """Return a hint per name, distinct and above 1, and as given where possible.
 
-    A program that compares two sizes, or looks for 1, would else be seen to go the way of a special case. A size that
-    an earlier name has becomes the next prime, or grows by steps that keep some of its divisors.
+    Otherwise a program that compares two sizes, or tests for 1, would take a special case. A repeated size becomes the
+    next prime, or grows by steps that keep some of its divisors.
     """
     out: dict[str, int] = {}
     for name, size in given.items():
@@ -501,21 +501,25 @@ def alternatives(given: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 # -- guards ------------------------------------------------------------------------------------------------------------
-# What a program asked of the sizes on its way, as assumptions on the graph.
+# Turn the checked relations into assumptions of the graph.
 
-#: Turns in which a number of a turn may be asked of.
+#: Number of iterations in which a relation may depend on the iteration number.
 _FEW = 3
 
 _SIGNS = {sympy.Ge: ">=", sympy.Gt: ">", sympy.Le: "<=", sympy.Lt: "<", sympy.Eq: "=="}
 
 
 def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
-    """Return what sizes must keep so that the program goes the way that was recorded, as `Graph.assume` reads it.
+    """Return the relations under which the program takes the recorded path, as `Graph.assume` reads them.
 
-    Sizes are in general position, as everywhere in the library: larger than 1, and equal only where they must be. What
-    follows from the former is left out, and from the latter where torch itself asked, which is how tensors lie in
-    memory; a program that compares two sizes goes another way where they are equal. UnsupportedError if something that
-    was asked has no such form.
+    Sizes are in general position: above 1, and equal only where required. Consequences of the former are omitted, and
+    of the latter for torch's own guards, which decide memory layouts; a program that compares two sizes takes another
+    path where they are equal.
+
+    Raises
+    ------
+    UnsupportedError
+        If a guard has no such form.
     """
     found = [f"{translator.formula(size)} == {translator.formula(expr)}" for size, expr in shapes.equal]
     left = (remainder(expr, translator) for expr in sorted(translator.exact, key=str))
@@ -527,7 +531,7 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     for asked, place in (by_torch | late | shapes.asked).items():
         expr = sympy.to_nnf(asked, simplify=False)
         try:
-            # what follows from general position is left out before it is written down
+            # skip consequences of general position before writing them out
             found += [] if _follows(expr, translator, apart=not place) else _texts(expr, translator)
         except CostGraphError as error:
             raise UnsupportedError(
@@ -538,9 +542,9 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
 
 
 def _always(turns: set[tuple[tuple[str, int], ...]]) -> bool:
-    """Whether something is asked in so many turns of each loop around that it is not of the number of one of them.
+    """Whether a relation is checked in enough iterations of each enclosing loop not to depend on the iteration number.
 
-    What reads some positions before its own, or behind it, asks of these in as many turns.
+    A program that reads neighbouring positions checks them only in a few iterations at the ends.
     """
     loops: dict[tuple[str, ...], list[list[int]]] = {}
     for path in turns:
@@ -549,7 +553,7 @@ def _always(turns: set[tuple[tuple[str, int], ...]]) -> bool:
 
 
 def _texts(expr: Any, translator: Translator) -> list[str]:
-    """Return the relations that say what a guard says."""
+    """Return the relations that a guard states."""
     if isinstance(expr, sympy.And):
         return [text for part in expr.args for text in _texts(part, translator)]
     if isinstance(expr, sympy.Or):
@@ -566,7 +570,7 @@ def _texts(expr: Any, translator: Translator) -> list[str]:
 
 
 def _times(expr: Any, translator: Translator) -> Poly | None:
-    """Return the quotient of two sizes if it is a whole number."""
+    """Return the quotient of two sizes if it is an integer."""
     if not isinstance(expr, REMAINDERS):
         return None
     size, block = map(translator.formula, expr.args)
@@ -575,7 +579,7 @@ def _times(expr: Any, translator: Translator) -> Poly | None:
 
 
 def _margin(expr: Any, translator: Translator) -> Poly:
-    """Return what is at least 0 where a guard holds, and below 0 where it does not."""
+    """Return an expression that is nonnegative exactly where a guard holds."""
     if isinstance(expr, sympy.And | sympy.Or):
         extremum = Min if isinstance(expr, sympy.And) else Max
         return poly(extremum(*(_margin(part, translator).expr for part in expr.args)))
@@ -592,7 +596,7 @@ def _margin(expr: Any, translator: Translator) -> Poly:
 
 
 def _above(p: Poly) -> Poly:
-    """Return what is at least 0 where a whole number is above 0."""
+    """Return an expression that is nonnegative where an integer is positive."""
     whole = integral(p)
     if whole is None:
         raise UnsupportedError(f"{p} need not be a whole number")
@@ -600,9 +604,9 @@ def _above(p: Poly) -> Poly:
 
 
 def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
-    """Whether a guard holds for all sizes above 1; where they are `apart`, no two of them are equal."""
+    """Whether a guard holds for all sizes above 1, and, with `apart`, no two of them equal."""
     if isinstance(expr, sympy.Or) and apart:
-        return True  # in which order torch takes the axes of a tensor: layout is decided once
+        return True  # torch's order of axes: the layout is decided once
     if isinstance(expr, sympy.And | sympy.Or):
         each = (_follows(part, translator, apart=apart) for part in expr.args)
         return all(each) if isinstance(expr, sympy.And) else any(each)

@@ -1,4 +1,4 @@
-"""Sizes as torch's symbolic shapes have them, and the same sizes in the library's algebra."""
+"""Translate torch's symbolic sizes into the library's algebra."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Translator", "holds", "remainder"]
 
 
 class Translator:
-    """Turns torch's integers into sizes; each expression is looked at once.
+    """Translates torch's integers into formulas; results are memoized.
 
-    `names` has the dimensions for torch's symbols, and `wholes` the formulas of its other symbols. `exact` are floor
-    divisions without a remainder, which are assumptions already.
-    With `symbols`, a size that depends on data is a dimension named in `chosen`; otherwise it is an error.
+    `names` maps torch's symbols to named sizes, `wholes` maps its other symbols to formulas. `exact` are floor
+    divisions assumed to be exact. With `symbols`, a data-dependent size becomes a symbol named in `chosen`; otherwise
+    it is an error.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Translator:
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
         self._formulas: dict[sympy.Expr, Poly] = {}
-        """Formulas of expressions, as long as no further axis is known."""
+        """Formulas of expressions, valid until another axis is known."""
         self._axes = set[Poly]()
 
     def size(self, n: int | torch.SymInt) -> Poly:
-        """Return a size, an offset or a stride."""
+        """Return a size, offset or stride as a formula."""
         key = n if isinstance(n, int) else n.node.expr
         found = self._known.get(key)
         if found is None:
@@ -56,7 +56,7 @@ class Translator:
         return found
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
-        """Return the shape and the strides of a tensor."""
+        """Return a tensor's shape and strides."""
         shape = tuple(map(self.size, t.shape))
         if not self._axes.issuperset(shape):
             self._axes.update(shape)
@@ -64,9 +64,9 @@ class Translator:
         return shape, tuple(map(self.size, t.stride()))
 
     def formula(self, expr: sympy.Expr) -> Poly:
-        """Return a formula in the library's symbols.
+        """Return an expression as a formula.
 
-        UnsupportedError if there is something in it that a size cannot be.
+        UnsupportedError if a size cannot contain it.
         """
         if expr not in self._formulas:
             self._formulas[expr] = self._formula(expr)
@@ -100,9 +100,9 @@ class Translator:
         return out
 
     def _largest(self, *args: Poly) -> Poly:
-        """Return a maximum: of 1 and a size of a tensor, which strides are made with, it is the size.
+        """Return a maximum; the maximum of 1 and an axis size, as in strides, is that size.
 
-        A graph is bound to no sizes at which a tensor of it has no elements.
+        Graphs are never bound to sizes at which a tensor is empty.
         """
         args = tuple(dict.fromkeys(args))
         left = [a for a in args if not any(b is not a and self._reaches(b, a) for b in args)]
@@ -114,7 +114,7 @@ class Translator:
 
 @cached(1 << 14)
 def holds(p: Poly, *, strict: bool = False) -> bool:
-    """Whether something is at least 0, or above it, for all sizes above 1."""
+    """Whether a formula is nonnegative, or positive with `strict`, for all sizes above 1."""
     try:
         low = lower(p.bind({n: poly(symbol(n) + 1) for n in p.names()}))
     except CostGraphError:
@@ -122,7 +122,7 @@ def holds(p: Poly, *, strict: bool = False) -> bool:
     return low is not None and (low > 0 if strict else low >= 0)
 
 
-_ROOT = 2  # denominator of the exponents of roots
+_ROOT = 2  # denominator of square-root exponents
 
 
 def _power(base: Poly, exponent: Poly) -> Poly:
@@ -135,13 +135,13 @@ def _power(base: Poly, exponent: Poly) -> Poly:
 
 
 def remainder(expr: sympy.Expr, translator: Translator) -> Poly:
-    """Return what a whole part leaves of what is divided, whether or not that is known to be nothing."""
+    """Return a floor division's remainder, even if it is known to be 0."""
     a, b = map(translator.formula, expr.args)
     return a - b * _floor(a, b)
 
 
 def _floor(a: Poly, b: Poly) -> Poly:
-    """Return the whole part of a quotient: exact where every coefficient can be divided."""
+    """Return a floor division, exact if every coefficient is divisible."""
     quotient = a / b
     if all(isinstance(c, int) and is_whole(m) for m, c in quotient.terms.items()):
         return quotient
@@ -149,7 +149,7 @@ def _floor(a: Poly, b: Poly) -> Poly:
 
 
 def _upright(x: sympy.Expr) -> sympy.Expr:
-    """Return a floor; of what is negative it is a ceiling, which is how bounds of sizes are found."""
+    """Write a floor of a negative expression as a ceiling, for which bounds can be derived."""
     return -sympy.ceiling(-x) if x.could_extract_minus_sign() else sympy.floor(x)
 
 

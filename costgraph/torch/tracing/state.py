@@ -1,4 +1,4 @@
-"""What a program holds: tensors without data for the time of a run, and everything as it was after it."""
+"""Swap a program's tensors for fake ones during a run, and restore all state afterwards."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ __all__ = [
 ]
 
 
-# -- lazy --------------------------------------------------------------------------------------------------------------
-# Lazy modules: their parameters get shapes from a run of a copy on the meta device.
+# -- lazy modules ------------------------------------------------------------------------------------------------------
 
 
 def initialized(module: nn.Module, inputs: Sequence[object], keywords: Mapping[str, object]) -> nn.Module:
-    """Return a module without lazy parameters: the same one, or a copy without data that has run once.
+    """Return a module without lazy parameters: the module itself, or a copy that ran once on the meta device.
 
     UnsupportedError if the copy does not run.
     """
@@ -71,8 +70,8 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-# -- quantized ---------------------------------------------------------------------------------------------------------
-# Layers of `quantize_dynamic`: their packed weights have no dense tensors, which a run takes in their place.
+# -- quantized linear layers -------------------------------------------------------------------------------------------
+# `quantize_dynamic` packs weights into opaque objects; a run uses dense fake tensors instead.
 
 _LIBRARY: Any = torch.library.Library("costgraph", "DEF")  # type: ignore[no-untyped-call]  # torch has no types for it
 _LIBRARY.define("linear_dynamic(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
@@ -94,9 +93,9 @@ def _packed(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]
 
 
 def unpack_linears(module: nn.Module) -> None:
-    """Give each dynamically quantized linear layer its weights as parameters without data, and a call of them.
+    """Give each dynamically quantized linear layer its unpacked weights as fake parameters, and a matching forward.
 
-    Weights stay in their format: 8 bits, or fp16. The layers are as before once what `borrowed` has met is restored.
+    Weights keep their format, int8 or fp16. `borrowed` restores the layers afterwards.
     """
     for m, unpack in _packed(module):
         with _disable_current_modes():
@@ -119,14 +118,14 @@ def _forward(m: nn.Module, positive: bool, x: torch.Tensor) -> torch.Tensor:
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, list, set, deque)
 _BASES: tuple[Any, ...] = (OrderedDict, *_CONTAINERS, tuple, frozenset)
-_CACHE: Any = functools._lru_cache_wrapper  # what pretends to be of another class is not asked
+_CACHE: Any = functools._lru_cache_wrapper  # by identity, since other classes may pretend to be this one
 _NOT_THEIRS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
 _OPAQUE = (type, types.ModuleType, types.FunctionType, nn.Module, Graph)
-_DEEPEST = 8  # containers within containers of what a cache holds
+_DEEPEST = 8  # nesting depth searched within a cache
 
 
 def is_theirs(module: str | None) -> bool:
-    """Whether a module is the program's, neither torch's nor Python's own."""
+    """Whether a module is the program's, not torch's or Python's."""
     return (module if isinstance(module, str) else "").partition(".")[0] not in _NOT_THEIRS
 
 
@@ -136,12 +135,12 @@ def is_a(value: object, kinds: Any) -> bool:
 
 
 def _base(held: object) -> Any:
-    """Return the builtin base class of a container: a program may have overridden the methods of the class itself."""
+    """Return a container's builtin base class: the program's own class may override its methods."""
     return next(base for base in _BASES if is_a(held, base))
 
 
 def elements(held: object) -> list[Any]:
-    """Return the elements of a container, or the items of a dict, by the methods of its builtin base class."""
+    """Return a container's elements, or a dict's items, by its builtin base class's methods."""
     base = _base(held)
     return list(base.items(held) if issubclass(base, dict) else base.__iter__(held))
 
@@ -156,7 +155,7 @@ def attributes(value: object) -> Any:
 
 
 class _Reached:
-    """What can be reached from a module and from the files of its classes, and what it all was."""
+    """All state reachable from a module and its classes' modules, with a way to restore it."""
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -171,12 +170,12 @@ class _Reached:
                 self._next += self._inside(value)
 
     def restore(self) -> None:
-        """Let everything be what it was."""
+        """Restore all state."""
         for undo in self._undo:
             undo()
 
     def replace(self, others: Mapping[int, torch.Tensor]) -> None:
-        """Replace tensors in all containers until these are restored; `others` maps ids to replacements."""
+        """Replace tensors in all containers until `restore`; `others` maps ids to replacements."""
         for held in self._held if others else ():
             pairs = elements(held) if is_a(held, dict) else list(enumerate(elements(held)))
             for key, value in pairs if is_a(held, (dict, list)) else ():
@@ -185,7 +184,7 @@ class _Reached:
         self.tensors = [others.get(id(t), t) for t in self.tensors]
 
     def _inside(self, value: object) -> Iterable[object]:
-        """Return what a value holds, and remember how to bring it back."""
+        """Return the values inside a value, and register how to restore it."""
         if is_a(value, torch.Tensor):
             tensor: Any = value
             self.tensors.append(tensor)
@@ -211,7 +210,7 @@ class _Reached:
         return [held] if theirs else ()
 
     def _kept(self, held: Any) -> Iterable[object]:
-        """Return the elements of a container that is brought back to them; keys may be tensors as well."""
+        """Return the elements of a container and register its restoration; dict keys may be tensors too."""
         before = elements(held)
         self._held.append(held)
 
@@ -226,7 +225,7 @@ class _Reached:
         return [v for pair in before for v in pair] if is_a(held, dict) else before
 
     def _files(self, kind: type) -> Iterator[object]:
-        """Yield what the classes of a module, and the files in which they stand, hold: caches of all instances."""
+        """Yield containers and tensors in a module's classes and in their files, such as caches shared by instances."""
         for cls in kind.__mro__:
             if cls is not object and is_theirs(cls.__module__) and id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
@@ -238,7 +237,7 @@ class _Reached:
 
 
 def _renaming(place: type | types.ModuleType) -> Callable[[], None]:
-    """Return what lets a class or a module have the names that it has now."""
+    """Return a function that restores the current attributes of a class or module."""
     before = dict(vars(place))
 
     def undo() -> None:
@@ -261,7 +260,7 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _is(a: object, b: object) -> bool:
-    """Whether an element, or a name with its value, is the one that was there."""
+    """Whether an element, or a key-value pair, is identical to the earlier one."""
     if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
@@ -274,18 +273,18 @@ def _is(a: object, b: object) -> bool:
 def borrowed(
     module: nn.Module, *others: object, host: bool = False
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """Let all tensors that a program holds have no data for a while, and let nothing be changed after that.
+    """Replace the data in all of a program's tensors by fake data, and restore everything on exit.
 
-    A tensor stays the object that it is, so whoever has it, an optimizer or a hook, has the one without data. Tensors
-    of one storage have one. Yields what gives the data of a tensor. Looked through are the module's attributes, those
-    of what they hold, and what the files of its classes hold; `others` are arguments, which it may change. With `host`
-    the ones without data are all of a CPU, wherever the program has them.
+    Each tensor object keeps its identity, so optimizers and hooks that refer to it see the fake data; aliasing is
+    preserved. Searched are the module's attributes, recursively, the files of its classes, and `others`, the
+    arguments, which it may change. Yields a function from a tensor to its real data. With `host`, all fake tensors are
+    on the CPU.
     """
     reached = _Reached([module, *others])
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     real: dict[int, torch.Tensor] = {}
     bases: dict[int, torch.Tensor] = {}
-    torch.clear_autocast_cache()  # whose weak references would forbid to lend tensors
+    torch.clear_autocast_cache()  # its weak references would forbid swapping
     try:
         with _disable_current_modes():
             reached.replace({id(t): _again(t) for t in reached.tensors if _is_watched(t)})
@@ -297,7 +296,7 @@ def borrowed(
             if fake is not None:
                 swap(t, fake)
                 swapped.append((t, fake))
-                real[id(t)] = fake  # what has the data now
+                real[id(t)] = fake  # holds the real data after the swap
         for t, _ in swapped:
             if t._backward_hooks:
                 t._backward_hooks = t._backward_hooks
@@ -307,14 +306,14 @@ def borrowed(
             t.grad = grad
         yield lambda t: real.get(id(t))
     finally:
-        torch.clear_autocast_cache()  # it knows tensors of the run
+        torch.clear_autocast_cache()  # it may hold tensors of the run
         for t, fake in swapped:
             swap(t, fake)
         reached.restore()
 
 
 def _is_watched(t: torch.Tensor) -> bool:
-    """Whether C++ code holds a reference to a tensor, as a profile does: such a tensor cannot be swapped."""
+    """Whether C++ code, such as a profiler, holds a reference to a tensor: such a tensor cannot be swapped."""
     other = torch.empty(0)
     try:
         torch._C._swap_tensor_impl(t, other)
@@ -325,7 +324,7 @@ def _is_watched(t: torch.Tensor) -> bool:
 
 
 def _again(t: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor with the data and the attributes of one that cannot be swapped."""
+    """Return a copy, with the same data and attributes, of a tensor that cannot be swapped."""
     if t._backward_hooks or (t.is_leaf and t.requires_grad and t._post_accumulate_grad_hooks) or t.grad_fn is not None:
         raise UnsupportedError(
             f"trace: a tensor of shape {tuple(t.shape)} has hooks, or is computed, and a profiler or another library "
@@ -341,14 +340,14 @@ def _again(t: torch.Tensor) -> torch.Tensor:
 
 
 def swap(t: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange what two tensors are; attributes that a program has set stay."""
-    torch._C._swap_tensor_impl(t, other)  # which torch.utils.swap_tensors calls; refused, nothing has changed yet
+    """Exchange the contents of two tensor objects, including attributes set by the program."""
+    torch._C._swap_tensor_impl(t, other)  # as in torch.utils.swap_tensors; an error leaves both unchanged
     t.__class__, other.__class__ = other.__class__, t.__class__
     t.__dict__, other.__dict__ = other.__dict__, t.__dict__
 
 
 def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor], host: bool) -> torch.Tensor | None:
-    """Return a tensor without data; None for what has no strides."""
+    """Return a fake tensor; None if the layout has no strides."""
     if t.layout is not torch.strided or t.is_nested:
         return None
     device = torch.device("cpu") if host or t.device.type == "meta" else t.device
@@ -377,9 +376,9 @@ def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor], host: bool) -> torch.
 
 @contextmanager
 def forgetting(left: Callable[[], bool]) -> Iterator[None]:
-    """Let sizes be keys of caches, and let no cache of a function know of this run after it.
+    """Allow sizes as cache keys during a run, and clear function caches that refer to the run afterwards.
 
-    `left` says whether anything that the run made is still there.
+    `left` tells whether a storage of the run is still alive.
     """
     plain, asked = torch.SymInt.__hash__, False
 
@@ -395,22 +394,22 @@ def forgetting(left: Callable[[], bool]) -> Iterator[None]:
         torch.SymInt.__hash__ = plain  # type: ignore[method-assign]
         if asked or left():
             clean: set[int] = set()
-            # of which the former lacks what `gc.freeze` has met
+            # `gc.get_objects` omits frozen objects
             for cached in (*_caches(gc.get_objects()), *_in_modules()):
                 if is_theirs(cached.__module__) and _of_a_run(cached, clean):
                     cached.cache_clear()
 
 
 def _caches(values: Iterable[object]) -> list[Any]:
-    """Return the caches of functions that hold something, without a line of Python for each of many objects."""
+    """Return the nonempty function caches; vectorized, since there are many objects."""
     held = list(values)
     found: Iterator[Any] = compress(held, map(operator.is_, map(type, held), repeat(_CACHE)))
     return [cached for cached in found if cached.cache_info().currsize]
 
 
 def _in_modules() -> Iterator[Any]:
-    """Yield the caches that stand in the program's files, and in classes there."""
-    classes: dict[int, Any] = {}  # each one once, in however many files it stands
+    """Yield the caches in the program's modules, and in their classes."""
+    classes: dict[int, Any] = {}  # visited once, though several modules may import it
     for name, module in list(sys.modules.items()):
         if is_theirs(name) and isinstance(module, types.ModuleType):
             held = list(vars(module).values())
@@ -421,7 +420,7 @@ def _in_modules() -> Iterator[Any]:
 
 
 def _of_a_run(cached: object, clean: set[int]) -> bool:
-    """Whether a cache holds a tensor without data, or a size of a run; `clean` has what was found to hold none."""
+    """Whether a cache refers to a fake tensor or a symbolic size; `clean` collects objects known not to."""
     level, seen = [cached], {id(cached)}
     for _ in range(_DEEPEST):
         inside = [v for value in level for v in gc.get_referents(value)]
@@ -432,5 +431,5 @@ def _of_a_run(cached: object, clean: set[int]) -> bool:
             if gc.is_tracked(value) and not is_a(value, _OPAQUE) and id(value) not in seen and id(value) not in clean:
                 seen.add(id(value))
                 level.append(value)
-    clean |= seen.difference(map(id, level))  # what lies deepest was not looked into
+    clean |= seen.difference(map(id, level))  # the deepest level was not searched
     return False

@@ -1,4 +1,4 @@
-"""Functions of torch that work out sizes as numbers before any op that could be seen: called with symbols here."""
+"""Replacements for torch functions that need sizes as numbers: decomposed into ops that accept symbolic sizes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-# Products along an axis, whose gradients torch makes in another way of tensors without data, as of ones with zeros.
+# -- fake-tensor workarounds -------------------------------------------------------------------------------------------
+# Functions that torch runs differently on fake tensors: the gradient of `cumprod`, and in-place bias addition.
 
 
 class _Products(torch.autograd.Function):
-    """Goes back as torch does where nothing is zero: by sums from the end, and a division."""
+    """`cumprod` with torch's gradient for nonzero elements: a reverse cumulative sum and a division."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -50,20 +50,20 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         x, made = ctx.saved_tensors
         shares = made * g
-        zeros = x == 0  # which lives to the end
+        zeros = x == 0  # alive until the end
         zeros.any()
         return _from_the_end(shares, ctx.dim).div(x), None
 
 
 def _from_the_end(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Add up an axis from its end; what is in between lives until that is done, as in C++."""
+    """Return a reverse cumulative sum; intermediates live until the end, as in C++."""
     turned = x.flip(dim)
     added = turned.cumsum(dim)
     return added.flip(dim)
 
 
 def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> torch.Tensor | None:
-    """Multiply along an axis; None where torch's own function has to, as no gradient is made, or axes have names."""
+    """Return a cumulative product; None if torch's own function must run: without gradients, or with named axes."""
     if not torch.is_grad_enabled() or not input.requires_grad or not isinstance(dim, int):
         return None
     x = input if dtype is None else input.to(dtype)
@@ -72,26 +72,24 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> torch.Tensor
 
 
 def in_place(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Add a bias to a product in place, as torch does where rows do not lie one behind another; None where they do.
+    """Add the bias of a linear layer in place, as torch does for noncontiguous inputs; None for contiguous ones.
 
-    Of tensors without data it would make another one.
+    For fake tensors, torch would allocate another tensor.
     """
     flat = input.ndim < 3 or weight.ndim != 2 or _prims_common.is_contiguous_or_false(input)
-    if bias is None or flat or torch.is_autocast_enabled(input.device.type):  # whose casts come before all
+    if bias is None or flat or torch.is_autocast_enabled(input.device.type):  # autocast casts first
         return None
     return torch.matmul(input, weight.T).add_(bias)
 
 
-# -- spectra -----------------------------------------------------------------------------------------------------------
-# Functions of torch that are one call below Python and work out sizes as numbers: their parts, with symbols.
-#
-# Short-time Fourier transforms (aten/src/ATen/native/SpectralOps.cpp) and the order of an einsum's products.
+# -- spectra and einsum ------------------------------------------------------------------------------------------------
+# Short-time Fourier transforms as in aten/src/ATen/native/SpectralOps.cpp, and the contraction order of `einsum`.
 
-_PLAIN, _BY_ROOT, _BY_SIZE = 0, 1, 2  # how a transform is scaled
+_PLAIN, _BY_ROOT, _BY_SIZE = 0, 1, 2  # normalization modes of a transform
 
 
 def _window(x: torch.Tensor, n_fft: int, length: int | None, window: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the window with zeros around it where it is shorter than a frame."""
+    """Return the window, zero-padded to a frame."""
     length = n_fft if length is None else length
     if length == n_fft:
         return window
@@ -102,7 +100,7 @@ def _window(x: torch.Tensor, n_fft: int, length: int | None, window: torch.Tenso
 
 
 def stft(
-    input: torch.Tensor,  # torch's names, which callers use
+    input: torch.Tensor,  # torch's parameter names
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -114,7 +112,7 @@ def stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> torch.Tensor | None:
-    """Transform overlapping frames, as `torch.stft` does it; None where it has to do that itself."""
+    """Decompose `torch.stft`; None if torch's own function must run."""
     if align_to_window or input.ndim > 2:
         return None
     hop = n_fft // 4 if hop_length is None else hop_length
@@ -148,7 +146,7 @@ def istft(
     length: Any = None,
     return_complex: bool = False,
 ) -> torch.Tensor:
-    """Add up transformed frames, as `torch.istft` does it, which also looks whether the window leaves gaps."""
+    """Decompose `torch.istft`, including its check for gaps in the window envelope."""
     hop = n_fft // 4 if hop_length is None else hop_length
     x = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(1, 2)
     weights = _window(x, n_fft, win_length, window)
@@ -161,13 +159,13 @@ def istft(
         half = x.narrow(2, 0, n_fft // 2 + 1) if onesided is False else x
         frames = aten._fft_c2r.default(half, [2], scale, n_fft)
     count, whole = x.shape[1], n_fft + hop * (x.shape[1] - 1)
-    windowed = frames * weights.view(1, 1, n_fft)  # a variable of torch's function, which lives to its end
+    windowed = frames * weights.view(1, 1, n_fft)  # alive until torch's function returns
     made = _added(windowed, whole, hop)
     squares = weights.pow(2).expand(1, count, n_fft)
     envelope = _added(squares, whole, hop)
     start = n_fft // 2 if center else 0
     end = start + length if length is not None else whole - start
-    # what is asked for beyond the last frame is silence
+    # beyond the last frame, the signal is padded with zeros
     seen = torch.sym_min(end, whole)  # type: ignore[no-untyped-call]  # torch has no types for it
     made, envelope = made[:, start:seen], envelope[:, start:seen]
     envelope.abs().min().lt(1e-11)
@@ -183,13 +181,13 @@ def _added(frames: torch.Tensor, whole: Any, hop: int) -> torch.Tensor:
 
 
 def einsum(equation: Any, *operands: Any) -> torch.Tensor | None:
-    """Multiply more than two operands in the cheapest order, which is an assumption about their sizes.
+    """Contract more than two operands in the cheapest order, which assumes relations between their sizes.
 
-    None where torch looks for no order, or takes another way of writing.
+    None if torch does not optimize the order, or for another calling convention.
     """
     if len(operands) < 3 or not isinstance(equation, str) or not (opt_einsum.is_available() and opt_einsum.enabled):
         return None
-    import opt_einsum as library  # type: ignore[import-untyped]  # which torch may do without
+    import opt_einsum as library  # type: ignore[import-untyped]  # optional in torch
 
     inputs, output, _ = library.parser.parse_einsum_input([equation, *(t.shape for t in operands)], shapes=True)
     terms = inputs.split(",")
@@ -206,26 +204,24 @@ def einsum(equation: Any, *operands: Any) -> torch.Tensor | None:
     return made
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-# Recurrent layers with symbols for sizes: torch's own functions ask for sizes as numbers before any op runs.
-#
-# They follow torch's functions for a CPU call by call (`native/RNN.cpp`, `native/mkldnn/RNN.cpp`).
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+# Decomposed as in torch's CPU functions (`native/RNN.cpp`, `native/mkldnn/RNN.cpp`), which need sizes as numbers.
 
 aten = torch.ops.aten
-# torch's number of the mode
+# torch's code for the LSTM mode
 _LSTM = 2
 
-#: One tensor, or an LSTM's pair of them.
+#: A state tensor, or the pair of an LSTM.
 State = Any
-#: Weights and biases of one layer in one direction.
+#: Weights and biases of a layer in one direction.
 Weights = Sequence[torch.Tensor]
-#: Input, state before, weights, whether there are biases, whether it goes back in time, and what lives until the other
-#: direction has run -> outputs and last state.
+#: Input, initial state, weights, whether there are biases, whether time is reversed, and tensors that live until both
+#: directions have run -> outputs and final state.
 Layer = Callable[[torch.Tensor, State, Weights, bool, bool, dict[Any, Any]], tuple[torch.Tensor, State]]
 
 
 class _Given(NamedTuple):
-    """What torch's functions of recurrent layers are given, in their order."""
+    """Arguments of torch's recurrent layers, in order."""
 
     input: torch.Tensor
     hx: Any
@@ -239,21 +235,21 @@ class _Given(NamedTuple):
 
     @property
     def steps(self) -> torch.Tensor:
-        """What the layers are given, step by step."""
+        """Input with time as the first axis."""
         return self.input.transpose(0, 1) if self.batch_first else self.input
 
     @property
     def sizes(self) -> tuple[int, int, float]:
-        """Layers, directions and dropout."""
+        """Numbers of layers and directions, and dropout."""
         return self.num_layers, 1 + self.bidirectional, self.dropout if self.train else 0.0
 
     def laid(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layers make as it is handed out."""
+        """Return an output in the layout of the input."""
         return x.transpose(0, 1) if self.batch_first else x
 
 
 def _lstm(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run an LSTM, each layer as one op of oneDNN unless its state is projected."""
+    """Run an LSTM, with one oneDNN op per layer unless its state is projected."""
     given = _Given(*args)
     projected = given.hx[0].shape[2] != given.hx[1].shape[2]
     fused = torch._C._get_mkldnn_enabled() and not projected and given.input.dtype == torch.float32
@@ -265,7 +261,7 @@ def _lstm(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _one_state(cell: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return torch's function of a layer whose state is one tensor, run step by step."""
+    """Return a recurrent layer with a single state tensor, run step by step."""
 
     def layers(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = _Given(*args)
@@ -279,7 +275,7 @@ def _one_state(cell: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.T
 def _stacked(
     layer: Layer, x: torch.Tensor, states: Sequence[State], params: Weights, biased: bool, sizes: tuple[int, int, float]
 ) -> tuple[torch.Tensor, list[State]]:
-    """Run layers one after another, the directions of each beside each other, with dropout between them."""
+    """Run stacked layers, each in all directions, with dropout between them."""
     layers, sides, dropout = sizes
     each = len(params) // (layers * sides)
     last: list[State] = []
@@ -292,7 +288,7 @@ def _stacked(
             last.append(state)
             del state
         x = outs[0] if sides == 1 else torch.cat(list(outs.values()), -1)
-        if layer is not _fused:  # whose outputs live until those of the next layer take their places
+        if layer is not _fused:  # its outputs live until the next layer's replace them
             outs.clear()
         del held
         if dropout and i < layers - 1:
@@ -316,7 +312,7 @@ def _steps(cell: Callable[..., State], turns: Loops) -> Layer:
         bias = weights[2:4] if biased else (None, None)
         project = weights[-1] if len(weights) % 2 else None
         outs = held[back] = []
-        # those of the other direction live until these are there
+        # the inputs of the other direction live until these exist
         inputs = in_place(x, weights[0], bias[0])
         inputs = held["inputs"] = functional.linear(x, weights[0], bias[0]) if inputs is None else inputs
         parts = turns.parts(inputs)
@@ -372,7 +368,7 @@ def _gated(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return o * c.tanh(), c
 
 
-#: By function of torch, called with what counts steps and with tensors of a batch; what is packed has lengths of data.
+#: By torch function, called with the loops of the run; packed sequences have data-dependent lengths and are excluded.
 RECURRENT: dict[Any, Callable[..., Any]] = {
     torch.lstm: _lstm,
     torch.gru: _one_state(_gru_cell),
@@ -383,7 +379,7 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 
-#: The op behind each mode of `interpolate`, and whether it takes the flag `align_corners`.
+#: Op for each mode of `interpolate`, and whether it takes `align_corners`.
 _RESAMPLING = {
     "nearest": ("upsample_nearest{}d", False),
     "nearest-exact": ("_upsample_nearest_exact{}d", False),
@@ -395,11 +391,10 @@ _RESAMPLING = {
 
 
 class SymbolicSizes(TorchFunctionMode):
-    """Lets what asks for numbers have symbols for sizes: the ops below it take them.
+    """Function mode that keeps sizes symbolic in torch functions, using the replacements below.
 
-    A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
-    told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
-    `formats`, if given, calls all functions, and looks at the formats that they are asked for.
+    `has_torch_function` ignores the mode, so layers with a fast path still take it. A saved random state, as in
+    activation checkpointing, is recorded as an allocation. `formats`, if given, calls all functions and records casts.
     """
 
     unseen = True
@@ -414,7 +409,7 @@ class SymbolicSizes(TorchFunctionMode):
         for module, name, instead in (
             (overrides, "has_torch_function", self._special),
             (torch, "get_rng_state", _saved_state),
-            (torch, "set_rng_state", lambda state: None),  # what is drawn has no data
+            (torch, "set_rng_state", lambda state: None),  # random draws have no data
         ):
             self._replaced.enter_context(patch.object(module, name, instead))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -449,12 +444,12 @@ class SymbolicSizes(TorchFunctionMode):
 
 
 def _own(modes: int) -> bool:
-    """Whether the innermost of so many modes is one that a program is not to see."""
+    """Whether the innermost mode is hidden from the program."""
     return modes > 0 and getattr(torch._C._get_function_stack_at(modes - 1), "unseen", False)
 
 
 def _saved_state() -> torch.Tensor:
-    """Make as many bytes as the state of torch's generator has."""
+    """Return a tensor as large as the state of torch's generator."""
     return torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
 
 
@@ -463,7 +458,7 @@ def _open(x: torch.Tensor) -> bool:
 
 
 def _resampled(
-    input: torch.Tensor,  # torch's name, which callers use
+    input: torch.Tensor,  # torch's parameter name
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
@@ -471,7 +466,7 @@ def _resampled(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> torch.Tensor | None:
-    """Resample as `interpolate` does; None where it has to do that itself."""
+    """Decompose `interpolate`; None if torch's own function must run."""
     axes = input.ndim - 2
     if mode not in _RESAMPLING or antialias or (size is None) == (scale_factor is None):
         return None
@@ -489,7 +484,7 @@ def _resampled(
 
 
 def _scaled(size: Any, factor: float) -> Any:
-    """Return a size times a factor, rounded down as torch does it."""
+    """Return a size times a factor, rounded down as in torch."""
     if isinstance(factor, torch.SymFloat):
         return math.floor(size * factor)
     if round(factor) == factor:
@@ -509,7 +504,7 @@ def _largest_in_windows(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> torch.Tensor | None:
-    """Return the maximum of each window along one axis, as of an image one element high: torch does so itself."""
+    """Decompose `max_pool1d` into `max_pool2d` of height 1, as torch does."""
     if not _open(input) or return_indices:
         return None
     given = (1, kernel_size), (1, stride or kernel_size), (0, padding), (1, dilation)
@@ -520,18 +515,18 @@ def _largest_in_windows(
 
 
 def _taken_along(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Return elements along an axis, the other axes of both tensors broadcast."""
+    """Decompose `take_along_dim` into `gather` with broadcasting."""
     if dim is None:
         return input.reshape(-1).gather(0, indices.reshape(-1))
     axis = dim % input.ndim
     shapes = ([*t.shape[:axis], 1, *t.shape[axis + 1 :]] for t in (input, indices))
     lead = list(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch has no types for it
     x, places = (t.expand([*lead[:axis], t.shape[axis], *lead[axis + 1 :]]) for t in (input, indices))
-    return x.gather(axis, places.remainder(input.shape[axis]))  # from the end on where they are negative
+    return x.gather(axis, places.remainder(input.shape[axis]))  # wraps negative indices
 
 
 def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
-    """Return the numbers from 0 on, of which there are as many as a size."""
+    """Return the integers below a symbolic count."""
     place = device or torch.get_default_device()
     made: torch.Tensor = torch.ops.aten.arange.default(n, dtype=dtype or torch.get_default_dtype(), device=place)
     return made
@@ -540,7 +535,7 @@ def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
 def _evenly(
     start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> torch.Tensor | None:
-    """Return numbers at equal distances, of which there are as many as a size: those from 0 on, scaled and shifted."""
+    """Decompose `linspace` with symbolic `steps`."""
     if not isinstance(steps, torch.SymInt) or options.get("out") is not None:
         return None
     return _count(steps, dtype, device).mul_((end - start) / (steps - 1)).add_(start)
@@ -549,7 +544,7 @@ def _evenly(
 def _hann_window(
     window_length: Any, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> torch.Tensor | None:
-    """Return a raised cosine as torch makes it: where it is periodic, of one point more without that point."""
+    """Decompose `hann_window`; a periodic window drops the last of one point more, as in torch."""
     if not isinstance(window_length, torch.SymInt):
         return None
     points = window_length + 1 if periodic else window_length
@@ -558,7 +553,7 @@ def _hann_window(
 
 
 def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a step of a batch whose size is a number to torch."""
+    """Apply a replacement only to inputs with symbolic sizes."""
     return lambda input, *args: step(input, *args) if _open(input) else None
 
 
@@ -570,7 +565,7 @@ def _split(turns: Loops, tensor: torch.Tensor, split_size: Any, dim: int = 0) ->
     return turns.parts(tensor, dim, split_size) if isinstance(split_size, int) and tensor.ndim else None
 
 
-#: Functions that take a tensor apart: as many parts as a size are there for loops over them.
+#: Functions that split a tensor into a symbolic number of views, for loops over them.
 _PARTED: dict[Any, Callable[..., Any]] = {
     torch.unbind: _unbound,
     torch.Tensor.unbind: _unbound,
@@ -580,20 +575,20 @@ _PARTED: dict[Any, Callable[..., Any]] = {
 
 
 def _chosen(x: torch.Tensor, index: Any) -> torch.Tensor | None:
-    """Return the positions of a tensor that sizes say, which torch takes as bounds alone; None of other indices."""
+    """Index a tensor with symbolic positions, which torch accepts only as slice bounds; None for other indices."""
     given = list(index) if isinstance(index, tuple) else [index]
     at = next((i for i, k in enumerate(given) if isinstance(k, torch.SymInt)), None)
     if at is None or any(isinstance(k, torch.Tensor | list | bool) for k in given):
         return None
     k, given[at] = given[at], slice(None)
     left = given[:at]
-    axes = x.ndim - sum(i is not None and i is not Ellipsis for i in given)  # that an ellipsis stands for
+    axes = x.ndim - sum(i is not None and i is not Ellipsis for i in given)  # axes covered by an ellipsis
     axis = sum(axes if i is Ellipsis else not isinstance(i, int) for i in left)
     return x[tuple(given)].select(axis, k)
 
 
 def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
-    """Write into positions that sizes say."""
+    """Write to symbolic positions."""
     part = _chosen(x, index)
     if part is None:
         return None
@@ -602,7 +597,7 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
 
 
 def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> torch.Tensor | None:
-    """Return the numbers of a range that has as many as a size."""
+    """Return a symbolic range as a tensor."""
     if not isinstance(data, Range) or options.get("requires_grad"):
         return None
     made = _count(data.count, torch.int64, device)
@@ -611,7 +606,7 @@ def _numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None,
     return made if dtype is None else made.to(dtype)
 
 
-#: By function of torch: what is called for it, which gives None where the function itself has to run.
+#: Replacements by torch function; a result of None means that the function itself must run.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
     linear: in_place,

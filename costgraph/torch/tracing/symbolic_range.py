@@ -1,4 +1,4 @@
-"""Loops of a program that has as many turns as a size: each turn is run, and known by its number."""
+"""Loops over sizes: `range`, `split` and `unbind` with a symbolic count run a few iterations, each recorded."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ __all__ = [
 ]
 
 
-# -- counted -----------------------------------------------------------------------------------------------------------
+# -- loops -------------------------------------------------------------------------------------------------------------
 
-#: Attribute of tensors that a turn has made: the loops around, and the turn of each.
+#: Tensor attribute: the loops around its producer, with their iterations.
 _TURN = "_costgraph_turn"
 
-#: Turns that a loop is looked at with: fewer could be alike by chance, and more take their time.
+#: Iterations run per loop: fewer might be alike by chance, and more take time.
 _FEWEST, _MOST, _USUAL = 8, 10, 8
 
 _numbers = range
 
 
 class ResizeError(CostGraphError):
-    """A loop has too few turns at a size, or too many: it is to be run at another one."""
+    """A loop has too few or too many iterations at a size; the run must use another one."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(f"{name} = {size}")
@@ -52,36 +52,36 @@ class ResizeError(CostGraphError):
 
 @dataclass(frozen=True)
 class Counted:
-    """A loop."""
+    """A loop over a size."""
 
     count: torch.SymInt
-    """how many turns it has"""
+    """number of iterations"""
     played: int
-    """how many are run"""
+    """number of iterations run"""
     line: str
-    """where it begins"""
+    """line where it begins"""
     at: tuple[int, int]
-    """frame and instruction that ask for the next turn"""
+    """frame and instruction that request the next iteration"""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What turns of a loop have put into a list."""
+    """The part of a list with per-iteration results."""
 
     loop: int
     first: int
     last: int
-    """where it begins in the list, and ends"""
+    """its begin and end in the list"""
     count: Any
-    """how many they are, of all turns"""
+    """its length for all iterations of the loop"""
     back: bool
-    """whether what the last turn has made comes first"""
+    """whether the result of the last iteration comes first"""
 
 
 class Loops:
-    """The loops over sizes that a program runs, and the turns that it is in.
+    """Loops over sizes in a run, with their current iterations.
 
-    `raised` are names whose sizes a loop has been given turns by, and are not to be smaller; None for sizes that stay.
+    `raised` names sizes that were increased for a loop and must not decrease again; None keeps all sizes fixed.
     """
 
     def __init__(self, shapes: Shapes, raised: Collection[str] | None = None) -> None:
@@ -89,33 +89,33 @@ class Loops:
         self.loops: list[Counted] = []
         self.stack: list[tuple[int, int]] = []
         self.on = False
-        """whether loops are looked at: not where gradients are made"""
+        """whether loops are recorded; False in training"""
         self.broken = False
-        """whether one was left before its last turn"""
+        """whether a loop was left before its last iteration"""
         self.note: Callable[[tuple[tuple[int, int], ...]], None] = lambda path: None
-        """Called when a turn begins or ends, with the turns around what follows."""
+        """Called when an iteration begins or ends, with the enclosing iterations."""
 
     @property
     def path(self) -> tuple[tuple[int, int], ...]:
-        """The loops around, and the turn of each."""
+        """Enclosing loops, with their iterations."""
         return tuple(self.stack)
 
     def mark(self, made: Iterable[Any]) -> None:
-        """Note the turn that has made some tensors."""
+        """Tag tensors with the iteration that produced them."""
         if self.stack:
             for t in made:
                 if isinstance(t, torch.Tensor):
                     t.__dict__[_TURN] = self.path
 
     def is_open(self, count: Any) -> bool:
-        """Whether a number of turns is that of named sizes, which are no numbers here."""
+        """Whether a count is symbolic in named sizes that must stay symbolic."""
         if not self.on or not isinstance(count, torch.SymInt) or self.shapes.fixed:
             return False
         free = self.shapes.plain(count.node.expr).free_symbols
         return bool(free) and free <= self.shapes.names.keys()
 
     def turns(self, count: torch.SymInt) -> Iterator[int]:
-        """Yield the number of each turn."""
+        """Yield the iteration numbers."""
         frame = sys._getframe(2)
         number, done = self._begin(count, (id(frame), frame.f_lasti)), 0
         played = self.loops[number].played
@@ -131,13 +131,13 @@ class Loops:
 
     def _begin(self, count: torch.SymInt, at: tuple[int, int]) -> int:
         if self.stack and self.loops[self.stack[-1][0]].at == at:
-            return self.stack[-1][0]  # side by side with the one that the same line has asked just now, as of `zip`
+            return self.stack[-1][0]  # in lockstep with a loop from the same line, as in `zip`
         played = self._played(count)
         self.loops.append(Counted(count, played, caller(), at))
         return len(self.loops) - 1
 
     def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
-        """Return how many turns are run; ResizeError with the size where other ones are wanted."""
+        """Return how many iterations to run; ResizeError with a better size if it is unsuitable."""
         now = self.shapes.backed_var_to_val
         expr = self.shapes.plain(count.node.expr)
 
@@ -149,18 +149,18 @@ class Loops:
             for symbol in sorted(expr.free_symbols, key=str):
                 size = int(now[symbol])
                 if not wanted and self.raised and played > _MOST and self.shapes.names[symbol] in self.raised:
-                    continue  # another loop has too few turns otherwise
+                    continue  # another loop would have too few iterations
                 period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
                 if period is None:
                     continue
                 other, taken = size + period * ((wanted or _USUAL) - played), {n for s, n in now.items() if s != symbol}
-                while other < 2 or other in taken:  # sizes are in general position
+                while other < 2 or other in taken:  # sizes stay in general position
                     other += period
                 raise ResizeError(self.shapes.names[symbol], other)
         return played
 
     def elsewhere(self) -> dict[str, int]:
-        """Return other sizes, at which the loops have one turn more; UnsupportedError where there are none."""
+        """Return sizes that give each loop one more iteration; UnsupportedError if there are none."""
         out: dict[str, int] = {}
         for loop in self.loops:
             try:
@@ -191,7 +191,7 @@ class Loops:
         self.note(self.path)
 
     def refused(self, why: str) -> UnsupportedError:
-        """Return the error for loops that cannot be put into one of the size that they count to."""
+        """Return the error for loops that cannot be folded."""
         lines = ", ".join(dict.fromkeys(loop.line for loop in self.loops))
         return UnsupportedError(
             f"{lines}: counts to a size, and {why}; name no dimension for this axis (None) to keep it a number, or "
@@ -199,12 +199,12 @@ class Loops:
         )
 
     def joined(self, parts: Sequence[torch.Tensor]) -> Made | None:
-        """Return the longest stretch of a list that turns of a loop have made, one each; None where there is none."""
+        """Return the longest part of a list with one result per iteration of a loop; None without one."""
         around = self.path
         deep = len(around)
         tags = [t.__dict__.get(_TURN, ()) for t in parts]
         own = [tag[deep] if tag[:deep] == around and len(tag) > deep else (-1, -1) for tag in tags]
-        within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # loops inside, which each turn has of its own
+        within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # inner loops, which each iteration runs
         found: Made | None = None
         for i, (number, turn) in enumerate(own):
             for step in (1, -1):
@@ -220,7 +220,7 @@ class Loops:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Let `range` of an open size count."""
+        """Patch `range` to accept symbolic sizes."""
         loops = self
 
         class Kind(type):
@@ -239,7 +239,7 @@ class Loops:
                 self.on = False
 
     def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None, *, back: bool = False) -> Parts | None:
-        """Return the parts of a tensor along an axis, or its positions; None where that is not open."""
+        """Return the chunks of a tensor along an axis, or its positions; None if their number is not symbolic."""
         axis %= max(x.ndim, 1)
         if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
             return None
@@ -248,7 +248,7 @@ class Loops:
         return made
 
     def range(self, *args: Any) -> Any:
-        """Return what counts as `range` does, from symbols."""
+        """Return a `range` of symbolic arguments."""
         start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
         if isinstance(step, int) and step:
             length, by = (stop - start, step) if step > 0 else (start - stop, -step)
@@ -259,12 +259,12 @@ class Loops:
         for n in args:
             expr = self.shapes.plain(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
             if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
-                self.shapes.fix(expr)  # the program is the one that asks
+                self.shapes.fix(expr)  # the program itself asks for the number
         return _numbers(*args)
 
 
 class Range:
-    """Numbers at equal distances, of which there are as many as a size."""
+    """A range of symbolic length."""
 
     def __init__(self, loops: Loops, start: Any, step: int, count: torch.SymInt) -> None:
         self.loops, self.start, self.step, self.count = loops, start, step, count
@@ -282,18 +282,18 @@ class Range:
 
 
 class Parts(tuple[torch.Tensor, ...]):
-    """Views of a tensor that lie behind each other along an axis, one for each turn of a loop over them."""
+    """Consecutive views of a tensor along an axis, one per iteration of a loop over them."""
 
     loops: Loops
     x: torch.Tensor
     axis: int
     size: int | None
-    """positions of each; None of one without that axis"""
+    """length along the axis; None for views without it"""
     back: bool
-    """whether the last one comes first"""
+    """whether they are in reverse order"""
 
     def part(self, k: Any) -> torch.Tensor:
-        """Return one of them."""
+        """Return the k-th view."""
         k = self.count - 1 - k if self.back else k
         if self.size is None:
             return self.x.select(self.axis, k)
@@ -301,7 +301,7 @@ class Parts(tuple[torch.Tensor, ...]):
 
     @property
     def count(self) -> Any:
-        """How many they are."""
+        """Number of views."""
         return self.x.shape[self.axis] // (self.size or 1)
 
     def __len__(self) -> int:
@@ -334,7 +334,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _period(count: Callable[[int], int], size: int) -> int | None:
-    """Return by how much a size grows for one turn more, wherever it is; None where that is not always the same."""
+    """Return the increase of a size that adds one iteration; None if that is not constant."""
     for step in _numbers(1, 1 << 13):
         if all(count(size + k * step) == count(size) + k for k in (1, 2, 3, 5, 8, 64)):
             return step
@@ -342,18 +342,16 @@ def _period(count: Callable[[int], int], size: int) -> int | None:
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
-# Python's integer functions on sizes: `int(n)`, `float(n)` and `len(x)` keep a named size symbolic.
-#
-# CPython lets `int`, `len` and `float` return plain numbers only, so these names are shadowed in the program's files
-# during a run. There a size looks like an `int`, as in an eager run.
+# `int(n)`, `float(n)` and `len(x)` keep a named size symbolic. CPython restricts their results to plain numbers, so
+# these names are shadowed in the program's files during a run, where a size also passes for an `int`.
 
 _type = type
-#: Files of torch that compute sizes with Python's functions.
+#: torch modules that compute sizes with these functions.
 _OF_TORCH = ("torch.nn.functional",)
 
 
 class _Shadow:
-    """Stands in for a builtin type: calls accept sizes, and everything else goes to the type itself."""
+    """Stands in for a builtin type: calls accept symbolic sizes, all else goes to the type."""
 
     def __init__(self, plain: type, call: Callable[..., Any], symbols: type | None) -> None:
         self.__dict__.update({"_plain": plain, "_call": call, "_symbols": symbols, "__name__": plain.__name__})
@@ -439,9 +437,9 @@ _SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type"
 
 
 def _files(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the globals of the program's files."""
+    """Yield the globals of the program's modules."""
     found = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
-    for kind in {cls for part in module.modules() for cls in _type(part).__mro__}:  # a file that is no module
+    for kind in {cls for part in module.modules() for cls in _type(part).__mro__}:  # a file outside `sys.modules`
         found += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
     seen = set[int]()
     for names in found:
@@ -456,13 +454,13 @@ def _divided(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _written(size: torch.SymInt, how: str) -> str:
-    """Return a size as text. With a format specification it is a number."""
+    """Return a size as text; a format specification needs its value."""
     return format(int(size.node.hint), how) if how else str(size)
 
 
 @contextmanager
 def open_integers(module: nn.Module) -> Iterator[None]:
-    """Let Python's integer functions accept sizes in a program's files."""
+    """Make Python's integer functions accept symbolic sizes in a program's files."""
     methods = {"__divmod__": _divided, "__rdivmod__": lambda a, b: _divided(b, a), "__format__": _written}
     with ExitStack() as replaced:
         for name, method in methods.items():

@@ -1,4 +1,4 @@
-"""What a call is in declared kinds: found once for each call of its sort, and put into the graph for each of them."""
+"""Translate a call into declared ops; equal calls share one template."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Template", "Wanted", "declared", "template_of"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the run made of a result."""
+    """A result as the run produced it."""
 
     spec: Spec
     of: int | None
@@ -49,26 +49,26 @@ class Wanted:
     offset: Poly
     """first element within the storage"""
     place: int
-    """among what the call returned, -1 of an operand that it wrote into and did not return"""
+    """index among the returned values; -1 for an operand that is written but not returned"""
     spare: Poly = ZERO
-    """bytes of its storage beyond its elements"""
+    """bytes of the storage beyond its elements"""
 
 
 @dataclass(frozen=True)
 class Template:
-    """Declared ops that stand for a call."""
+    """Declared ops for a call."""
 
     body: Graph
-    """the ops, on tensors that stand for operands"""
+    """the ops, on tensors that stand for the operands"""
     operands: tuple[int, ...]
-    """which operands of the call its inputs stand for"""
+    """the call's operand for each input of the body"""
     results: tuple[Tensor, ...]
-    """what stands for each result that is wanted"""
+    """the tensor for each result"""
     kernel: Kernel | None
-    """record of the kernel that they are, None where each op is one of its own"""
+    """kernel that fuses the ops; None if each op is its own kernel"""
 
     def add(self, graph: Graph, operands: Sequence[Tensor], name: str) -> tuple[list[Op], tuple[Tensor, ...]]:
-        """Add the ops to a graph; returns them, and the results."""
+        """Add the ops to a graph; return them and the results."""
         again = _Copier()
         given = [operands[i] for i in self.operands]
         again.tensors |= zip(self.body.formals, given, strict=True)
@@ -87,10 +87,10 @@ class Template:
 
 
 class _Copier(Rewriter):
-    """Copies ops to where the call stands: into its scope, and into its phase."""
+    """Copies ops into the scope and phase of the call."""
 
     def inside(self, body: Graph, graph: Graph, name: str) -> Graph:
-        """Copy the body of a kernel, whose name is a scope for what is inside."""
+        """Copy a kernel's body, in a scope with the kernel's name."""
         with scope(name):
             return self.body(body, graph, "")
 
@@ -133,17 +133,17 @@ def template_of(
     *,
     whole: bool = False,
 ) -> Template | None:
-    """Return the declared ops of a call, as the run had it; None where it is not what they say.
+    """Return a call's declared ops; None if they do not reproduce the run's results.
 
-    `operands` has the number of each operand, `tensors` what stands for them in the graph, and `wanted` what the run
-    made. `workspace` is what torch's kernel takes beside operands and results, in bytes. `whole` says whether the ops
-    are one, which keeps the call, even where each could be one of its own.
+    `operands` numbers the operands, `tensors` are their graph tensors, `wanted` are the run's results, and
+    `workspace` are the temporary bytes of torch's kernel. With `whole`, the ops form one kernel that keeps the call,
+    even if each could be its own.
     """
     relations = tensors[0].graph.root.relations if tensors else None
     try:
         found = declared(translation, call, operands, tensors, relations)
     except CostGraphError:
-        return None  # its rule says what it costs; where it has none, `counts_of` says why
+        return None  # its rule states the costs; without one, `counts_of` raises the reason
     if found is None:
         return None
     body, inputs, returned = found
@@ -157,17 +157,17 @@ def template_of(
 
 @cache
 def _arguments(name: str) -> tuple[str, ...]:
-    """Return the names of the arguments of a backward kernel; none if torch has no such kernel."""
+    """Return the argument names of a backward kernel; none if torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
     return _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
 
 
-#: Operands that autograd keeps although their gradients are views.
+#: Operands that autograd saves although their gradients are views.
 _KEPT = {"complex_backward": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
-    """State facts about the backward kernel: saved operands, the memory format that it computes in, temporaries."""
+    """State the properties of the backward kernel: saved operands, gradient memory format, temporaries."""
     name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
     names, body, kernel = _arguments(name), template.body, template.kernel
     op = next((op for op in reversed(body.ops) if _works(op)), None)
@@ -200,13 +200,17 @@ def declared(
     tensors: Sequence[Tensor | Spec],
     relations: Relations | None = None,
 ) -> tuple[Graph, dict[Tensor, int], Tensor | Sequence[Tensor | None]] | None:
-    """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none.
+    """Return a body with the declared ops of a call, its inputs, and the results; None without a translation.
 
-    Each input comes with the number of its operand. A tensor that is passed for several arguments, such as query and
-    key, has one input for each, since torch computes one gradient per argument; an in-place op has one input only.
+    Each input maps to the number of its operand. A tensor passed as several arguments, such as query and key, gets one
+    input per argument, since torch computes one gradient per argument; an in-place op has a single input.
 
-    CostGraphError if no kind takes such operands, as where only data explains shapes; UnsupportedError if the
-    translation fails with an error that is not the library's: it did not foresee these arguments.
+    Raises
+    ------
+    CostGraphError
+        If no op kind accepts the operands, as when only data explains the shapes.
+    UnsupportedError
+        If the translation fails with a foreign error: it did not foresee the arguments.
     """
     scratch = Graph("call")
     scratch.relations = scratch.relations if relations is None else relations
@@ -248,13 +252,13 @@ def declared(
 def _results(
     made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Mapping[Tensor, int], wanted: Sequence[Wanted]
 ) -> tuple[Tensor, ...] | None:
-    """Return what stands for each result; None where the run made something else."""
+    """Return the tensor for each result; None if the run produced other ones."""
     returned = [made] if isinstance(made, Tensor) else list(made)
     found = []
     for w in wanted:
         if w.place >= 0:
             t = returned[w.place] if w.place < len(returned) else None
-        else:  # an operand that it wrote into
+        else:  # an operand written in place
             first = next(x for x, i in inputs.items() if i == (w.of or 0))
             t = next((r for r in returned if r is not None and r.storage in _stored(body, first)), None)
         t = body.adopt(t) if t is not None and t in inputs else t
@@ -281,7 +285,7 @@ def _settled(
     workspace: Poly,
     whole: bool,
 ) -> Template | None:
-    """Say whether the ops stand for themselves, or are one kernel."""
+    """Decide whether the ops stand alone or form one kernel."""
     ops = body.ops
     spare = wanted[0].spare if wanted else ZERO
     as_run = not spare and all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
@@ -306,9 +310,9 @@ def _settled(
     if any(w.of is not None for w in wanted) and not changed:
         return None
     body.outputs = list(results)
-    # torch has a kernel for the gradients of one that contracts nothing, and products of their own for the others
+    # torch has backward kernels for noncontracting ops; a contraction's gradients are contractions
     contracts = any(isinstance(op.kind, Einsum | Fourier) for op in ops)
-    # of a modulus it makes the sign first
+    # the gradient of a modulus computes the sign first
     contracts = contracts or (len(ops) == 1 and any(t.dtype.kind == "complex" for t in ops[0].operands[:1]))
     kind = Kernel(
         body=body,
@@ -322,18 +326,18 @@ def _settled(
 
 
 def _works(op: Op) -> bool:
-    """Whether an op does more than return a view of its operand."""
+    """Whether an op does more than return a view."""
     return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 
 def _lies(body: Graph, t: Tensor, w: Wanted) -> bool:
-    """Whether a result lies in memory as in the run; where an axis of size 1 leads makes no difference."""
+    """Whether a result has the run's memory layout; strides along size-1 axes do not matter."""
     same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
     return same and (w.of is None or body.same(t.offset, w.offset))
 
 
 def _strides(wanted: Sequence[Wanted]) -> tuple[Sizes | None, ...]:
-    """Return how results lie where not all of them are dense in the order of their axes."""
+    """Return the strides of results, if any is not contiguous."""
     out = []
     for w in wanted:
         dense = contiguous(w.spec.sizes)

@@ -1,4 +1,4 @@
-"""nn.Module -> Graph, from one eager run on fake tensors."""
+"""Trace an `nn.Module` into a graph, from one eager run on fake tensors."""
 
 from __future__ import annotations
 
@@ -53,27 +53,26 @@ __all__ = [
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------
-# The run that is recorded: forward, and if asked backward and a step of the optimizer.
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
-# they write out what the error says
+# torch logs the errors that `plain_errors` reports
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 class Run:
-    """One run of a module.
+    """One recorded run of a module: the forward pass, optionally the backward pass and an optimizer step.
 
     Parameters
     ----------
     module : torch.nn.Module
-        With parameters that hold no data.
+        Module whose parameters are fake.
     recorder : Recorder
-        What looks on.
+        Dispatch mode that records the calls.
     optimizer : callable or None
-        Makes the optimizer of a list of parameters.
+        Optimizer factory, called with the list of parameters.
     device : callable
-        Lets the program run as on a device.
+        Context manager under which the program runs as on the traced device.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class Run:
         self.formats = Formats(recorder)
 
     def declare(self, inputs: Mapping[str, object], kept: Mapping[str, torch.Tensor]) -> None:
-        """Say what is there before the first op: parameters, buffers, gradients that were there before, and inputs."""
+        """Declare the sources: parameters, buffers, existing gradients, caches and inputs."""
         taken = set[str]()
         for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
             path = path_of(name)
-            while path in taken:  # by a key that differs in other characters
+            while path in taken:  # two names may differ only in characters that `path_of` replaces
                 path += "_"
             taken.add(path)
             self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", path)
@@ -112,9 +111,9 @@ class Run:
                 self.recorder.source(value, "input", name)
 
     def __call__(self, args: list[object], kwargs: dict[str, object], *, train: bool) -> None:
-        """Run forward, and if asked the rest of a training step."""
+        """Run the forward pass and, with `train`, the rest of a training step."""
         collecting = gc.isenabled()
-        gc.disable()  # what only a cycle holds would be given back at any time
+        gc.disable()  # the collector would free reference cycles at arbitrary points of the run
         try:
             with (
                 torch.set_grad_enabled(train), uncompiled(),
@@ -135,7 +134,7 @@ class Run:
                 gc.enable()
 
     def _warm(self, args: list[object], kwargs: dict[str, object]) -> None:
-        """Run forward and backward unseen: an optimizer that a hook calls makes its state in the first step."""
+        """Run forward and backward unrecorded: an optimizer called by a hook creates its state in the first step."""
         before = {p: p.grad for p in self.params.values()}
         for loss in self._loss(list(_tensors(self.module(*args, **kwargs)))):
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -167,7 +166,7 @@ class Run:
         self.recorder.phase = "optimizer"
         with self.recorder.pausing():
             optimizer = make(list(self.params.values()))
-            optimizer.step()  # makes the state
+            optimizer.step()  # creates the state
         names = {id(p): name for name, p in self.params.items()}
         for p, state in optimizer.state.items():
             for key, value in state.items():
@@ -177,7 +176,7 @@ class Run:
         optimizer.zero_grad(set_to_none=True)
 
     def build(self, graph: Graph, known: Sequence[str]) -> Graph:
-        """Add what was recorded to a graph; turns of loops over sizes are loops of the graph that is returned."""
+        """Add the recorded events to a graph and fold the iterations of loops over sizes into loops."""
         graph.assume(*known)
         builder = Builder(graph, self.recorder.sources)
         builder.run(self.recorder.events)
@@ -197,7 +196,7 @@ class Run:
 
 
 def _tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module returned, whatever holds them."""
+    """Yield the tensors in a module's output, in containers and attributes of any depth."""
     if id(value) in seen:
         return
     if is_a(value, torch.Tensor):
@@ -213,13 +212,13 @@ def _tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Say which line of the program failed, and why, in one error of the library."""
+    """Reraise any error as one of this library that names the line of the program."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():  # `deepcopy` compares data pointers, which are all 0 here
+        with warnings.catch_warnings():  # `deepcopy` compares data pointers, which are 0 for fake tensors
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
@@ -235,7 +234,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """Return what is wrong in words, and what would do."""
+    """Return the cause of an error in words, with the remedy."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException | DynamicOutputShapeException):
         return (
             "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what "
@@ -260,13 +259,13 @@ def _cause(error: Exception) -> str:
 
 # -- trace -------------------------------------------------------------------------------------------------------------
 
-#: How often a size is given another hint: loops of several counts may each ask for one.
+#: Number of new hints tried per size: several loops may each request one.
 _RESIZED = 6
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a trace that say how questions of the program are answered."""
+    """Options of a trace that decide data-dependent and size-dependent branches."""
 
     unknown: str
     fixed: str
@@ -293,68 +292,68 @@ def trace(
 ) -> Graph:
     """Turn a module into a graph with symbolic sizes, from one eager run on tensors that hold no data.
 
-    Nothing is computed and the module is not changed. Each op that torch runs below autograd becomes an op of the
-    graph; a storage lives as long as it did in the run, which Python's variables and autograd's saved tensors decide.
+    Nothing is computed and the module is left unchanged. Each op that torch dispatches below autograd becomes an op of
+    the graph. Storages live as long as in the eager run, where Python variables and autograd's saved tensors hold them.
 
     Parameters
     ----------
     module : torch.nn.Module or torch.export.ExportedProgram
-        What is called, in the mode (`train()`, `eval()`) that it is in; of a compiled one, the one inside it, and of
-        an exported program its module. Its parameters may be on any device, `meta` included, or fake.
+        Module to call, in its current mode (`train()` or `eval()`). Compiled modules and exported programs are
+        unwrapped. Parameters may be on any device, `meta` included, or fake.
     *inputs : torch.Tensor or other
-        Positional arguments; of tensors the shape, the layout and the number format matter alone.
+        Positional arguments. Only the shape, layout and dtype of tensors matter.
     dims : sequence, optional
-        For each of `inputs` a sequence with a name or None for each axis, or None for an argument whose axes are all
-        numbers. One name is one size wherever it stands.
+        For each of `inputs`, a sequence with a name or None per axis, or None for an argument without named axes.
+        Equal names denote equal sizes.
     train : bool
-        Whether the module returns a scalar loss whose backward pass is run as well. Without, gradients are off.
+        Whether to run the backward pass too; the module must return a scalar loss. Otherwise gradients are off.
     optimizer : callable, optional
-        `optimizer(parameters)` makes the optimizer whose step is run after the backward pass, with the state that
-        its first step has left behind; gradients are set to None after it.
+        Factory `optimizer(parameters)` of the optimizer whose step runs after the backward pass. Its state is that
+        left by a first step. Gradients are set to None afterwards.
     keywords, keyword_dims : mapping, optional
-        Keyword arguments, and the names of the axes of those that are tensors.
+        Keyword arguments, and the axis names of the tensors among them.
     cached : sequence of str
-        Names of arguments that are kept between steps of inference: tensors, or what holds tensors, as a cache of
-        transformers does, whose axes the names in `dims` are then. `decode` makes a step of such a trace.
+        Names of arguments kept between inference steps: tensors, or objects that hold tensors, such as a KV cache of
+        transformers; `dims` then names the axes of the tensors inside. `decode` turns such a trace into a decode step.
     unknown : str
-        What an op without a rule is: an `error`, or a `symbol`, the positive numbers `matmul_flops_NAME`,
-        `pointwise_flops_NAME` and `transcendental_flops_NAME` of FLOPs, which every total of FLOPs includes (bind 1
-        where it has none). Its operands and results are moved once, without a workspace.
+        Treatment of ops without a rule: `error`, or `symbol`, which adds the positive symbols `matmul_flops_NAME`,
+        `pointwise_flops_NAME` and `transcendental_flops_NAME` to the FLOPs (bind 1 where there are none). Operands and
+        results are then moved once, without a workspace.
     fixed : str
-        What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
-        assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
-        of the graph, where its turns are alike; of a step of training (`train=True`) it is an error.
+        Treatment of a named size that the program turns into a number: `error`, or `given`, which assumes the given
+        size and unrolls loops over it. With `error`, a loop over a size whose iterations are alike becomes a loop of
+        the graph; in a training step (`train=True`) it is refused.
     data_sizes : str
-        A size that data choose is a `symbol` named after its origin, with its upper bound among the assumptions:
-        `mask_1 <= N` elements that a mask selects or `nonzero` finds, `unique_1`, `bincount_1`, or `max_1` for a size
-        read from `lengths.max()`; or an `error`.
+        Treatment of data-dependent sizes: `symbol` names each after its origin and assumes its upper bound, as
+        `mask_1 <= N` for elements that a mask or `nonzero` selects, `unique_1`, `bincount_1`, or `max_1` for a size
+        read from `lengths.max()`; `error` refuses them.
     choose : mapping, optional
-        Numbers and truth values that the program reads from tensors, by the op that made the tensor: with
-        `{"rand": 0.5}`, `torch.rand(1).item()` is 0.5, which decides whether a layer is dropped; with
-        `{"all": True}`, `if mask.all()` takes its first branch; `{"equal": False}` answers `torch.equal`. A tensor is
-        equal to itself without being asked (as if it held no NaN), and tensors of different shapes are not equal.
+        Values that the program reads from tensors, by the op that produced the tensor. With `{"rand": 0.5}`,
+        `torch.rand(1).item()` is 0.5, which decides whether a layer is dropped; with `{"all": True}`,
+        `if mask.all()` takes its first branch; `{"equal": False}` answers `torch.equal`. Without a choice, a tensor
+        equals itself (as if it held no NaN), and tensors of different shapes are unequal.
     name : str
-        Name of the graph, by default the class of the module.
+        Name of the graph; defaults to the class of the module.
     device : str
-        cpu: module and inputs are where they are, on a CPU if they hold no data. cuda: all is on a GPU, of which none
-        is needed: what torch chooses by the device follows from its own conditions (`costgraph.torch.dispatched` says
-        which call by which rule).
+        `cpu` keeps the devices of module and inputs (CPU for tensors without data). `cuda` puts everything on a GPU;
+        none is needed, since torch's own conditions select the kernels (`costgraph.torch.dispatched` lists each
+        selection and its rule).
     arch : str, optional
-        Compute capability of the GPU as torch names it, by default sm_90.
+        Compute capability of the GPU as torch names it; defaults to sm_90.
 
     Returns
     -------
     Graph
-        Its ops are of declared kinds, or `foreign` with stated costs where no kind says what a call does; paths of
-        modules are scopes. `costgraph.torch.lower` makes the calls again.
+        Graph with declared op kinds, and `foreign` ops with stated costs where no kind describes a call. Module paths
+        are scopes. `costgraph.torch.lower` turns the graph back into calls.
 
     Raises
     ------
     GraphError, ShapeError
-        If names do not fit the inputs, with `train=True` the module returns no scalar, or there is no such device.
+        If names do not fit the inputs, the module returns no scalar with `train=True`, or the device is unknown.
     UnsupportedError
-        If an op has no rule, the program turns a named size into a number, or turns of a loop over one are not alike:
-        the text names the line.
+        If an op has no rule, the program turns a named size into a number, or the iterations of a loop over a size
+        differ. The message names the line.
 
     Examples
     --------
@@ -402,7 +401,7 @@ def _traced(
     *,
     train: bool,
 ) -> Graph:
-    """Run a module as often as it takes: what needs no remainder, formats and loops are known by a second run."""
+    """Run a module as often as needed: exact quotients, number formats and loops are settled by further runs."""
     watched = partial(_watched, module, given, optimizer, target, options, train=train)
     exact = frozenset[sympy.Expr]()
     integers = False
@@ -416,7 +415,7 @@ def _traced(
                 sizes, shapes, run = _first(watched, given.sizes())
         except CostGraphError:
             raise error from error.__cause__
-    if shapes.exact:  # which is known from the start on now
+    if shapes.exact:  # now known from the start
         exact = frozenset(shapes.exact)
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
@@ -439,15 +438,15 @@ def _traced(
 
 
 def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[str, int]) -> None:
-    """Find which formats a program asks for because its model is in them: not where it is run in another one.
+    """Find which casts follow the model's number format, by a run in another one.
 
-    Which formats are asked for is the same at sizes that are numbers, where a run takes a third of the time. A program
-    that goes another way there, such as one with loops over sizes, is run with symbols for them.
+    A run at plain numbers takes a third of the time and usually issues the same casts. Programs that branch differently
+    there, such as those with loops over sizes, are run with symbols.
     """
     if not run.formats.asked:
         return
     alike = bool(sizes) and not run.recorder.turns.loops and not run.formats.replaced
-    # a program may fail in another format; its output was printed by the first run
+    # the program may fail in another format; its output was printed by the first run
     with suppress(CostGraphError), redirect_stdout(StringIO()):
         if alike and run.formats.settle(narrow(sizes, numbers=True)[1].formats):
             return
@@ -456,7 +455,7 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
 
 
 def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int]) -> tuple[dict[str, int], Shapes, Run]:
-    """Run at the first sizes that the program takes and at which it goes the way that it goes at those given."""
+    """Run at the first candidate sizes whose path also holds at the given sizes, else at the first accepted ones."""
     found: list[tuple[dict[str, int], Shapes, Run]] = []
     failed: UnsupportedError | None = None
     for sizes in alternatives(given):
@@ -465,7 +464,7 @@ def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int])
                 shapes, run = _resized(watched, sizes)
         except UnsupportedError as error:
             if error.__cause__ is None or isinstance(error.__cause__, CostGraphError):
-                raise  # the trace refuses it, whatever the sizes are
+                raise  # refused by the trace at any size
             failed = failed or error
             continue
         found.append((sizes, shapes, run))
@@ -477,7 +476,7 @@ def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int])
 
 
 def _holds_at(given: Mapping[str, int], shapes: Shapes, run: Run) -> bool:
-    """Return whether the assumptions of a run hold at these sizes."""
+    """Return whether the assumptions of a run hold at the given sizes."""
     known = {n: poly(size) for n, size in given.items()}
     try:
         for text in assumptions(shapes, run.recorder.values.translator):
@@ -488,7 +487,7 @@ def _holds_at(given: Mapping[str, int], shapes: Shapes, run: Run) -> bool:
 
 
 def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
-    """Run at sizes at which loops over them have a few turns; sizes are changed to those."""
+    """Run at sizes that give loops over them a few iterations; update `sizes` to those."""
     given, raised = dict(sizes), set[str]()
     for _ in range(_RESIZED * len(sizes)):
         try:
@@ -498,7 +497,7 @@ def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) 
                 raised.add(error.name)
             sizes[error.name] = error.size
             continue
-        if not _holds_at(given, shapes, run):  # it goes another way there
+        if not _holds_at(given, shapes, run):  # the program takes another path there
             break
         return shapes, run
     sizes.update(given)
@@ -520,7 +519,7 @@ def _watched(
     integers: bool = False,
     numbers: bool = False,
 ) -> tuple[Shapes, Run]:
-    """Run a module while what it does is recorded, as it is or in another number format."""
+    """Run a module under a recorder, in its own number format or, with `narrow`, in another one."""
     shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
     symbols = options.data_sizes == "symbol"
     translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=symbols, chosen=shapes.chosen)
@@ -555,7 +554,7 @@ def _watched(
 
 
 def _usual_format(module: nn.Module) -> DType:
-    """Return the floating format of most parameters: what a policy of precision changes; another is meant as it is."""
+    """Return the floating format of most parameters, which a precision policy changes; other formats are deliberate."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0

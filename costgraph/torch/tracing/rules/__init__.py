@@ -1,4 +1,4 @@
-"""What aten ops cost: a rule for each, by family."""
+"""Cost rules of aten ops, by family."""
 
 from . import (  # noqa: F401  # they fill the table
     attention,

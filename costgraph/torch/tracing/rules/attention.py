@@ -1,8 +1,8 @@
-"""Fused scaled dot-product attention and its gradients, by the pairs of a query and a key that are seen.
+"""Costs of fused scaled dot-product attention and its backward, by attended pairs of query and key.
 
-Executed are the pairs of a causal mask, full is every pair. Forward: two matmuls; backward: five, as scores are made
-again from the logarithm of each row's sum (Dao et al. 2022, arXiv 2205.14135). A mask that is a tensor hides what its
-data say, so that every pair is computed.
+With a causal mask, executed FLOPs count attended pairs and full FLOPs all pairs. The forward pass has two matmuls, the
+backward pass five, since it recomputes scores from the logsumexp (Dao et al. 2022, arXiv 2205.14135). An explicit mask
+is data, so every pair is computed.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__: list[str] = []  # its rules are found in RULES
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of an attention."""
+    """Sizes of an attention call."""
 
     heads: Poly
-    """batch entries times heads of the queries"""
+    """batch size times query heads"""
     queries: Poly
     keys: Poly
     size: Poly
-    """of a query and a key"""
+    """width of a query or key"""
     value: Poly
-    """of a value"""
+    """width of a value"""
     seen: Poly
-    """pairs that are computed"""
+    """computed pairs"""
 
 
 def _sizes(call: Call, positions: int, causal: str) -> _Sizes:
-    """Return the sizes: `positions` is the axis of the positions, heads are the other one of axes 1 and 2.
+    """Return the sizes; `positions` is the position axis, 1 or 2; heads are the other one.
 
-    `causal` is "", "first" where query i sees keys 0 to i, or "last" where last query and last key are aligned.
+    `causal` is "", "first" if query i attends to keys 0 to i, or "last" if the last query and the last key are aligned.
     """
     q: Spec = call["query"]
     k: Spec = call["key"]
@@ -66,30 +66,30 @@ def _sizes(call: Call, positions: int, causal: str) -> _Sizes:
 
 
 def _from_the_first(queries: Poly, keys: Poly) -> Poly:
-    """Return the pairs where query i sees the keys 0 to i: a triangle, and all keys for the queries after it."""
+    """Return the pairs if query i attends to keys 0 to i: a triangle, and all keys for later queries."""
     side = smaller(queries, keys)
     return side * (side + 1) / 2 + (queries - side) * keys
 
 
 def _matmuls(s: _Sizes, scores: int, values: int) -> Counts:
-    """Return the cost of so many products over the size of a key, and over that of a value."""
+    """Return the cost of matmuls over the key width and over the value width."""
     each_pair = 2 * s.heads * (scores * s.size + values * s.value)
     return Counts(matmul=each_pair * s.seen, full=each_pair * s.queries * s.keys)
 
 
 def _extra(call: Call) -> Sequence[str]:
-    """Return what is done with each score besides: a bias added, dropout by a mask and a scale."""
+    """Return further steps per score: an added bias, and dropout by a mask and a scale."""
     biased = any(isinstance(call.get(name), Spec) for name in ("attn_mask", "attn_bias", "bias"))
     dropped = bool(call.get("dropout_p"))
     return (*(("add",) if biased else ()), *(("mul", "mul") if dropped else ()))
 
 
-#: Softmax of scaled scores, and the logarithm of each row's sum for the backward pass.
+#: Softmax of scaled scores, and logsumexp per row.
 _SCORES: tuple[str | Function, ...] = ("mul", REDUCE, "sub", "exp", REDUCE, "div")
 _STATISTIC = ("log", "add")
-#: Probabilities from scores; their gradient times themselves less what rows sum up to; the scale.
+#: Probabilities from scores; the softmax gradient; the scale.
 _GRADIENTS = ("mul", "sub", "exp", "sub", "mul", "mul")
-#: Along each row, the sum of gradient times result.
+#: Row sums of gradient times result.
 _ROW: tuple[str | Function, ...] = ("mul", REDUCE)
 
 
@@ -106,12 +106,12 @@ def _backward(call: Call, s: _Sizes) -> Counts:
 
 @rule("_transform_bias_rescale_qkv")
 def heads(call: Call) -> Counts:
-    """Count a bias for each element of queries, keys and values, and the scale of the queries."""
+    """Count the QKV bias and the query scale."""
     qkv: Spec = call["qkv"]
     return together(each(qkv.numel, "add"), each(qkv.numel / 3, "mul"))
 
 
-# -- batch, heads, positions, size -------------------------------------------------------------------------------
+# -- BHSD layout -------------------------------------------------------------------------------------------------
 
 _HEADS_FIRST = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -126,7 +126,7 @@ def _causal(call: Call) -> str:
 
 @rule("_scaled_dot_product_flash_attention_backward")
 def flash_backward(call: Call) -> Counts:
-    """Count as above; on a GPU the kernel adds up the gradient of queries in fp32, and those of every head's keys.
+    """Count the backward pass; the CUDA kernel accumulates query gradients in fp32, and key gradients per query head.
 
     `mha_bwd` of aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: rows and heads are padded.
     """
@@ -139,7 +139,7 @@ def flash_backward(call: Call) -> Counts:
     return together(_backward(call, s), Counts(workspace=workspace))
 
 
-#: Rows of queries, and elements of a head, that the kernel takes at a time.
+#: Tile sizes to which rows and head widths are padded.
 _ROWS, _WIDTH = 128, 32
 
 
@@ -149,17 +149,17 @@ def _padded(n: Poly, step: int) -> Poly:
 
 @rule(*_HEADS_FIRST)
 def attention(call: Call) -> Counts:
-    """Count the products of the pairs that are seen, and their softmax; no scores reach memory."""
+    """Count both matmuls of attended pairs, and their softmax; scores never reach memory."""
     return _forward(call, _sizes(call, 2, _causal(call)))
 
 
 @rule(*(f"{name}_backward" for name in _HEADS_FIRST if name != "_scaled_dot_product_flash_attention"))
 def attention_backward(call: Call) -> Counts:
-    """Count five products of the pairs that are seen, and what is done with each."""
+    """Count the five matmuls of attended pairs, and the softmax gradient."""
     return _backward(call, _sizes(call, 2, _causal(call)))
 
 
-# -- batch, positions, heads, size: what those call on a GPU -----------------------------------------------------
+# -- BSHD layout, called by the above on a GPU -------------------------------------------------------------------
 
 
 def _positions_first(call: Call) -> _Sizes:
@@ -183,29 +183,28 @@ def _is_window(value: object) -> bool:
 
 @rule("_flash_attention_forward", "_efficient_attention_forward")
 def inner_attention(call: Call) -> Counts:
-    """Count as above."""
+    """Count as the forward pass above."""
     return _forward(call, _positions_first(call))
 
 
 @rule("_flash_attention_backward", "_efficient_attention_backward")
 def inner_attention_backward(call: Call) -> Counts:
-    """Count as above."""
+    """Count as the backward pass above."""
     return _backward(call, _positions_first(call))
 
 
 @rule("torch_attn._varlen_attn")
 def packed_attention(call: Call) -> Counts:
-    """Count the products of sequences that lie one behind another, each as long as the longest one is stated to be.
+    """Count packed sequences, each as long as the stated maximum.
 
-    Their lengths are data: the numbers of queries and of the longest keys say them where all are equal, and are an
-    upper bound elsewhere.
+    Lengths are data: the count is exact if all are equal, and an upper bound otherwise.
     """
     return _forward(call, _packed(call))
 
 
 @rule("torch_attn._varlen_attn_backward")
 def packed_attention_backward(call: Call) -> Counts:
-    """Count as above."""
+    """Count the backward pass of packed sequences."""
     return _backward(call, _packed(call))
 
 

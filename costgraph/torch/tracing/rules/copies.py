@@ -1,4 +1,4 @@
-"""Ops that move or make numbers and calculate nothing: copies, casts, factories, random numbers, joins, pads."""
+"""Costs of ops without arithmetic: copies, casts, views, constructors, random numbers and concatenations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__: list[str] = []  # its rules are found in RULES
     "split_with_sizes_copy", "stack", "unbind_copy", "unfold_copy",
 )  # fmt: skip
 def moved(call: Call) -> Counts:
-    """Count no FLOPs: operands are read and results written, or looked at and handed to the host."""
+    """Count no FLOPs: operands are read and results written, or a value is passed to the host."""
     return Counts()
 
 
@@ -37,7 +37,7 @@ def moved(call: Call) -> Counts:
     "scalar_tensor", "tril_indices", "triu_indices", "uniform", "zero", "zeros", "zeros_like", "_efficientzerotensor",
 )  # fmt: skip
 def made(call: Call) -> Counts:
-    """Count no FLOPs: numbers are made, random ones too; what is written over, or gives its shape, is not read."""
+    """Count no FLOPs: results are generated; an operand that is overwritten, or only gives a shape, is not read."""
     return Counts(reads=operand_bytes(call, self=ZERO))
 
 
@@ -47,27 +47,27 @@ def made(call: Call) -> Counts:
     "transpose", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view",
 )  # fmt: skip
 def nothing(call: Call) -> Counts:
-    """Count nothing at all: memory is taken and not touched, or the same elements are seen in another shape."""
+    """Count nothing: memory is allocated but not accessed, or a view is returned."""
     return Counts(reads=(ZERO,) * len(call.operands), writes=(ZERO,) * len(call.results))
 
 
 @rule("bernoulli", "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal.Tensor_float",
       "normal.float_Tensor", "normal.Tensor_Tensor")  # fmt: skip
 def drawn(call: Call) -> Counts:
-    """Count no FLOPs, as of all random numbers; what is drawn from is read, what is written over is not."""
+    """Count no FLOPs, as for all random numbers; parameters are read, an overwritten operand is not."""
     return Counts(reads=operand_bytes(call, self=ZERO) if call.inplace else None)
 
 
 @rule("unfold_backward")
 def unfold_backward(call: Call) -> Counts:
-    """Count an addition for each element of each window; the kernel makes a list of all places of the axis."""
+    """Count an addition per window element; the kernel allocates int64 indices for the axis."""
     places = call.out.sizes[call["dim"]] * 8
     return Counts(pointwise=call["grad_in"].numel, workspace=places)
 
 
 @rule("repeat_interleave.Tensor")
 def repeated(call: Call) -> Counts:
-    """Count no FLOPs: each index is written as often as the operand says."""
+    """Count no FLOPs: each index is written as often as the operand states."""
     if call.get("output_size") is None:
         raise unsupported(call, "a result as long as the sum of the operand", "output_size")
     return Counts()
@@ -75,10 +75,10 @@ def repeated(call: Call) -> Counts:
 
 @rule("col2im")
 def col2im(call: Call) -> Counts:
-    """Count an addition for each element of each window.
+    """Count an addition per window element.
 
-    A CPU's kernel allocates as much as the columns take and resizes that to the image: a second storage if the image is
-    larger, as it is where windows leave elements out.
+    The CPU kernel allocates as much as the columns need and resizes that to the image: a second storage if the image is
+    larger, as it is where windows leave out elements.
     """
     columns: Spec = call["self"]
     resized = not overlapping(call) and columns.numel != call.out.numel

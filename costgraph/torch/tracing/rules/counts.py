@@ -1,4 +1,4 @@
-"""What a call costs: by its rule, or by the declared ops that its translation makes of it."""
+"""Costs of a call, from its rule or from the declared ops of its translation."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ __all__ = ["counts_of", "is_derived"]
 
 
 def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | None = None) -> Counts:
-    """Return what a call costs.
+    """Return the costs of a call.
 
     Parameters
     ----------
     call : Call
         The op and its arguments.
     tags : collection of torch.Tag
-        Tags of the overload: an op that torch calls pointwise and that no rule names counts 1 for each element of its
+        Tags of the overload: an op that torch tags as pointwise and that has no rule counts 1 FLOP per element in its
         first result.
     relations : Relations, optional
-        What is known of sizes.
+        Known relations of sizes.
 
     Returns
     -------
     Counts
-        FLOPs by kind, and bytes where an operand or a result is not touched as a whole.
+        FLOPs by kind, and bytes where an operand or a result is not accessed whole.
 
     Raises
     ------
     UnsupportedError
-        If there is no rule for the op, or none for these arguments of it.
+        If the op has no rule, or its rule does not cover these arguments.
     """
     shown = f"aten::{call.name}.{call.overload}"
     found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
@@ -72,7 +72,7 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
 
 
 def _by_rule(found: Callable[[Call], Counts | None], call: Call, shown: str) -> Counts | None:
-    """Return what a rule says; an error that is not the library's becomes one that names the op."""
+    """Apply a rule; foreign errors become library errors that name the op."""
     try:
         return found(call)
     except CostGraphError:
@@ -83,15 +83,15 @@ def _by_rule(found: Callable[[Call], Counts | None], call: Call, shown: str) -> 
 
 
 def is_derived(call: Call) -> bool:
-    """Whether its translation alone says what a call costs."""
+    """Whether a call's costs come from its translation."""
     names = (f"{call.name}.{call.overload}", call.name)
     return not any(n in RULES for n in names) and any(n in TRANSLATIONS for n in names)
 
 
 def _derived(call: Call, relations: Relations | None) -> Counts | None:
-    """Return what the declared ops of a call cost, whatever its formats: None where it has no translation.
+    """Return the costs from a call's declared ops, whatever its dtypes; None without a translation.
 
-    CostGraphError if no kind takes such operands.
+    CostGraphError if no kind accepts the operands.
     """
     translation = translation_of(call.name, call.overload, ())
     if translation is None:
@@ -117,12 +117,12 @@ def _derived(call: Call, relations: Relations | None) -> Counts | None:
 
 
 def _real(t: Spec) -> Spec:
-    """Return a tensor as it would be in fp32, where it holds fractions: what is done with numbers is the same."""
+    """Return a spec with floating and complex dtypes replaced by fp32, whose ops are the same."""
     return Spec(t.sizes, t.strides, t.dtype if t.dtype.kind in ("int", "bool") else DTYPES["fp32"])
 
 
 def _without_outs(call: Call, counts: Counts) -> Counts:
-    """Leave tensors out of the reads that a caller hands in for results."""
+    """Exclude output tensors passed by the caller from the reads."""
     outs = {id(t) for name in ("out", "out0", "out1", "out2") if isinstance(t := call.get(name), Spec)}
     if not outs or counts.reads is not None:
         return counts

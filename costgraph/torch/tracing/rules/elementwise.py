@@ -1,6 +1,6 @@
-"""Elementwise ops: what the library's table of functions says for each element of the result.
+"""Costs of elementwise ops, by the library's functions per result element, also for complex dtypes.
 
-An op that torch tags as pointwise and that stands in none of the tables here counts 1 for each element.
+Other ops that torch tags as pointwise count 1 FLOP per element.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = [
 ]
 
 
-# -- pointwise ---------------------------------------------------------------------------------------------------------
+# -- elementwise -------------------------------------------------------------------------------------------------------
 
-#: The library's functions that aten has under the same name.
+#: The library's functions with the same name in aten.
 _SAME = (
     "abs", "cos", "elu", "elu_backward", "eq", "erf", "exp", "expm1", "floor", "hardsigmoid", "hardsigmoid_backward",
     "hardswish", "hardswish_backward", "leaky_relu", "leaky_relu_backward", "lerp", "log", "log1p", "logical_and",
@@ -33,7 +33,7 @@ _SAME = (
     "softplus_backward", "sqrt", "tanh", "tanh_backward", "threshold_backward", "where",
 )  # fmt: skip
 
-#: Functions of aten that are compositions of the library's.
+#: aten's functions as compositions of the library's.
 _COMPOSED: dict[str, tuple[str | Function, ...]] = {
     "clamp_min": ("maximum",),
     "clamp_max": ("minimum",),
@@ -71,13 +71,13 @@ _COMPOSED: dict[str, tuple[str | Function, ...]] = {
     "polar": ("cos", "mul", "sin", "mul"),
     "_add_relu": ("add", "relu"),
     "sgn": ("sign",),
-    "_prelu_kernel_backward": ("less", "mul", "where", "mul", "where"),  # before those of the weight are added up
-    "bucketize": ("less",),  # of each that is looked up: steps of the search are up to the data
+    "_prelu_kernel_backward": ("less", "mul", "where", "mul", "where"),  # before the sum for the weight
+    "bucketize": ("less",),  # per lookup: the number of search steps depends on the data
     "searchsorted": ("less",),
     "linalg_cross": ("mul", "mul", "sub"),
 }
 
-#: Functions of one transcendental each, as exp is.
+#: Functions that count as one transcendental, like exp.
 _TRANSCENDENTAL = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "digamma", "erfc", "erfinv", "exp2", "i0",
     "igamma", "igammac", "lgamma", "log10", "log2", "polygamma", "sinh", "special_bessel_j0", "special_bessel_j1",
@@ -86,10 +86,10 @@ _TRANSCENDENTAL = (
 )  # fmt: skip
 
 
-#: What is done with each element of an argument that has another shape than the result, or where there is none.
+#: Steps per element of an argument, for ops whose result has another shape or is missing.
 _OF_ARGUMENT: dict[str, tuple[str, tuple[str | Function, ...]]] = {
     "_unsafe_masked_index_put_accumulate": ("values", ("where", "add")),
-    "embedding_dense_backward": ("grad_output", ("add",)),  # of each row that was looked up; all is written
+    "embedding_dense_backward": ("grad_output", ("add",)),  # per looked-up row; all rows are written
     "equal": ("self", ("eq",)),
     "glu_backward": ("grad_output", ("sigmoid", "mul", "sub", "mul", "mul")),  # s, g * s and g * s * (1 - s) * a
     "multi_margin_loss_backward": ("self", ("sub", "add", "less", "where", "add")),  # margin, its sign, the target's
@@ -115,7 +115,7 @@ for _name in _TRANSCENDENTAL:
 
 
 def steps_of(name: str) -> tuple[str | Function, ...]:
-    """Return the functions that an elementwise op applies one after another: one that no table names counts 1."""
+    """Return the functions that an elementwise op applies in turn; unknown ops count 1 FLOP."""
     if name in _SAME:
         return (name,)
     if name in _TRANSCENDENTAL:
@@ -124,18 +124,18 @@ def steps_of(name: str) -> tuple[str | Function, ...]:
 
 
 def gelu_steps(approximate: object) -> tuple[str]:
-    """Return the function that GELU is with this approximation."""
+    """Return the function for this approximation of GELU."""
     return ("gelu_tanh",) if approximate == "tanh" else ("gelu",)
 
 
 def power_steps(exponent: object) -> tuple[str, ...]:
-    """Return the functions that a power with this exponent is."""
+    """Return the functions for a power with this exponent."""
     return next((steps for number, steps in POWERS.items() if is_number(exponent, number)), ("pow",))
 
 
 @rule("native_dropout", "_fused_dropout")
 def dropout(call: Call) -> Counts:
-    """Count mask and scale; random numbers are not counted, and without training it is a copy."""
+    """Count mask and scale; random numbers are free, and without training it is a copy."""
     if call.get("train") is False:
         return Counts()
     return each(call.out.numel, "mul", "mul")
@@ -146,25 +146,24 @@ def dropout(call: Call) -> Counts:
 
 @rule("_amp_foreach_non_finite_check_and_unscale")
 def unscale(call: Call) -> Counts:
-    """Count a look for what is not finite, and the product with the reciprocal scale."""
+    """Count a check for non-finite values, and the product with the reciprocal scale."""
     return each(total(t.numel for t in call["self"]), NON_FINITE, "mul")
 
 
 @rule("_amp_update_scale")
 def update_scale(call: Call) -> Counts:
-    """Count the comparison, the count of good steps and the product, of one number each."""
+    """Count a comparison, an addition and a product for the single scale."""
     return each(ONE, "eq", "add", "mul")
 
 
 # -- complex numbers ---------------------------------------------------------------------------------------------------
-# What ops cost whose operands are complex: arithmetic of the two parts of each number.
-#
-# An addition is 2, a product 6 (four products, two sums), a quotient 11; `costgraph.ops.functions.COMPLEX` has the
-# rest. Operands of a common format are counted, as torch casts a real one first.
+# FLOPs of complex operands count arithmetic on real and imaginary parts: 2 for an addition, 6 for a product (four
+# products, two sums), 11 for a quotient; `costgraph.ops.functions.COMPLEX` has the rest. Operands count in their common
+# dtype, as torch casts a real one first.
 
 _COMPLEX_NUMBERS_SAME = ("add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
          "sqrt", "sub", "where")  # fmt: skip
-#: Functions of the library that an op is made of, applied to each element of its result.
+#: The library's functions that an op applies to each element of its result.
 _STEPS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in _COMPLEX_NUMBERS_SAME},
     "sgn": ("sign",),
@@ -172,30 +171,29 @@ _STEPS: dict[str, tuple[str, ...]] = {
     "addcdiv": ("div", "add"),
     "native_dropout_backward": ("masked_scale",),
 }
-#: Each FLOP of theirs is an addition of two numbers.
+#: Ops whose FLOPs are additions.
 _SUMS = frozenset({
     "cumsum", "embedding_dense_backward", "index_add", "index_put", "mean", "put", "scatter_add", "sum", "trace",
 })  # fmt: skip
 _PRODUCTS = frozenset({"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot"})
-#: Their own rules speak of complex numbers already.
+#: Ops whose rules handle complex numbers themselves.
 _OWN = frozenset({"_fft_c2c", "_fft_c2r", "_fft_r2c", "polar"})
 _SCALES = ("alpha", "beta", "value")
 
 
 def complex_counts(call: Call, counts: Counts) -> Counts:
-    """Return the cost of a call that has complex operands or results, from what its rule says of real numbers.
+    """Return the cost of a call with complex operands or results, from its cost for real numbers.
 
-    The bytes are the same, the FLOPs those of the parts; UnsupportedError if it calculates and nothing says what that
-    costs.
+    Bytes are unchanged; FLOPs are those of the parts. UnsupportedError for arithmetic without a complex cost.
     """
     flops = {k: v for k, v in counts.by_kind().items() if v}
     bytes_ = {"reads": counts.reads, "writes": counts.writes}
-    if call.name in ("abs", "angle"):  # of a kernel that makes complex numbers first
+    if call.name in ("abs", "angle"):  # the kernel computes a complex result first
         first = FUNCTIONS["exp"] if call.name == "angle" else of_complex(FUNCTIONS["abs"])
         return replace(together(applied(call.out.numel, first), **bytes_), workspace=2 * call.out.bytes)
     if not flops or call.name in _OWN:
         return counts
-    if call.name in ("conj_physical", "_conj_physical"):  # the sign of one part
+    if call.name in ("conj_physical", "_conj_physical"):  # negates the imaginary part
         return Counts(pointwise=call.out.numel, reads=counts.reads, writes=counts.writes)
     scaled = [n for n in _SCALES if call.get(n) is not None and not is_number(call[n], 1)]
     if call.name in _STEPS:
@@ -209,6 +207,6 @@ def complex_counts(call: Call, counts: Counts) -> Counts:
 
 
 def _function(call: Call, name: str) -> Function:
-    """Return a function; a square is no power, as a kernel has it."""
+    """Return a function; a power of 2 is a square, as in the kernel."""
     squared = name == "pow" and is_number(call.get("exponent"), 2)
     return FUNCTIONS["square" if squared else name]

@@ -1,8 +1,8 @@
-"""Decompositions, solvers, transforms and distances: the steps that textbooks count.
+"""Costs of matrix products, decompositions, solvers, Fourier transforms, distances and convolutions.
 
-Matrices of size n; Golub and Van Loan, Matrix Computations, 4th edition: triangular solves (3.1), LU (3.2), Cholesky
-(4.2), Householder's reflections (5.1, 5.2), tables for eigenvalues (7.5, 8.3) and singular values (8.6). Sums over the
-steps are exact, where the book states their leading term; pivoting and iterations up to convergence are as there.
+Decompositions of matrices of size n follow Golub and Van Loan, Matrix Computations, 4th edition: triangular solves
+(3.1), LU (3.2), Cholesky (4.2), Householder reflections (5.1, 5.2), tables for eigenvalues (7.5, 8.3) and singular
+values (8.6). Sums over steps are exact where the book states the leading term; pivoting and iterations follow the book.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from .elementwise import gelu_steps
 from .reductions import norm_of
 from .table import REDUCE, each, is_number, product, rule, together, unsupported
 
-# -- contraction -------------------------------------------------------------------------------------------------------
-# Matrix products: 2 for every index point, and what is added to them.
+# -- matrix products ---------------------------------------------------------------------------------------------------
 
 
 def _multiplied(points: Poly) -> Counts:
@@ -28,7 +27,7 @@ def _multiplied(points: Poly) -> Counts:
 
 
 def _scaled_sum(call: Call, points: Poly, product_points: Poly, given: str = "self") -> Counts:
-    """Return beta * self + alpha * product: what is not scaled by 1 costs a product, and a beta of 0 leaves no sum."""
+    """Return the cost for beta * self + alpha * product: scaling by 1 is free, and a beta of 0 drops the sum."""
     steps: list[str] = []
     if call.get(given) is not None and not is_number(call.get("beta"), 0):
         steps.append("add")
@@ -41,13 +40,13 @@ def _scaled_sum(call: Call, points: Poly, product_points: Poly, given: str = "se
 
 @rule("vdot")
 def dot(call: Call) -> Counts:
-    """Count 2 for each pair of elements."""
+    """Count 2 per pair of elements."""
     return _multiplied(call["self"].numel)
 
 
 @rule("_addmm_activation", "sspaddmm")
 def add_product(call: Call) -> Counts:
-    """Count the product, its sum with a bias, and the activation where there is one."""
+    """Count the matmul, the bias, and the activation if there is one."""
     mat1: Spec = call["mat1"]
     counts = _scaled_sum(call, call.out.numel, mat1.numel * call["mat2"].sizes[-1])
     if call.name == "_addmm_activation":
@@ -57,27 +56,27 @@ def add_product(call: Call) -> Counts:
 
 @rule("addr")
 def add_outer(call: Call) -> Counts:
-    """Count 1 for each product, which sums nothing, and the sum with what is there."""
+    """Count 1 per product, which has no sum, and the addition of `self`."""
     sums = _scaled_sum(call, call.out.numel, call.out.numel)
     return Counts(pointwise=sums.pointwise + call.out.numel)
 
 
 @rule("_scaled_mm")
 def scaled(call: Call) -> Counts:
-    """Count the product; scales are part of how an operand is read."""
+    """Count the matmul; scales are applied on load."""
     bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
     return together(_multiplied(call["self"].numel * call["mat2"].sizes[-1]), bias)
 
 
 @rule("_grouped_mm", "_scaled_grouped_mm")
 def grouped(call: Call) -> Counts:
-    """Count the product of each group: rows by the matrix of their group.
+    """Count the matmul of each group.
 
-    Of two operands with two axes the contracted axis is cut into groups, so that each group's result is whole; where
-    one has three axes it is the rows, or columns, that are divided among the groups.
+    For two matrices, the contracted axis is divided into groups, each with a full result. If one operand has three
+    axes, the rows or columns are divided among its matrices.
     """
     first, second = call["self"], call["mat2"]
-    if len(first.sizes) == 3 and len(second.sizes) == 2:  # columns are divided
+    if len(first.sizes) == 3 and len(second.sizes) == 2:  # columns are divided among groups
         points = first.sizes[1] * first.sizes[2] * second.sizes[1]
     else:
         points = first.numel * second.sizes[-1]
@@ -87,7 +86,7 @@ def grouped(call: Call) -> Counts:
 
 @rule("linear_backward", "mkldnn_linear_backward")
 def linear_backward(call: Call) -> Counts:
-    """Count a product for each of the gradients of operand and weight, and the sum over rows for that of the bias."""
+    """Count a matmul per gradient of operand and weight, and the sum over rows for the bias."""
     grad: Spec = call["grad_output"]
     wanted: Any = call["output_mask"]
     points = grad.numel * call["self"].sizes[-1]
@@ -98,10 +97,10 @@ def linear_backward(call: Call) -> Counts:
 
 @rule("_trilinear")
 def trilinear(call: Call) -> Counts:
-    """Count two products: of the first two operands, with the third.
+    """Count two products: that of the first two operands, and that with the third.
 
-    Each operand lacks the axes of its list `expand`; an axis of `sumdim` is summed in the first product where the third
-    operand lacks it, else in the second.
+    Each operand lacks the axes in its `expand` list. Axes in `sumdim` are summed in the first product if the third
+    operand lacks them, else in the second.
     """
     sizes: dict[int, Poly] = {}
     has: list[set[int]] = []
@@ -126,9 +125,9 @@ def trilinear(call: Call) -> Counts:
 
 @rule("costgraph.linear_dynamic")
 def linear_dynamic(call: Call) -> Counts:
-    """Count the product, and around it the range of the operand, its quantization, and that of the result undone.
+    """Count the matmul, quantizing the operand by its range, and dequantizing the result.
 
-    The kernel adds up in a buffer of int32 (`ao/quantized/cpu/qlinear_dynamic.cpp`); one of fp16 has no such steps.
+    The kernel accumulates in an int32 buffer (`ao/quantized/cpu/qlinear_dynamic.cpp`); fp16 weights need no such steps.
     """
     x, weight, made = call["input"], call["weight"], call.out
     biased = each(made.numel, "add") if call.get("bias") is not None else Counts()
@@ -139,25 +138,25 @@ def linear_dynamic(call: Call) -> Counts:
     return together(product_, steps, biased)
 
 
-# -- algebra -----------------------------------------------------------------------------------------------------------
+# -- decompositions ----------------------------------------------------------------------------------------------------
 
 
 def _matrix(call: Call, name: str = "") -> tuple[Poly, Poly, Poly]:
-    """Return batch, rows and columns of an operand, by default the first one."""
+    """Return batch, rows and columns of an operand, by default the first."""
     operand: Spec = call[name] if name else call.operands[0]
     *lead, rows, columns = operand.sizes
     return prod(lead, start=ONE), rows, columns
 
 
 def _eliminated(n: Poly) -> Poly:
-    """Return the cost of LU: at step k, k quotients and k*k products and differences, k = 1..n - 1; 2*n**3/3 in all."""
+    """Return the cost of LU: step k has k quotients and k*k multiply-subtracts, k = 1..n - 1; 2*n**3/3 in total."""
     return n * (n - 1) / 2 + n * (n - 1) * (2 * n - 1) / 3
 
 
 def _reflected(rows: Poly, columns: Poly) -> Poly:
-    """Return the cost of Householder's reflections from one side: 4 for each element of the part that is left.
+    """Return the cost of one-sided Householder reflections: 4 per element of the remaining submatrix.
 
-    The part left is (m - n + i) x i for i = n..1; 2*n**2*(m - n/3) in all.
+    The submatrix is (m - n + i) x i for i = n..1; 2*n**2*(m - n/3) in total.
     """
     n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
     return 2 * (m - n) * n * (n + 1) + n * (n + 1) * (2 * n + 1) * 2 / 3
@@ -165,14 +164,14 @@ def _reflected(rows: Poly, columns: Poly) -> Poly:
 
 @rule("linalg_lu_factor_ex", "_linalg_det", "_linalg_slogdet", "linalg_lu")
 def factored(call: Call) -> Counts:
-    """Count an LU decomposition; the product of its diagonal is of lower order."""
+    """Count an LU decomposition; multiplying its diagonal is a lower-order term."""
     batch, n, _ = _matrix(call)
     return Counts(pointwise=batch * _eliminated(n))
 
 
 @rule("linalg_cholesky_ex", "cholesky", "linalg_ldl_factor_ex")
 def cholesky(call: Call) -> Counts:
-    """Count a root, k quotients and k*(k + 1) products and differences at each step; n**3/3 in all."""
+    """Count a root, k quotients and k*(k + 1) multiply-subtracts per step; n**3/3 in total."""
     batch, n, _ = _matrix(call)
     pointwise = batch * (n * (n - 1) / 2 + (n - 1) * n * (n + 1) / 3)
     return Counts(pointwise=pointwise, transcendental=batch * n)
@@ -180,19 +179,19 @@ def cholesky(call: Call) -> Counts:
 
 @rule("linalg_inv_ex", "cholesky_inverse")
 def inverse(call: Call) -> Counts:
-    """Count an LU decomposition and two triangular solves for each column of a unit matrix."""
+    """Count an LU decomposition and two triangular solves per column of the identity."""
     batch, n, _ = _matrix(call)
     return Counts(pointwise=batch * (_eliminated(n) + 2 * n**3))
 
 
 def _columns(right: Spec, matrix: Spec) -> Poly:
-    """Return the columns of right sides, all batch entries together."""
+    """Return the number of right-hand sides over all batch entries."""
     return right.numel / matrix.sizes[-1]
 
 
 @rule("linalg_solve_triangular", "triangular_solve")
 def triangular(call: Call) -> Counts:
-    """Count n**2 for each column; a matrix that stands for several is copied for each of them."""
+    """Count n**2 per right-hand side; a broadcast matrix is copied per batch entry."""
     a: Spec = call["self"] if "B" in call.arguments else call["A"]
     each_one = prod(call.out.sizes[:-2], start=ONE) * a.sizes[-1] ** 2 * a.dtype.bytes
     copied = ZERO if each_one == a.bytes else each_one
@@ -201,7 +200,7 @@ def triangular(call: Call) -> Counts:
 
 @rule("_linalg_solve_ex")
 def solved(call: Call) -> Counts:
-    """Count an LU decomposition and two triangular solves for each column."""
+    """Count an LU decomposition and two triangular solves per right-hand side."""
     a: Spec = call["A"]
     solves = 2 * _columns(call["B"], a) * a.sizes[-1] ** 2
     batch, n, _ = _matrix(call, "A")
@@ -210,7 +209,7 @@ def solved(call: Call) -> Counts:
 
 @rule("linalg_lu_solve", "linalg_ldl_solve", "cholesky_solve", "_cholesky_solve_helper")
 def solved_again(call: Call) -> Counts:
-    """Count two triangular solves for each column."""
+    """Count two triangular solves per right-hand side."""
     a = next(call[n] for n in ("LU", "LD", "A", "input2") if n in call.arguments)
     right = call["B"] if "B" in call.arguments else call["self"]
     return Counts(pointwise=2 * _columns(right, a) * a.sizes[-1] ** 2)
@@ -218,7 +217,7 @@ def solved_again(call: Call) -> Counts:
 
 @rule("linalg_qr", "geqrf")
 def orthogonal(call: Call) -> Counts:
-    """Count reflections, and as many again where Q is made."""
+    """Count the reflections, and as many again to form Q."""
     batch, rows, columns = _matrix(call)
     alone = call.name == "geqrf" or call.get("mode") == "r"
     return Counts(pointwise=batch * _reflected(rows, columns) * (1 if alone else 2))
@@ -233,7 +232,7 @@ def reflections(call: Call) -> Counts:
 
 @rule("_linalg_eigh")
 def symmetric(call: Call) -> Counts:
-    """Count 9*n**3 with vectors, without them a tridiagonal form: 4*k*k at each step, 4*n**3/3 in all."""
+    """Count 9*n**3 with vectors; without, a tridiagonal form: 4*k*k per step, 4*n**3/3 in total."""
     batch, n, _ = _matrix(call)
     return Counts(pointwise=batch * (9 * n**3 if call.get("compute_v") else (n - 1) * n * (2 * n - 1) * 2 / 3))
 
@@ -247,18 +246,18 @@ def eigenvalues(call: Call) -> Counts:
 
 @rule("_linalg_svd")
 def singular(call: Call) -> Counts:
-    """Count 4*m**2*n + 8*m*n**2 + 9*n**3 with vectors, without them reflections from both sides."""
+    """Count 4*m**2*n + 8*m*n**2 + 9*n**3 with vectors; without, two-sided reflections."""
     batch, rows, columns = _matrix(call)
     n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
     if call.get("compute_uv"):
         return Counts(pointwise=batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3))
-    # from the right at each step one column less: 4*(m - n + i)*(i - 1), i = n..1
+    # from the right, each step has one column less: 4*(m - n + i)*(i - 1), i = n..1
     return Counts(pointwise=batch * (_reflected(m, n) + 2 * (m - n) * n * (n - 1) + (n - 1) * n * (n + 1) * 4 / 3))
 
 
 @rule("linalg_pinv.atol_rtol_tensor")
 def pseudoinverse(call: Call) -> Counts:
-    """Count singular values with their vectors, the vectors by the reciprocals, and one matrix product."""
+    """Count an SVD with vectors, their scaling by the reciprocals, and one matmul."""
     batch, rows, columns = _matrix(call)
     n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
     pointwise = batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3 + n * columns)
@@ -270,14 +269,14 @@ def pseudoinverse(call: Call) -> Counts:
 
 @rule("_fft_c2c", "_fft_r2c")
 def transformed(call: Call) -> Counts:
-    """Count 5*n*ceil(log2(n)) for each complex transform; of real numbers half, as half of the spectrum is known."""
+    """Count 5*n*ceil(log2(n)) per complex transform, and half for real input, whose spectrum is symmetric."""
     factor = 1 if call.name == "_fft_c2c" else Fraction(1, 2)
     return _along(call, call["self"], factor, joined(call["self"], _axes(call)))
 
 
 @rule("_fft_c2r")
 def to_real(call: Call) -> Counts:
-    """Count half of it too; the axes but the last one are transformed before, into a tensor of their own."""
+    """Count half of a complex transform; all axes but the last are transformed first, into a temporary."""
     operand: Spec = call["self"]
     *before, last = _axes(call)
     extra = operand.bytes + joined(operand, before) if before else joined(operand, [last])
@@ -297,14 +296,14 @@ def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -
 
 
 def _rows(call: Call) -> Spec:
-    """Return the rows between which distances are: of two matrices, or of one."""
+    """Return the rows whose distances are computed."""
     found: Spec = call["x1" if "x1" in call.arguments else "self"]
     return found
 
 
 @rule("_cdist_forward", "_pdist_forward")
 def distances(call: Call) -> Counts:
-    """Count difference and norm for each pair of rows."""
+    """Count difference and norm per pair of rows."""
     x, pairs = _rows(call), call.out.numel
     seen = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
     return together(each(seen.numel, "sub"), norm_of(seen, call["p"], pairs))
@@ -312,7 +311,7 @@ def distances(call: Call) -> Counts:
 
 @rule("_cdist_backward", "_pdist_backward")
 def distances_backward(call: Call) -> Counts:
-    """Count the difference again for each pair of rows, its share and its sum, or both; a quotient for each pair."""
+    """Count per pair of rows: the recomputed difference, its share of the gradient, the sums, and a quotient."""
     pairs = call["grad"].numel
     shares = ("sub", "mul", "add") if is_number(call["p"], 2) else ("sub", "abs", "pow", "sign", "mul", "mul", "add")
     sums = ("sub",) if call.name == "_pdist_backward" else ()
@@ -321,7 +320,7 @@ def distances_backward(call: Call) -> Counts:
 
 @rule("renorm")
 def renormed(call: Call) -> Counts:
-    """Count the norm of each slice, a comparison and a quotient for each, and a product for each element."""
+    """Count the norm of each slice, a comparison and a quotient per slice, and a product per element."""
     operand: Spec = call["self"]
     slices = operand.sizes[call["dim"]]
     return together(
@@ -330,15 +329,13 @@ def renormed(call: Call) -> Counts:
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
-# Convolutions and their gradients: 2 for every index point, each group by itself.
 
 
 def _points(slid: Spec, weight: Spec) -> Poly:
-    """Return the index points: every element of the weight at each batch entry and place where the window stands.
+    """Return the multiply-adds: the elements of the weight, for each batch entry and window position.
 
-    A weight has the shape (channels made, channels read of one group, *window), whose elements are the pairs of
-    channels of all groups; windows stand at the places of the result or, transposed, of the operand. Places of a
-    window in the padding count: kernels multiply zeros there.
+    The weight has shape (output channels, input channels per group, *window). Window positions are those of the result
+    or, if transposed, of the operand. Padding counts: kernels multiply by its zeros.
     """
     return slid.sizes[0] * prod(slid.sizes[2:], start=ONE) * weight.numel
 
@@ -354,30 +351,30 @@ def _forward(call: Call, operand: Spec, result: Spec, transposed: bool) -> Count
       "slow_conv3d_forward", "slow_conv_transpose2d", "slow_conv_transpose3d", "_conv_depthwise2d",
       "conv_depthwise3d")  # fmt: skip
 def convolution(call: Call) -> Counts:
-    """Count 2 for each index point, and the addition of a bias."""
+    """Count 2 per multiply-add, and the addition of a bias."""
     operand: Spec = call.get("input") or call["self"]
     transposed = bool(call.get("transposed")) or "transpose" in call.name
     return _forward(call, _batched(operand, call), _batched(call.out, call), transposed)
 
 
 def _batched(t: Spec, call: Call) -> Spec:
-    """Return a tensor with a batch axis, which may be left out."""
+    """Return a tensor with a batch axis, which is optional."""
     weight: Spec = call["weight"]
     return t if len(t.sizes) == len(weight.sizes) else Spec((ONE, *t.sizes), (ONE, *t.strides), t.dtype)
 
 
 @rule("cudnn_convolution_relu", "cudnn_convolution_add_relu")
 def with_activation(call: Call) -> Counts:
-    """Count the convolution, the sum with a tensor where there is one, and the maximum."""
+    """Count the convolution, the addition of another tensor if there is one, and the ReLU."""
     added = ("add", "mul") if "add" in call.name else ()
     return together(convolution(call), each(call.out.numel, *added, "relu"))
 
 
 @rule("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(call: Call) -> Counts:
-    """Count as many index points for the operand's gradient, and for the weight's, as the convolution has.
+    """Count as many multiply-adds per gradient of operand and weight as the convolution has.
 
-    The gradient of a bias is a sum over batch and places.
+    The gradient of a bias is a sum over batch and positions.
     """
     grad, operand = call["grad_output"], call["input"]
     slid = operand if call["transposed"] else grad
@@ -389,6 +386,6 @@ def convolution_backward(call: Call) -> Counts:
 
 @rule("conv_tbc")
 def over_time(call: Call) -> Counts:
-    """Count 2 for each index point: weight (window, channels read, channels made), result (time, batch, channels)."""
+    """Count 2 per multiply-add: weight (window, input channels, output channels), result (time, batch, channels)."""
     places = call.out.sizes[0] * call.out.sizes[1]
     return together(Counts(matmul=2 * places * call["weight"].numel), each(call.out.numel, "add"))

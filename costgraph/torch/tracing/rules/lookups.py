@@ -1,4 +1,4 @@
-"""Ops that read or change what indices name: an index reads its row, also where the same one comes twice."""
+"""Costs of indexing ops: each index reads its own row, repeated or not."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ __all__: list[str] = []  # its rules are found in RULES
 
 
 def _elements(operand: Spec, count: Poly) -> Poly:
-    """Return the bytes of so many elements."""
+    """Return the bytes of `count` elements."""
     return count * operand.dtype.bytes
 
 
-# -- reading -----------------------------------------------------------------------------------------------------
+# -- reads -------------------------------------------------------------------------------------------------------
 
 
 @rule("index", "_unsafe_index", "index_select", "gather", "take")
 def picked(call: Call) -> Counts:
-    """Count no FLOPs; of the operand one element is read for each of the result, and the indices."""
+    """Count no FLOPs; one operand element is read per result element, besides the indices."""
     return Counts(reads=operand_bytes(call, self=_elements(call["self"], call.out.numel)))
 
 
 @rule("_unsafe_masked_index")
 def picked_where(call: Call) -> Counts:
-    """Count the selection; of the operand one element is read for each of the result."""
+    """Count the selection; one operand element is read per result element."""
     read = operand_bytes(call, self=_elements(call["self"], call.out.numel))
     return Counts(pointwise=call.out.numel, reads=read)
 
 
-# -- changing rows ----------------------------------------------------------------------------------------------
+# -- writes -----------------------------------------------------------------------------------------------------
 
 
 def _changed(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read: Poly) -> Counts:
-    """Return the cost of a change to some elements of `self`: in place of those alone, else in a copy of the whole."""
+    """Return the cost to change `count` elements in `self`, in place or in a full copy."""
     operand: Spec = call["self"]
     if not call.inplace:
         return Counts(pointwise=flops, reads=operand_bytes(call, **read))
@@ -55,7 +55,7 @@ def _changed(call: Call, count: Poly, *, reads: bool, flops: Poly = ZERO, **read
 
 
 def _region(operand: Spec, indices: Sequence[Any]) -> Poly:
-    """Return how many elements indices name: a mask may name every place that it covers."""
+    """Return how many elements are indexed; a mask may select every position that it covers."""
     shapes: list[Sequence[Poly]] = []
     axis, rest = 0, ONE
     for index in indices:
@@ -80,7 +80,7 @@ def _broadcast(shapes: Sequence[Sequence[Poly]]) -> Poly:
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl", "put")
 def index_put(call: Call) -> Counts:
-    """Count an addition for each element where values are added up, else nothing."""
+    """Count an addition per element if values are accumulated, else nothing."""
     count = call["index"].numel if call.name == "put" else _region(call["self"], call["indices"])
     adds = bool(call["accumulate"])
     return _changed(call, count, reads=adds, flops=count if adds else ZERO)
@@ -88,9 +88,9 @@ def index_put(call: Call) -> Counts:
 
 @rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce", "index_copy")
 def scatter(call: Call) -> Counts:
-    """Count 1 for each index, or element of rows, where what is there stays part of the result, else nothing.
+    """Count 1 per index, or per indexed row element, if the old value enters the result; else nothing.
 
-    What is scaled counts 2; a mean counts how many there are as well, and divides each element of the result.
+    A scaled source counts 2; a mean also counts the indices, and divides each result element.
     """
     count = (call["source"] if "source" in call.arguments else call["index"]).numel
     joins = call.name not in ("scatter", "index_copy") or call.get("reduce") is not None
@@ -106,7 +106,7 @@ def scatter(call: Call) -> Counts:
 
 @rule("index_fill")
 def index_fill(call: Call) -> Counts:
-    """Count no FLOPs; rows are written over."""
+    """Count no FLOPs; rows are overwritten."""
     operand: Spec = call["self"]
     if not operand.sizes:
         return _changed(call, ONE, reads=False)
@@ -116,16 +116,16 @@ def index_fill(call: Call) -> Counts:
 
 @rule("masked_scatter")
 def masked_scatter(call: Call) -> Counts:
-    """Count no FLOPs: of the source as much may be read as there are places."""
+    """Count no FLOPs; up to one source element is read per position."""
     return Counts(reads=operand_bytes(call, source=_elements(call["source"], call["self"].numel)))
 
 
-# -- bags of embeddings ------------------------------------------------------------------------------------------
+# -- embedding bags ----------------------------------------------------------------------------------------------
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
 def embedding_bag(call: Call) -> Counts:
-    """Count 1 for each element of each row, 2 where rows have weights, and the division of a mean."""
+    """Count 1 per row element, 2 if rows have weights, and the division for a mean."""
     weight: Spec = call["weight"]
     rows = call["indices"].numel * weight.sizes[1]
     steps = ["mul", "add"] if call.get("per_sample_weights") is not None else ["add"]
@@ -137,7 +137,7 @@ def embedding_bag(call: Call) -> Counts:
 
 @rule("_embedding_bag_backward", "_embedding_bag_dense_backward")
 def embedding_bag_backward(call: Call) -> Counts:
-    """Count an addition for each element of each row, 2 where it has a weight or is part of a mean."""
+    """Count an addition per row element, 2 if the row has a weight or enters a mean."""
     if call.get("sparse"):
         raise unsupported(call, "a sparse gradient", "sparse=False")
     rows = call["indices"].numel * call["grad"].sizes[1]
@@ -147,16 +147,16 @@ def embedding_bag_backward(call: Call) -> Counts:
 
 @rule("_embedding_bag_per_sample_weights_backward")
 def bag_weights_backward(call: Call) -> Counts:
-    """Count a dot product of two rows for each index."""
+    """Count a dot product per index."""
     rows = call["indices"].numel * call["weight"].sizes[1]
     return Counts(matmul=2 * rows, reads=operand_bytes(call, weight=_elements(call["weight"], rows)))
 
 
-# -- searching ---------------------------------------------------------------------------------------------------
+# -- search ------------------------------------------------------------------------------------------------------
 
 
 @rule("isin")
 def contained(call: Call) -> Counts:
-    """Count a comparison of each element with each of the others."""
+    """Count a comparison per element and test element."""
     tests = call.get("test_elements")
     return each(call.out.numel * (tests.numel if isinstance(tests, Spec) else ONE), "eq")

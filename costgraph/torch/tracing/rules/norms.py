@@ -1,4 +1,4 @@
-"""Softmax and norms that are others with something more, or under other names."""
+"""Costs of softmax variants, batch-norm aliases and weight norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []  # its rules are found in RULES
 
 @rule("_safe_softmax")
 def safe_softmax(call: Call) -> Counts:
-    """Count a softmax, and the rows that are all minus infinity found and replaced by zeros."""
+    """Count a softmax, and finding and zeroing rows of minus infinity."""
     return together(_softmax(call, call["dim"]), each(call["self"].numel, "eq", REDUCE, "where"))
 
 
@@ -37,14 +37,14 @@ def _softmax(call: Call, dim: int) -> Counts:
       "_batch_norm_no_update", "_batch_norm_with_update_functional",
       "_native_batch_norm_legit_functional")  # fmt: skip
 def batch_norm(call: Call) -> Counts:
-    """Count what the norm of a batch does under its own name."""
+    """Count as `native_batch_norm`."""
     known = {"training": "with_update" in call.name, "momentum": 0.1, "eps": call.get("epsilon"), **call.arguments}
     return replace(counts_of(replace(call, name="native_batch_norm", arguments=known)), reads=None)
 
 
 @rule("cudnn_batch_norm_backward", "batch_norm_backward", "miopen_batch_norm_backward")
 def batch_norm_backward(call: Call) -> Counts:
-    """Count the gradients of the norm of a batch."""
+    """Count as `native_batch_norm_backward`."""
     names = {"grad_out": "grad_output", "save_invstd": "save_var", "eps": "epsilon", "train": "update"}
     known = {ours: call.arguments[theirs] for ours, theirs in names.items() if theirs in call.arguments}
     known = {"train": True, "output_mask": (True, True, True), **known, **call.arguments}
@@ -63,7 +63,7 @@ def weight_norm(call: Call) -> Counts:
 
 @rule("_weight_norm_interface_backward")
 def weight_norm_backward(call: Call) -> Counts:
-    """Count g / norm * (gradient - v * d / norm**2) and d / norm, d being the sum of gradient times v along a row."""
+    """Count g / norm * (gradient - v * d / norm**2) and d / norm, with d the row sum of gradient * v."""
     rows = call["saved_g"].numel
     return together(
         each(call["saved_v"].numel, "mul", REDUCE, "mul", "sub", "mul"), each(rows, "div", "div", "square", "div")

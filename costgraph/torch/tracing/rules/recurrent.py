@@ -1,4 +1,4 @@
-"""Recurrent layers: the products of all gates at every step, and what a cell does with them."""
+"""Costs of recurrent layers: gate matmuls at every step, and cells."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .table import (
 
 __all__: list[str] = []  # its rules are found in RULES
 
-# torch's numbers of modes
+# torch's RNN modes
 _RELU, _TANH, _LSTM, _GRU = 0, 1, 2, 3
 _GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 
-#: A cell, for each element of its state: the sum of both products, and the function.
+#: Cell steps per hidden unit: the sum of both matmuls, and the nonlinearity.
 _CELL: dict[int, tuple[str, ...]] = {
     _RELU: ("add", "relu"),
     _TANH: ("add", "tanh"),
@@ -36,7 +36,7 @@ _CELL: dict[int, tuple[str, ...]] = {
     # r, z = sigmoid(...); n = tanh(x + r*h); h = n + z*(h - n)
     _GRU: ("add",) * 3 + ("sigmoid",) * 2 + ("mul", "tanh", "sub", "mul", "add"),
 }
-#: Gradients of a cell, for each element of its state.
+#: Cell gradient steps per hidden unit.
 _CELL_BACKWARD: dict[int, tuple[str, ...]] = {
     _RELU: ("threshold_backward",),
     _TANH: ("tanh_backward",),
@@ -47,7 +47,7 @@ _CELL_BACKWARD: dict[int, tuple[str, ...]] = {
     # dz = dh*(h - n), dn = dh*(1 - z), dr = dn*h', dh*z; the gates'
     _GRU: ("sub", "mul", "sub", "mul", "mul", "mul", "mul", "add") + ("sigmoid_backward",) * 2 + ("tanh_backward",),
 }
-#: A bias is an addition for each gate.
+#: A bias is an addition per gate.
 _BIASES = 2
 
 
@@ -56,7 +56,7 @@ def _cells(mode: int, count: Poly, steps: dict[int, tuple[str, ...]], biases: in
 
 
 def _layers(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
-    """Return the cost of products of so many index points, and of so many elements of states."""
+    """Return the cost for `points` multiply-adds in matmuls and cells for `states` hidden units."""
     return together(Counts(matmul=2 * points), _cells(mode, states, _CELL, _BIASES if biases else 0))
 
 
@@ -65,7 +65,7 @@ def _layers(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
 
 @rule("mkldnn_rnn_layer")
 def layer(call: Call) -> Counts:
-    """Count 2 for each element of both weights at every step, and the cells."""
+    """Count 2 per element of both weights at every step, and the cells."""
     places, states = _places(call, call["input"])
     weights: Poly = call["weight0"].numel + call["weight1"].numel
     layer = _lstm(call, call["weight0"])
@@ -75,7 +75,7 @@ def layer(call: Call) -> Counts:
 
 
 def _lstm(call: Call, weight: Spec) -> Lstm:
-    """Return the sizes of a layer: those of its weights are numbers."""
+    """Return the layer's sizes; weight sizes are numbers."""
     steps, batch = (n.constant or n for n in call["input"].sizes[:2])
     return Lstm(steps, batch, int(weight.sizes[1].expr), int(call["hidden_size"]), int(weight.dtype.bytes))
 
@@ -85,30 +85,31 @@ def _pages(n: Any) -> Poly:
 
 
 def _bias(call: Call) -> Poly:
-    """Return the bytes of the sum of both biases."""
+    """Return the bytes of the combined bias."""
     operand: Spec = call["input"]
     return size(call["hidden_size"]) * _GATES[int(call["mode"])] * operand.dtype.bytes
 
 
 def _saves(call: Call) -> bool:
-    """Whether a layer saves what a backward pass needs, in its fourth result."""
+    """Whether a layer saves tensors for the backward pass, in its fourth result."""
     return len(call.results) > 3 and bool(call.results[3].numel)
 
 
 def _places(call: Call, operand: Spec) -> tuple[Poly, Poly]:
-    """Return steps times batch entries, and that times the size of a state."""
+    """Return steps times batch, and that times the hidden size."""
     places = prod(operand.sizes[:-1], start=ONE)
     return places, places * size(call["hidden_size"])
 
 
 @rule("mkldnn_rnn_layer_backward")
 def layer_backward(call: Call) -> Counts:
-    """Count gradients of operand, state and both weights: twice the products; cells; and the sum for the biases."""
+    """Count the gradients of operand, state and both weights: twice the matmuls; cells; and the sum for the biases."""
     places, states = _places(call, call["input"])
     mode = int(call["mode"])
     weights: Poly = call["weight1"].numel + call["weight2"].numel
     bias = each(states * _GATES[mode], REDUCE) if call["has_biases"] else Counts()
-    # gradients that nothing asked for are zeros, others dense; biases are added up again, their gradient is made twice
+    # unrequested gradients are zeros, others contiguous; biases are combined again, and their gradient is computed
+    # twice
     given = zip(("output", "hx_", "cx_tmp"), ("grad_output", "grad_hy", "grad_cy"), strict=True)
     gradients = total(call[like].bytes if call.get(g) is None else contiguous_copy(call[g]) for like, g in given)
     workspace = _lstm(call, call["weight1"]).backward(_pages) + gradients + 2 * _bias(call)
@@ -120,7 +121,7 @@ def layer_backward(call: Call) -> Counts:
 
 
 def _all_layers(call: Call) -> tuple[int, Poly, Poly, Poly, bool]:
-    """Return the mode, index points of all products, elements of a state and of all of them, whether it has biases."""
+    """Return the mode, all multiply-adds, hidden units per layer and in total, and whether there are biases."""
     if call.get("batch_sizes"):
         raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
     weights, mode = call["weight"], int(call["mode"])
@@ -133,7 +134,7 @@ def _all_layers(call: Call) -> tuple[int, Poly, Poly, Poly, bool]:
 
 @rule("_cudnn_rnn", "miopen_rnn")
 def layers(call: Call) -> Counts:
-    """Count the same for all layers and directions, and dropout between layers: two for each element."""
+    """Count all layers and directions, and dropout between layers: two per element."""
     mode, points, state, states, biased = _all_layers(call)
     sides = 2 if call["bidirectional"] else 1
     steps = ("mul", "mul") if call.get("dropout") and call.get("train") else ()
@@ -143,17 +144,17 @@ def layers(call: Call) -> Counts:
 
 @rule("_cudnn_rnn_backward")
 def layers_backward(call: Call) -> Counts:
-    """Count twice the products, and the gradients of the cells."""
+    """Count twice the matmuls, and the gradients of the cells."""
     mode, points, _, states, biased = _all_layers(call)
     bias = each(states * _GATES[mode], REDUCE) if biased else Counts()
     return together(Counts(matmul=4 * points), _cells(mode, states, _CELL_BACKWARD, 0), bias)
 
 
-# -- cells, their products made before ---------------------------------------------------------------------------
+# -- cells without their matmuls ---------------------------------------------------------------------------------
 
 
 def _cell(mode: int, state: str) -> Rule:
-    """Return the rule of a cell, for each element of its state."""
+    """Return the rule of a cell."""
 
     def apply(call: Call) -> Counts:
         return _cells(
@@ -164,7 +165,7 @@ def _cell(mode: int, state: str) -> Rule:
 
 
 def _cell_backward(mode: int, state: str, biases: int) -> Rule:
-    """Return the rule of the gradients of a cell, and of the sums for its biases."""
+    """Return the rule of a cell's gradients, including the sums for its biases."""
 
     def apply(call: Call) -> Counts:
         count = call[state].numel

@@ -1,4 +1,4 @@
-"""Losses and their gradients."""
+"""Costs of reductions, scans, losses and pooling, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ....ops.functions import Function
 from ..call import Call, Counts, Spec
 from .table import REDUCE, Rule, each, is_number, operand_bytes, rule, size, together, unsupported
 
-# -- reductions --------------------------------------------------------------------------------------------------------
-# Reductions and scans: 1 for each element that joins a sum, a product or an extremum, and what is done before.
+# -- reductions and scans ----------------------------------------------------------------------------------------------
 
-#: What is done with each element of the operand.
+#: Steps per element of the operand.
 _EACH: dict[str, tuple[str | Function, ...]] = {
     **dict.fromkeys(
         ("all", "amax", "amin", "any", "argmax", "argmin", "cummax", "cummin", "cumprod", "cumsum", "max", "mean",
@@ -27,13 +26,13 @@ _EACH: dict[str, tuple[str | Function, ...]] = {
     "aminmax": (REDUCE, REDUCE),
     "nansum": ("eq", "where", REDUCE),
     "count_nonzero": ("eq", REDUCE),
-    "nonzero": ("eq", REDUCE),  # how many they are is known before their positions are written
+    "nonzero": ("eq", REDUCE),  # counted before their positions are written
     **dict.fromkeys(
         ("_unique", "_unique2", "bincount", "masked_select", "unique_consecutive", "unique_dim"), (REDUCE,)
     ),
-    "histc": ("sub", "mul", "floor", REDUCE),  # which bin, and one more in it
-    "logcumsumexp": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),  # logaddexp with what came before
-    # a pass over the data: how many more a sort makes is up to the algorithm and the data
+    "histc": ("sub", "mul", "floor", REDUCE),  # the bin index, and its increment
+    "logcumsumexp": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),  # logaddexp with the running value
+    # one pass over the data: how many more a sort needs depends on the algorithm and the data
     **dict.fromkeys(("kthvalue", "median", "mode", "nanmedian", "sort", "topk"), (REDUCE,)),
 }  # fmt: skip
 
@@ -48,19 +47,19 @@ for _name, _steps in _EACH.items():
 
 @rule("var", "var_mean", "std", "std_mean")
 def variance(call: Call) -> Counts:
-    """Count mean, subtraction, square and mean for each element, and the root of each result of a deviation."""
+    """Count mean, subtraction, square and mean per element, and the root per result of a standard deviation."""
     spread = each(call["self"].numel, REDUCE, "sub", "square", REDUCE)
     return together(spread, each(call.out.numel, "sqrt")) if call.name.startswith("std") else spread
 
 
 @rule("logsumexp")
 def logsumexp(call: Call) -> Counts:
-    """Count maximum, subtraction, exp and sum for each element; logarithm and addition for each result."""
+    """Count maximum, subtraction, exp and sum per element; logarithm and addition per result."""
     return together(each(call["self"].numel, REDUCE, "sub", "exp", REDUCE), each(call.out.numel, "log", "add"))
 
 
 def norm_of(operand: Spec, order: object, results: Poly) -> Counts:
-    """Return the cost of the norm of this order: of 2 where it is None."""
+    """Return the cost of a norm; an order of None means 2."""
     steps: tuple[tuple[str | Function, ...], tuple[str, ...]]
     if order is None or is_number(order, 2):
         steps = ("square", REDUCE), ("sqrt",)
@@ -75,19 +74,19 @@ def norm_of(operand: Spec, order: object, results: Poly) -> Counts:
 
 @rule("linalg_vector_norm", "norm")
 def norm(call: Call) -> Counts:
-    """Count square and sum for each element and a root for each result, or what another order takes."""
+    """Count square and sum per element and a root per result, or the steps of another order."""
     return norm_of(call["self"], call.get("ord") if "ord" in call.arguments else call.get("p"), call.out.numel)
 
 
 @rule("dist")
 def distance(call: Call) -> Counts:
-    """Count a subtraction for each pair of elements, and the norm."""
+    """Count a subtraction per pair of elements, and the norm."""
     return together(each(call["self"].numel, "sub"), norm_of(call["self"], call.get("p"), call.out.numel))
 
 
 @rule("trace")
 def trace(call: Call) -> Counts:
-    """Count one addition for each element of the diagonal, all of which is read."""
+    """Count one addition per diagonal element; only the diagonal is read."""
     operand: Spec = call["self"]
     shorter = smaller(*operand.sizes)
     return Counts(pointwise=shorter, reads=(shorter * operand.dtype.bytes,))
@@ -98,7 +97,7 @@ def trace(call: Call) -> Counts:
 # torch.nn's reductions: 0 none, 1 mean, 2 sum
 _NONE = 0
 
-#: Losses that compare element by element: the loss of one, and what its gradient takes besides that of the mean.
+#: Elementwise losses: steps per element, forward and backward.
 _ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mse_loss": (("sub", "square"), ("sub", "mul", "mul")),
     "smooth_l1_loss": (  # 0.5 * d*d / beta if d < beta else d - 0.5 * beta
@@ -110,7 +109,7 @@ _ELEMENTWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
         ("sub", "sub", "mul", "maximum", "div", "mul"),
     ),
-    "binary_cross_entropy_with_logits": (  # (1 - t) * x - log_sigmoid(x); its gradient is made of other ops
+    "binary_cross_entropy_with_logits": (  # (1 - t) * x - log_sigmoid(x); its gradient is composed of other ops
         ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"), (),
     ),
 }  # fmt: skip
@@ -143,7 +142,7 @@ for _losses_name, (_losses_steps, _gradient) in _ELEMENTWISE.items():
 
 
 def _picked(call: Call) -> dict[str, Poly]:
-    """Return the bytes of one log-probability, and of one weight, for each target."""
+    """Return the bytes of one log-probability, and one weight, per target."""
     targets = call["target"].numel
     return {
         name: targets * operand.dtype.bytes
@@ -154,7 +153,7 @@ def _picked(call: Call) -> dict[str, Poly]:
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll(call: Call) -> Counts:
-    """Count the mean of what each target picks, and its sign; with weights a product and the sum of weights."""
+    """Count the mean of the selected log-probabilities, and its negation; class weights add a product and their sum."""
     targets: Poly = call["target"].numel
     weighted: tuple[str | Function, ...] = ("mul", REDUCE) if call.get("weight") is not None else ()
     if call["reduction"] == _NONE:
@@ -166,7 +165,7 @@ def nll(call: Call) -> Counts:
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(call: Call) -> Counts:
-    """Count sign, share of the mean and addition of the gradient of each target; the rest is zeros."""
+    """Count negation, division and addition per target; all other gradients are zeros."""
     targets: Poly = call["target"].numel
     weighted = ("mul",) if call.get("weight") is not None else ()
     read = operand_bytes(call, **(_picked(call) | {"self": ZERO}))
@@ -180,21 +179,21 @@ def nll_backward(call: Call) -> Counts:
 
 @rule("multi_margin_loss")
 def multi_margin(call: Call) -> Counts:
-    """Count max(0, margin - x[y] + x[i]), its sum and the division of each row."""
+    """Count max(0, margin - x[y] + x[i]), its sum, and the division of each row."""
     operand: Spec = call["self"]
     return together(each(operand.numel, "sub", "add", "relu", REDUCE), each(call["target"].numel, "div"))
 
 
 @rule("multilabel_margin_loss_forward")
 def multilabel_margin(call: Call) -> Counts:
-    """Count max(0, 1 - x[y] + x[i]) and its sum for each pair of a label and a class, of which there may be as many."""
+    """Count max(0, 1 - x[y] + x[i]) and its sum per pair of label and class; labels may be as many as classes."""
     operand: Spec = call["self"]
     return each(operand.numel * operand.sizes[-1], "sub", "add", "relu", REDUCE)
 
 
 @rule("multilabel_margin_loss_backward")
 def multilabel_margin_backward(call: Call) -> Counts:
-    """Count the margin of each pair again, and the gradients of both where it is positive."""
+    """Count the margin of each pair again, and both gradients where it is positive."""
     operand: Spec = call["self"]
     return each(operand.numel * operand.sizes[-1], "sub", "add", "less", "where", "add", "sub")
 
@@ -203,14 +202,14 @@ def multilabel_margin_backward(call: Call) -> Counts:
 
 
 def _cells(call: Call) -> Poly:
-    """Return the cells of the table of prefixes: times, sequences, and 2 * labels + 1 states."""
+    """Return the size of the forward table: times, sequences, and 2 * labels + 1 states."""
     alpha: Spec = call["log_alpha"] if "log_alpha" in call.arguments else call.results[1]
     return alpha.numel
 
 
 @rule("_ctc_loss")
 def ctc(call: Call) -> Counts:
-    """Count the sum of three prefixes in logarithms for each cell: a maximum of three, three exp, their sum and log.
+    """Count a log-sum-exp over three prefixes per cell: their maximum, three exp, the sum and its log.
 
     Graves et al. 2006, eq. 6 and 7.
     """
@@ -220,18 +219,17 @@ def ctc(call: Call) -> Counts:
 
 @rule("_ctc_loss_backward")
 def ctc_backward(call: Call) -> Counts:
-    """Count the same for suffixes, their products with the prefixes, and the gradient of each log-probability."""
+    """Count the same for suffixes, their products with the prefixes, and the gradient per log-probability."""
     return together(
         ctc(call), each(_cells(call), "add", "exp", "add"), each(call["log_probs"].numel, "exp", "sub", "mul")
     )
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
-# Pooling: 1 for every element of every window, forward and backward.
 
 
 def _elements(call: Call, large: Spec, small: Spec) -> Poly:
-    """Return the elements of all windows. With `ceil_mode`, the last windows end with the padding."""
+    """Return the element count over all windows. With `ceil_mode`, the last windows end with the padding."""
     rank = _rank(call)
     window, stride, padding, dilation = (_of_each_axis(call, name, rank) for name in _FACTS)
     if not call.get("ceil_mode"):
@@ -245,13 +243,13 @@ _FACTS = ("kernel_size", *_DEFAULTS)
 
 
 def _of_each_axis(call: Call, name: str, rank: int) -> list[Poly]:
-    """Return an argument of the windows per axis. An empty list of strides means the window."""
+    """Return a window argument per axis. An empty stride means the window size."""
     given: Sequence[Any] = _DEFAULTS[name] if call.get(name) is None else call[name]
     return [size(n) for n in (given if len(given) != 1 else [*given] * rank)]
 
 
 def _along(n: Poly, windows: Poly, window: Poly, stride: Poly, padding: Poly, dilation: Poly) -> Poly:
-    """Return the elements of the windows along one axis. Only the last window can end beyond the padding."""
+    """Return the window elements along one axis. Only the last window can end beyond the padding."""
     left = n + 2 * padding - (windows - 1) * stride
     return (windows - 1) * window + poly(Min(window.expr, sympy.ceiling((left / dilation).expr)))
 
@@ -263,13 +261,13 @@ def _rank(call: Call) -> int:
 @rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "fractional_max_pool2d",
       "fractional_max_pool3d", "mkldnn_max_pool2d", "mkldnn_max_pool3d")  # fmt: skip
 def pool(call: Call) -> Counts:
-    """Count 1 for each element of each window."""
+    """Count 1 per window element."""
     return Counts(pointwise=_elements(call, call["self"], call.out))
 
 
 @rule("avg_pool2d_backward", "avg_pool3d_backward")
 def mean_backward(call: Call) -> Counts:
-    """Count 1 for each element of each window; of the operand only the shape is looked at."""
+    """Count 1 per window element; the operand is not read."""
     count = _elements(call, call["self"], call["grad_output"])
     return Counts(pointwise=count, reads=operand_bytes(call, self=ZERO))
 
@@ -279,18 +277,18 @@ def mean_backward(call: Call) -> Counts:
       "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
       "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")  # fmt: skip
 def picked_backward(call: Call) -> Counts:
-    """Count an addition for each element of the gradient, to the one that it was taken from."""
+    """Count an addition per gradient element; the operand is not read."""
     return Counts(pointwise=call["grad_output"].numel, reads=operand_bytes(call, self=ZERO))
 
 
-# -- windows that divide an axis into as many parts as are asked for ---------------------------------------------
+# -- adaptive pooling --------------------------------------------------------------------------------------------
 
 
 def _reached(call: Call, whole: Poly, parts: Poly) -> Poly:
-    """Return the sizes of the windows of one axis, added up.
+    """Return the summed window sizes along one axis.
 
-    Window i runs from floor(i*n/k) to ceil((i + 1)*n/k): each boundary between two windows that is no whole number
-    lies within an element which belongs to both, and gcd(n, k) - 1 of the k - 1 boundaries are whole.
+    Window i spans floor(i*n/k) to ceil((i + 1)*n/k). Each fractional boundary lies within an element that both windows
+    share, and gcd(n, k) - 1 of the k - 1 boundaries are integers.
     """
     share = whole / parts
     if parts == ONE or all(isinstance(c, int) and all(p > 0 for _, p in m) for m, c in share.terms.items()):
@@ -313,12 +311,12 @@ def _adaptive(call: Call, large: Spec, small: Spec) -> Counts:
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d",
       "mkldnn_adaptive_avg_pool2d")  # fmt: skip
 def adaptive(call: Call) -> Counts:
-    """Count 1 for each element of each window."""
+    """Count 1 per window element."""
     return _adaptive(call, call["self"], call.out)
 
 
 @rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
 def adaptive_backward(call: Call) -> Counts:
-    """Count 1 for each element of each window; of the operand only the shape is looked at."""
+    """Count 1 per window element; the operand is not read."""
     counts = _adaptive(call, call["self"], call["grad_output"])
     return Counts(pointwise=counts.pointwise, reads=operand_bytes(call, self=ZERO))

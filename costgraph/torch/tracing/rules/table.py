@@ -1,4 +1,4 @@
-"""What rules are written with: costs of functions for each index point, and of kernels that the library declares."""
+"""Registry of cost rules, and helpers to write them."""
 
 from __future__ import annotations
 
@@ -31,33 +31,32 @@ __all__ = [
 ]
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-# The table of aten ops: a rule for each name, found by the call.
+# -- registry ----------------------------------------------------------------------------------------------------------
 
-#: What a call costs.
+#: Returns the costs of a call.
 Rule = Callable[[Call], Counts]
 
-#: Rules by the name of the op, or by name and overload such as `max.other` where overloads are different functions.
+#: Rules by op name, or by name and overload where overloads differ, such as `max.other`.
 RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for ops by name.
+    """Register a cost rule for ops by name.
 
     Parameters
     ----------
     *names : str
-        Names of aten ops as `Call.name` has them, each also with an overload behind a dot.
+        Names of aten ops, as in `Call.name`, or with an overload, such as `max.other`.
 
     Returns
     -------
     callable
-        A decorator that leaves the rule as it is.
+        A decorator that returns the rule unchanged.
 
     Raises
     ------
     GraphError
-        If a name has a rule already.
+        If a name is already registered.
 
     Examples
     --------
@@ -72,29 +71,26 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return adding(RULES, "a rule", *names, what="op of torch")
 
 
-# -- amounts -----------------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
-#: One step of a reduction, an entry of no table: 1 for each element that is reduced.
+#: One step of a reduction, outside the function table: 1 FLOP per reduced element.
 REDUCE = Function("reduce", 1, 1, formula="an element joins a sum, a product or an extremum")
 
 
 def each(count: Poly, *steps: str | Function) -> Counts:
-    """Return the cost of functions, or names of them, that are applied one after another at each of some index points.
-
-    Bytes are as they are: operands and results whole.
-    """
+    """Return the cost to apply functions in turn to `count` elements; operands and results count whole."""
     return together(applied(count, *(FUNCTIONS[s] if isinstance(s, str) else s for s in steps)))
 
 
 def together(*parts: Flops, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
-    """Return the FLOPs of several parts of one kernel, and its bytes where they are not whole tensors."""
+    """Return the total cost of a kernel's parts, with its bytes where they differ from whole tensors."""
     workspace = total(p.workspace for p in parts if isinstance(p, Counts))
     flops = sum(parts, start=Flops())
     return Counts(**flops.by_kind(), full=flops.full, reads=reads, writes=writes, workspace=workspace)
 
 
 def size(value: Any) -> Poly:
-    """Return a size or number of the schema as a polynomial."""
+    """Return a size or number from the schema as a polynomial."""
     return value if isinstance(value, Poly) else poly(value)
 
 
@@ -104,18 +100,18 @@ def product(sizes: Iterable[Any]) -> Poly:
 
 
 def contiguous_copy(t: Spec) -> Poly:
-    """Return the bytes of the dense copy that a kernel makes of a tensor that lies otherwise; 0 of a dense one."""
+    """Return the bytes to make a tensor contiguous; 0 if it already is."""
     dense = zip(t.sizes, t.strides, contiguous(t.sizes), strict=True)
     return ZERO if all(n == ONE or stride == wanted for n, stride, wanted in dense) else t.numel * t.dtype.bytes
 
 
 def is_number(value: Any, number: float) -> bool:
-    """Whether a scalar argument is that very number; a size, or a number that is not known yet, is none."""
+    """Whether a scalar argument equals a number; False for sizes and unknown numbers."""
     return isinstance(value, Real) and not isinstance(value, bool) and float(value) == number
 
 
 def operand_bytes(call: Call, **instead: Poly) -> tuple[Poly, ...]:
-    """Return the bytes read of each operand: whole, or what is given under the name of its argument."""
+    """Return the bytes read per operand: whole tensors, or the given amounts by argument name."""
     out: list[Poly] = []
     for name, value in call.arguments.items():
         tensors = [value] if isinstance(value, Spec) else value if isinstance(value, tuple | list) else []
@@ -124,5 +120,5 @@ def operand_bytes(call: Call, **instead: Poly) -> tuple[Poly, ...]:
 
 
 def unsupported(call: Call, found: str, expected: str) -> UnsupportedError:
-    """Return the error of a rule that does not cover these arguments."""
+    """Return the error for arguments that a rule does not cover."""
     return UnsupportedError(f"aten::{call.name}.{call.overload}: {found}, expected {expected}")

@@ -1,7 +1,7 @@
-"""Resampling of images: interpolation on a grid, and at places that are data.
+"""Costs of image resampling, by interpolation or at sampled positions, and of torchvision ops.
 
-Counted is what is done with the values of neighbours; the weights of a regular grid are made once for each row and
-column and are not counted, those of places that are data are.
+Arithmetic on neighbouring values counts. Weights of a regular grid are computed once per row and column and do not
+count; weights of data-dependent positions do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .workspaces import neighbours
 
 # -- resampling --------------------------------------------------------------------------------------------------------
 
-#: Neighbours along each axis, and the number of axes.
+#: Neighbours per axis, and the number of axes.
 _NEIGHBOURS = {
     "upsample_linear1d": (2, 1),
     "upsample_bilinear2d": (2, 2),
@@ -29,13 +29,13 @@ _NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_
 
 
 def _forward(taps: int, axes: int) -> Rule:
-    """One axis after the other: of n neighbours n products and n - 1 sums, for each of those of the axes before."""
+    """Count one axis after the other: n products and n - 1 sums for n neighbours, per neighbour along earlier axes."""
     flops = sum((2 * taps - 1) * taps**i for i in range(axes))
     return lambda call: Counts(pointwise=call.out.numel * flops, workspace=neighbours(call, taps))
 
 
 def _backward(taps: int, axes: int) -> Rule:
-    """A product and a sum for each neighbour."""
+    """Count a product and a sum per neighbour."""
     return lambda call: Counts(pointwise=call["grad_output"].numel * (2 * taps**axes))
 
 
@@ -46,7 +46,7 @@ for _name, (_width, _axes) in _NEIGHBOURS.items():
 
 @rule(*_NEAREST)
 def nearest(call: Call) -> Counts:
-    """Count no FLOPs; one element is read for each of the result, or all of them where they are fewer."""
+    """Count no FLOPs; one operand element is read per result element, or the whole operand if it is smaller."""
     operand: Spec = call["self"] if "self" in call.arguments else call["input"]
     larger = all(
         (n / k).constant is None or (n / k).constant >= 1 for n, k in zip(call.out.sizes, operand.sizes, strict=True)
@@ -57,17 +57,17 @@ def nearest(call: Call) -> Counts:
 
 @rule(*(f"{name}_backward" for name in _NEAREST))
 def nearest_backward(call: Call) -> Counts:
-    """Count an addition for each element of the gradient."""
+    """Count an addition per gradient element."""
     return each(call["grad_output"].numel, "add")
 
 
-# -- with antialiasing -------------------------------------------------------------------------------------------
+# -- antialiasing ------------------------------------------------------------------------------------------------
 
 _FILTERS = {"_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 4, "_upsample_lanczos2d_aa": 6}
 
 
 def _taps(whole: Poly, made: Poly, width: int) -> Poly:
-    """Return how many neighbours a filter of this width reaches at the most: it is widened where an image shrinks."""
+    """Return the maximal number of neighbours in a filter, which is widened for downsampling."""
     scale = whole / made
     number = scale.constant
     if number is not None:
@@ -76,7 +76,7 @@ def _taps(whole: Poly, made: Poly, width: int) -> Poly:
 
 
 def _separable(large: Spec, made: Spec, width: int) -> Poly:
-    """Return products and sums: along the last axis for all rows, then along the one before."""
+    """Return products and sums: along the last axis for all rows, then along the other one."""
     lead = prod(large.sizes[:-2], start=ONE)
     (height, length), (rows, columns) = large.sizes[-2:], made.sizes[-2:]
     across = lead * height * columns * _taps(length, columns, width)
@@ -85,27 +85,27 @@ def _separable(large: Spec, made: Spec, width: int) -> Poly:
 
 @rule(*_FILTERS)
 def smoothed(call: Call) -> Counts:
-    """Count two passes, a product and a sum for each neighbour that the filter may reach."""
+    """Count two passes, with a product and a sum per neighbour in the filter."""
     operand: Spec = call["self"] if "self" in call.arguments else call["input"]
     return Counts(pointwise=_separable(operand, call.out, _FILTERS[call.name]))
 
 
 @rule(*(f"{name}_backward" for name in _FILTERS))
 def smoothed_backward(call: Call) -> Counts:
-    """Count as many products and sums as forward."""
+    """Count as the forward pass."""
     width = _FILTERS[call.name.removesuffix("_backward")]
     return Counts(pointwise=_separable(call.out, call["grad_output"], width))
 
 
-# -- places that are data ----------------------------------------------------------------------------------------
+# -- sampled positions -------------------------------------------------------------------------------------------
 
-#: For one coordinate: ((x + 1) * n - 1) / 2, its whole part, and the distances to both sides.
+#: Steps per coordinate: ((x + 1) * n - 1) / 2, its integer part, and the distances to both sides.
 _COORDINATE = ("add", "mul", "sub", "div", "floor", "sub", "sub")
 _BILINEAR, _NEAREST_MODE = 0, 1
 
 
 def _places(call: Call) -> tuple[Poly, int, int]:
-    """Return the places that are looked at, their coordinates, and the mode."""
+    """Return the position count, the coordinates per position, and the mode."""
     mode = call.get("interpolation_mode") or _BILINEAR
     if mode not in (_BILINEAR, _NEAREST_MODE):
         raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
@@ -115,7 +115,7 @@ def _places(call: Call) -> tuple[Poly, int, int]:
 
 @rule("grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler")
 def sampled(call: Call) -> Counts:
-    """Count coordinates and weights for each place, a product and a sum of each neighbour for each element."""
+    """Count coordinates and weights per position, and a product and a sum per neighbour and element."""
     count, axes, mode = _places(call)
     if mode == _NEAREST_MODE:
         return each(count * axes, *_COORDINATE[:4], "round")
@@ -129,7 +129,7 @@ def sampled(call: Call) -> Counts:
 
 @rule("grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward")
 def sampled_backward(call: Call) -> Counts:
-    """Count coordinates and weights again, then for each neighbour its share, and what the place moves the value by."""
+    """Count recomputed coordinates and weights, then per neighbour its gradient, and that of the position."""
     count, axes, mode = _places(call)
     elements = call["grad_output"].numel
     wanted = call.get("output_mask") or (True, True)
@@ -143,20 +143,20 @@ def sampled_backward(call: Call) -> Counts:
 
 @rule("affine_grid_generator")
 def affine_grid(call: Call) -> Counts:
-    """Count the product of each place, with a 1 behind its coordinates, and the matrix of its image."""
+    """Count the product of each homogeneous position with its image's matrix."""
     axes = len(call["size"]) - 2
     return Counts(matmul=call.out.numel * (2 * (axes + 1)))
 
 
-# -- vision ------------------------------------------------------------------------------------------------------------
-# Ops of torchvision, by the names and schemas under which it registers them (`torchvision/csrc/ops`).
+# -- torchvision -------------------------------------------------------------------------------------------------------
+# Names and schemas as registered by torchvision (`torchvision/csrc/ops`).
 #
-# Boxes and offsets are data. Counts that would follow from the extents of boxes are upper bounds: each box covers the
-# whole feature map, and non-maximum suppression compares each pair.
+# Boxes and offsets are data. Counts that depend on box sizes are upper bounds: each box covers the whole feature map,
+# and non-maximum suppression compares each pair.
 
-#: Bilinear interpolation: distances to both sides along each axis, four weights, four products and their sum.
+#: Bilinear interpolation: distances to both sides per axis, four weights, four products and their sum.
 _VISION_BILINEAR = 4 + 4 + 7
-#: Images whose columns lie in memory together, at the most (`kMaxParallelImgs`).
+#: Maximal number of images per column buffer (`kMaxParallelImgs`).
 _PARALLEL = 32
 
 
@@ -164,7 +164,7 @@ _PARALLEL = 32
 
 
 def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
-    """Return the number of sampled elements of a deformable convolution, in all and in one batch of columns."""
+    """Return how many elements a deformable convolution samples, in total and per column buffer."""
     operand, weight = call["input"], call["weight"]
     images, places = operand.sizes[0], product(result.sizes[2:])
     of_one = operand.sizes[1] * product(weight.sizes[2:]) * places
@@ -175,10 +175,10 @@ def _columns(call: Call, result: Spec) -> tuple[Poly, Poly]:
 
 @rule("torchvision.deform_conv2d")
 def deform_conv2d(call: Call) -> Counts:
-    """Count the convolution, and one bilinear sample for each column element.
+    """Count the convolution, and one bilinear sample per column element.
 
-    The kernel takes memory for columns of up to 32 images, whose number divides the batch; an open batch is one of
-    them. Its buffer of results is copied once.
+    The column buffer holds up to 32 images, a divisor of the batch, or a whole symbolic batch. The result buffer is
+    copied once.
     """
     made, weight = call.out, call["weight"]
     sampled, columns = _columns(call, made)
@@ -193,19 +193,19 @@ def deform_conv2d(call: Call) -> Counts:
 
 @rule("torchvision._deform_conv2d_backward")
 def deform_conv2d_backward(call: Call) -> Counts:
-    """Count two products, and for each column element two samples and four additions to neighbours.
+    """Count two matmuls, and per column element two samples and four additions to neighbours.
 
     Columns are computed from the gradient for operand, offset and mask, and sampled again for the weight.
     """
     grad, weight = call["grad"], call["weight"]
     sampled, columns = _columns(call, grad)
     masked = 2 * sampled if call.get("use_mask") else ZERO
-    shares = 4 * 8 * sampled  # of the operand: two distances and their product, times the gradient, added
-    moved = 2 * (_VISION_BILINEAR + 2) * sampled  # of the offset, along each axis
+    shares = 4 * 8 * sampled  # operand: two distances and their product, times the gradient, added
+    moved = 2 * (_VISION_BILINEAR + 2) * sampled  # offset, along each axis
     return together(
         Counts(matmul=4 * grad.numel * product(weight.sizes[1:])),
         Counts(pointwise=sampled * (2 + _VISION_BILINEAR) + shares + moved + masked),
-        each(grad.numel, "add"),  # of the bias
+        each(grad.numel, "add"),  # bias
         Counts(workspace=columns * grad.dtype.bytes),
     )
 
@@ -214,7 +214,7 @@ def deform_conv2d_backward(call: Call) -> Counts:
 
 
 def _samples(call: Call, height: Poly, width: Poly) -> Poly:
-    """Return the samples per bin: `sampling_ratio`, else the elements of a bin that covers the whole map."""
+    """Return the samples per bin: `sampling_ratio` squared, else the elements of a bin if the box covers the map."""
     ratio: int = call["sampling_ratio"]
     if ratio > 0:
         return size(ratio * ratio)
@@ -227,7 +227,7 @@ def _cells(call: Call, height: Poly, width: Poly) -> Poly:
 
 
 def _vision_forward(call: Call, samples: Poly) -> Counts:
-    """Count bilinear weights once per sample position, four multiply-adds per sample, and a mean."""
+    """Count bilinear weights per sample position, four multiply-adds per sample, and a mean."""
     bins = call["rois"].sizes[0] * size(call["pooled_height"]) * size(call["pooled_width"])
     return Counts(pointwise=bins * samples * (4 + 8) + call.out.numel * (samples * 8 + 1))
 
@@ -245,7 +245,7 @@ def roi_align(call: Call) -> Counts:
 
 @rule("torchvision._roi_align_backward", "torchvision._ps_roi_align_backward")
 def roi_align_backward(call: Call) -> Counts:
-    """Count what each sample adds to its neighbours."""
+    """Count the additions of each sample to its neighbours."""
     return _vision_backward(call, _samples(call, size(call["height"]), size(call["width"])))
 
 
@@ -257,7 +257,7 @@ def roi_pool(call: Call) -> Counts:
 
 @rule("torchvision._roi_pool_backward")
 def roi_pool_backward(call: Call) -> Counts:
-    """Count an addition for each maximum."""
+    """Count an addition per maximum."""
     return each(call["grad"].numel, "add")
 
 
@@ -270,6 +270,6 @@ def ps_roi_pool_backward(call: Call) -> Counts:
 
 @rule("torchvision.nms")
 def nms(call: Call) -> Counts:
-    """Count areas, and the overlap of each pair of boxes: two maxima, two minima, areas, quotient, comparison."""
+    """Count areas, and the overlap per pair of boxes: two maxima, two minima, areas, quotient, comparison."""
     boxes = call["dets"].sizes[0]
     return Counts(pointwise=boxes * 3 + boxes * (boxes - 1) / 2 * (4 + 4 + 1 + 2 + 1 + 1))

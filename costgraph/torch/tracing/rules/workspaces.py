@@ -1,7 +1,7 @@
-"""Memory that torch's kernels take on a CPU beside operands and results: copies, dense ones or in another format.
+"""Workspaces of torch's kernels beyond operands and results: contiguous or cast copies, and other temporaries.
 
-Each entry was held against the allocator, with operands that are dense, transposed, expanded and sliced. What libraries
-take for products and convolutions is measured in docs/accuracy/workspaces.md, and not here.
+Entries were checked against the allocator with contiguous, transposed, expanded and sliced operands. Workspaces of BLAS
+and convolution libraries are measured in docs/accuracy/workspaces.md and not included here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["copied", "copies_matmul_operands", "copies_results", "neighbours", "
 
 #: Padding modes that copy elements near the borders.
 _PADDING = ("reflection", "replication")
-#: Arguments that a kernel makes dense, by op.
+#: Arguments that a kernel makes contiguous, by op.
 _DENSE: dict[str, tuple[str, ...]] = {
     "_softmax": ("self",),
     "_log_softmax": ("self",),
@@ -64,7 +64,7 @@ _IN_OWN_FORMAT: dict[str, tuple[str, ...]] = {
     **{f"{kind}_pad{rank}d": ("self",) for kind in _PADDING for rank in (2, 3)},
     "native_group_norm_backward": ("grad_out", "input"),
 }  # fmt: skip
-#: Arguments, and results, that a kernel copies unless they are contiguous in the memory format of another argument.
+#: Arguments and results that a kernel copies unless they are contiguous in the memory format of another argument.
 _IN_FORMAT_OF: dict[str, tuple[str, tuple[str, ...]]] = {
     "adaptive_max_pool2d_backward": ("self", ("grad_output", "indices")),
     **{f"max_pool{rank}d_with_indices_backward": ("grad_output", ("grad_output", "indices")) for rank in (2, 3)},
@@ -72,7 +72,7 @@ _IN_FORMAT_OF: dict[str, tuple[str, tuple[str, ...]]] = {
         "avg_pool2d", "_adaptive_avg_pool2d", *(f"{kind}_pad{rank}d" for kind in _PADDING for rank in (2, 3)),
     )},
 }  # fmt: skip
-#: The same for a gradient that is contiguous; others are made contiguous in the order of their axes.
+#: The same if that gradient is contiguous in its own format; otherwise it is made contiguous.
 _CHANNELS_LAST_OR_DENSE: dict[str, tuple[str, tuple[str, ...]]] = {
     f"{name}_backward": ("grad_output", ("grad_output",))
     for name in (
@@ -82,9 +82,9 @@ _CHANNELS_LAST_OR_DENSE: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 #: Arguments that a kernel copies unless they are contiguous as (batch, sequence, heads, width).
 _BSHD = {"_scaled_dot_product_flash_attention_for_cpu_backward": ("grad_out",)}
-#: Kernels of contiguous operands that copy their result where it lies otherwise.
+#: Kernels on contiguous operands that copy results with another layout.
 _DENSE_RESULTS = frozenset({"_upsample_bilinear2d_aa_backward", "gelu_backward"})
-#: The same on a CPU alone.
+#: Arguments made contiguous only on a CPU.
 _DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
     "gelu_backward": ("grad_output",),
     "log_sigmoid_forward": ("self",),
@@ -92,9 +92,9 @@ _DENSE_ON_A_CPU: dict[str, tuple[str, ...]] = {
     "min.default": ("self",),
     "binary_cross_entropy_with_logits": ("self",),
 }
-#: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
+#: Matmul operands, copied if BLAS does not accept their layout, whole or one matrix at a time.
 _FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
-#: Elementwise ops of operands in several formats, or of whole numbers with other results: a CPU casts them first.
+#: Elementwise ops whose operands a CPU casts first if dtypes differ, or are integer while the result is not.
 _PROMOTED = frozenset((
     "acos", "acosh", "add", "asin", "asinh", "atan", "atan2", "atanh", "clamp", "clamp_max", "clamp_min",
     "copysign", "cos", "cosh", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor_divide", "fmax", "fmin",
@@ -102,37 +102,37 @@ _PROMOTED = frozenset((
     "logical_or", "logical_xor", "lt", "maximum", "minimum", "mul", "ne", "pow", "reciprocal", "remainder", "rsqrt",
     "rsub", "sigmoid", "sin", "sinc", "sinh", "sqrt", "sub", "tan", "tanh", "where", "xlogy",
 ))  # fmt: skip
-#: Arguments of elementwise ops that no kernel casts: they say where.
+#: Arguments of elementwise ops that are never cast: masks.
 _WHERE = frozenset({"condition", "mask"})
-#: Reductions whose operand a CPU casts to the format of the result first.
+#: Reductions whose operand a CPU first casts to the dtype of the result.
 _SUMS = frozenset({"sum", "cumsum", "cumprod", "prod", "mean"})
-#: Temporaries of the size of an operand.
+#: Temporaries as large as an operand.
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
-#: Temporaries as large as the input, beyond the storage of the result: losses that compute each element before they
-#: reduce, and a gradient with several steps.
+#: Number of temporaries as large as the input, beyond the result: losses that compute each element before the
+#: reduction, and a gradient in several steps.
 _LOSSES = {
     "mse_loss": 1, "smooth_l1_loss": 1, "binary_cross_entropy_with_logits": 2, "huber_loss": 1,
     "soft_margin_loss_backward": 2,
 }  # fmt: skip
-#: Temporaries without a reduction, and of gradients with class weights.
+#: The same without a reduction, and for gradients with class weights.
 _OF_EACH = {"binary_cross_entropy_with_logits": 1, "soft_margin_loss_backward": 2}
 _WEIGHTED = {"binary_cross_entropy_with_logits_backward": 2}
 
 
-#: Of those, what kernels for CUDA are without: they add up in place, or in shared memory.
+#: Ops whose CUDA kernels need no temporary: they accumulate in place, or in shared memory.
 _OF_A_CPU = frozenset({"native_batch_norm_backward", "native_layer_norm_backward"})
 
 
 def workspace_of(call: Call) -> Poly:
-    """Return the bytes that a kernel takes for operands as they lie; what is not known here has none."""
+    """Return the bytes of a kernel's workspace for the given layouts; 0 for kernels not listed."""
     name = call.name
     operands = copied(call)
     copies = [_copied(call.get(a), _order(call, of)) for a, of in operands.items()]
     if copies_results(call) or name in _CHANNELS_LAST_OR_DENSE:
         copies.append(_copied(call.out, _order(call, next(iter(operands.values())))))
-    if name == "native_group_norm_backward" and call.device == "cpu":  # two sums for each channel
+    if name == "native_group_norm_backward" and call.device == "cpu":  # two sums per channel
         copies.append(2 * call["input"].sizes[0] * call["input"].sizes[1] * call["input"].dtype.bytes)
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
     if call.device == "cpu":
@@ -142,13 +142,13 @@ def workspace_of(call: Call) -> Poly:
     if name in _WHOLE:
         copies.append(_whole(call, call[_WHOLE[name]]))
     if name == "native_layer_norm_backward" and call.get("weight") is not None:
-        copies.append(2 * call["weight"].bytes)  # sums for both gradients, of each thread
+        copies.append(2 * call["weight"].bytes)  # partial sums of both gradients per thread
     if name.startswith(("upsample_nearest", "_upsample_nearest")) and not name.endswith("_backward"):
         copies.append(neighbours(call, 1))
     if name == "kthvalue":  # sorted values and their int64 indices
         copies.append(call["self"].numel * (call["self"].dtype.bytes + 8))
     if name == "im2col" and overlapping(call):
-        copies.append(call["self"].bytes)  # of what windows that overlap are taken from
+        copies.append(call["self"].bytes)  # a copy of the operand
     if name in _LOSSES or name in _WEIGHTED:
         weighted = _WEIGHTED.get(name, 0) if call.get("pos_weight") is not None else 0
         tensors = (_LOSSES if call["reduction"] else _OF_EACH).get(name, weighted)
@@ -157,10 +157,10 @@ def workspace_of(call: Call) -> Poly:
 
 
 def copied(call: Call) -> dict[str, str]:
-    """Return the arguments that a kernel copies if they are not in the memory format that it computes in.
+    """Return the arguments that a kernel copies unless they are in the memory format that it computes in.
 
-    Each comes with the name of the argument in whose memory format the kernel computes, with `bshd` where heads are the
-    last but one axis in memory, or an empty name where the kernel needs a contiguous tensor.
+    Each maps to the argument that sets the memory format, to `bshd` for (batch, sequence, heads, width) in memory, or
+    to "" if the kernel needs a contiguous tensor.
     """
     if call.name == "gelu_backward" and (call["approximate"] != "none" or contiguous_copy(call["self"])):
         return {}  # not computed by oneDNN
@@ -183,9 +183,9 @@ def copies_results(call: Call) -> bool:
 
 
 def neighbours(call: Call, taps: int) -> Poly:
-    """Return the bytes of place and weight of each neighbour, made for each row and each column of a CPU's kernel.
+    """Return the bytes of the CPU kernel's neighbour table: indices and weights per row and column.
 
-    Where channels come last in memory only the cubic one makes such a table.
+    For channels-last tensors only the cubic kernel builds it.
     """
     made = call.out
     if taps < 4 and made.strides[1] == ONE and made.sizes[1] != ONE:
@@ -194,12 +194,12 @@ def neighbours(call: Call, taps: int) -> Poly:
 
 
 def overlapping(call: Call) -> bool:
-    """Whether windows have anything in common: a CPU's kernels make a result as large as the operand first."""
+    """Whether windows overlap: then CPU kernels first allocate a result as large as the operand."""
     return any(size(k) != s and size(k) != ONE for k, s in zip(call["kernel_size"], call["stride"], strict=True))
 
 
 def _casts(call: Call) -> Poly:
-    """Return the bytes of operands of several formats in the one that a CPU's kernel computes in."""
+    """Return the bytes of operands cast to the dtype in which a CPU kernel computes."""
     if call.name in _SUMS:
         dtype, operands = call.out.dtype, [call["self"]]
     elif call.name in _PROMOTED:
@@ -211,7 +211,7 @@ def _casts(call: Call) -> Poly:
 
 
 def _common(call: Call, operands: Sequence[Spec]) -> DType:
-    """Return the format that an elementwise op computes in."""
+    """Return the dtype in which an elementwise op computes."""
     if not operands or (call.out.dtype.kind != "bool" and not call.inplace):
         return call.out.dtype
     found = reduce(promote, (t.dtype for t in operands))
@@ -222,12 +222,12 @@ def _common(call: Call, operands: Sequence[Spec]) -> DType:
 def _whole(call: Call, operand: Spec) -> Poly:
     grad: Spec | None = call.get("grad_out")
     if grad is not None and any(_copied(t, memory_format(t.sizes, t.strides)) for t in (grad, operand)):
-        return ZERO  # a norm of channels has another kernel for what is strided
+        return ZERO  # batch norm has another kernel for noncontiguous tensors
     return operand.numel * operand.dtype.bytes
 
 
 def _order(call: Call, of: str) -> tuple[int, ...] | None:
-    """Return the order of axes in memory in which a kernel computes, None for that of the axes."""
+    """Return the memory order of axes in which a kernel computes, None for contiguous."""
     if not of or of == "bshd":
         return (0, 2, 1, 3) if of else None
     order = memory_format(call[of].sizes, call[of].strides)
@@ -235,7 +235,7 @@ def _order(call: Call, of: str) -> tuple[int, ...] | None:
 
 
 def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
-    """Return the bytes of a copy with the axes in an order; 0 of a tensor that lies so, and of none."""
+    """Return the bytes of a copy in a given memory order; 0 if the tensor has that order, or is missing."""
     if t is None:
         return ZERO
     lies = is_contiguous_in(t.sizes, t.strides, range(len(t.sizes)) if order is None else order)
@@ -243,5 +243,5 @@ def _copied(t: Spec | None, order: Sequence[int] | None) -> Poly:
 
 
 def _factor(t: Spec) -> Poly:
-    """Return the bytes of the copy of one matrix whose layout BLAS does not accept."""
+    """Return the bytes to copy one matrix if BLAS does not accept its layout."""
     return ZERO if has_blas_layout(t.sizes, t.strides) else t.sizes[-2] * t.sizes[-1] * t.dtype.bytes

@@ -1,4 +1,4 @@
-"""What ops of torch are in declared kinds, by family."""
+"""Translations of aten ops into declared op kinds, by family."""
 
 from . import (  # noqa: F401  # they fill the table
     contraction,

@@ -1,4 +1,4 @@
-"""Convolutions and poolings."""
+"""Translations of matrix products, convolutions, pooling and resampling."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-# Matrix products, and what is added to them.
+# -- matrix products ---------------------------------------------------------------------------------------------------
 
 _PATTERNS = {
     "mm": "m k, k n -> m n",
@@ -49,13 +48,13 @@ _PATTERNS = {
 
 @translation("mm", "bmm", "mv", "dot", "vdot", "_int_mm")
 def multiply(call: Call) -> Tensor | None:
-    """A product of two matrices, of a batch of them, or of vectors, of which the first would be conjugate."""
+    """Translate a product of matrices, batches or vectors; a complex `vdot` conjugates and is not covered."""
     second = {"mv": "vec", "dot": "tensor", "vdot": "other"}.get(call.name, "mat2")
     if call.name == "vdot" and call["self"].dtype.kind == "complex":
         return None
     made = einsum(call["self"], call[second], _PATTERNS[call.name])
     if call.name in ("mm", "bmm") and made.producer is not None and isinstance(made.producer.kind, Einsum):
-        made.producer.state(order=(1, 0))  # autograd computes gradients by the names of arguments, mat2 before self
+        made.producer.state(order=(1, 0))  # autograd computes the gradient of mat2 before that of self
     return made
 
 
@@ -69,7 +68,7 @@ _FACTORS = {
 
 @translation(*_FACTORS)
 def add_product(call: Call) -> Tensor:
-    """A product, scaled perhaps, and what is added to it."""
+    """Translate a matrix product plus an operand, each possibly scaled."""
     first, second = (call[n] for n in _FACTORS[call.name])
     made = einsum(first, second, _PATTERNS[call.name])
     if not is_number(call["alpha"], 1):
@@ -82,7 +81,7 @@ def add_product(call: Call) -> Tensor:
 
 @translation("linear", "mkldnn_linear")
 def linear(call: Call) -> Tensor:
-    """Rows by the rows of a weight, and a bias."""
+    """Translate a linear layer with optional bias."""
     x, w = call.get("input") or call["self"], call["weight"]
     names = " ".join(f"b{i}" for i in range(x.ndim - 1))
     made = einsum(x, w, f"{names} k, n k -> {names} n")
@@ -91,7 +90,7 @@ def linear(call: Call) -> Tensor:
 
 @translation("_grouped_mm")
 def grouped(call: Call) -> Tensor | None:
-    """Rows, or columns, by the matrix of their group; or the rows of each group by those of another operand."""
+    """Translate a grouped matmul, with groups along the rows, the columns or the contracted axis."""
     x, y, ends = call["self"], call["mat2"], call.get("offs")
     if call.get("bias") is not None or call.get("out_dtype") is not None:
         return None
@@ -99,7 +98,7 @@ def grouped(call: Call) -> Tensor | None:
         return einsum(x, y, _PATTERNS["bmm"])
     if (x.ndim, y.ndim) == (2, 2):
         return grouped_outer(permute(x, (1, 0)), y, ends)
-    every = Grouped(routing="capacity", chosen=ends.sizes[0])  # where rows go is data: all weights are read
+    every = Grouped(routing="capacity", chosen=ends.sizes[0])  # routing is data: all weights are read
     if x.ndim == 2:
         return apply(every, [x, y, ends], "grouped")[0]
     rows = apply(every, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped")[0]
@@ -108,7 +107,7 @@ def grouped(call: Call) -> Tensor | None:
 
 @translation("addr")
 def add_outer(call: Call) -> Tensor:
-    """The products of all pairs of two vectors, scaled perhaps, and what is added to them."""
+    """Translate an outer product plus an operand, each possibly scaled."""
     made = einsum(call["vec1"], call["vec2"], "m, n -> m n")
     made = made if is_number(call["alpha"], 1) else made * call["alpha"]
     if is_number(call["beta"], 0):
@@ -120,14 +119,14 @@ def add_outer(call: Call) -> Tensor:
 
 
 def _numbers(values: Sequence[Any], rank: int) -> tuple[int, ...] | None:
-    """Return one number for each axis of a window, None where one is a formula."""
+    """Return one number per window axis; None if any is symbolic."""
     known = tuple(values) * (rank if len(values) == 1 else 1)
     return known if all(isinstance(n, int) for n in known) else None
 
 
 @translation("convolution")
 def convolution(call: Call) -> Tensor | None:
-    """A contraction over a window and the channels of a group, or what spreads over a window, and a bias."""
+    """Translate a convolution, possibly transposed, with optional bias."""
     x, weight = call["input"], call["weight"]
     names = ("stride", "padding", "dilation", *(("output_padding",) if call["transposed"] else ()))
     facts: Any = {name: _numbers(call[name], weight.ndim - 2) for name in names}
@@ -139,13 +138,13 @@ def convolution(call: Call) -> Tensor | None:
 
 @translation("max_pool2d_with_indices", "max_pool3d_with_indices")
 def max_pool(call: Call) -> Sequence[Tensor] | None:
-    """The maximum of each window, and where it stood."""
+    """Translate into the maximum of each window, and its index."""
     kind = _pooled(call, "max") if all(n == 1 for n in call["dilation"]) else None
     return None if kind is None else apply(replace(kind, indices=True), [call["self"]], "max_pool")
 
 
 def _pooled(call: Call, operation: str, *, inside: bool = False) -> Pool | None:
-    """Return the record of a pooling, None where windows are no numbers or reach beyond the padding."""
+    """Return the kind of a pooling; None for symbolic windows, or windows beyond the padding."""
     window = _numbers(call["kernel_size"], call["self"].ndim - 2)
     if window is None or call["ceil_mode"]:
         return None
@@ -157,7 +156,7 @@ def _pooled(call: Call, operation: str, *, inside: bool = False) -> Pool | None:
 
 @translation("avg_pool2d", "avg_pool3d")
 def mean_pool(call: Call) -> Tensor | None:
-    """The mean of each window."""
+    """Translate into the mean of each window."""
     inside = not call["count_include_pad"] and any(n != 0 for n in call["padding"])
     kind = _pooled(call, "mean", inside=inside) if call["divisor_override"] is None else None
     return None if kind is None else apply(kind, [call["self"]], "avg_pool")[0]
@@ -165,7 +164,7 @@ def mean_pool(call: Call) -> Tensor | None:
 
 @translation("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 def adaptive_mean(call: Call) -> Tensor | Sequence[Tensor | None] | None:
-    """The mean of each part that an axis is divided into."""
+    """Translate into a mean pooling if windows are equal; otherwise with stated costs."""
     x: Tensor = call["self"]
     rank = 3 if "3d" in call.name else 2
     sizes = call.get("output_size") or call["grad_output"].sizes[-rank:]
@@ -176,7 +175,7 @@ def adaptive_mean(call: Call) -> Tensor | Sequence[Tensor | None] | None:
 
 @translation("im2col")
 def unfolded(call: Call) -> Tensor | None:
-    """Every window written out: of each of its places the positions that it takes one after another."""
+    """Translate into a concatenation of slices, one per window element."""
     x: Tensor = call["self"]
     window, *facts = (_numbers(call[n], 2) for n in ("kernel_size", "dilation", "padding", "stride"))
     if window is None or None in facts or x.ndim != 4:
@@ -198,7 +197,7 @@ def unfolded(call: Call) -> Tensor | None:
 
 @translation("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 def repeated(call: Call) -> Tensor | Sequence[Tensor | None] | None:
-    """Each element as often as an axis grows."""
+    """Translate integer upsampling into a broadcast; otherwise with stated costs."""
     x, made = call["self"], call.out.sizes
     times = [n / k for n, k in zip(made[2:], x.sizes[2:], strict=True)]
     if not all(isinstance(n.constant, int) for n in times):

@@ -1,4 +1,4 @@
-"""Elementwise ops: one function of the library for each, or a record that says what one element costs."""
+"""Translations of elementwise ops: a library function, or a record with FLOPs and gradient."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
-#: Comparisons that are the library's with operands exchanged, and those that it has under another name.
+#: Comparisons: the library's function, and whether its operands are exchanged.
 _COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True),
              "ne": ("ne", False)}  # fmt: skip
-#: Sums, and what they are where a factor stands before the second operand, or the product.
+#: Sums: the plain function, the function with a factor, and the factor's argument.
 _SCALED: dict[str, tuple[str | Function, Function, str]] = {
     "add": ("add", ADD_SCALED, "alpha"),
     "addcmul": (ADD_PRODUCT, ADD_SCALED_PRODUCT, "value"),
@@ -46,7 +46,7 @@ _SCALED: dict[str, tuple[str | Function, Function, str]] = {
 }
 
 
-#: Numbers that stand in the library's functions; with others it is a function of its own, which a run has to have.
+#: Default parameters of the library's functions; other values define a separate function.
 _NUMBERS: dict[str, dict[str, float]] = {
     "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1, "scale": 1, "input_scale": 1}, "celu": {"alpha": 1},
     "softplus": {"beta": 1, "threshold": 20}, "hardtanh": {"min_val": 0, "max_val": 6},
@@ -68,12 +68,12 @@ _QUOTIENT: Any = ("div", "a", "b")
 
 
 def _chosen(less: str, more: str) -> tuple[Any, Any]:
-    """Return the gradients of an extremum without NaN: the first operand has them where it is chosen, or b is NaN."""
-    first = ("ne_", ("less_equal", less, more), ("ne", "b", "b"))  # at most one of both is true
+    """Return the gradients of `fmax` or `fmin`: the first operand gets it where it is chosen, or b is NaN."""
+    first = ("ne_", ("less_equal", less, more), ("ne", "b", "b"))  # never both true
     return ("masked_fill", _G, ("logical_not_", first)), ("masked_fill", _G, first)
 
 
-#: Gradients of functions that the library's table has not, as torch's autograd works them out.
+#: Gradients of functions outside the library's table, as torch's autograd computes them.
 _GRADIENTS: dict[str, tuple[Any, ...]] = {
     "acos": (("mul", ("neg", _G), _UNDER_ROOT),),
     "acosh": (("mul", _G, ("rsqrt", ("sub", ("square", "a"), 1))),),
@@ -124,12 +124,12 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-#: Functions that are others of the library's table, but for their gradients.
+#: Functions of the library's table with other gradients.
 _OTHER_GRADIENTS = frozenset({"fmax", "fmin"})
 
 
 def _beyond(bound: float, where: Any = "a") -> tuple[Any]:
-    """Return the gradient of what has none up to a bound."""
+    """Return the gradient of a function that is constant up to a bound."""
     return (("one", ("where", ("less_equal", where, bound), 0, _G)),)
 
 
@@ -141,7 +141,7 @@ def _of_elu(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any
     return (("one", ("where", ("less", 0, "a"), times(_G, scale), below)),)
 
 
-#: Gradients of functions with numbers of a call.
+#: Gradients of functions with parameters.
 _SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
     "celu": lambda call: _of_elu(call["alpha"], input_scale=1 / call["alpha"]),
     "elu": lambda call: _of_elu(call["alpha"], call["scale"], call["input_scale"]),
@@ -167,7 +167,7 @@ _SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
 
 
 def _gradient(call: Call, arity: int) -> tuple[Any, ...] | None:
-    """Return the gradient of each operand that is a tensor, None where it is not known of so many."""
+    """Return the gradient per tensor operand; None if unknown for this many operands."""
     name = call.name.strip("_")
     if name in _SLOPES:
         return (
@@ -188,7 +188,7 @@ def _operands(call: Call) -> list[Any]:
 
 
 def _applied(call: Call, function: str | Function, operands: Sequence[Any]) -> Tensor | None:
-    """Apply a function, in place where the call is, in the format that the call made."""
+    """Apply a function with the call's in-place flag and result dtype."""
     record = FUNCTIONS[function] if isinstance(function, str) else function
     if call.inplace and not isinstance(operands[0], Tensor):
         return None
@@ -198,7 +198,7 @@ def _applied(call: Call, function: str | Function, operands: Sequence[Any]) -> T
 
 
 def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
-    """Return one function for several that a kernel applies one after another at each element."""
+    """Return one function for the steps that a kernel applies to each element."""
     tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
     if (
         len(steps) == 1
@@ -213,12 +213,12 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
     return Function(name, arity, flops, hard, grad=_gradient(call, arity))
 
 
-# torch calls the others pointwise
+# other ops are tagged as pointwise by torch
 @translation(
     "pointwise", "_prelu_kernel", "hardswish", "hardswish_backward", "hardsigmoid_backward", "mish_backward",
 )  # fmt: skip
 def elementwise(call: Call) -> Tensor | None:
-    """What the table of functions says, or the steps that the kernel consists of."""
+    """Translate into the library's function, or into the kernel's steps."""
     if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
         return None
     function = _named(call, steps_of(call.name))
@@ -235,7 +235,7 @@ def elementwise(call: Call) -> Tensor | None:
 
 
 def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float | Poly]:
-    """Return the numbers of a call that are neither operands nor those that stand in the library's function."""
+    """Return a call's parameters that are neither operands nor the library function's defaults."""
     stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
     given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float | Poly) and v is not False}
     return {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
@@ -243,7 +243,7 @@ def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float | 
 
 @translation("masked_fill")
 def filled(call: Call) -> Tensor | Sequence[Tensor | None] | None:
-    """A number where a mask is true."""
+    """Translate `masked_fill` with a number."""
     if call.inplace or not isinstance(call["value"], int | float) or is_number(call["value"], 0):
         return elementwise(call)
     return _applied(call, "where", [call["mask"], call["value"], call["self"]])
@@ -251,7 +251,7 @@ def filled(call: Call) -> Tensor | Sequence[Tensor | None] | None:
 
 @translation(*_COMPARED)
 def compared(call: Call) -> Tensor | None:
-    """Comparisons: two of them are the others with operands exchanged."""
+    """Translate a comparison."""
     function, turned = _COMPARED[call.name]
     operands = [call["self"], call["other"]]
     return _applied(call, function, operands[::-1] if turned else operands)
@@ -259,7 +259,7 @@ def compared(call: Call) -> Tensor | None:
 
 @translation(*_SCALED)
 def added(call: Call) -> Tensor | None:
-    """A sum, the second operand scaled perhaps."""
+    """Translate a sum, possibly with a scaled operand."""
     plain, scaled, name = _SCALED[call.name]
     factor = call.get(name)
     operands = [v for k, v in call.arguments.items() if k != name and _is_operand(v)]
@@ -270,7 +270,7 @@ def added(call: Call) -> Tensor | None:
 
 @translation("sub", "rsub")
 def subtracted(call: Call) -> Tensor | None:
-    """A difference; one that is scaled is a sum with a negative factor."""
+    """Translate a difference; a scaled one is a sum with a negative factor."""
     a, b, factor = call["self"], call["other"], call.get("alpha")
     if call.name == "rsub":
         a, b = b, a
@@ -281,7 +281,7 @@ def subtracted(call: Call) -> Tensor | None:
 
 @translation("div")
 def divided(call: Call) -> Tensor | None:
-    """A quotient, rounded perhaps."""
+    """Translate a quotient, possibly rounded."""
     operands = [call["self"], call["other"]]
     if call.get("rounding_mode") is None:
         return _applied(call, "div", operands)
@@ -291,13 +291,13 @@ def divided(call: Call) -> Tensor | None:
 
 @translation("max.other", "min.other")
 def extremum(call: Call) -> Tensor | None:
-    """The larger, or the smaller, of two elements."""
+    """Translate `max` or `min` with two operands."""
     return _applied(call, "maximum" if call.name == "max" else "minimum", [call["self"], call["other"]])
 
 
 @translation("gelu", "gelu_backward")
 def gelu(call: Call) -> Tensor | None:
-    """By the approximation."""
+    """Translate GELU by its approximation."""
     (name,) = gelu_steps(call["approximate"])
     back = call.name == "gelu_backward"
     return _applied(
@@ -307,12 +307,12 @@ def gelu(call: Call) -> Tensor | None:
 
 @translation("pow")
 def power(call: Call) -> Tensor | None:
-    """What is done for this exponent: a square is one product."""
+    """Translate a power by its exponent; a square is one product."""
     number = call["exponent"]
     steps = power_steps(number)
     if not isinstance(number, int | float) or number == 1:
         return _applied(call, steps[0], [call["self"], number] if steps == ("pow",) else [call["self"]])
-    less: Any = "a"  # to one power less, in the steps that it is
+    less: Any = "a"  # the power with an exponent one less, in its steps
     for step in power_steps(number - 1):
         less = (step, less, number - 1) if step == "pow" else (step, less)
     less = ("one", less) if len(power_steps(number - 1)) > 1 else less
@@ -328,7 +328,7 @@ def power(call: Call) -> Tensor | None:
 
 @translation("clamp", "clamp_min", "clamp_max")
 def clamped(call: Call) -> Tensor | None:
-    """Bounded on one side, or on both: at a bound the element has the gradient, where `maximum` halves it."""
+    """Translate a clamp; at a bound, elements get the full gradient, where `maximum` halves it."""
     low, high = call.get("min"), call.get("max")
     if (low is None) != (high is None):
         name, (less, more) = ("maximum", ("b", "a")) if high is None else ("minimum", ("a", "b"))
@@ -342,7 +342,7 @@ def clamped(call: Call) -> Tensor | None:
     return _applied(call, Function("clamp_between", len(tensors), 2, grad=slope), tensors)
 
 
-#: A bound has the gradient where it is the result: the lower one where it is below the upper one, too.
+#: A bound gets the gradient where it is the result, which includes a lower bound below the upper one.
 _BETWEEN = Function("clamp_between", 3, 2, grad=(
     ("where", ("logical_and_", ("less_equal", "b", "a"), ("less_equal", "a", "c")), _G, 0),
     ("where", ("logical_and_", ("less", "b", "c"), ("less", "a", "b")), _G, 0),
@@ -351,20 +351,19 @@ _BETWEEN = Function("clamp_between", 3, 2, grad=(
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
-# Losses that compare element by element, and what they are made of.
 
-#: Reductions of torch.nn by number, and none.
+#: Reductions of torch.nn by number.
 _REDUCTIONS = (None, "mean", "sum")
 
 
 def _reduced(call: Call, each: Tensor) -> Tensor:
-    """Return what a loss makes of those of elements."""
+    """Reduce an elementwise loss."""
     operation = _REDUCTIONS[call["reduction"]]
     return each if operation is None else reduce(each, f"{' '.join(f'a{i}' for i in range(each.ndim))} -> ", operation)
 
 
 def _is_alike(x: Tensor, target: Tensor) -> bool:
-    """Whether a loss compares each element with one of its own."""
+    """Whether input and target have the same shape."""
     return x.ndim == target.ndim and all(map(x.graph.same, x.sizes, target.sizes))
 
 
@@ -375,14 +374,14 @@ def _difference(call: Call) -> Tensor | None:
 
 @translation("mse_loss")
 def squared(call: Call) -> Tensor | None:
-    """Squares of differences."""
+    """Translate into squared differences."""
     apart = _difference(call)
     return None if apart is None else _reduced(call, pointwise("square", apart))
 
 
 @translation("smooth_l1_loss", "huber_loss")
 def bent(call: Call) -> Tensor | None:
-    """Squares of small differences, and large ones as they are: beyond a bound the gradient is as large as there."""
+    """Translate into squares of small differences and linear large ones; the gradient is bounded."""
     apart, huber = _difference(call), call.name == "huber_loss"
     bound = float(call["delta"] if huber else call["beta"])
     if apart is None or not bound:
@@ -396,7 +395,7 @@ def bent(call: Call) -> Tensor | None:
     return _reduced(call, pointwise(made, apart))
 
 
-#: Steps of a loss of a probability, or of its logit, and torch's gradients of it and of what it is compared with.
+#: Binary cross entropy from a probability or a logit: its steps, and torch's gradients for both operands.
 _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
     "binary_cross_entropy": (
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
@@ -414,13 +413,13 @@ _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
 
 @translation(*_ENTROPIES)
 def entropy(call: Call) -> Tensor | None:
-    """Cross entropies of two classes, those of one of them weighted perhaps, and those of elements."""
+    """Translate binary cross entropy, with optional positive-class and element weights."""
     x, target, share, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
     if not _is_alike(x, target):
         return None
     steps, slopes = _ENTROPIES[call.name]
     operands, formula = [x, target], "-(t * log(p) + (1 - t) * log(1 - p))"
-    if share is not None:  # 1 + (w - 1) * t in place of 1
+    if share is not None:  # 1 + (w - 1) * t instead of 1
         once: Any = ("mul", "c", "b")
         slope = ("mul_", ("sub_", ("mul_", ("sub_", ("add", once, 1), "b"), ("sigmoid", "a")), once), "g")
         steps, slopes, operands = (*steps, "sub", "mul", "add", "mul"), (slope, None, None), [x, target, share]
@@ -434,7 +433,7 @@ def entropy(call: Call) -> Tensor | None:
 
 @translation("soft_margin_loss")
 def margin(call: Call) -> Tensor | None:
-    """Logarithms of the odds that a sign is another one."""
+    """Translate into log(1 + exp(-t * x))."""
     x, target = call["self"], call["target"]
     if not _is_alike(x, target):
         return None
@@ -446,7 +445,7 @@ def margin(call: Call) -> Tensor | None:
 
 @translation("log_sigmoid_forward")
 def log_sigmoid(call: Call) -> Sequence[Tensor]:
-    """The logarithm of a sigmoid, and the exponential that its gradient reads."""
+    """Translate into the logarithm of a sigmoid, and the exponential that its gradient reads."""
     x: Tensor = call["self"]
     small = save(pointwise("exp", pointwise("neg", pointwise("abs", x))))
     return pointwise("sub", pointwise("minimum", x, 0), pointwise("log1p", small)), small
@@ -454,7 +453,7 @@ def log_sigmoid(call: Call) -> Sequence[Tensor]:
 
 @translation("glu")
 def gated(call: Call) -> Tensor:
-    """One half of an axis by the sigmoid of the other."""
+    """Translate into one half times the sigmoid of the other half."""
     x: Tensor = call["self"]
     half = call.out.sizes[call["dim"] % x.ndim]
     a, b = split(x, [half, half], call["dim"])

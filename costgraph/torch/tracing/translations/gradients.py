@@ -1,4 +1,4 @@
-"""Kernels of gradients: what the library's own backward pass makes of the translation of the forward kernel."""
+"""Translations of backward kernels, derived from the forward translations by reverse mode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__: list[str] = []  # its translations are found in TRANSLATIONS
 
 
 def _inputs(tensors: Sequence[Tensor | Spec]) -> list[Tensor]:
-    """Return inputs of a graph of their own that are like some tensors."""
+    """Return inputs like the given tensors in a new graph."""
     graph = Graph("forward")
     graph.relations = current_graph().root.relations
     made = [Tensor(graph, f"x{i}", t.sizes, t.dtype, role="input", strides=t.strides) for i, t in enumerate(tensors)]
@@ -69,11 +69,11 @@ def _inputs(tensors: Sequence[Tensor | Spec]) -> list[Tensor]:
 def _pulled(
     made: Tensor, grad: Tensor, wanted: Sequence[Tensor], known: Mapping[Tensor, Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of inputs, by what is known of the forward pass and what that alone makes again."""
+    """Return input gradients from the saved tensors, recomputing others."""
     home, again = current_graph(), Rewriter()
     again.tensors |= known
     for op in made.graph.ops:
-        op.scope = ""  # the call's own is around
+        op.scope = ""  # the call's own scope encloses them
 
     def saved(t: Tensor) -> Tensor:
         if t not in again.tensors:
@@ -98,12 +98,12 @@ def _gradients(
     kernel: bool = False,
     results: tuple[Spec, ...] = (),
 ) -> list[Tensor | None]:
-    """Return a gradient for each operand of the forward kernel, whose facts the call of the gradient has as well.
+    """Return a gradient per operand of the forward kernel, whose arguments the backward call shares.
 
-    `operands` are what is saved of the forward kernel's, or how they look; `grad` is the gradient of its first result;
-    `saved` are results that are saved, and the arguments that they are in this call. `kernel` says whether its ops are
-    one kernel, which says itself what is saved of its inside; `results` are what the forward kernel made, where it
-    looks at that.
+    `operands` are saved operands, or specs if not saved; `grad` is the gradient of the first result.
+    `saved` maps saved results by index to their argument names in this call. With `kernel`, the forward ops are fused
+    into one kernel, which decides itself which intermediates are saved. `results` are the specs of the forward results,
+    if the translation reads them.
     """
     given = {name: t for name, t in operands.items() if t is not None}
     inputs = dict(zip(given, _inputs(list(given.values())), strict=True))
@@ -124,7 +124,7 @@ def _gradients(
 
 
 def _results(forward: Translation, call: Call) -> tuple[Tensor, ...]:
-    """Return what a forward kernel makes."""
+    """Return a forward kernel's results."""
     found = forward(call)
     if found is None:
         raise UnsupportedError(f"{call.name}: declared kinds do not say what it is, expected other arguments")
@@ -136,14 +136,14 @@ def _is_float(t: Tensor) -> bool:
 
 
 def _shift(call: Call) -> Spec | None:
-    """Return how a bias looks, which no gradient reads, where its own is asked for."""
+    """Return the bias spec if its gradient is requested; no gradient reads its values."""
     mask = call["output_mask"]
     return call.results[-1] if len(mask) > 2 and mask[2] else None
 
 
 @translation("convolution_backward")
 def convolution_backward(call: Call) -> Sequence[Tensor | None]:
-    """Two contractions, and the sum for a bias."""
+    """Translate into two convolutions, and the sum for a bias."""
     operands = {"input": call["input"], "weight": call["weight"], "bias": _shift(call)}
     return _gradients(call, convolution, operands, call["grad_output"], {})
 
@@ -152,7 +152,7 @@ def convolution_backward(call: Call) -> Sequence[Tensor | None]:
     "native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward", "_fused_rms_norm_backward"
 )
 def norm_backward(call: Call) -> Sequence[Tensor | None]:
-    """By the statistics that are saved, or by running ones."""
+    """Translate from saved statistics, or from running ones."""
     forward, saved = _NORMS[call.name.removesuffix("_backward")]
     weight = call.get("weight")
     operands = {"input": call["input"], "weight": weight, "bias": _shift(call)}
@@ -173,7 +173,7 @@ _NORMS: dict[str, tuple[Translation, dict[int, str]]] = {
 
 @translation("_softmax_backward_data", "_log_softmax_backward_data")
 def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
-    """From the result alone."""
+    """Translate from the saved result alone."""
     y: Tensor = call["output"]
     plain = replace(call, name=call.name.removesuffix("_backward_data"))
     (made,) = _gradients(plain, soft, {"self": like(y)}, call["grad_output"], {0: "output"})
@@ -182,7 +182,7 @@ def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
 
 @translation("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(call: Call) -> Sequence[Tensor | None]:
-    """Shares of the mean, added to zeros where the targets are."""
+    """Translate into a scatter into zeros."""
     operands = {n: call[n] for n in ("self", "target", "weight")}
     return _of_first(call, nll, operands, {1: "total_weight"})
 
@@ -194,7 +194,7 @@ def _of_first(
     saved: Mapping[int, str] | None = None,
     results: tuple[Spec, ...] = (),
 ) -> list[Tensor | None]:
-    """Return the gradient of the first operand of a forward kernel alone."""
+    """Return only the first operand's gradient."""
     mask = (True, *(False for _ in range(len(operands) - 1)))
     one = replace(call, name=call.name.removesuffix("_backward"), arguments={**call.arguments, "output_mask": mask})
     return _gradients(one, forward, operands, call["grad_output"], saved or {}, results=results)[:1]
@@ -205,7 +205,7 @@ def _of_first(
     "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
 )  # fmt: skip
 def pool_backward(call: Call) -> Sequence[Tensor | None]:
-    """To the largest element of each window, or to each of them."""
+    """Translate into a scatter to each window's maximum, or an even spread over each window."""
     forward = adaptive_mean if "adaptive" in call.name else mean_pool
     if "indices" in call.arguments:
         return _gradients(call, max_pool, {"self": call["self"]}, call["grad_output"], {1: "indices"})
@@ -215,20 +215,20 @@ def pool_backward(call: Call) -> Sequence[Tensor | None]:
 
 
 def _are_whole(large: Sizes, small: Sizes) -> bool:
-    """Whether axes are so many times as large as others."""
+    """Whether each size is a constant integer multiple of its counterpart."""
     return all(isinstance((n / k).constant, int) for n, k in zip(large, small, strict=True))
 
 
 @translation(*(f"upsample_nearest{rank}d_backward" for rank in (1, 2, 3)))
 def repeated_backward(call: Call) -> Sequence[Tensor | None]:
-    """The sum of what an element has become."""
+    """Translate into a sum over each element's copies."""
     grad: Tensor = call["grad_output"]
     if not _are_whole(grad.sizes, call.out.sizes):
         return stated(call)
     return _gradients(call, repeated, {"self": call.out}, grad, {}, results=(like(grad),))
 
 
-#: Forward kernels of losses by the name of that of their gradients.
+#: Forward translations by backward op.
 _LOSSES: dict[str, Translation] = {
     "mse_loss_backward": squared,
     "smooth_l1_loss_backward": bent,
@@ -240,20 +240,20 @@ _LOSSES: dict[str, Translation] = {
 
 @translation(*_LOSSES)
 def loss_backward(call: Call) -> Sequence[Tensor | None]:
-    """What a difference has to do with it, or its share of the mean."""
+    """Translate an elementwise loss's backward, reduced or not."""
     operands = {n: call.get(n) for n in ("self", "target", "weight")}
     return _of_first(call, _LOSSES[call.name], operands)
 
 
 @translation("log_sigmoid_backward")
 def log_sigmoid_backward(call: Call) -> Sequence[Tensor | None]:
-    """By the exponential that is saved."""
+    """Translate from the saved exponential."""
     return _of_first(call, log_sigmoid, {"self": call["self"]}, {1: "buffer"})
 
 
 @translation("_prelu_kernel_backward")
 def slopes_backward(call: Call) -> Sequence[Tensor | None]:
-    """Of what is on either side of zero, and of the slope there, before that is added up."""
+    """Translate `prelu`'s backward; the gradient of the slope is not yet reduced."""
     grad, slope = call["grad_output"], call["weight"]
     operands = {"self": call["self"], "weight": slope if slope.sizes == grad.sizes else broadcast(slope, grad.sizes)}
     plain = replace(call, name="_prelu_kernel", arguments=operands)
@@ -262,7 +262,7 @@ def slopes_backward(call: Call) -> Sequence[Tensor | None]:
 
 @translation(*(f"{n}_backward" for n in ("elu", "hardshrink", "hardtanh", "leaky_relu", "softplus", "softshrink")))
 def bent_backward(call: Call) -> Tensor | Sequence[Tensor | None] | None:
-    """One function; with numbers that the library's has not, what becomes of that of the forward pass."""
+    """Translate into a gradient op, or, with nondefault parameters, into the gradient of the forward translation."""
     x = call["self_or_result" if call.name == "elu_backward" else "self"]
     own = own_numbers(call, [])
     if not own or call.get("is_result") or any(isinstance(v, Poly) for v in own.values()):
@@ -275,21 +275,21 @@ def bent_backward(call: Call) -> Tensor | Sequence[Tensor | None] | None:
 
 @translation("_weight_norm_interface_backward")
 def weight_norm_backward(call: Call) -> Sequence[Tensor | None]:
-    """By the lengths that are saved."""
+    """Translate from the saved norms."""
     operands = {n: call[f"saved_{n}"] for n in ("v", "g")}
     return _gradients(call, weight_norm, operands, call["grad_w"], {1: "saved_norms"})
 
 
 @translation("glu_backward")
 def gated_backward(call: Call) -> Sequence[Tensor | None]:
-    """Of both halves, by what is saved of neither: the sigmoid is made again."""
+    """Translate `glu`'s backward for both halves, recomputing the sigmoid."""
     results = (like(call["grad_output"]),)
     return _gradients(call, gated, {"self": call["self"]}, call["grad_output"], {}, results=results)
 
 
 @translation("_scaled_dot_product_flash_attention_for_cpu_backward")
 def attention_backward(call: Call) -> Sequence[Tensor | None] | None:
-    """Five products, probabilities made again of the logarithm of each row's sum."""
+    """Translate into five matmuls, recomputing probabilities from the logsumexp."""
     given = [call[n] for n in ("query", "key", "value", "attn_mask") if call[n] is not None]
     inputs = _inputs(given)
     q, k, v, *masks = inputs

@@ -1,4 +1,4 @@
-"""Kernels of several steps: softmax, norms, losses."""
+"""Translations of multi-step kernels: softmax, norms, attention, losses, and kernels with stated costs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 @translation("_softmax", "_log_softmax")
 def soft(call: Call) -> Tensor | None:
-    """A softmax, or its logarithm, along an axis."""
+    """Translate into a softmax, or its logarithm, along an axis."""
     x: Tensor = call["self"]
     if call.get("half_to_float"):
         x = cast(x, "fp32")
@@ -57,7 +57,7 @@ def soft(call: Call) -> Tensor | None:
 
 @translation("_safe_softmax")
 def safe_softmax(call: Call) -> Tensor | None:
-    """A softmax, and zeros in rows that are all minus infinity, which no gradient passes: it is that of a softmax."""
+    """Translate into a softmax that zeroes rows of minus infinity, with the plain softmax gradient."""
     x, dim = call["self"], call["dim"]
     if not x.ndim or call.out.dtype != x.dtype:
         return None
@@ -72,14 +72,14 @@ def safe_softmax(call: Call) -> Tensor | None:
 
 
 def _rows(x: Tensor, count: int) -> tuple[str, str]:
-    """Return patterns that reduce the last axes and keep them with size 1."""
+    """Return patterns that reduce the last axes, keeping size 1."""
     names = [f"a{i}" for i in range(x.ndim)]
     return " ".join(names), " ".join((*names[: x.ndim - count], *("1" for _ in range(count))))
 
 
 @translation("native_layer_norm")
 def layer_norm(call: Call) -> tuple[Tensor, ...] | None:
-    """Normalise the last axes, and hand out mean and reciprocal deviation of each row."""
+    """Translate into a layer norm that also returns the mean and reciprocal deviation per row."""
     x, weight, bias = call["input"], call.get("weight"), call.get("bias")
     if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return None
@@ -89,14 +89,14 @@ def layer_norm(call: Call) -> tuple[Tensor, ...] | None:
 
 
 def _in_format(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
-    """Return statistics in the format that a kernel of torch hands them out in."""
+    """Cast statistics to the dtypes that torch's kernel returns."""
     formats = [spec.dtype for spec in call.results[1:]] or [t.dtype for t in statistics]
     return [cast(t, dtype) for t, dtype in zip(statistics, formats, strict=False)]
 
 
 @translation("_fused_rms_norm")
 def root_norm(call: Call) -> tuple[Tensor, ...]:
-    """Divide the last axes by their root mean square, and hand out its reciprocal for each row."""
+    """Translate into an RMS norm that also returns the reciprocal root mean square per row."""
     x = call["input"]
     names, kept = _rows(x, len(call["normalized_shape"]))
     y, scale = of_root(x, f"{names} -> {kept}", call.get("weight"), epsilon=call.get("eps") or 0.0)
@@ -105,7 +105,7 @@ def root_norm(call: Call) -> tuple[Tensor, ...]:
 
 @translation("native_group_norm")
 def group_norm(call: Call) -> tuple[Tensor, ...] | None:
-    """Normalise groups of channels, and hand out mean and reciprocal deviation of each."""
+    """Translate into a group norm that also returns the mean and reciprocal deviation per group."""
     x, params = call["input"], [call.get(n) for n in ("weight", "bias")]
     if any(t is not None and t.dtype != x.dtype for t in params):
         return None
@@ -115,7 +115,7 @@ def group_norm(call: Call) -> tuple[Tensor, ...] | None:
 
 @translation("native_batch_norm", "_native_batch_norm_legit_no_training")
 def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
-    """Normalise channels by the statistics of the batch, which running ones then move to, or by those."""
+    """Translate into a batch norm by batch statistics, which update the running ones, or by running statistics."""
     x, *params = (call.get(n) for n in ("input", "weight", "bias"))
     running = [call.get(n) for n in ("running_mean", "running_var")]
     if x is None or any(t is not None and t.dtype != x.dtype for t in params):
@@ -132,7 +132,7 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     return y, *_in_format(call, (average, scale)), *moved
 
 
-#: How kernels lay out what they hand out of each row, how that is seen, and where states of the generator are returned.
+#: For each kernel: layout of the logsumexp, its returned view and result index, and seed shapes.
 _LAYOUTS: dict[str, tuple[str, str, int, tuple[tuple[int, ...], ...]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("b g r s 1 -> b s (g r)", "b s h -> b h s", 2, ()),
     "_scaled_dot_product_flash_attention": ("b g r s 1 -> b (g r) s", "", 6, ((2,), ())),
@@ -143,7 +143,7 @@ _LAYOUTS: dict[str, tuple[str, str, int, tuple[tuple[int, ...], ...]]] = {
 
 @translation(*_LAYOUTS)
 def attention(call: Call) -> list[Tensor | None] | None:
-    """Attention in one kernel, the logarithm of the sum of each row, and what the generator would start from."""
+    """Translate into fused attention that also returns the logsumexp per row, and placeholder seeds."""
     pattern, seen, place, seeds = _LAYOUTS[call.name]
     mask = call.get("attn_mask") or call.get("attn_bias")
     found = attended(call, call["query"], call["key"], call["value"], mask)
@@ -158,10 +158,10 @@ def attention(call: Call) -> list[Tensor | None] | None:
 
 
 def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Op] | None:
-    """Return attention with the facts of a call, and the kernel that makes it."""
+    """Return attention with a call's scale and mask, and its kernel."""
     causal, scale = bool(call["is_causal"]), call["scale"]
     if call["dropout_p"] or (causal and q.sizes[2] != k.sizes[2]):
-        return None  # what is dropped is told from a seed; a query that is not the last may see no key
+        return None  # dropout is recomputed from a seed; a query that is not the last may see no key
     if mask is not None:
         mask = reshape(mask, (*(ONE for _ in range(4 - mask.ndim)), *mask.sizes))
     y = attend(q, k, v, causal=causal, bias=mask)
@@ -178,7 +178,7 @@ def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
 
 @translation("nll_loss_forward", "nll_loss2d_forward")
 def nll(call: Call) -> tuple[Tensor, Tensor] | None:
-    """What each target picks, weighted perhaps, with its sign turned: each, their mean or their sum, and how many."""
+    """Translate into the negative, possibly weighted, log-likelihood per target, reduced or not, and the weight."""
     x, targets, weight, ignored = call["self"], call["target"], call.get("weight"), call["ignore_index"]
     if x.ndim < 2 or (ignored >= 0 and (weight is not None or call["reduction"] == 0)):
         return None
@@ -191,7 +191,7 @@ def nll(call: Call) -> tuple[Tensor, Tensor] | None:
         if call["reduction"]:
             made = reduce(made, f"{every} -> ", "sum")
         return -(made / total if call["reduction"] == 1 else made), total
-    if ignored < 0:  # of no class: what a program fills up with, and nothing here is known to be
+    if ignored < 0:  # no class, as for padding: assumed absent, since targets are unknown
         if call["reduction"]:
             picked = reduce(picked, f"{every} -> ", "mean" if call["reduction"] == 1 else "sum")
         return -picked, fill((), targets.numel, x.dtype)
@@ -201,10 +201,10 @@ def nll(call: Call) -> tuple[Tensor, Tensor] | None:
     return -(total / left if call["reduction"] == 1 else total), left
 
 
-# -- stated ------------------------------------------------------------------------------------------------------------
-# Kernels whose costs are stated, and what their gradients cost: torch has one kernel each way.
+# -- stated costs ------------------------------------------------------------------------------------------------------
+# Kernels with stated costs, forward and backward.
 
-#: Forward kernels: arguments, and places of results, that the kernel of their gradients reads.
+#: Forward kernels: arguments, and result indices, that the backward kernel reads.
 _READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "adaptive_max_pool2d": ((), (1,)), "adaptive_max_pool3d": ((), (1,)),
     "col2im": ((), ()),
@@ -213,17 +213,17 @@ _READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
                      "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
                      "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), ((), ())),
 }  # fmt: skip
-#: Kernels of gradients that torch has under another name, and that move elements alone: of `col2im` the windows.
+#: Backward kernels that only move elements: the backward of `col2im` extracts windows.
 _COPIES = frozenset({"col2im_backward"})
 
 
 def like(t: Tensor) -> Spec:
-    """Return how a tensor looks."""
+    """Return a tensor's spec."""
     return Spec(t.sizes, t.strides, t.dtype)
 
 
 def _seen(call: Call, **more: Any) -> Call:
-    """Return a call as rules see it."""
+    """Return a call as cost rules see it, with specs in place of tensors."""
     given = {k: like(v) if isinstance(v, Tensor) else v for k, v in call.arguments.items()}
     return replace(call, arguments={**given, **more})
 
@@ -236,15 +236,15 @@ def _counted(call: Call) -> Counts:
 
 
 def stated(call: Call) -> Sequence[Tensor]:
-    """Return what a kernel makes, and state what it costs: operands and results are touched whole."""
+    """Return the results of a kernel with stated costs; operands and results are accessed whole."""
     return _made(call, None)
 
 
 @translation(*_READ)
 def pulled(call: Call) -> Sequence[Tensor]:
-    """Return what a kernel makes that there is a kernel of gradients for, and state what both cost.
+    """Return the results of a kernel with stated costs, forward and backward.
 
-    One that no table has reads the gradient alone.
+    A kernel outside the table has a backward kernel that reads the gradient only.
     """
     names = [k for k, v in call.arguments.items() if isinstance(v, Tensor)]
     read, made = _READ.get(call.name, ((), ()))
@@ -266,7 +266,7 @@ def _made(call: Call, backward: Backward | None) -> Sequence[Tensor]:
 
 
 def _backward_of(call: Call) -> Call:
-    """Return the call of the kernel of the gradients of all operands, all of them dense."""
+    """Return the backward call for all operands, with contiguous tensors."""
     given = _seen(call, grad_output=_dense(call.out))
     results = tuple(_dense(v) for v in call.arguments.values() if isinstance(v, Tensor))
     return replace(given, name=f"{call.name}_backward", inplace=False, results=results)
@@ -278,5 +278,5 @@ def _dense(t: Tensor | Spec) -> Spec:
 
 @translation(*(f"{name}_backward" for name in _READ))
 def stated_backward(call: Call) -> Sequence[Tensor] | None:
-    """Return the gradients that one kernel makes; None where not all of them are asked for."""
+    """Return a backward kernel's gradients; None unless all are requested."""
     return stated(call) if all(call.get("output_mask") or (True,)) else None

@@ -1,4 +1,4 @@
-"""Lookups by index, what adds to rows or writes over them, and orders."""
+"""Translations of indexing: gather, scatter, sort and top-k."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__: list[str] = []  # its translations are found in TRANSLATIONS
 
 @translation("embedding")
 def embedding(call: Call) -> Tensor:
-    """Rows of a table."""
+    """Translate into a gather of rows."""
     return apply(Gather(passed=_padding(call)), [call["weight"], call["indices"]], "gather")[0]
 
 
 def _padding(call: Call) -> int | None:
-    """Return the row that no gradient comes to."""
+    """Return the row that receives no gradient."""
     row = call["padding_idx"]
     return int(row) if isinstance(row, int) and row >= 0 else None
 
 
 @translation("embedding_dense_backward")
 def embedding_backward(call: Call) -> Tensor | None:
-    """Gradients added to rows of zeros."""
+    """Translate into a scatter-add into zeros."""
     if call["scale_grad_by_freq"]:
         return None
     grad: Tensor = call["grad_output"]
@@ -43,14 +43,14 @@ def embedding_backward(call: Call) -> Tensor | None:
 
 @translation("index_select")
 def selected(call: Call) -> Tensor | None:
-    """Rows of an axis."""
+    """Translate into a gather along an axis."""
     x: Tensor = call["self"]
     return _looked_up(x, [None] * (call["dim"] % x.ndim) + [call["index"]]) if x.ndim and call["index"].ndim else None
 
 
 @translation("index")
 def indexed(call: Call) -> Tensor | None:
-    """What one tensor of integers or several name, of neighbouring axes."""
+    """Translate indexing of adjacent axes by integer tensors."""
     return _looked_up(call["self"], call["indices"])
 
 
@@ -60,16 +60,16 @@ def _looked_up(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
         return None
     first, ids = found
     (made,) = apply(Gather(), [_turned(x, first, len(ids)), *ids], "gather")
-    return _turned(made, ids[0].ndim, first)  # axes before those of indices stand behind them now
+    return _turned(made, ids[0].ndim, first)  # the indexed axes moved to the front
 
 
 def _places(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[int, list[Tensor]] | None:
-    """Return the first axis that is indexed, and indices of one shape for it and those behind it."""
+    """Return the first indexed axis, and broadcast indices of the indexed axes."""
     given = [(i, t) for i, t in enumerate(indices) if t is not None]
     ids = [t for _, t in given]
     together = bool(given) and [i for i, _ in given] == list(range(given[0][0], given[0][0] + len(ids)))
     if not together or any(t.dtype.kind != "int" for t in ids):
-        return None  # what stands apart comes first; of masks the data say how many there are
+        return None  # separated indices move their axes to the front; the size selected by a mask is data
     if len(ids) == 1:
         return given[0][0], ids
     rank = max(t.ndim for t in ids)
@@ -79,25 +79,25 @@ def _places(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[int, list[Tens
 
 
 def _turned(x: Tensor, first: int, count: int) -> Tensor:
-    """Return a tensor with some of its axes in front of those before them."""
+    """Move some axes in front of those before them."""
     order = [*range(first, first + count), *range(first), *range(first + count, x.ndim)]
     return permute(x, order) if order != list(range(x.ndim)) else x
 
 
 @translation("gather")
 def picked(call: Call) -> Tensor | None:
-    """Elements along an axis."""
+    """Translate into a gather along an axis."""
     x, dim = call["self"], call["dim"]
     return _behind(take_along(_to_the_end(x, dim), _to_the_end(call["index"], dim)), dim) if x.ndim else None
 
 
 def _to_the_end(x: Tensor, dim: int) -> Tensor:
-    """Return a tensor with an axis behind the others."""
+    """Move an axis to the end."""
     return x if _is_last(x, dim) else permute(x, [*(i for i in range(x.ndim) if i != dim % x.ndim), dim])
 
 
 def _behind(x: Tensor, dim: int) -> Tensor:
-    """Return a tensor with its last axis where another one was."""
+    """Move the last axis to a position."""
     order = list(range(x.ndim - 1))
     order.insert(dim % x.ndim, x.ndim - 1)
     return x if _is_last(x, dim) else permute(x, order)
@@ -109,13 +109,13 @@ def _is_last(x: Tensor, dim: int) -> bool:
 
 @translation("topk")
 def largest(call: Call) -> Sequence[Tensor] | None:
-    """The largest or smallest elements along an axis, and where they are."""
+    """Translate into top-k values and indices."""
     x, dim, k = call["self"], call["dim"], poly(call["k"])
     return _along(TopK(k=k, room=x.sizes[dim] - k, smallest=not call["largest"]), x, dim) if x.ndim else None
 
 
 def _along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
-    """Order the elements along an axis, in one kernel where it is not the last."""
+    """Order the elements along an axis; one kernel, even if it is not the last axis."""
     if _is_last(x, dim):
         return apply(kind, [x], kind.name)
 
@@ -128,7 +128,7 @@ def _along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
 
 @translation("max.dim", "argmax", "min.dim", "argmin")
 def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
-    """The largest or smallest element along an axis, and where it is."""
+    """Translate an extremum along an axis, and its index."""
     x, dim = call["self"], call.get("dim")
     if not x.ndim or dim is None or x.dtype.kind == "bool":
         return None
@@ -139,14 +139,14 @@ def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
 
 @translation("sort")
 def ordered(call: Call) -> Sequence[Tensor] | None:
-    """All elements along an axis in order, and where they were."""
+    """Translate into sorted values and their indices."""
     x, dim = call["self"], call["dim"]
     return _along(Sort(descending=bool(call["descending"])), x, dim) if x.ndim else None
 
 
 @translation("index_put", "_index_put_impl")
 def put(call: Call) -> Tensor | None:
-    """What tensors of integers name added to, or written over; what a mask names has one value, as `masked_fill`."""
+    """Translate indexed assignment or accumulation; a mask with a scalar value is a `where`."""
     target, values, (first, *others) = call["self"], call["values"], call["indices"]
     if not call["accumulate"] and first is not None and first.dtype.kind == "bool" and not (values.ndim or any(others)):
         mask = reshape(first, (*first.sizes, *(ONE for _ in target.sizes[first.ndim :])))
@@ -167,7 +167,7 @@ def put(call: Call) -> Tensor | None:
 
 @translation("index_add", "index_copy", "index_fill")
 def added(call: Call) -> Tensor | None:
-    """Rows of an axis that others are added to, or that others, or a number, take the place of."""
+    """Translate addition to, or replacement of, rows along an axis."""
     target, dim, rows, source = call["self"], call["dim"], call["index"], call.get("source")
     if rows.ndim != 1 or not target.ndim:
         return None
@@ -186,7 +186,7 @@ def added(call: Call) -> Tensor | None:
 
 @translation("scatter_add", "scatter.src", "scatter.value")
 def along(call: Call) -> Tensor | None:
-    """Elements along an axis that others, or a number, are added to or take the place of."""
+    """Translate addition to, or replacement of, elements along an axis."""
     target, dim, index = call["self"], call["dim"], call["index"]
     given = call.get("src")
     if given is None and isinstance(call.get("value"), bool | int | float):

@@ -1,4 +1,4 @@
-"""Views, copies, joins, and tensors that are made."""
+"""Translations of views, copies, concatenations, constructors, and fused optimizer steps."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ from ....optimizers.optimizer import fused_update
 from ..call import Call, Spec
 from .table import translation
 
-# -- moves -------------------------------------------------------------------------------------------------------------
-
-# -- views -------------------------------------------------------------------------------------------------------
+# -- views -------------------------------------------------------------------------------------------------------------
 
 
 @translation("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze")
 def viewed(call: Call) -> Tensor:
-    """The same elements in another shape."""
+    """Translate into a reshape."""
     return reshape(call["self"], call.out.sizes)
 
 
 @translation("t")
 def transposed(call: Call) -> Tensor:
-    """Both axes exchanged."""
+    """Translate into a transposition."""
     x: Tensor = call["self"]
     return permute(x, range(x.ndim)[::-1])
 
 
 @translation("transpose")
 def exchanged(call: Call) -> Tensor:
-    """Two axes exchanged."""
+    """Translate into an exchange of two axes."""
     x: Tensor = call["self"]
     order = list(range(x.ndim))
     a, b = call["dim0"], call["dim1"]
@@ -54,13 +52,13 @@ def exchanged(call: Call) -> Tensor:
 
 @translation("permute")
 def permutation(call: Call) -> Tensor:
-    """Axes in another order."""
+    """Translate into a permutation of axes."""
     return permute(call["self"], call["dims"])
 
 
 @translation("expand")
 def expand(call: Call) -> Tensor:
-    """Axes repeated."""
+    """Translate into a broadcast."""
     return broadcast(call["self"], call.out.sizes)
 
 
@@ -69,14 +67,14 @@ def _start(call: Call, size: Poly) -> Poly:
 
 
 def _from_the_start(place: Poly, size: Poly) -> Poly:
-    """Return a position of an axis, which one that is negative counts from the end."""
+    """Return an index from the start; negative indices count from the end."""
     least = lower(-place)
     return place + size if least is not None and least > 0 else place
 
 
 @translation("slice")
 def sliced(call: Call) -> Tensor:
-    """Some positions of an axis."""
+    """Translate into a slice of an axis."""
     x: Tensor = call["self"]
     axis = call["dim"] % x.ndim
     return slice_axis(x, axis, _start(call, x.sizes[axis]), call.out.sizes[axis], call["step"])
@@ -88,7 +86,7 @@ def _position(call: Call, size: Poly) -> Poly:
 
 @translation("select")
 def selected(call: Call) -> Tensor:
-    """One position of an axis, which is left out."""
+    """Translate into a slice of length 1 without its axis."""
     x: Tensor = call["self"]
     axis = call["dim"] % x.ndim
     return reshape(slice_axis(x, axis, _position(call, x.sizes[axis]), ONE), call.out.sizes)
@@ -96,14 +94,14 @@ def selected(call: Call) -> Tensor:
 
 @translation("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 def parts(call: Call) -> Sequence[Tensor]:
-    """Consecutive parts of an axis."""
+    """Translate into consecutive parts of an axis."""
     axis = call["dim"] % call["self"].ndim
     return split(call["self"], [made.sizes[axis] for made in call.results], axis)
 
 
 @translation("unbind")
 def unbound(call: Call) -> list[Tensor]:
-    """Every position of an axis, which is left out."""
+    """Translate into all positions of an axis, without that axis."""
     cuts = split(call["self"], [ONE for _ in call.results], call["dim"])
     return [reshape(cut, made.sizes) for cut, made in zip(cuts, call.results, strict=True)]
 
@@ -113,7 +111,7 @@ def unbound(call: Call) -> list[Tensor]:
 
 @translation("clone", "_to_copy")
 def copied(call: Call) -> Tensor:
-    """A copy, in another format or order of elements perhaps."""
+    """Translate into a cast or a copy, possibly in another memory format."""
     x: Tensor = call["self"]
     if call.out.dtype != x.dtype:
         return cast(x, call.out.dtype)
@@ -124,7 +122,7 @@ def copied(call: Call) -> Tensor:
 
 @translation("copy")
 def written(call: Call) -> Tensor | None:
-    """Elements of another tensor, in place."""
+    """Translate `copy_`."""
     target, source = call["self"], call["src"]
     if not call.inplace or not isinstance(source, Tensor):
         return None
@@ -133,7 +131,7 @@ def written(call: Call) -> Tensor | None:
 
 @translation("cat")
 def joined(call: Call) -> Tensor | None:
-    """Tensors one behind the other; what is empty is left out."""
+    """Translate a concatenation, without its empty operands."""
     tensors = [t for t in call["tensors"] if isinstance(t, Tensor)]
     return _joined(tensors, call["dim"])
 
@@ -146,7 +144,7 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
 
 @translation("stack")
 def stacked(call: Call) -> Tensor | None:
-    """Tensors along a new axis."""
+    """Translate into a concatenation along a new axis."""
     tensors, made = call["tensors"], call.out.sizes
     axis = call["dim"] % len(made)
     return _joined([reshape(t, (*t.sizes[:axis], ONE, *t.sizes[axis:])) for t in tensors], axis)
@@ -154,7 +152,7 @@ def stacked(call: Call) -> Tensor | None:
 
 @translation("constant_pad_nd")
 def padded(call: Call) -> Tensor | None:
-    """A number around a tensor, axis by axis from the last one; what is cut off there, as gradients are, is a slice."""
+    """Translate constant padding, last axis first; negative padding, as in gradients, is a slice."""
     x, widths, value = call["self"], list(map(poly, call["pad"])), call["value"]
     made: Tensor = x
     for i in range(0, len(widths), 2):
@@ -169,7 +167,7 @@ def padded(call: Call) -> Tensor | None:
 
 
 def _between(x: Tensor, axis: int, before: Poly, behind: Poly, value: float) -> Tensor:
-    """Return a tensor with a number in front of it along an axis, and behind it."""
+    """Pad a tensor with a number at both ends of an axis."""
     if value == 0:
         return pad(x, axis, before, x.sizes[axis] + before + behind)
     sizes = [(*x.sizes[:axis], n, *x.sizes[axis + 1 :]) for n in (before, behind)]
@@ -179,7 +177,7 @@ def _between(x: Tensor, axis: int, before: Poly, behind: Poly, value: float) -> 
 
 @translation("repeat")
 def repeated(call: Call) -> Tensor:
-    """A tensor several times along each axis."""
+    """Translate into a copy of a broadcast."""
     x, sizes = call["self"], call.out.sizes
     own = (*(ONE for _ in sizes[x.ndim :]), *x.sizes)
     times = [whole / n for whole, n in zip(sizes, own, strict=True)]
@@ -190,10 +188,10 @@ def repeated(call: Call) -> Tensor:
 
 @translation("roll")
 def rolled(call: Call) -> Tensor | None:
-    """What leaves an axis at one end comes in at the other."""
+    """Translate into cyclic shifts of axes."""
     x, shifts, dims = call["self"], call["shifts"], call["dims"]
     if len(shifts) != len(dims):
-        return None  # of all elements in a row
+        return None  # of the flattened tensor
     made: Tensor = x
     for shift, dim in zip(shifts, dims, strict=True):
         by, size = poly(shift), x.sizes[dim].constant
@@ -205,7 +203,7 @@ def rolled(call: Call) -> Tensor | None:
 
 @translation("pixel_shuffle", "pixel_unshuffle")
 def shuffled(call: Call) -> Tensor:
-    """Channels become places of blocks of an image, or the other way round."""
+    """Translate into a permutation between channels and image blocks."""
     x, made = call["self"], call.out.sizes
     lead, last = list(range(x.ndim - 3)), x.ndim - 3
     if call.name == "pixel_shuffle":
@@ -219,7 +217,7 @@ def shuffled(call: Call) -> Tensor:
 
 @translation(*(f"{kind}_pad{rank}d" for kind in ("reflection", "replication") for rank in (1, 2, 3)))
 def mirrored(call: Call) -> Tensor | None:
-    """What is near the ends of an axis, or the last element, in front of it and behind it."""
+    """Translate reflection or replication padding."""
     x, widths, mirror = call["self"], call["padding"], call.name.startswith("reflection")
     if not all(isinstance(n, int) and 0 <= n <= _PIECES for n in widths):
         return None
@@ -234,13 +232,13 @@ def mirrored(call: Call) -> Tensor | None:
     return pointwise("copy", made) if made is x else made
 
 
-#: So many positions at each end are written one by one.
+#: Limit of padding per end, which is written position by position.
 _PIECES = 64
 
 
 @translation("tril", "triu")
 def triangle(call: Call) -> Tensor:
-    """A matrix with zeros above a diagonal, or below it: a comparison of each place, and a selection."""
+    """Translate into a comparison of row and column indices, and a selection."""
     x, shift = call["self"], call["diagonal"]
     rows, columns = (
         apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")[0] for n in x.sizes[-2:]
@@ -256,7 +254,7 @@ def triangle(call: Call) -> Tensor:
 
 @translation("slice_backward")
 def put_back(call: Call) -> Tensor:
-    """A gradient at some positions of an axis of zeros; one of no positions leaves the zeros."""
+    """Translate into zeros with the gradient in a slice; an empty gradient leaves zeros."""
     grad: Tensor | None = call["grad_output"]
     if grad is None:
         return fill(call.out.sizes, 0, call.out.dtype)
@@ -266,24 +264,24 @@ def put_back(call: Call) -> Tensor:
 
 @translation("select_backward")
 def put_back_at(call: Call) -> Tensor:
-    """A gradient at one position of an axis of zeros."""
+    """Translate into zeros with the gradient at one position of an axis."""
     grad, sizes = call["grad_output"], call.out.sizes
     axis = call["dim"] % len(sizes)
     whole = reshape(grad, (*sizes[:axis], ONE, *sizes[axis + 1 :]))
     return pad(whole, axis, _position(call, sizes[axis]), sizes[axis])
 
 
-# -- what is made of nothing -------------------------------------------------------------------------------------
+# -- constructors ------------------------------------------------------------------------------------------------
 
 
 @translation("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 def taken(call: Call) -> Tensor | None:
-    """Memory that is taken, and nothing in it."""
+    """Translate into an uninitialized tensor."""
     return _laid_out(call.out, lambda sizes: apply(Empty(sizes=sizes, dtype=call.out.dtype), [], "empty")[0])
 
 
 def _laid_out(out: Spec, make: Callable[[Sizes], Tensor]) -> Tensor | None:
-    """Return a new tensor with its axes in the order of the run; None where it is not dense."""
+    """Return a new tensor in the memory order of the run; None if that is not dense."""
     order = memory_order(out.sizes, out.strides)
     if order is None:
         return None
@@ -293,7 +291,7 @@ def _laid_out(out: Spec, make: Callable[[Sizes], Tensor]) -> Tensor | None:
 
 @translation("fill")
 def overwritten(call: Call) -> Tensor | None:
-    """A number in place of what a tensor held."""
+    """Translate an in-place fill."""
     x, value = call["self"], call["value"]
     if not call.inplace or not isinstance(value, bool | int | float | Tensor):
         return None
@@ -306,7 +304,7 @@ _VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1
 
 @translation(*_VALUES, "full", "new_full", "full_like", "scalar_tensor")
 def filled(call: Call) -> Tensor | None:
-    """A tensor of one number."""
+    """Translate into a constant tensor."""
     value = _VALUES.get(call.name, call.get("fill_value") if call.name != "scalar_tensor" else call["s"])
     if not isinstance(value, bool | int | float):
         return None
@@ -315,7 +313,7 @@ def filled(call: Call) -> Tensor | None:
 
 @translation("arange")
 def counted(call: Call) -> Tensor | None:
-    """Consecutive integers."""
+    """Translate into consecutive integers."""
     start, step = call.get("start"), call.get("step")
     known = start is None or (isinstance(start, int | Poly) and not isinstance(start, bool))
     if not known or step not in (None, 1) or call.out.dtype.kind != "int":
@@ -326,13 +324,12 @@ def counted(call: Call) -> Tensor | None:
     return apply(Arange(size=call.out.sizes[0], dtype=call.out.dtype, start=first), [], "arange")[0]
 
 
-# -- turned ------------------------------------------------------------------------------------------------------------
-# Copies in another order of elements, and diagonals.
+# -- permuted copies ---------------------------------------------------------------------------------------------------
 
 
 @translation("flip", "rot90")
 def flipped(call: Call) -> Tensor | None:
-    """Axes from end to start; a quarter turn is that of one of two axes, which are exchanged."""
+    """Translate into reversed axes; an odd quarter turn also exchanges the axes."""
     x, dims = call["self"], [d % call["self"].ndim for d in call["dims"]]
     order = list(range(x.ndim))
     if call.name == "rot90":
@@ -349,7 +346,7 @@ def flipped(call: Call) -> Tensor | None:
 
 @translation("diag_embed")
 def diagonal(call: Call) -> Tensor | None:
-    """Zeros with elements on the diagonal of a matrix."""
+    """Translate into zeros with the elements on a diagonal."""
     x: Tensor = call["self"]
     if call["offset"] or call["dim1"] % (x.ndim + 1) != x.ndim - 1 or call["dim2"] % (x.ndim + 1) != x.ndim:
         return None
@@ -361,7 +358,7 @@ def diagonal(call: Call) -> Tensor | None:
 
 @translation("channel_shuffle")
 def pixel_shuffled(call: Call) -> Tensor:
-    """Channels of all groups in turn."""
+    """Translate into a permutation that interleaves the channels of all groups."""
     x, groups = call["self"], poly(call["groups"])
     apart = (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:])
     made = reshape(permute(reshape(x, apart), [0, 2, 1, *range(3, x.ndim + 1)]), x.sizes)
@@ -369,10 +366,9 @@ def pixel_shuffled(call: Call) -> Tensor:
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-# Whole updates of an optimizer in one kernel, and gradients set to zero.
 
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
-#: The library's optimizer, and the arguments that are its state.
+#: The library's optimizer, and the arguments with its state.
 _UPDATES: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
     "_fused_adam": (Adam, _MOMENTS),
     "_fused_adamw": (AdamW, _MOMENTS),
@@ -383,9 +379,9 @@ _UPDATES: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
 
 @translation(*_UPDATES)
 def updated(call: Call) -> Sequence[Tensor]:
-    """What the library's optimizer does, after a division of the gradient where it was scaled.
+    """Translate into the library's optimizer step, after unscaling the gradient if needed.
 
-    Numbers that only the device knows cost nothing, whatever they are.
+    Scalars known only to the device have no cost.
     """
     kind, states = _UPDATES[call.name]
     facts: dict[str, Any] = {f.name: n for f in fields(kind) if isinstance(n := call.get(f.name), bool | int | float)}
@@ -401,5 +397,5 @@ def updated(call: Call) -> Sequence[Tensor]:
 
 @translation("zero")
 def zeros(call: Call) -> Tensor | None:
-    """Zeros in place."""
+    """Translate in-place zeroing."""
     return apply(ZeroGrad(), [call["self"]], "zero_")[0] if call.inplace else None

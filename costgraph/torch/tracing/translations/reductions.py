@@ -1,4 +1,4 @@
-"""Sums, means and extrema of axes, what is made of them, and sums along an axis."""
+"""Translations of reductions, norms, cumulative sums and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _OPERATIONS = {
     "sum": "sum", "mean": "mean", "amax": "max", "amin": "min", "prod": "prod", "any": "any", "all": "all",
     "max": "max", "min": "min",
 }  # fmt: skip
-#: Reductions whose gradients have masks, which a CPU casts, and the rules of these.
+#: Reductions whose gradients have masks, which a CPU casts, and the gradient rules.
 _MASKED = {"max": "extremum", "min": "extremum", "prod": "product"}
 
 
 def _axes(x: Tensor, dims: int | Sequence[int] | None) -> set[int]:
-    """Return the axes that are meant: all where none is named."""
+    """Return the reduced axes; all if none is given."""
     given = [dims] if isinstance(dims, int) else list(dims or ())
     return {d % x.ndim for d in given} or set(range(x.ndim))
 
@@ -49,7 +49,7 @@ def _pattern(x: Tensor, axes: set[int], *, kept: bool) -> str:
 
 @translation(*(n for n in _OPERATIONS if n not in ("max", "min")), "max.default", "min.default")
 def reduced(call: Call) -> Tensor | None:
-    """Elements of some axes, or of all, taken together."""
+    """Translate into a reduction of some or all axes."""
     x: Tensor = call["self"]
     x = x if x.ndim else reshape(x, (ONE,))
     wide = x
@@ -64,7 +64,7 @@ def reduced(call: Call) -> Tensor | None:
 
 @translation("linalg_vector_norm", "norm")
 def vector_norm(call: Call) -> Tensor | None:
-    """The root of a sum of squares, a sum of absolute values, or the largest or least of these."""
+    """Translate a vector norm of any order but 0."""
     x, order = call["self"], call.get("p" if call.name == "norm" else "ord")
     if not x.ndim or x.dtype.kind != "float":
         return None
@@ -91,7 +91,7 @@ def vector_norm(call: Call) -> Tensor | None:
 
 @translation("_weight_norm_interface")
 def weight_norm(call: Call) -> tuple[Tensor, ...]:
-    """Rows with another length, and the length that they had."""
+    """Translate into rescaled rows, and their original norms."""
     v, axis = call["v"], call["dim"] % call["v"].ndim
     rows = _pattern(v, set(range(v.ndim)) - {axis}, kept=True)
 
@@ -105,7 +105,7 @@ def weight_norm(call: Call) -> tuple[Tensor, ...]:
 
 @translation("var", "std", "var_mean", "std_mean")
 def variance(call: Call) -> tuple[Tensor, ...] | None:
-    """The mean square of what is left of each element without the mean, its root, and the mean."""
+    """Translate into variance or standard deviation, possibly with the mean."""
     x, correction = call["self"], call.get("correction")
     if not x.ndim or x.dtype.kind != "float" or call.overload not in ("correction", "correction_out"):
         return None
@@ -132,7 +132,7 @@ def variance(call: Call) -> tuple[Tensor, ...] | None:
 
 @translation("logsumexp")
 def log_of_sums(call: Call) -> Tensor | None:
-    """The logarithm of a sum of exponentials, from which the largest is taken out."""
+    """Translate into a log-sum-exp, stabilized by the maximum."""
     x: Tensor = call["self"]
     if not x.ndim or x.dtype.kind != "float":
         return None
@@ -148,27 +148,27 @@ def log_of_sums(call: Call) -> Tensor | None:
 
 @translation("cumsum")
 def sums(call: Call) -> Tensor | None:
-    """Each position of an axis with all before it."""
+    """Translate into a cumulative sum."""
     x: Tensor = call["self"]
     return cumulative_sum(cast(x, call.out.dtype), call["dim"]) if x.ndim else None
 
 
 @translation("cumprod")
 def products(call: Call) -> Tensor | None:
-    """Each position of an axis by all before it."""
+    """Translate into a cumulative product."""
     x, name = cast(call["self"], call.out.dtype), "cumulative_product"
     return running(x, call["dim"], "mul", 1, name, backward=name) if x.ndim else None
 
 
-# -- spectra -----------------------------------------------------------------------------------------------------------
-# Fourier transforms, and views of complex numbers.
+# -- Fourier transforms ------------------------------------------------------------------------------------------------
+# Including views between real and complex tensors.
 
 _VIEWS = {"view_as_real": "real", "view_as_complex": "complex", "_conj": "conjugate"}
 
 
 @translation(*_VIEWS)
 def viewed(call: Call) -> Tensor:
-    """The same memory, read otherwise; of a number in a product, another number."""
+    """Translate into a view; a complex factor in a product is converted itself."""
     if isinstance(call["self"], complex):
         return fill((), call["self"].conjugate(), call.out.dtype)
     return view_as(call["self"], _VIEWS[call.name])
@@ -176,13 +176,13 @@ def viewed(call: Call) -> Tensor:
 
 @translation("complex", "polar")
 def put_together(call: Call) -> Tensor | None:
-    """Numbers of their parts, or of their moduli and angles."""
+    """Translate into complex numbers from real and imaginary parts, or from moduli and angles."""
     first, second = call.arguments.values()
     if first.sizes != second.sizes:
         return None
 
     def body(*parts: Tensor) -> Tensor:
-        modulus, angle = map(current_graph().adopt, parts)  # in this order they are its operands
+        modulus, angle = map(current_graph().adopt, parts)  # fixes the operand order
         return _of_parts(*(pointwise("mul", modulus, pointwise(part, angle)) for part in ("cos", "sin")))
 
     if call.name == "polar":
@@ -191,13 +191,13 @@ def put_together(call: Call) -> Tensor | None:
 
 
 def _of_parts(*parts: Tensor) -> Tensor:
-    """Return complex numbers of their real and imaginary parts."""
+    """Return complex numbers from real and imaginary parts."""
     return view_as(concat([reshape(t, (*t.sizes, ONE)) for t in parts], -1), "complex")
 
 
 @translation("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def transformed(call: Call) -> Tensor:
-    """A transform along some axes, of which one side may have half of the last one."""
+    """Translate into a transform along some axes, possibly one-sided in the last one."""
     x: Tensor = call["self"]
     if not call["dim"]:
         return pointwise("copy", x)

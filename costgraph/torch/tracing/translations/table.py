@@ -1,4 +1,4 @@
-"""The table of translations: what ops of torch are in declared kinds."""
+"""Registry of translations from aten ops to declared op kinds."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ..call import Call
 
 __all__ = ["TRANSLATIONS", "Translation", "translation", "translation_of"]
 
-#: From a call, its operands tensors of a graph, to what it returns: ops are added to the graph that is open. None
-#: where these arguments are not what declared kinds say.
+#: Maps a call, with graph tensors as operands, to its results, adding ops to the open graph; None if no declared kind
+#: covers these arguments.
 Translation = Callable[[Call], "Tensor | Sequence[Tensor | None] | None"]
 
-#: Translations by the name of the op, or by name and overload such as `pow.Tensor_Scalar`.
+#: Translations by op name, or by name and overload, such as `pow.Tensor_Scalar`.
 TRANSLATIONS: dict[str, Translation] = {}
 
 
 def translation(*names: str) -> Callable[[Translation], Translation]:
-    """Register the translation of ops by name, each also with an overload behind a dot.
+    """Register a translation for ops, by name or by name and overload such as `pow.Tensor_Scalar`.
 
     Parameters
     ----------
     *names : str
-        Names of aten ops as `Call.name` has them.
+        Names of aten ops, as in `Call.name`.
 
     Returns
     -------
     callable
-        A decorator that leaves the translation as it is.
+        A decorator that returns the translation unchanged.
 
     Raises
     ------
     GraphError
-        If a name has one already.
+        If a name is already registered.
 
     Examples
     --------
@@ -53,6 +53,6 @@ def translation(*names: str) -> Callable[[Translation], Translation]:
 
 
 def translation_of(name: str, overload: str, tags: Collection[Any]) -> Translation | None:
-    """Return the translation of an op, None where it has none: one that torch calls pointwise is taken at its word."""
+    """Return the translation of an op, None if it has none; ops that torch tags as pointwise have a generic one."""
     found = TRANSLATIONS.get(f"{name}.{overload}") or TRANSLATIONS.get(name)
     return TRANSLATIONS.get("pointwise") if found is None and torch.Tag.pointwise in tags else found
