@@ -915,8 +915,8 @@ def a_backward_pass_keeps_the_laws_of_graphs(lesson: Lesson) -> None:
 def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
     """Check FLOPs, bytes and peak against the backward pass of the unrolled graph.
 
-    Only FLOPs must agree if a loop reads or writes slices, forwards its inputs, or copies a gradient that is dense and
-    computed once per iteration when unrolled. If a loop permutes its carries, it also computes with zero gradients.
+    Only FLOPs must agree if a loop reads or writes slices, forwards its inputs, or copies a gradient that unrolled
+    iterations pass on without a copy. If a loop permutes its carries, it also computes with zero gradients.
     """
     if not _loops(lesson.graph):
         return
@@ -982,7 +982,7 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
 
 @_law
 def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
-    """Check equal gradients, no fewer FLOPs, and saved tensors: only residuals, segment inputs and named ops."""
+    """Check equal gradients, no fewer FLOPs, and saved tensors: only former residuals, segment inputs and named ops."""
     before = lesson.trial.answers["flops"]
     for policy in _policies(lesson):
         again = Lesson(lesson.graph, lesson.point, policy)
