@@ -117,7 +117,7 @@ SMALL = ("fp8_e4m3", "mxfp8", "mxfp6", "nvfp4", "fp4_e2m1")
 
 
 class Case(NamedTuple):
-    """A graph with a size for each of its dimensions."""
+    """A graph with a size for each dimension."""
 
     graph: Graph
     """the drawn graph"""
@@ -1139,7 +1139,7 @@ _LEAST_BITS = 16
 
 
 class _Trained(Sketch):
-    """Draws floating-point sources that mostly require gradients."""
+    """Sketch whose floating-point sources mostly require gradients."""
 
     trained = True
 
@@ -1204,7 +1204,7 @@ def losses(most: int = 5, kinds: Sequence[Named] = (), *, around: Named | None =
     Parameters
     ----------
     most : int
-        Maximum number of ops at the top level, not counting those of the loss.
+        Maximum number of ops at the top level, without the loss.
     kinds : sequence of subclasses of OpKind or str
         Op kinds or names, by default the differentiable ones: contractions, elementwise functions, reductions, views,
         lookups, windows, kernels and loops, also in place.

@@ -590,7 +590,7 @@ def calibrate(
     progress : bool, optional
         Whether to show progress, by default if standard error is a terminal.
     command : str, optional
-        Command to record for reproduction, by default that of this process.
+        Command to record for reproduction, by default this process's command line.
 
     Returns
     -------
@@ -606,9 +606,9 @@ def calibrate(
 
     Notes
     -----
-    The attained bandwidth is that of the fastest stream (read, write, copy, triad, update in place) over working sets
-    of at least twice the last-level cache, in bytes as the cost model counts them. The fastest stream depends on the
-    device: with write-allocate caches it is the update in place.
+    The attained bandwidth is that of the fastest stream (read, write, copy, triad, update in place). Working sets have
+    at least twice the size of the last-level cache, and bytes are counted as in the cost model. The fastest stream
+    depends on the device: with write-allocate caches it is the update in place.
     """
     where = find_device(device)
     name = BUILT_IN.get(str(environment(where)["name"])) if like is None and where.type == "cuda" else like

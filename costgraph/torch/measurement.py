@@ -274,7 +274,7 @@ def environment(device: str | torch.device = "cpu", command: str | None = None) 
     device : str or torch.device
         The device.
     command : str, optional
-        Command to record for reproduction, by default that of this process.
+        Command to record for reproduction, by default this process's command line.
 
     Returns
     -------
@@ -479,7 +479,7 @@ def measure(
     progress : bool, optional
         Whether to show progress, by default if standard error is a terminal.
     command : str, optional
-        Command to record for reproduction, by default that of this process.
+        Command to record for reproduction, by default this process's command line.
     kwargs : dict, optional
         Keyword arguments of the call.
 

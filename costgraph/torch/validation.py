@@ -812,7 +812,7 @@ def validate(
     progress : bool, optional
         Whether to show progress, by default if standard error is a terminal.
     command : str, optional
-        Command to record for reproduction, by default that of this process.
+        Command to record for reproduction, by default this process's command line.
 
     Returns
     -------

@@ -444,7 +444,7 @@ class PublishedProgram:
     later: PublishedProgram | None = None
     """program from that date on"""
     before: Callable[..., Any] | None = None
-    """function that runs once before, of which only library workspaces remain"""
+    """function that runs once before; only its library workspaces remain"""
     fresh: bool = False
     """whether gradients of the previous run are freed; by default new ones accumulate"""
     returned: bool = False
@@ -1398,7 +1398,7 @@ LAYERS: dict[str, PublishedProgram] = {
         {"T": ("T", "seq_len"), "Q": ("num_q_heads",), "G": ("num_kv_heads",),
          "K": ("head_dim", "hidden_size/num_q_heads", "H/num_q_heads")},
         before=_angles, returned=True,
-        # position ids, and half as many fp32 frequencies as the head size
+        # position ids, and the fp32 frequencies (half the head size)
         kept=("T ids", "K float16"),
     ),
     "qwen2vl_mrope": PublishedProgram(
@@ -1581,7 +1581,7 @@ def traced(program: PublishedProgram, format: str) -> Graph:
 
 @cache
 def benchmarked(program: PublishedProgram, format: str, mode: str, arch: str) -> Graph:
-    """Trace what a memory benchmark of a program runs and keeps, with symbolic sizes.
+    """Trace a program's memory benchmark with symbolic sizes, including the tensors that it keeps alive.
 
     `mode` is forward, backward (after an untimed forward pass) or full. `arch` is the compute capability, such as
     sm_90. Raises UnsupportedError for unknown dtypes, and for programs without comparable peaks.

@@ -518,10 +518,10 @@ def explore(graph: str | Graph, path: str | os.PathLike[str] | None = None, /, *
         HTML file to write.
     views : sequence of str or mapping of str to Graph, optional
         Views to offer: options such as `forward`, `decode`, `train optimizer=adamw precision=bf16 dp=8 tp=T zero=3` or
-        `train accumulate=8 pp=4`, or graphs by name. The default, as far as the graph supports it, is the forward pass,
-        bf16 training steps with AdamW and SGD, inference passes, one rank of `dp * tp`, one rank of `dp` at each ZeRO
-        stage, all with symbolic degrees, and a pipeline of 4 stages. Each pipeline stage is a view with its own memory
-        and the time of the whole pipeline.
+        `train accumulate=8 pp=4`, or graphs by name. The default views, if the graph supports them, are: forward,
+        bf16 training with AdamW and SGD, inference, one rank of `dp * tp`, one rank of `dp` for each ZeRO stage, and a
+        pipeline of 4 stages. Degrees are symbolic. Each pipeline stage is a view, with its own memory and the time of
+        the whole pipeline.
 
     Returns
     -------

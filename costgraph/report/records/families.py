@@ -93,13 +93,13 @@ class Case:
     """A record as runs to predict."""
 
     runs: tuple[Run, ...] = ()
-    """timed alternatives, the best of which was reported"""
+    """timed alternatives; the best one was reported"""
     repeated: bool = False
     """whether a run may find data of the previous one in cache"""
     printed: Printed | None = None
     """printed share of the peak rate"""
     subject: str = ""
-    """group for limits, by default that of the family"""
+    """group for limits, by default the family's"""
     peak: Run | None = None
     """run whose peak memory was measured; nothing is timed"""
     assumed: bool = False
