@@ -831,7 +831,7 @@ class Run:
 
     @property
     def transcendental(self) -> Any:
-        """Evaluations of exp, log, sqrt and similar functions."""
+        """FLOPs of exp, log, sqrt and similar functions."""
         return self._sum("transcendental")
 
     @property

@@ -777,7 +777,7 @@ class Lesson:
         return run(self.trained, self.values, seed=0, meanings=None, **self.point)
 
     def loss(self, name: str, array: Any) -> float:
-        """Return the loss with another value of one source."""
+        """Return the loss with other values for one source."""
         return float(run(self.forward, {**self.values, name: array}, seed=0, meanings=None, **self.point).outputs[0])
 
 
