@@ -1,4 +1,4 @@
-"""Reports: the only place where figures become text, files or pictures."""
+"""Reports: format costs as text, files, plots and interactive pages."""
 
 from __future__ import annotations
 
@@ -61,42 +61,42 @@ def report(
     hierarchical: bool = False,
     **dims: int,
 ) -> Report:
-    """Collect what a graph costs, on a device if one is named.
+    """Collect the costs of a graph, and times on a device if one is given.
 
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        The graph.
     hardware : str, path-like or Hardware, optional
-        The device; without one there are no times.
+        The device. Without one the report has no times.
     count : str
-        How matmul FLOPs of the tables by scope and phase are counted, executed or full; times are of what is executed.
+        Matmul FLOPs in the tables by scope and phase, "executed" or "full". Times always use executed FLOPs.
     fallback : str or mapping, optional
-        As `roofline`.
+        Rates for formats that the device does not support, as in `roofline`.
     depth : int
-        Levels of module scope to tell apart.
+        Module scope levels in the tables.
     device : str, optional
-        cuda: the peak is that with what torch's libraries and kernels allocate there, as `peak_memory` has it.
+        "cuda" adds the memory that torch's libraries and kernels allocate to the peak, as in `peak_memory`.
     arch : str, optional
-        Compute capability, by default that of the hardware, or sm_90 without one.
+        Compute capability. The default is the hardware's, or sm_90 without hardware.
     overlap : str
-        Of collectives with the rest, of the graph of one rank: none or ideal, as in `roofline`.
+        Overlap of collectives with compute for a sharded graph, "none" or "ideal", as in `roofline`.
     network : str, path-like or Network, optional
-        Between the domains of the device's interconnect, as in `roofline`.
+        Network between the device's interconnect domains, as in `roofline`.
     hierarchical : bool
-        Times take each level of memory into account, as in `roofline`.
+        Model every level of the memory hierarchy, as in `roofline`.
     **dims : int
-        Sizes; what is left open stays a formula.
+        Sizes of dimensions. Figures with unbound sizes are formulas.
 
     Returns
     -------
     Report
-        `print` it, or `.to_json(path)`, `.to_csv(path)`, `.plot(path)`; every figure is an attribute.
+        Print it, or call `.to_json(path)`, `.to_csv(path)` or `.plot(path)`. Every figure is an attribute.
 
     Raises
     ------
     BindingError, GraphError, SpecError, UnsupportedError
-        As the questions of which it consists.
+        As raised by the underlying analyses.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def report(
     >>> [(part.name, part.bound) for part in r.scopes], r.fits
     ([('up', 'compute'), ('', 'memory')], True)
     """
-    # imported at once, as this package has the name of the function; what a report needs, when one is asked for
+    # `report` is imported eagerly because its package has the same name, so its dependencies load on the first call
     from .collect import collect
 
     return collect(graph, hardware, dims, count, fallback, depth, (device, arch), (overlap, network, hierarchical))

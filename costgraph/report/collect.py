@@ -1,4 +1,4 @@
-"""Collecting what a graph costs into a report, which sorts, writes and draws itself."""
+"""Build a `Report` from a graph."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ from .formatting import (
 
 __all__ = ["SORTS", "Report", "collect"]
 
-#: How collectives overlap with the rest, the network between domains of devices, and whether caches take part.
+#: Overlap of collectives, network between devices, and whether to model caches.
 Between = tuple[str, "str | Network | None", bool]
 
 
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Report(Facts):
-    """The costs of a graph, on a device if there is one. Made by `report`."""
+    """The costs of a graph, optionally on a device. Created by `report`."""
 
     def sorted(self, by: str) -> Report:
-        """Return the report with its scopes in another order.
+        """Return the report with its scopes sorted.
 
         Parameters
         ----------
         by : str
-            order (of the program), time, flops or bytes; the largest first.
+            "order" (program order), or "time", "flops" or "bytes", largest first.
 
         Returns
         -------
         Report
-            All else as it was.
+            A copy, otherwise unchanged.
 
         Raises
         ------
         BindingError, GraphError
-            If that needs numbers and a size is open or there is no device, or the order is unknown.
+            If the order is unknown, or needs numbers while a size is unbound or no device is given.
         """
         if by not in SORTS:
             raise GraphError(f"sort by {shown(by)}: expected one of {', '.join(SORTS)}")
@@ -84,15 +84,15 @@ class Report(Facts):
         return replace(self, scopes=tuple(sorted(self.scopes, key=key, reverse=True)))  # type: ignore[arg-type]  # all bound
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write all figures, tables and formulas as JSON; FormatError if the file cannot be written."""
+        """Write all figures, tables and formulas as JSON; raise FormatError if writing fails."""
         write_file(path, to_json(self))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write all figures and tables as CSV, one value a line; FormatError if the file cannot be written."""
+        """Write all figures and tables as CSV, one value per line; raise FormatError if writing fails."""
         write_file(path, to_csv(self))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> object:
-        """Draw the roofline; returns the matplotlib figure. BindingError where there is none."""
+        """Draw the roofline and return the matplotlib figure; raise BindingError if there is none."""
         if self.roofline is None:
             left = f"unbound: {', '.join(self.unbound)}" if self.unbound else "there is no device"
             raise BindingError(f"plot of graph {self.graph!r}: expected numbers on a device, {left}")
@@ -105,7 +105,7 @@ class Report(Facts):
     def __str__(self) -> str:
         try:
             from .text import render
-        except ImportError:  # rich is an extra
+        except ImportError:  # rich is optional
             return repr(self)
         return render(self)
 
@@ -121,11 +121,11 @@ SORTS: dict[str, Callable[[Part], Formula | None] | None] = {
     "flops": lambda part: part.value.flops,
     "bytes": lambda part: part.value.bytes,
 }
-"""Orders of the table by scope."""
+"""sort keys of the table by scope"""
 
 
 def _origin(graph: Graph) -> str:
-    """Say where the kernels of a graph come from: the same model declared moves fewer bytes than a traced one."""
+    """Return where the graph's kernels come from. A declared model moves fewer bytes than the same model traced."""
     if all(op.call is None for op in graph.walk()):
         return "declared, fused kernels"
     fused = any(inner.call is not None for op in graph.ops if op.body is not None and op.loop is None
@@ -166,7 +166,7 @@ def _peak(graph: Graph, dims: Mapping[str, Any], device: str | None, arch: str |
 
 
 def _outer_scopes(graph: Graph, table: Costs) -> Costs:
-    """Put what is inside a kernel into the kernel's scope, as its time and its bytes are there."""
+    """Assign costs inside a kernel to the kernel's scope, which has its time and bytes."""
     outer: dict[str, str] = {}
     scope = ""
     for op, _, moves in executions(graph):
@@ -184,7 +184,7 @@ def _parts(
         by_bound = seconds.setdefault(key(row), {})
         by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
     out = []
-    whole = sum((s for by_bound in seconds.values() for s in by_bound.values()), start=0.0)  # one op after the other
+    whole = sum((s for by_bound in seconds.values() for s in by_bound.values()), start=0.0)  # without overlap
     for name in formulas:
         part = Part(name, values[name].total(), formulas[name].total())
         out.append(part if times is None else _timed(part, seconds.get(name, {}), whole))
@@ -207,7 +207,7 @@ def _grouped(table: Costs, key: Callable[[CostRow | RooflineRow], str]) -> dict[
 
 
 def _sent(graph: Graph, device: Hardware | None, between: str | Network | None, dims: Mapping[str, Any]) -> list[Sent]:
-    """Return what a rank sends, by axis, collective and link."""
+    """Return the data that a rank sends, by axis, collective and link."""
     groups: dict[tuple[str, str, str], list[Message]] = {}
     for m in communication(graph, hardware=device, network=between, **dims):
         groups.setdefault((m.axis, m.collective, m.link), []).append(m)
@@ -235,7 +235,7 @@ def _times(
 
 
 def _architecture(hardware: Hardware | None, device: str | None, arch: str | None) -> str | None:
-    """Return the compute capability that libraries are asked for: what is stated, or that of the hardware."""
+    """Return the compute capability for library lookups: `arch`, or the hardware's."""
     if device is not None and arch is None:
         if hardware is not None and hardware.arch is None:
             raise SpecError(f"report: {hardware.id} states no arch, expected arch= such as 'sm_90' beside {device=}")
@@ -257,8 +257,7 @@ def collect(
     on_cuda: tuple[str | None, str | None],
     between: Between,
 ) -> Report:
-    """Return the report of a graph, as `report` has it; `on_cuda` is device and arch, `between` the rest."""
-    # over 40 lines: a line for each field of the report
+    """Return the report of a graph; `on_cuda` is (device, arch), `between` (overlap, network, hierarchical)."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     on = None if hardware is None else load_hardware(hardware)

@@ -1,4 +1,4 @@
-"""What a report says, as plain facts: figures, the peak, rooflines and tables by scope and phase."""
+"""Report data: figures, peak memory, rooflines, and tables by scope and phase."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ __all__ = [
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
-# What a report says of a step of training: state and activations apart, and how well the device can be used.
 
 TRAINING_QUANTITIES: dict[str, tuple[str, str, Callable[..., Formula]]] = {
     "model-flops": ("model FLOPs", "FLOP", model_flops),
@@ -44,29 +43,29 @@ TRAINING_QUANTITIES: dict[str, tuple[str, str, Callable[..., Formula]]] = {
     "saved-state-bytes": ("saved state", "B", saved_state_bytes),
     "activation-bytes": ("activation memory", "B", activation_memory),
 }
-"""Title, unit and question of each figure that only a step of training has, by name."""
+"""title, unit and analysis by figure name"""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a report says of a step of training. The tables by phase and the peak are those of every report."""
+    """Training figures, in addition to the tables and the peak that every report has."""
 
     figures: Mapping[str, Figure]
     """by name, see `TRAINING_QUANTITIES`"""
     dtype: str | None = None
-    """format whose peak rate utilizations are of, see `main_format`; None where there is no matmul"""
+    """format whose peak rate is used for MFU and HFU, see `main_format`; None without matmuls"""
     others: Mapping[str, float] = field(default_factory=dict)
-    """shares of the matmul FLOPs that run in other formats, by format"""
+    """share of matmul FLOPs by other format"""
     mfu: float | None = None
-    """model FLOPs utilization at the estimated time; None where there is no time, or no matmul"""
+    """model FLOPs utilization at the estimated time; None without a time or matmuls"""
     hfu: float | None = None
     """hardware FLOPs utilization at the estimated time"""
     most_mfu: float | None = None
-    """model FLOPs utilization that no run exceeds: at the lower bound of the time"""
+    """upper bound on MFU, at the lower bound of the time"""
 
 
 def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -> Training | None:
-    """Return what is said of a step of training; None where the graph has no gradients of parameters."""
+    """Return the training figures; None if the graph has no parameter gradients."""
     if not is_step(graph) or (graph.gradients and not any(t.role == "param" for t in graph.gradients)):
         return None
     twin = symbolic(graph)
@@ -77,7 +76,7 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
     if times is None or not figures["hardware-flops"].value:
         return Training(figures)
     dtype = main_format(graph, **dims)
-    # a rate that the roofline found, of a fallback as well
+    # the roofline's rate may come from a fallback format
     rate = times.rates.get(f"matmul {dtype}") or float(times.hardware.nearest_rate(dtype)[0])
 
     def used(name: str, seconds: float) -> float:
@@ -93,111 +92,111 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
     )
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends by collectives of one kind over one axis of its mesh."""
+    """Communication by one kind of collective over one mesh axis."""
 
     axis: str
-    """of the mesh"""
+    """mesh axis"""
     collective: str
     """all_reduce, all_gather, reduce_scatter, all_to_all or send"""
     times: Formula
-    """how often they run"""
+    """execution count"""
     ring_bytes: Formula
-    """bytes that a rank sends in rings, all times together"""
+    """bytes that a rank sends with ring algorithms, over all executions"""
     seconds: Formula | None
-    """that they take; None without a device"""
+    """their time; None without a device"""
     link: str
-    """what they go over; empty without a device"""
+    """link that they use; empty without a device"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a module scope or a phase costs."""
+    """Costs by module scope or phase."""
 
     name: str
-    """scope or phase; empty for ops in no scope"""
+    """scope or phase; empty for ops without a scope"""
     value: Cost
-    """FLOPs and bytes, sizes bound"""
+    """FLOPs and bytes with bound sizes"""
     formula: Cost
-    """FLOPs and bytes, no size bound"""
+    """FLOPs and bytes with symbolic sizes"""
     seconds: float | None = None
-    """estimated seconds; None without a device, or while a size is open"""
+    """estimated seconds; None without a device or with unbound sizes"""
     share: float | None = None
-    """part of the graph's estimated time"""
+    """fraction of the graph's time"""
     bound: str | None = None
-    """compute, memory or link: what bounds most of its time"""
+    """bottleneck for most of its time: compute, memory or link"""
     bound_share: float | None = None
-    """part of its time that is bound so"""
+    """time fraction with this bottleneck"""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What holds the peak memory."""
+    """Peak memory."""
 
     value: Formula
     """bytes"""
     op: str | None
-    """op that runs then; None while a size is open"""
+    """op at the peak; None with unbound sizes"""
     phase: str | None
     """phase of that op"""
     by_role: Mapping[str, Formula]
-    """bytes by role of the storage; empty while a size is open"""
+    """bytes by storage role; empty with unbound sizes"""
     regimes: tuple[Regime, ...]
-    """cases with the sizes that are bound: formula, op, phase"""
+    """cases (formula, op, phase) with bound sizes"""
     formula: tuple[Regime, ...]
-    """cases with no size bound"""
+    """cases with symbolic sizes"""
     arch: str | None = None
-    """compute capability whose libraries and kernels are counted; None for tensors alone"""
+    """compute capability whose library and kernel allocations are included; None for tensors only"""
 
 
 @dataclass(frozen=True, repr=False)
 class Facts:
-    """The costs of a graph, on a device if there is one."""
+    """Costs of a graph, optionally on a device."""
 
     graph: str
-    """name of the graph"""
+    """graph name"""
     hardware: Hardware | None
     """the device"""
     sizes: Mapping[str, int]
     """bound sizes"""
     given: frozenset[str]
-    """those of them that were asked for, no defaults"""
+    """sizes that were passed explicitly, without defaults"""
     unbound: tuple[str, ...]
     """dimensions without a size"""
     unused: tuple[str, ...]
-    """dimensions that show up in no figure, and have no default"""
+    """dimensions that occur in no figure and have no default"""
     figures: Mapping[str, Figure]
-    """by name, see `QUANTITIES`; intensities are missing where nothing is moved"""
+    """by name, see `QUANTITIES`; no intensities if no bytes are moved"""
     peak: Peak
     """peak memory"""
     roofline: Roofline | None
-    """times; None without a device, or while a size is open"""
+    """times; None without a device or with unbound sizes"""
     scopes: tuple[Part, ...]
-    """by module scope, in program order"""
+    """costs by module scope, in program order"""
     phases: tuple[Part, ...]
-    """by phase"""
+    """costs by phase"""
     count: str
-    """how matmul FLOPs of the tables are counted: executed or full"""
+    """matmul FLOPs in the tables: executed or full"""
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """default sizes of the graph"""
+    """default sizes"""
     open_roofline: Roofline | None = None
-    """times as formulas; None without a device, or once all sizes are bound"""
+    """times as formulas; None without a device or if all sizes are bound"""
     training: Training | None = None
-    """what a step of training has beside; None for other graphs"""
+    """training figures; None for other graphs"""
     unused_params: Mapping[str, Formula] = field(default_factory=dict)
-    """number of parameters that no op reads, by scope"""
+    """unused parameters by scope"""
     sent: tuple[Sent, ...] = ()
-    """by axis and kind of collective, of the graph of one rank"""
+    """communication in a sharded graph, by mesh axis and kind"""
     origin: str = ""
-    """where its kernels come from: `declared, fused kernels`, `traced, eager`, or `traced, fused kernels`"""
+    """kernel origin: `declared, fused kernels`, `traced, eager`, or `traced, fused kernels`"""
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits into the usable memory; None without a device, or while a size is open."""
+        """Whether the peak fits into usable memory; None without a device or with unbound sizes."""
         if self.hardware is None or isinstance(self.peak.value, sympy.Expr):
             return None
         return bool(self.peak.value <= self.hardware.capacity().value)

@@ -1,4 +1,4 @@
-"""A report as JSON and as CSV."""
+"""Export a report as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .formula import formula_text
 __all__ = ["SCHEMA", "rows", "to_csv", "to_json"]
 
 SCHEMA = "costgraph/report/1"
-"""What the JSON of this version calls itself; another number means other keys."""
+"""schema of the JSON; changes when keys change"""
 
 _COLUMNS = ("part", "name", "quantity", "value", "unit", "formula")
 
 
 def _number(value: Formula | None) -> int | float | None:
-    """Return a number that JSON has; a formula and infinity are None."""
+    """Return a JSON number, or None for formulas and infinity."""
     if value is None or isinstance(value, sympy.Expr) or not math.isfinite(value):
         return None
     return _plain(value)
@@ -143,10 +143,10 @@ def _sent(sent: Sent) -> dict[str, Any]:
 
 
 def to_json(r: Facts) -> str:
-    """Return a report as JSON.
+    """Return a report as JSON text.
 
-    An object with a `schema`; every amount is an object of value, unit and, where there is one, formula. The value of
-    what is not bound is null, and `bound` is then the formula in what is open. Infinity is null.
+    The object has a `schema`. Every amount is an object with value, unit and possibly `formula`. An unbound value is
+    null, and `bound` then has the formula in the unbound sizes. Infinity is null.
     """
     device = None if r.hardware is None else {"id": r.hardware.id, "name": r.hardware.name}
     data = {
@@ -170,7 +170,7 @@ def to_json(r: Facts) -> str:
 
 
 def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
-    """Yield the values of a report, one each: part, name, quantity, value, unit, formula."""
+    """Yield one (part, name, quantity, value, unit, formula) per value of a report."""
     for name, f in r.figures.items():
         yield ("graph", "", name, _cell(f.value), f.unit, formula_text(f.formula))
     yield from (("unused parameters", scope, "params", _cell(n), "1", "") for scope, n in r.unused_params.items())
@@ -210,9 +210,9 @@ def _cell(value: Formula) -> object:
 
 
 def to_csv(r: Facts) -> str:
-    """Return a report as CSV: one value a line, with its unit.
+    """Return a report as CSV text, with one value and its unit per line.
 
-    A head line, and part (graph, unused parameters, training, role at the peak, sent, scope, phase), name, quantity,
-    value, unit, formula. The value of what is not bound is its formula in what is open.
+    The columns are part (graph, unused parameters, training, role at the peak, sent, scope, phase), name, quantity,
+    value, unit and formula. An unbound value is a formula in the unbound sizes.
     """
     return as_csv(_COLUMNS, rows(r))

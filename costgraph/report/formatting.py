@@ -1,4 +1,4 @@
-"""The quantities that a report shows and that the command line knows by name."""
+"""Format amounts for people, and define the quantities that reports and the command line know by name."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ __all__ = [
 
 
 # -- amounts -----------------------------------------------------------------------------------------------------------
-# Amounts as people read them.
 
 
 def show(value: Formula, unit: str) -> str:
-    """Return an amount for people, with its unit; a formula with the unit in brackets.
+    """Format an amount with its unit; formulas have the unit in brackets.
 
     Examples
     --------
@@ -50,19 +49,19 @@ def show(value: Formula, unit: str) -> str:
 
 
 def exact(value: Formula, unit: str) -> str:
-    """Return an exact count with its unit and grouped digits, where `show` rounds one."""
+    """Return the exact count with grouped digits if `show` rounds it, else an empty string."""
     if not isinstance(value, int) or unit == "1" or value < 10_000:
         return ""
     return f"{value:,} {unit}"
 
 
 def percent(share: float) -> str:
-    """Return a part of a whole as text."""
+    """Format a fraction as a percentage."""
     return f"{100 * share:.1f}%"
 
 
 def amount(value: Formula, unit: str) -> str:
-    """Return an amount and, where that rounds it, its exact count; as rich may print it."""
+    """Format an amount, with its exact count if rounded, escaped for rich."""
     text, count = show(value, unit), exact(value, unit)
     return escape(f"{text} = {count}" if count else text)
 
@@ -74,16 +73,16 @@ _Ask = Callable[..., Formula]
 
 @dataclass(frozen=True)
 class Figure:
-    """One quantity of a graph."""
+    """A quantity of a graph."""
 
     title: str
-    """what it is called"""
+    """label"""
     unit: str
     """1, B, FLOP or FLOP/B"""
     value: Formula
-    """with sizes bound: a number, or a formula in what is open"""
+    """value with bound sizes: a number, or a formula in the unbound ones"""
     formula: Formula
-    """with no size bound"""
+    """value with symbolic sizes"""
 
 
 QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
@@ -99,21 +98,21 @@ QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
     "intensity": ("intensity, as declared", "FLOP/B", intensity),
     "fused-intensity": ("intensity, fused bound", "FLOP/B", lambda g, **d: intensity(g, True, **d)),
 }
-"""Title, unit and question of each figure, by name."""
+"""title, unit and analysis of each figure by name"""
 
 
 def symbolic(graph: Graph) -> Graph:
-    """Return the same graph without its default sizes, for answers that are formulas; ops and tensors are shared."""
+    """Return a shallow copy of a graph without default sizes, for symbolic results; ops and tensors are shared."""
     twin = Graph.__new__(Graph)
     twin.__dict__.update(vars(graph.root))
     twin.frozen = False
-    twin.graph = twin.graph.copy()  # its own facts, all else shared: what is derived of it, which has no sizes put in
+    twin.graph = twin.graph.copy()  # a separate cache for symbolic results
     twin.graph.facts["defaults"] = {}
     return twin
 
 
 def quantity_of(graph: Graph, name: str, dims: Mapping[str, int]) -> Formula | None:
-    """Return one of `QUANTITIES`, or None for an intensity of what moves nothing."""
+    """Return one of `QUANTITIES`, or None for an intensity if no bytes are moved."""
     if "intensity" in name and bytes_moved(graph, "fused" in name, **dims) == 0:
         return None
     return QUANTITIES[name][2](graph, **dims)

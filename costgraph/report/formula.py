@@ -1,4 +1,4 @@
-"""Formulas as text, LaTeX and Python source. A maximum is written with what all its cases share taken out."""
+"""Write formulas as text, LaTeX and Python source, with the common part of a maximum factored out."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = [
 
 
 def common_part(formula: Formula) -> tuple[sympy.Expr, sympy.Expr]:
-    """Split a Max or Min into what all its cases share and the rest.
+    """Split a Max or Min into the part common to all cases and the rest.
 
     Parameters
     ----------
     formula : sympy.Expr or number
-        Of anything but a Max or Min, nothing is shared.
+        Other formulas have no common part.
 
     Returns
     -------
     tuple of sympy.Expr
-        (common, rest), whose sum is the formula: of each monomial the smallest coefficient over all cases.
+        (common, rest), which sum to the formula. Each monomial of `common` has its smallest coefficient over all cases.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def common_part(formula: Formula) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def shared(cases: Sequence[Formula]) -> tuple[sympy.Expr, list[sympy.Expr]]:
-    """Split several formulas into what all share and the rest of each; a single one is all rest."""
+    """Split formulas into their common part and the rest of each; a single formula has no common part."""
     if len(cases) == 1:
         return sympy.Integer(0), [sympy.sympify(cases[0], strict=True)]
     common, rests = split([poly(sympy.sympify(c, strict=True)) for c in cases])
@@ -68,7 +68,7 @@ def shared(cases: Sequence[Formula]) -> tuple[sympy.Expr, list[sympy.Expr]]:
 
 
 def _content(expr: sympy.Expr) -> tuple[Poly, Poly]:
-    """Split a sum into the largest factor that all its terms have, and the sum of what is left."""
+    """Split a sum into the largest common factor of its terms and the remaining sum."""
     p = poly(expr)
     if len(p.terms) < 2:
         return Poly({(): 1}), p
@@ -81,7 +81,7 @@ def _content(expr: sympy.Expr) -> tuple[Poly, Poly]:
 
 
 def _product(expr: sympy.Expr, show: Callable[[sympy.Expr], str], marks: Sequence[str]) -> str:
-    """Write a sum as factor * (...); sympy would multiply the factor into the sum."""
+    """Write a sum as factor * (...), which sympy would expand."""
     factor, inside = _content(expr)
     text = show(inside.expr)
     times, opening, closing = marks
@@ -89,7 +89,7 @@ def _product(expr: sympy.Expr, show: Callable[[sympy.Expr], str], marks: Sequenc
 
 
 def _assemble(formula: Formula, show: Callable[[sympy.Expr], str], marks: Sequence[str]) -> str:
-    """Write common * (...) + Max(...), or the formula as it is where nothing is shared."""
+    """Write common * (...) + Max(...), or the plain formula without a common part."""
     common, rest = common_part(formula)
     if common == 0 or not isinstance(rest, Max | Min):
         return show(sympy.sympify(formula, strict=True))
@@ -100,9 +100,9 @@ def _assemble(formula: Formula, show: Callable[[sympy.Expr], str], marks: Sequen
 
 
 class _Text(StrPrinter):  # type: ignore[misc]  # sympy has no types
-    """sympy's text, with digits grouped as in Python source where asked."""
+    """sympy's text printer, optionally with grouped digits as in Python source."""
 
-    # sympy would otherwise let a Max print itself, ungrouped
+    # keep sympy from printing Max itself, ungrouped
     printmethod = "_costgraph_text"
 
     def __init__(self, grouped: bool) -> None:
@@ -128,9 +128,9 @@ def formula_text(formula: Formula, *, grouped: bool = False) -> str:
     Parameters
     ----------
     formula : sympy.Expr or number
-        What is written.
+        The formula.
     grouped : bool
-        Group digits by `_`, as Python source allows.
+        Group digits with `_`, as in Python source.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def formula_text(formula: Formula, *, grouped: bool = False) -> str:
 
 
 def factored(formula: Formula, *, grouped: bool = False) -> str:
-    """Write a sum as text, with the largest common factor in front."""
+    """Write a sum as text with its largest common factor in front."""
     return _product(sympy.sympify(formula, strict=True), _Text(grouped).doprint, ("*", "(", ")"))
 
 
@@ -159,7 +159,7 @@ def factored(formula: Formula, *, grouped: bool = False) -> str:
 
 
 class _Latex(LatexPrinter):  # type: ignore[misc]  # sympy has no types
-    """sympy's LaTeX; names of several letters are words, never products or subscripts."""
+    """sympy's LaTeX printer, with multi-letter names as words instead of products or subscripts."""
 
     def _print_Symbol(self, expr: sympy.Symbol, style: str = "plain") -> str:  # noqa: N802  # sympy's naming
         name = str(expr.name)
@@ -172,7 +172,7 @@ def formula_latex(formula: Formula) -> str:
     Parameters
     ----------
     formula : sympy.Expr or number
-        What is written.
+        The formula.
 
     Returns
     -------
@@ -196,7 +196,7 @@ _USED = {"math", "Fraction", "max", "min", *keyword.kwlist}
 
 
 class _Source:
-    """Writes expressions that are exact for Python integers; a name that Python uses gets an underscore."""
+    """Writes expressions that are exact for Python integers; Python keywords get an underscore."""
 
     def __init__(self, names: list[str]) -> None:
         self.names: dict[str, str] = {}
@@ -209,8 +209,8 @@ class _Source:
             self.names[n] = free
 
     def ratio(self, expr: sympy.Expr) -> str:
-        """Write anything that a question answers with."""
-        if expr.is_Mul:  # an intensity: one division, not one for each term
+        """Write any analysis result."""
+        if expr.is_Mul:  # an intensity: divide once, not per term
             above, below = expr.as_numer_denom()
             return self.poly(poly(above)) if below == 1 else self.divided(poly(above), poly(below))
         common, rest = common_part(expr)
@@ -256,29 +256,29 @@ class _Source:
 
 
 def formula_python(formula: Formula, name: str = "formula", summary: str = "") -> str:
-    """Write a formula as the source of a Python function, exact for integers.
+    """Write a formula as source code of a Python function, exact for integers.
 
     Parameters
     ----------
     formula : sympy.Expr or number
-        What is written.
+        The formula.
     name : str
-        Name of the function.
+        Function name.
     summary : str
-        Its docstring.
+        Docstring of the function.
 
     Returns
     -------
     str
-        Source that needs the standard library alone; the arguments are the symbols in alphabetical order, those that
-        are words of Python with an underscore.
+        Source that needs only the standard library. Arguments are the symbols in alphabetical order; those that are
+        Python keywords get an underscore.
 
     Raises
     ------
     FormatError
-        If the name is no identifier.
+        If the name is not an identifier.
     UnsupportedError
-        If the formula has a function without a rule.
+        If the formula contains an unsupported function.
 
     Examples
     --------
@@ -300,7 +300,7 @@ def formula_python(formula: Formula, name: str = "formula", summary: str = "") -
     return "".join(imports) + ("\n\n" if imports else "") + "\n".join([*lines, f"    return {body}"])
 
 
-#: How a formula can be written, by the name that the command line uses.
+#: Formula writers by command-line name.
 FORMATS: dict[str, Callable[..., Any]] = {
     "text": formula_text,
     "latex": formula_latex,
@@ -309,7 +309,7 @@ FORMATS: dict[str, Callable[..., Any]] = {
 
 
 def write_formula(formula: Formula, how: str, name: str, summary: str) -> str:
-    """Write a formula in one of `FORMATS`, or FormatError; name and summary are of the Python function."""
+    """Write a formula in one of `FORMATS`, else raise FormatError; name and summary are for Python source."""
     if how not in FORMATS:
         raise FormatError(f"format {shorten(how)}: expected one of {', '.join(FORMATS)}")
     return str(formula_python(formula, name, summary) if how == "python" else FORMATS[how](formula))

@@ -1,4 +1,4 @@
-"""Pictures of timelines: live bytes by role over the steps of a program, and its phases behind them."""
+"""Matplotlib plots: rooflines, memory timelines, serving throughput and validations."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ __all__ = [
 ]
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
-# What all pictures share: one style. matplotlib is met inside functions alone, and only its objects.
+# -- style -------------------------------------------------------------------------------------------------------------
+# matplotlib is optional: import it in functions only.
 
 _ENDINGS = (".png", ".svg", ".pdf")
-#: Colours that readers of any sight tell apart, of Okabe and Ito 2008.
+#: Color-blind safe palette (Okabe and Ito 2008).
 PALETTE = {
     "blue": "#0072b2", "vermilion": "#d55e00", "green": "#009e73", "purple": "#cc79a7", "orange": "#e69f00",
     "sky": "#56b4e9", "yellow": "#f0e442", "black": "#000000",
 }  # fmt: skip
 ROOF, FAINT, PALE = "#222222", "#7a7a7a", "#dddddd"
-#: By kind of FLOPs.
+#: By FLOP kind.
 COLORS = {
     "matmul": PALETTE["blue"], "pointwise": PALETTE["vermilion"], "transcendental": PALETTE["green"],
     "data": PALETTE["purple"],
@@ -70,7 +70,7 @@ COLORS = {
 
 
 def new_figure(width: float, height: float, path: object = None) -> Any:
-    """Return an empty matplotlib figure of so many inches, once its path is looked at; nothing global is touched."""
+    """Check the path, then return an empty figure (size in inches) without pyplot's global state."""
     if path is not None:
         check_path(path)
     try:
@@ -80,7 +80,7 @@ def new_figure(width: float, height: float, path: object = None) -> Any:
         raise UnsupportedError('plot: matplotlib is missing, expected it from: pip install "costgraph[plot]"') from None
     figure: Any = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    figure._repr_png_ = partial(_png, figure)  # notebooks know by themselves only the figures of pyplot
+    figure._repr_png_ = partial(_png, figure)  # notebooks display only pyplot figures by themselves
     return figure
 
 
@@ -91,7 +91,7 @@ def _png(figure: Any) -> bytes:
 
 
 def check_path(path: object) -> None:
-    """Raise FormatError if no picture can have this path."""
+    """Raise FormatError if a plot cannot be written to this path."""
     if not isinstance(path, str | os.PathLike):
         raise FormatError(f"plot: path {shown(path, 80)}, expected a text or a path")
     if Path(path).suffix.lower() not in _ENDINGS:
@@ -99,7 +99,7 @@ def check_path(path: object) -> None:
 
 
 def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
-    """Return the figure, written to the file if there is one."""
+    """Write the figure to a file if given, and return it."""
     if path is None:
         return figure
     picture = BytesIO()
@@ -109,20 +109,20 @@ def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
 
 
 def short(text: str, most: int = 34) -> str:
-    """Return a name from outside as matplotlib may draw it: no mathematics, the end where it is long."""
+    """Escape a name for matplotlib, without math mode, and truncate it on the left."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     return (text if len(text) <= most else "..." + text[3 - most :]).replace("$", r"\$")
 
 
 def units_on(axis: Any, unit: str) -> None:
-    """Write amounts with their unit along an axis."""
+    """Format the ticks of an axis with a unit."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_quantity(float(value), unit)))
 
 
 def framed(ax: Any, title: str, across: str, up: str) -> None:
-    """Give axes their title, the names of both directions, and the frame and the grid that all pictures have."""
+    """Apply title, axis labels, frame and grid."""
     ax.set(xlabel=across, ylabel=up)
     ax.set_title(title, fontsize=11)
     ax.spines[["top", "right"]].set_visible(False)
@@ -130,34 +130,32 @@ def framed(ax: Any, title: str, across: str, up: str) -> None:
     ax.set_axisbelow(True)
 
 
-# -- labels ------------------------------------------------------------------------------------------------------------
-# Texts beside points of a picture, none of them on another.
+# -- label placement ---------------------------------------------------------------------------------------------------
 
-#: A text and the point that it names, as the data has it.
+#: Text, and its point in data coordinates.
 Label = tuple[str, tuple[float, float]]
 
-#: Lines that texts may lie on have this as their `gid`.
+#: `gid` of lines that labels may overlap.
 FREE = "free"
 _SIZE = 8.5
 _SIDES = tuple((x, y) for x, y in product((-1, 1, 0), (1, -1, 0)) if x or y)
-_STEPS = (5, 9, 16, 26, 40, 58, 80, 106, 136)  # points of print between a text and what it names
-_LEADER = 16  # points from which on a line leads to a text
-_HALO = 2.5  # points of paper around letters, where they lie on a line
-_GAP = 3  # pixels between two texts
-# A text on a line or a point, and a line to it through another text, are worse than one so many steps further away.
+_STEPS = (5, 9, 16, 26, 40, 58, 80, 106, 136)  # distances of a label from its point, in points
+_LEADER = 16  # distance in points from which to draw a leader line
+_HALO = 2.5  # width in points of the halo around letters on lines
+_GAP = 3  # pixels between two labels
+# penalties, as numbers of distance steps: label on a line, label on a point, leader line through a label
 _ON_LINE, _ON_POINT, _THROUGH = 150, 25, 90
 
 
 def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead: bool = True) -> list[str]:
-    """Write texts where there is room, the first ones nearest to their points; to be called when all else is drawn.
+    """Place labels near their points without overlaps, in order of priority. Call this after drawing everything else.
 
-    `lead` asks for a thin line to each text that is not beside its point. Returns the texts that have no place: one on
-    another cannot be read, so they are left out.
+    With `lead`, labels away from their point get a thin leader line. Returns the labels omitted for lack of room.
     """
     from matplotlib.patheffects import withStroke
 
     figure = ax.figure
-    figure.draw_without_rendering()  # the layout, which says where points lie
+    figure.draw_without_rendering()  # compute the layout first, for point positions
     renderer = figure.canvas.get_renderer()
     scale = figure.dpi / 72
     things = _Drawn(ax, scale, [_box_of(t, renderer) for t in ax.texts if t.get_text()])
@@ -189,12 +187,12 @@ def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead:
 def _box_of(text: Any, renderer: Any) -> tuple[float, ...]:
     from matplotlib.text import Text
 
-    # of an annotation, the text alone
+    # without an annotation's arrow
     return tuple(Text.get_window_extent(text, renderer).extents)
 
 
 def _candidates(at: Any, half: Any, scale: float) -> Iterator[tuple[float, Any, tuple[float, ...]]]:
-    """Yield how far away, the middle and the box of a text around a point, all in pixels but the first."""
+    """Yield distance, center and box of candidate positions around a point; all but the distance in pixels."""
     for step, side in product(_STEPS, _SIDES):
         way = np.array(side)
         middle = at + way * half + step * scale * way / np.hypot(*way)
@@ -206,7 +204,7 @@ def _meet(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _lead(ax: Any, place: tuple[float, float], middle: Any, half: Any) -> None:
-    """Draw a thin line from a point to the nearest place of its text."""
+    """Draw a leader line from a point to the nearest edge of its label."""
     end = np.clip(0, middle - half, middle + half)
     ax.annotate(
         "", place, tuple(end), textcoords="offset points", zorder=2, in_layout=False,
@@ -215,7 +213,7 @@ def _lead(ax: Any, place: tuple[float, float], middle: Any, half: Any) -> None:
 
 
 class _Drawn:
-    """What texts should rather not lie on: points with their areas, and lines."""
+    """Obstacles for labels: points with their areas, and lines."""
 
     def __init__(self, ax: Any, scale: float, boxes: list[tuple[float, ...]]) -> None:
         self.frame, self.boxes = ax.bbox.extents, boxes
@@ -228,13 +226,13 @@ class _Drawn:
         self.radii = np.concatenate([np.empty(0), *radii])
 
     def free(self, box: Sequence[float]) -> bool:
-        """Tell whether a text can be read there: within the axes, on no other."""
+        """Whether a label is readable there: inside the axes and not on another label."""
         x0, y0, x1, y1 = self.frame
         inside = box[0] >= x0 and box[1] >= y0 and box[2] <= x1 and box[3] <= y1
         return bool(inside) and not any(_meet(box, other) for other in self.boxes)
 
     def through(self, at: Any, middle: Any) -> float:
-        """Return how bad it is that a line to a text goes there."""
+        """Return the penalty of a leader line there."""
         from matplotlib.path import Path
         from matplotlib.transforms import Bbox
 
@@ -242,7 +240,7 @@ class _Drawn:
         return float(_THROUGH * sum(line.intersects_bbox(Bbox.from_extents(*box), filled=False) for box in self.boxes))
 
     def under(self, box: Sequence[float]) -> float:
-        """Return how bad it is that a text lies there."""
+        """Return the penalty of a label there."""
         from matplotlib.transforms import Bbox
 
         nearest = np.clip(self.points, box[:2], box[2:])
@@ -252,16 +250,15 @@ class _Drawn:
 
 
 # -- roofs -------------------------------------------------------------------------------------------------------------
-# The roofs of a device on logarithmic axes: the slope of its memory and the rates of its units.
 
-#: Of all the time, what the ops take that have to be seen; those beyond them may be a decade away.
+#: Share of the total time whose ops must be visible; other ops may extend the axis by one decade.
 _SHARE, _DECADE = 0.99, 10.0
 
 
 def range_of(points: Sequence[tuple[float, float]], ridge: float) -> tuple[float, float]:
-    """Return the intensities that axes show, of the intensity and the time of each op.
+    """Return the intensity range of the axes, from each op's intensity and time.
 
-    Some op that takes no time may have an intensity far away from all others: it does not stretch the axes.
+    Ops that take almost no time do not stretch the axes.
     """
     total, seen, held = sum(t for _, t in points), 0.0, [x for x in (ridge,) if 0 < x < math.inf]
     for x, seconds in sorted(points, key=lambda p: -p[1]):
@@ -272,17 +269,17 @@ def range_of(points: Sequence[tuple[float, float]], ridge: float) -> tuple[float
     held = held or [1.0]
     every = [x for x, _ in points] + held
     low, high = max(min(every), min(held) / _DECADE), min(max(every), max(held) * _DECADE)
-    room = max(1.0, (_DECADE**2 * low / high) ** 0.5)  # two decades at least
-    return low / room / 2.5, high * room * 6  # names stand to the right
+    room = max(1.0, (_DECADE**2 * low / high) ** 0.5)  # at least two decades
+    return low / room / 2.5, high * room * 6  # room for names on the right
 
 
 def draw_roofs(ax: Any, memory: Quantity, rates: Mapping[str, float], ends: tuple[float, float]) -> list[Label]:
-    """Draw roofs and set the limits of the axes; return the names of the roofs, to be placed."""
+    """Draw the roofs and set the axis limits; return labels with the names of the roofs."""
     bandwidth, (low, high) = float(memory.value), ends
     ranked = sorted(rates.items(), key=lambda item: -item[1])
     top = ranked[0][1]
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=(low * bandwidth / 1.5, 4 * top))
-    # the slope ends at the highest roof; lower roofs are dashed
+    # the memory slope ends at the highest roof; lower roofs are dashed
     ax.plot([low, top / bandwidth], [low * bandwidth, top], color=ROOF, linewidth=1.6)
     for _, rate in ranked:
         style = "-" if rate == top else "--"
@@ -292,20 +289,19 @@ def draw_roofs(ax: Any, memory: Quantity, rates: Mapping[str, float], ends: tupl
     return [*named, (f"memory, {memory}", (middle, middle * bandwidth))]
 
 
-# -- serving plot ------------------------------------------------------------------------------------------------------
-# Pictures of serving: tokens in a second against the time of a step.
+# -- serving throughput ------------------------------------------------------------------------------------------------
 
 _BOUNDS = {"memory": PALETTE["blue"], "compute": PALETTE["vermilion"], "link": PALETTE["green"]}
 
-# More sizes than these are named at every second, third, ... point.
+#: With more sizes than this, label every second, third, ... point.
 _MOST_NAMED = 12
 
 
 def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw tokens in a second against the time of a step, a point for each size.
+    """Plot tokens per second against step time, one point per size.
 
-    The estimate has points, colored by what bounds most of a step, rings where memory is not enough; beside it is the
-    curve of the lower bound.
+    Points show the estimate, colored by bottleneck, with rings where memory does not suffice. The curve is the lower
+    bound of the time.
     """
     figure = new_figure(9, 4.8, path)
     ax = figure.subplots()
@@ -333,7 +329,7 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
 
 
 def _ticks(ax: Any) -> None:
-    """Write amounts with their units at 1, 2 and 5 of each power of ten."""
+    """Label ticks with units at 1, 2 and 5 times each power of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for axis, unit in ((ax.xaxis, "s"), (ax.yaxis, "1")):
@@ -350,9 +346,9 @@ def _serving_plot_points(ax: Any, rows: Sequence[ThroughputRow], label: str, *, 
         )  # fmt: skip
 
 
-# -- timeline plot -----------------------------------------------------------------------------------------------------
+# -- memory timeline ---------------------------------------------------------------------------------------------------
 
-#: What is there throughout below, what comes and goes above it.
+#: Stacking order: permanent storage at the bottom, temporary storage on top.
 _ROLES = {
     "param": PALETTE["blue"], "buffer": FAINT, "cache": PALETTE["sky"], "input": "#bbbbbb",
     "state": PALETTE["purple"], "gradient": PALETTE["green"], "output": PALETTE["yellow"],
@@ -360,47 +356,47 @@ _ROLES = {
 }  # fmt: skip
 _PHASES = {"forward": "#ffffff", "recompute": "#f3e3c3", "backward": "#dfeee0", "optimizer": "#e7e0f1"}
 
-# A capacity above so many peaks would press the rest flat.
+# break the axis if the capacity exceeds this multiple of the peak
 _MOST_PEAKS = 2.5
-# Phases that are so much of all steps are named.
+# label phases that cover at least this share of the steps
 _TIMELINE_PLOT_NAMED = 0.12
 
 
 def plot_timeline(
     timeline: Timeline, path: str | os.PathLike[str] | None = None, *, capacity: float | None = None
 ) -> Any:
-    """Draw live bytes over the steps of a program.
+    """Plot live bytes over the steps of a program.
 
     Parameters
     ----------
     timeline : Timeline
-        What `costgraph.timeline` returned, all sizes bound.
+        Result of `costgraph.timeline` with all sizes bound.
     path : str or path-like, optional
         File to write: .png, .svg or .pdf.
     capacity : float, optional
-        Bytes of a device, drawn as a line; where that is far above the peak, the axis is broken below it.
+        Device memory in bytes, drawn as a line. If it is far above the peak, the axis is broken.
 
     Returns
     -------
     matplotlib.figure.Figure
-        One step for each op at which memory is taken, bytes stacked by role, the peak marked with its op; with
-        several phases, each has a color behind.
+        Live bytes stacked by role, with one step per allocating op and the peak op marked. Multiple phases have
+        background colors.
 
     Raises
     ------
     BindingError
-        If a size is open.
+        If a size is unbound.
     UnsupportedError
         If matplotlib is missing.
     FormatError
-        If the file has another ending, or cannot be written.
+        If the file has another extension or cannot be written.
     """
     need_bound([timeline.peak], "plot of a timeline")
     figure = new_figure(10, 4.6, path)
     ax = figure.subplots()
     live = [float(m.bytes) for m in timeline.moments]
     at = max(range(len(live)), key=live.__getitem__)
-    # the last step is as wide as the others
+    # repeat the last value to draw the last step full width
     ax.step(range(len(live) + 1), [*live, live[-1]], where="post", color=ROOF, linewidth=1)
     ax.plot([at], [live[at]], "o", color=PALETTE["vermilion"], zorder=4)
     labels = [(f"peak, {short(timeline.op) or 'throughout'}\n{format_bytes(timeline.peak)}", (float(at), live[at]))]
@@ -409,7 +405,7 @@ def plot_timeline(
     title = f"memory of {short(timeline.graph)}, step by step" if timeline.graph else "memory, step by step"
     framed(ax, title, "step [ops that take memory, in program order]", "live memory [B]")
     if ax.texts:
-        ax.set_title(title, pad=18)  # above the names of phases
+        ax.set_title(title, pad=18)  # above the phase names
     ax.margins(x=0.02)
     ax.set_ylim(0, 1.45 * live[at] or 1)
     if capacity is not None:
@@ -421,11 +417,11 @@ def plot_timeline(
 
 
 def _capacity(ax: Any, capacity: float, peak: float) -> Label:
-    """Draw the line of a capacity, over a break of the axis where it is far above the peak; return its name."""
+    """Draw the capacity line, above an axis break if far above the peak, and return its label."""
     text = f"capacity, {format_bytes(capacity)}"
     if far := capacity > _MOST_PEAKS * peak > 0:
         scale, place = 1.3 * peak, 1.5 * peak
-        ax.spines["left"].set_bounds(0, scale)  # above it there is no scale
+        ax.spines["left"].set_bounds(0, scale)  # no scale above the break
         ax.set_yticks([y for y in ax.get_yticks() if y <= scale])
         style = {"marker": (2, 0, 60), "markersize": 9, "color": ROOF, "linestyle": "none"}
         ax.plot([0, 0], [scale, 1.36 * peak], transform=ax.get_yaxis_transform(), clip_on=False, **style)
@@ -439,7 +435,7 @@ def _capacity(ax: Any, capacity: float, peak: float) -> Label:
 
 
 def _roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
-    """Stack the roles; the whole alone where they are not known."""
+    """Stack the roles, or draw only the total if they are unknown."""
     steps = range(len(live) + 1)
     below = [0.0] * len(steps)
     for role, color in _ROLES.items():
@@ -453,7 +449,7 @@ def _roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
 
 
 def _spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
-    """Yield where a phase begins and ends, as often as it comes."""
+    """Yield start, end and phase of each contiguous span."""
     first = 0
     moments = timeline.moments
     for i in range(1, len(moments) + 1):
@@ -463,7 +459,7 @@ def _spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
 
 
 def _phases(ax: Any, timeline: Timeline) -> None:
-    """Color what is behind each phase, and name it above if it is long enough for that."""
+    """Color the background of each phase, and name phases that are long enough."""
     spans = list(_spans(timeline))
     if len({phase for *_, phase in spans}) < 2:
         return
@@ -481,7 +477,7 @@ def _phases(ax: Any, timeline: Timeline) -> None:
 
 
 def _timeline_plot_key(ax: Any) -> None:
-    """Explain the colors beside the axes, the uppermost role first."""
+    """Draw the legend beside the axes, in stacking order."""
     handles, labels = ax.get_legend_handles_labels()
     roles = [i for i, label in enumerate(labels) if not label.startswith("phase ")]
     order = [*reversed(roles), *(i for i in range(len(labels)) if i not in roles)]
@@ -491,11 +487,10 @@ def _timeline_plot_key(ax: Any) -> None:
             frameon=False,
         )  # fmt: skip
         for patch in legend.legend_handles:
-            patch.set(edgecolor=FAINT, linewidth=0.5)  # the forward pass has the color of paper
+            patch.set(edgecolor=FAINT, linewidth=0.5)  # the forward phase has the background color
 
 
-# -- validation plots --------------------------------------------------------------------------------------------------
-# Pictures of a validation: predicted against measured peaks, and ops on the measured roof.
+# -- validation --------------------------------------------------------------------------------------------------------
 
 _MODES = {"kernel": PALETTE["vermilion"], "forward": PALETTE["green"], "step": PALETTE["blue"]}
 _OUTCOMES = {
@@ -505,9 +500,9 @@ _OUTCOMES = {
 
 
 def plot_validation(validation: Validation, directory: object) -> list[Path]:
-    """Draw `peaks.png` and `roof.png` in a directory, which is made if it is not there.
+    """Write `peaks.png` and `roof.png` to a directory, created if missing.
 
-    UnsupportedError if matplotlib is missing; FormatError if the files cannot be written.
+    Raises UnsupportedError if matplotlib is missing, FormatError if writing fails.
     """
     if not isinstance(directory, str | os.PathLike):
         raise FormatError(f"plot: directory {shown(directory, 80)}, expected a path")
@@ -522,13 +517,13 @@ def plot_validation(validation: Validation, directory: object) -> list[Path]:
     return [folder / "peaks.png", folder / "roof.png"]
 
 
-# -- peaks ---------------------------------------------------------------------------------------------------------
+# -- validation: peak memory -------------------------------------------------------------------------------------------
 
 
 def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw predicted against measured bytes at the peak, and by how much they differ.
+    """Plot predicted against measured peak bytes, and their relative difference.
 
-    Filled points are of declared graphs, rings of traced ones.
+    Filled points are declared graphs, rings are traced graphs.
     """
     figure = new_figure(10, 4.6)
     left, right = figure.subplots(1, 2)
@@ -562,14 +557,13 @@ def _validation_plots_points(rows: Sequence[Row], mode: str, which: str) -> Iter
             yield row.measured.peak, found.peak
 
 
-# -- the measured roof ---------------------------------------------------------------------------------------------
+# -- validation: measured roof -----------------------------------------------------------------------------------------
 
 
 def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the rate that each op reached over its intensity, under the roofs that were measured.
+    """Plot each op's achieved rate over its intensity, under the measured roofs.
 
-    Color is by what the time follows; ops without FLOPs have no place on these axes. Ops are named as far as there is
-    room, those that take longest first.
+    Colors show the bottleneck. Ops without FLOPs are omitted. The slowest ops are labelled as far as there is room.
     """
     hardware = validation.hardware
     device = hardware.attained() if "attained" in hardware.tables else hardware
@@ -592,44 +586,40 @@ def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None
     if points:
         figure.legend(loc="outside right upper", fontsize=8, frameon=False, title="the time follows", title_fontsize=8)
     place_labels(ax, labels, lead=False)
-    # those that take longest first: the last ones find no room
+    # slowest first, because the last labels may find no room
     ranked = sorted(points, key=lambda point: -point[2].seconds.min)
     place_labels(ax, [(short(r.case.subject, 22), (x, y)) for x, y, r in ranked], size=7)
     return saved(figure, path)
 
 
-# -- plots -------------------------------------------------------------------------------------------------------------
-# Pictures of rooflines; whoever asks an answer to plot itself is sent here.
+# -- roofline ----------------------------------------------------------------------------------------------------------
 
-#: Of the ops, those that take longest are named.
+#: Number of slowest ops to label.
 _NAMED = 5
 
 
-# -- roofline ----------------------------------------------------------------------------------------------------
-
-
 def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw ops on the log-log roof of a device.
+    """Plot ops on a device's log-log roofline.
 
     Parameters
     ----------
     roofline : Roofline
-        What `costgraph.roofline` returned.
+        Result of `costgraph.roofline`.
     path : str or path-like, optional
         File to write: .png, .svg or .pdf.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Area of a point by its estimated time, color by its kind of FLOPs; ops without FLOPs, or without bytes, have no
-        place on these axes and are counted in the legend.
+        A point's area shows its estimated time, its color the kind of FLOPs. Ops without FLOPs or without bytes are not
+        plotted, only counted in the legend.
 
     Raises
     ------
     UnsupportedError
         If matplotlib is missing.
     FormatError
-        If the file has another ending, or cannot be written.
+        If the file has another extension or cannot be written.
     """
     figure = new_figure(10, 5.2, path)
     ax = figure.subplots()
@@ -640,7 +630,7 @@ def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None
     labels = draw_roofs(ax, roofline.hardware.bandwidth, rates, (low, high))
     if roofline.ridge:
         ax.axvline(roofline.ridge, color=FAINT, linewidth=1, linestyle=":", gid=FREE)
-        # at the foot of its line, where there are neither roofs nor points
+        # at the foot of its line, away from roofs and points
         labels.append((f"ridge point, {format_quantity(roofline.ridge, 'FLOP/B')}", (roofline.ridge, ax.get_ylim()[0])))
     title = f"{short(roofline.graph)} on {short(roofline.hardware.name, 60)}"
     framed(ax, title, "arithmetic intensity, as declared [FLOP/B]", "attainable rate [FLOP/s]")
@@ -665,7 +655,7 @@ def _points(ax: Any, rows: Sequence[RooflineRow]) -> None:
 
 
 def _key(ax: Any, roofline: Roofline, rows: Sequence[RooflineRow]) -> None:
-    """Explain colors and areas beside the axes, where nothing is drawn, and say what is not shown."""
+    """Draw the legend beside the axes, and count the ops that are not shown."""
     low, high = ax.get_xlim()
     away = [r for r in rows if not low <= r.intensity <= high]
     lines = ["kind of FLOPs"]
@@ -687,7 +677,7 @@ def _key(ax: Any, roofline: Roofline, rows: Sequence[RooflineRow]) -> None:
 
 
 def _names(rows: Iterable[RooflineRow]) -> list[Label]:
-    """Name the ops that take longest; those that lie on one another, as ops of one shape do, have one name."""
+    """Label the slowest ops; overlapping points, such as ops of equal shape, share one label."""
     places: dict[tuple[float, float], list[RooflineRow]] = {}
     for r in sorted(rows, key=lambda r: -r.seconds):
         places.setdefault((round(math.log10(r.intensity), 1), round(math.log10(r.attainable), 1)), []).append(r)

@@ -1,4 +1,4 @@
-"""A graph as a table of its scopes, which `print(graph)` shows."""
+"""Summary table of a graph by scope, shown by `print(graph)`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .formula import formula_text
 
 __all__ = ["summary", "summary_html"]
 
-#: Most rows of a table.
+#: Maximum number of rows.
 _MOST_ROWS = 40
-#: Scope of ops and parameters that are in none.
+#: Row of ops and parameters without a scope.
 _TOP = "(no scope)"
 
 
 def summary(graph: Graph) -> str:
-    """Return a table of the scopes of a graph: output shape, parameters and FLOPs of each, at most 40 rows.
+    """Summarize a graph by scope: output shape, parameters and FLOPs, in at most 40 rows.
 
     Parameters
     ----------
     graph : Graph
-        Any graph. Loops count all of their iterations, and default sizes are bound.
+        Any graph. Loops count all iterations, and default sizes are bound.
 
     Returns
     -------
     str
-        A header with the sizes, a row for each scope in program order, and the total. Scopes are cut off at the
-        deepest level that has at most 40 of them.
+        A header with the sizes, one row per scope in program order, and the total. Scopes are cut off at the deepest
+        level with at most 40 rows.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def summary(graph: Graph) -> str:
     """
     try:
         title, rows = _table(graph)
-    except CostGraphError:  # a graph that no question can be asked of, such as one that is being declared
+    except CostGraphError:  # analyses fail on some graphs, such as unfinished ones
         return repr(graph)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -112,7 +112,7 @@ def _text(value: Formula) -> str:
 
 
 def _level(scopes: set[str]) -> int:
-    """Return the deepest level of scopes that has few enough of them."""
+    """Return the deepest scope level with few enough rows."""
     deepest = max((scope.count("/") + 1 for scope in scopes), default=1)
     levels = range(deepest, 1, -1)
     return next((n for n in levels if len({_cut(scope, n) for scope in scopes}) <= _MOST_ROWS), 1)
@@ -123,7 +123,7 @@ def _cut(scope: str, level: int) -> str:
 
 
 def _scope_of(name: str, scopes: Iterable[str]) -> str:
-    """Return the row of a parameter: the innermost scope around it, or one inside that scope."""
+    """Return a parameter's row: its innermost enclosing scope, or one inside that scope."""
     for around in reversed(scopes_of(name)[:-1]):
         if found := [scope for scope in scopes if f"{scope}/".startswith(f"{around}/")]:
             return around if around in found else found[0]

@@ -1,4 +1,4 @@
-"""A report as text for a terminal, a pipe or a notebook; needs rich."""
+"""Render reports, validations and training plans as text, with rich; export plans as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ __all__ = [
 ]
 
 
-# -- grids -------------------------------------------------------------------------------------------------------------
-# Tables and columns as rich draws them; what they show is others'.
+# -- tables ------------------------------------------------------------------------------------------------------------
 
-#: Columns of what is no terminal.
+#: Width without a terminal.
 WIDTH = 80
 
 _LONGEST_NAME = 120
@@ -66,20 +65,20 @@ _LONGEST_CELL = 1000
 
 
 def line(text: str, most: int = _LONGEST_NAME) -> str:
-    """Return a text from outside as one line that is not too long."""
+    """Return untrusted text as one printable line, truncated."""
     short = text if len(text) <= most else text[: most - 3] + "..."
     return printable(short).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def clean(text: str, most: int = _LONGEST_NAME) -> str:
-    """Return such a line as rich may print it: no markup."""
+    """Return untrusted text as one printable line, escaped for rich."""
     return escape(line(text, most))
 
 
 def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
-    """Return what rich makes of some renderables, one below the other, with no control characters but its own.
+    """Render rich renderables one below the other, without other control characters or trailing spaces.
 
-    The width is 80 by default; `color` asks for the escape sequences of a terminal. No line ends with spaces.
+    The default width is 80. With `color`, include ANSI escape sequences.
     """
     file = io.StringIO()
     console = Console(
@@ -97,7 +96,7 @@ def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bo
 
 
 def grid(rows: Iterable[Sequence[str]], *, narrow: int = 1) -> Table:
-    """Return rows as columns without lines, the last column wide; `narrow` columns before it never wrap."""
+    """Arrange rows in columns without lines: `narrow` columns that never wrap, then a wide one."""
     table = Table.grid(padding=(0, 2))
     for _ in range(narrow):
         table.add_column(no_wrap=True)
@@ -115,10 +114,10 @@ def listing(
     whole: Collection[str] = (),
     wide: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
-    """Return a table for a terminal: a row for each record, a last one whose name is `total` apart.
+    """Return a rich table with one row per record; a last record named `total` is set apart.
 
-    Amounts stand on the right and never wrap, nor do columns with the heads of `whole`; those of `wide` share the room
-    that is left, with their parts of it.
+    Amounts are right-aligned and never wrap, nor do columns with a head in `whole`. Columns in `wide` share the
+    remaining width by weight.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for c in columns:
@@ -133,21 +132,20 @@ def listing(
 
 
 def texts(*heads: str, amounts: Collection[str] = ()) -> list[Column]:
-    """Return the columns of rows that are texts already, from outside even; those of amounts stand on the right."""
+    """Return columns for rows of (untrusted) texts, those in `amounts` right-aligned."""
     cell = partial(line, most=_LONGEST_CELL)
     return [Column(h, "1" if h in amounts else "", itemgetter(i), text=cell) for i, h in enumerate(heads)]
 
 
-# -- training text -----------------------------------------------------------------------------------------------------
-# Lines of a report on a step of training; needs rich.
+# -- training ----------------------------------------------------------------------------------------------------------
 
-#: What stands below another figure.
+#: Labels of figures indented below another figure.
 _PARTS = {"model-flops-full": "full squares", "weight-bytes": "", "gradient-bytes": "", "optimizer-bytes": ""}
 _PARTS["bytes-per-param"] = ""
 
 
 def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
-    """Yield label and text of each figure that only a step of training has."""
+    """Yield label and text of each training figure."""
     if r.training is None:
         return
     for name, figure in r.training.figures.items():
@@ -163,9 +161,7 @@ def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
             yield f"  matmuls in {name}", f"{percent(share)} of the matmul FLOPs"
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-# -- sections ----------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def _heading(r: Facts) -> Iterator[RenderableType]:
@@ -228,7 +224,7 @@ def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _open_peak(cases: Sequence[Regime]) -> Iterator[tuple[str, str]]:
-    """Show the peak while a size is open: what all cases share, then what each adds."""
+    """Show the symbolic peak: the part common to all cases, then the rest of each."""
     if len(cases) == 1:
         yield "peak memory", escape(show(cases[0].formula, "B"))
         yield "  held by", _holder(cases[0].op, cases[0].phase)
@@ -275,7 +271,7 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _overlapped(times: Roofline, whole: float) -> list[str]:
-    """Return what overlaps, of which tables have all parts one after the other."""
+    """Return the time without overlap, for comparison with tables that have none."""
     return [] if times.overlap == "none" else [f"{show(whole, 's')} if collectives waited"]
 
 
@@ -307,7 +303,7 @@ def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> Renderable
 
 
 def _sent(rows: Sequence[Sent]) -> RenderableType:
-    """Show what a rank sends, by axis of the mesh and collective."""
+    """Show the communication of a rank by mesh axis and collective."""
     if any(isinstance(v, sympy.Expr) for s in rows for v in (s.times, s.ring_bytes, s.seconds)):
         found = [(s.axis, s.collective, formula_text(s.ring_bytes, grouped=True)) for s in rows]
         columns = [*texts("axis", "collective"), Column("ring bytes [B]", read=itemgetter(2), text=str)]
@@ -348,7 +344,7 @@ def _formulas(r: Facts) -> Iterator[RenderableType]:
 
 
 def _peak_formula(cases: Sequence[Regime]) -> Iterator[RenderableType]:
-    """Write what all cases share once, then what each adds, with its op."""
+    """Write the part common to all cases once, then the rest of each with its op."""
     common, rests = shared([case.formula for case in cases])
     if len(cases) > 1:
         yield _block("peak memory [B]: the largest of the cases below, each added to", factored(common, grouped=True))
@@ -363,7 +359,7 @@ def _block(title: str, text: str) -> RenderableType:
 
 
 def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
-    """Yield the parts of a report, one below the other."""
+    """Yield the sections of a report."""
     yield from _heading(r)
     yield grid([*_figure_rows(r), *training_rows(r), *_peak_rows(r), *_time_rows(r)])
     if r.unused:
@@ -381,16 +377,15 @@ def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
 
 
 def render(r: Facts, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
-    """Return a report as text, with the closed forms if `formulas`: `width` and `color` as `draw`."""
+    """Return a report as text, with closed forms if `formulas`; `width` and `color` as in `draw`."""
     return draw(sections(r, formulas=formulas), width, color=color)
 
 
-# -- validation text ---------------------------------------------------------------------------------------------------
-# A validation as text for a terminal or a pipe; needs rich.
+# -- validation --------------------------------------------------------------------------------------------------------
 
 
 def render_validation(validation: Validation, width: int | None = None, *, color: bool = False) -> str:
-    """Return the table of a validation and what it comes to, as text: `width` and `color` as `draw`."""
+    """Return a validation's tables and results as text; `width` and `color` as in `draw`."""
     of, found = validation.environment, validation.tables()
     place = f"{clean(str(of['name']))}, torch {clean(str(of['torch']))}, {clean(str(of['date']))}"
     parts = [
@@ -400,11 +395,10 @@ def render_validation(validation: Validation, width: int | None = None, *, color
     return draw([*parts, *(clean(text, 400) for text in validation.summary())], width, color=color)
 
 
-# -- plan --------------------------------------------------------------------------------------------------------------
-# The list of checks before a training run as text, JSON and CSV; needs rich.
+# -- training plan -----------------------------------------------------------------------------------------------------
 
 PLAN_SCHEMA = "costgraph/plan/1"
-"""What the JSON of this version calls itself; another number means other keys."""
+"""schema of the JSON; changes when keys change"""
 
 _COLUMNS = ("check", "figure", "unit", "limit", "against", "verdict")
 
@@ -419,7 +413,7 @@ def _record(row: PreflightCheck) -> dict[str, Any]:
 
 
 def plan_json(found: Preflight) -> str:
-    """Return the list as JSON: an object with a `schema`; a figure that is not bound is its formula, a text."""
+    """Return the checks as JSON: an object with a `schema`; unbound figures are formulas as strings."""
     data = {
         "graph": found.graph,
         "hardware": {"id": found.hardware.id, "name": found.hardware.name},
@@ -432,12 +426,12 @@ def plan_json(found: Preflight) -> str:
 
 
 def plan_csv(found: Preflight) -> str:
-    """Return the list as CSV, one check a line."""
+    """Return the checks as CSV, one per line."""
     return as_csv(_COLUMNS, (_record(row).values() for row in found.rows))
 
 
 def _amount(value: Formula, unit: str) -> str:
-    """Return an amount as a cell has room for it; formulas stand below the table."""
+    """Format an amount for a table cell; formulas are listed below the table."""
     if isinstance(value, sympy.Expr):
         return f"needs {', '.join(sorted(s.name for s in value.free_symbols if isinstance(s, sympy.Symbol)))}"
     if unit == "days":
@@ -467,5 +461,5 @@ def _sections(found: Preflight) -> Iterator[RenderableType]:
 
 
 def render_plan(found: Preflight, *, width: int | None = None, color: bool = False) -> str:
-    """Return the list as text: `width` and `color` as `draw`."""
+    """Return the checks as text; `width` and `color` as in `draw`."""
     return draw(_sections(found), width, color=color)

@@ -1,10 +1,9 @@
-"""Laws that every op keeps, an interpreter that counts, and strategies that draw graphs nobody chose.
+"""Test utilities for op kinds: reference semantics, graph strategies and property checks.
 
-What the library holds its own ops to is here for the ops of others: `meaning` says what an op kind does at each index
-point, `sample` how to draw one, and `hold` checks its record against both on drawn graphs.
+The library tests its own ops with these tools; use them for yours. Define an op kind's semantics at each index point
+with `meaning`, a hypothesis strategy with `sample`, then check the op with `hold`.
 """
 
-# the laws and the meanings in them
 from . import (
     properties,
     semantics,

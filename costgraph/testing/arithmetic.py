@@ -1,4 +1,4 @@
-"""Arithmetic that counts what it does, and the value of a formula by Python's own fractions."""
+"""Scalar arithmetic that counts FLOPs, and exact evaluation of formulas with `fractions.Fraction`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["FUNCTIONS", "Number", "erf", "function", "tally", "value"]
 
 
 def tally(matmul: Any = 0, full: Any = 0, pointwise: Any = 0, transcendental: Any = 0) -> Any:
-    """Return FLOPs to be counted one by one: numbers, where rules have formulas."""
+    """Return a FLOP counter: `Flops` with numbers in place of formulas."""
     return Flops(matmul, full, pointwise, transcendental)
 
 
@@ -34,12 +34,12 @@ class Number:
         self.tally = tally
 
     def once(self, value: Any) -> Number:
-        """Count one operation, which gave this value."""
+        """Count one operation and wrap its value."""
         self.tally.pointwise += 1
         return Number(value, self.tally)
 
     def through(self, name: str) -> Number:
-        """Count one transcendental function."""
+        """Apply a transcendental function and count it."""
         self.tally.transcendental += 1
         return Number(_TRANSCENDENTAL[name](np.float64(self.value)), self.tally)
 
@@ -76,7 +76,7 @@ def _plain(x: object) -> Any:
 
 
 def erf(x: Any) -> Any:
-    """Return the error function of each element."""
+    """Apply the error function elementwise."""
     from math import erf as one
 
     return np.vectorize(one, otypes=[float])(x)
@@ -124,8 +124,8 @@ _HALF = 0.5**0.5
 _GELU: float = (2 / np.pi) ** 0.5
 _BELL: float = (2 * np.pi) ** -0.5
 
-#: What each elementwise function does with the numbers at one index point. Constants that a graph does not state
-#: (slopes, limits) have the usual values.
+#: Reference implementation of each elementwise function on scalars. Constants that are not part of the graph
+#: (slopes, limits) have their usual values.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x,
     "cast": lambda x: x,
@@ -237,12 +237,12 @@ FUNCTIONS |= {name: partial(Number.through, name=name) for name in _TRANSCENDENT
 
 
 def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say what an elementwise function of one's own does with numbers, so that its count can be checked.
+    """Define the scalar reference implementation of a custom elementwise function, so that its FLOPs can be checked.
 
     Parameters
     ----------
     name : str
-        Name of the `Function` record.
+        Name of the `Function`.
 
     Returns
     -------
@@ -252,12 +252,12 @@ def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     Raises
     ------
     GraphError
-        If the name has a meaning already.
+        If the name already has an implementation.
     """
     return adding(FUNCTIONS, "a meaning", name, what="function")
 
 
-# -- the value of a formula --------------------------------------------------------------------------------------
+# -- formulas ----------------------------------------------------------------------------------------------------------
 
 _FOLDS: dict[str, Callable[[list[Any]], Any]] = {
     "Add": sum,
@@ -271,7 +271,7 @@ _FOLDS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
-    """Return a power, exact where it is a fraction."""
+    """Return a power, exact if the result is rational."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         degree = exponent.denominator
         roots = [round(n ** (1 / degree)) if degree > 1 else n for n in (base.numerator, base.denominator)]
@@ -281,7 +281,7 @@ def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | flo
 
 
 def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction | float:
-    """Return the exact value of a formula, by Python's own arithmetic.
+    """Evaluate a formula exactly, without sympy's arithmetic.
 
     Parameters
     ----------
@@ -293,12 +293,12 @@ def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction 
     Returns
     -------
     fractions.Fraction or float
-        The value; infinity for sympy's.
+        The value; sympy's infinity becomes `float("inf")`.
 
     Raises
     ------
     UnsupportedError
-        If the formula has anything else in it.
+        If the formula contains anything else.
     """
     if isinstance(expr, int | float):
         return Fraction(expr)
@@ -306,7 +306,7 @@ def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction 
         return Fraction(point[expr.name])
     if expr.is_Rational:
         return Fraction(int(expr.p), int(expr.q))
-    if expr.is_Float:  # the bytes of elements of 6 bits, such as 5.25
+    if expr.is_Float:  # bytes of 6-bit elements, such as 5.25
         return Fraction(float(expr))
     if expr is sympy.oo:
         return inf

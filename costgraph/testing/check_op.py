@@ -1,4 +1,4 @@
-"""Holding an op kind to the laws on graphs that are drawn around it, and what has to be said of it before."""
+"""Property-based checks of a single op kind, and its missing registrations."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = [
 
 
 def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
-    """Say what is missing of an op kind: rules of its record, and what is registered for it elsewhere.
+    """Return the rules and registrations that an op kind lacks.
 
     Parameters
     ----------
     kind : subclass of OpKind or str
         A registered op kind, or its name.
     **tables : container of subclasses of OpKind
-        Where else it should be found, such as `lowering=costgraph.torch.lowering.LOWERINGS`.
+        Further registries to check, such as `lowering=costgraph.torch.lowering.LOWERINGS`.
 
     Returns
     -------
     tuple of str
-        Of `infer`, `flops`, `reads`, `writes`, `meaning`, `sample`, `vjp` and the names of the tables those that it
-        has not. Not all of them are needed: a kind without `vjp` cannot be differentiated, and one with a body means
-        what its ops do.
+        The missing ones among `infer`, `flops`, `reads`, `writes`, `meaning`, `sample`, `vjp` and the keys of
+        `tables`. Not all are required: without `vjp` a kind is not differentiable, and one with a body needs no
+        `meaning`.
 
     Raises
     ------
@@ -64,25 +64,25 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
 
 
 def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
-    """Hold an op kind to the laws on drawn graphs: its record against what it does at each index point.
+    """Check an op kind on random graphs: its cost rules must match its reference semantics.
 
     Parameters
     ----------
     kind : subclass of OpKind or str
-        A registered op kind, or its name; one without a body needs a `meaning`, and each a `sample`.
+        A registered op kind, or its name. It needs a `sample` and, unless it has a body, a `meaning`.
     examples : int
-        How many graphs are drawn; of one that fails some smaller ones are tried, and the smallest that fails is told.
+        Number of graphs to draw. After a failure, smaller graphs are tried and the smallest failure is reported.
     laws : iterable of str, optional
-        Names of laws, all of `LAWS` by default.
+        Names of the properties to check, by default all of `LAWS`.
     seed : int, optional
-        For other graphs at each run; by default the same are drawn each time.
+        Seed of the random graphs. By default every run draws the same graphs.
 
     Raises
     ------
     UnsupportedError
         If the kind is not registered, or has no meaning or no sample.
     AssertionError
-        If a law is broken.
+        If a property does not hold.
 
     Examples
     --------
@@ -100,41 +100,41 @@ def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None,
     search(ops(kind), lambda case: check(case.graph, chosen, **case.point), examples, seed=seed)
 
 
-#: Smaller graphs that are tried once one has failed.
+#: Number of smaller graphs to try after the first failure.
 TRIES = 60
 
 
 class _Enough(BaseException):
-    """Raised through hypothesis, which catches any Exception, to end its search."""
+    """Stop hypothesis, which catches every Exception but no BaseException."""
 
 
 def search(
     strategy: st.SearchStrategy[Case], holds: Callable[[Case], None], examples: int, *, seed: int | None = None
 ) -> None:
-    """Hold drawn graphs to something; of those that fail, the first and what it is shrunk to, the smallest is told.
+    """Run a check on random graphs and raise the failure of the smallest one.
 
     Parameters
     ----------
     strategy : strategy of Case
-        What is drawn.
+        Strategy for the graphs.
     holds : callable
-        Called with each; raises where it does not hold.
+        Check to call on each case. It raises an exception on failure.
     examples : int
-        How many are drawn.
+        Number of graphs to draw.
     seed : int, optional
-        For other graphs at each run; by default the same are drawn each time.
+        Seed of the random graphs. By default every run draws the same graphs.
 
     Raises
     ------
     Exception
-        What `holds` raised of the smallest graph for which it did.
+        The exception raised for the smallest failing graph.
     """
     worst: tuple[int, Exception] | None = None
     left = TRIES
 
     @settings(
         max_examples=examples,
-        deadline=None,  # an interpreter is slow, and a machine may be busy
+        deadline=None,  # the interpreter is slow, and the machine may be busy
         derandomize=seed is None,
         database=None,
         report_multiple_bugs=False,
@@ -160,7 +160,7 @@ def search(
     try:
         drawn()
     except (Exception, _Enough):
-        if worst is None:  # what is drawn cannot be
+        if worst is None:  # the strategy itself failed
             raise
-        vars(worst[1]).pop("__notes__", None)  # hypothesis' own account, of many lines
+        vars(worst[1]).pop("__notes__", None)  # drop hypothesis' multi-line report
         raise worst[1] from None

@@ -1,4 +1,9 @@
-"""What each op kind does, index point by index point. Nothing here asks the library for a formula."""
+"""Reference interpreter: run a graph on NumPy index point by index point, and count FLOPs, bytes and memory.
+
+It is slow and simple, and shares no formula with the library. FLOPs are counted as they run, bytes as addresses
+that are accessed, memory as buffers that are allocated and freed. From the graph it takes facts only: the order of ops,
+their patterns and sizes, number formats, and the workspace that kernels declare.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +60,18 @@ __all__ = [
 ]
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-# What the interpreter computes with: buffers, the arrays that lie in them, and one op at work on index points.
+# -- buffers and values ------------------------------------------------------------------------------------------------
 
 Array = np.ndarray[Any, Any]
 Point = tuple[int, ...]
-#: Place on a mesh of the rank that runs, by axis: the first one where it is not said.
+#: Mesh coordinates of the running rank by axis; 0 for missing axes.
 RANK: ContextVar[Mapping[str, int]] = ContextVar("costgraph_rank", default=MappingProxyType({}))
 
 K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
 def storage_bytes(shape: Point, dtype: DType) -> Fraction:
-    """Return the bytes of a dense tensor, the scales of its blocks counted one by one."""
+    """Return the bytes of a dense tensor, with its block scales counted one by one."""
     rows = 1
     for n in shape[:-1]:
         rows *= n
@@ -91,51 +95,51 @@ class Buffer:
     """A block of memory."""
 
     name: str
-    """tensor that it was made for, with the iteration"""
+    """name of the tensor it was allocated for, with the iteration"""
     bytes: Fraction
-    """bytes it takes"""
+    """size in bytes"""
     array: Array
     """its elements"""
     throughout: bool = False
-    """whether it is there from the start and stays"""
+    """whether it is live from start to end"""
     inside: bool = False
-    """whether a fused kernel keeps it to itself, so that it is no memory"""
+    """whether it is internal to a fused kernel and takes no memory"""
     host: bool = False
-    """whether it is memory of the host"""
+    """whether it is in host memory"""
     held: set[int] | None = None
-    """addresses that have been written, None where there was something everywhere from the start"""
+    """addresses that have been written, None for buffers that are initialized"""
 
     @property
     def element(self) -> Fraction:
-        """Bytes of one element, its share of the scales included."""
+        """Bytes per element, including its share of the scales."""
         return self.bytes / self.array.size
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor with numbers in it: an array in a buffer."""
+    """An array in a buffer."""
 
     array: Array
     """a NumPy view into the buffer"""
     buffer: Buffer
-    """where the elements lie"""
+    """the buffer"""
     limit: Array | None = None
-    """whether a view that is restricted has an index point, None for all"""
+    """mask of the index points in the domain of a restricted view, None for all"""
 
     def __post_init__(self) -> None:
-        """Note where the elements lie, which is asked for each of them."""
+        """Cache start and strides, which `address` needs for each element."""
         data, base = (a.__array_interface__["data"][0] for a in (self.array, self.buffer.array))
         self._start: int = data - base
         self._strides = self.array.strides
 
     def address(self, index: Point) -> int:
-        """Return how many bytes into the buffer NumPy keeps an element."""
+        """Return an element's byte offset in the buffer."""
         found: int = self._start + sum(map(mul, index, self._strides))
         return found
 
     @property
     def whole(self) -> bool:
-        """Whether there is something at every index point."""
+        """Whether every index point holds a value."""
         held = self.buffer.held
         return self.limit is None and (held is None or len(held) == self.buffer.array.size)
 
@@ -144,11 +148,11 @@ class Value:
         return product(*map(range, self.array.shape))
 
     def points(self) -> Iterator[Point]:
-        """Yield the index points that hold anything."""
+        """Yield the index points that hold a value."""
         return self.index() if self.whole else filter(self.holds, list(self.index()))
 
     def holds(self, index: Point, address: int | None = None) -> bool:
-        """Whether there is anything at an index point: it has been written, and the view does not leave it out."""
+        """Whether an index point holds a value: it has been written and is in the domain."""
         held, limit = self.buffer.held, self.limit
         if held is not None and (self.address(index) if address is None else address) not in held:
             return False
@@ -156,7 +160,7 @@ class Value:
 
 
 def array_of(made: Any) -> Array:
-    """Return the numbers of a tensor, those of one with a storage for each iteration stacked."""
+    """Return a tensor's array; per-iteration storages are stacked."""
     if isinstance(made, list):
         return np.stack([array_of(v) for v in made]) if made else np.empty(0)
     array: Array = made.array
@@ -164,28 +168,28 @@ def array_of(made: Any) -> Array:
 
 
 def position_of(v: Any, i: int) -> Any:
-    """Return one position along the first axis of a tensor, or the storage of an iteration."""
+    """Return one slice along a tensor's first axis, or the storage of one iteration."""
     if v is None or isinstance(v, list):
         return None if v is None else v[i]
     return Value(v.array[i, ...], v.buffer, None if v.limit is None else v.limit[i, ...])
 
 
 class Sizes:
-    """Numbers for formulas at one point."""
+    """Evaluates formulas for concrete sizes."""
 
     def __init__(self, point: Mapping[str, int]) -> None:
         self.point = dict(point)
         self._known: dict[Poly, Any] = {}
 
     def __call__(self, p: Poly) -> Any:
-        """Return the value of a formula, an int where it is whole."""
+        """Return the value of a formula, as an int if it is whole."""
         if p not in self._known:
             found = value(p.expr, self.point)
             self._known[p] = int(found) if isinstance(found, Fraction) and found.denominator == 1 else found
         return self._known[p]
 
     def of(self, fact: Any) -> Any:
-        """Return a fact of an op with numbers put in."""
+        """Evaluate an op field, nested formulas included."""
         if isinstance(fact, Poly):
             return self(fact)
         if isinstance(fact, tuple | list):
@@ -195,12 +199,12 @@ class Sizes:
         return fact
 
     def held(self, t: Tensor) -> Array:
-        """Return for each index point of a tensor whether the library says that it holds anything."""
+        """Return the mask of index points at which the graph declares a value."""
         shape = tuple(self(n) for n in t.sizes)
         return self.seen(t.domain, shape) if t.domain is not None else np.ones(shape, dtype=bool)
 
     def seen(self, restriction: tuple[Domain, int, int], shape: Point) -> Array:
-        """Return for each index point of a shape whether a domain over two of its axes has it."""
+        """Return the mask of a shape for a domain over two of its axes."""
         domain, query, key = restriction
         pairs = self.pairs(domain, shape[query], shape[key])
         found = np.empty(shape, dtype=bool)
@@ -209,7 +213,7 @@ class Sizes:
         return found
 
     def pairs(self, domain: Domain, queries: int, keys: int) -> Array:
-        """Return for each query position of the rank that runs, and each key position, whether it is seen."""
+        """Return a domain's attention mask (queries x keys) for the running rank."""
         place, parts = 0, 1
         for axis, n in domain.ranks:
             place, parts = place * self(n) + RANK.get().get(axis, 0), parts * self(n)
@@ -223,39 +227,39 @@ class Sizes:
 
 @dataclass
 class At(Generic[K_co]):
-    """One op at work: what it may read, and what is counted while it does."""
+    """One op execution: operands and cost counters."""
 
     op: Op
     """the op"""
     sizes: Sizes
-    """numbers for its formulas"""
+    """sizes for its formulas"""
     operands: list[Value]
-    """what it reads"""
+    """the operands"""
     placed: dict[Any, Value] = field(default_factory=dict)
-    """storages, or tensors, that are there already: slices of the stacks of a scan"""
+    """preallocated storages or tensors, such as slices of stacked outputs"""
     inside: bool = False
-    """whether a fused kernel runs it"""
+    """whether it runs in a fused kernel"""
     where: str = ""
-    """iterations around it"""
+    """iterations of the enclosing loops"""
     tally: Any = field(default_factory=tally)
-    """FLOPs counted"""
+    """FLOPs"""
     read_at: dict[Buffer, set[int]] = field(default_factory=dict)
     """addresses read"""
     read_by: dict[int, set[int]] = field(default_factory=dict)
-    """the same by operand"""
+    """addresses read, by operand"""
     written_at: dict[Buffer, set[int]] = field(default_factory=dict)
     """addresses written"""
     stated: dict[str, Any] = field(default_factory=dict)
-    """bytes read and written of an op that states them"""
+    """bytes read and written, for ops that declare them"""
     repeats: bool = False
-    """whether an index looked up the same row twice, which a formula cannot know"""
+    """whether an index looked up the same row twice, which depends on data"""
     made: dict[int, Value] = field(default_factory=dict)
-    """results by place"""
+    """results by position"""
 
     @property
     def kind(self) -> K_co:
-        """The record of the op: its facts in fields."""
-        return cast("K_co", self.op.kind)  # what is said of a kind gets ops of that kind alone
+        """The op kind, with its fields."""
+        return cast("K_co", self.op.kind)  # semantics are only called with ops of their kind
 
     @overload
     def of(self, fact: Poly) -> Any: ...
@@ -267,11 +271,11 @@ class At(Generic[K_co]):
     def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
 
     def of(self, fact: Any) -> Any:
-        """Return a fact of the op with numbers put in: `at.of(at.kind.size)`."""
+        """Evaluate an op field: `at.of(at.kind.size)`."""
         return self.sizes.of(fact)
 
     def read(self, i: int, *index: int) -> Any:
-        """Read an element of an operand."""
+        """Read an operand element."""
         v = self.operands[i]
         address = v.address(index)
         if i not in self.read_by:
@@ -283,11 +287,11 @@ class At(Generic[K_co]):
         return v.array.item(index)
 
     def number(self, i: int, *index: int) -> Number:
-        """Read an element of an operand as a number whose arithmetic is counted."""
+        """Read an operand element as a FLOP-counting number."""
         return Number(self.read(i, *index), self.tally)
 
     def result(self, i: int = 0, like: Array | None = None) -> Value:
-        """Return a result: a new dense array at the first call, with the axes in the order of another one if given."""
+        """Return a result, allocated on the first call: dense, with the axis order of `like` if given."""
         if i not in self.made:
             self.made[i] = self._new(self.op.results[i], like)
         return self.made[i]
@@ -299,14 +303,14 @@ class At(Generic[K_co]):
             if place.array.shape != shape:
                 raise GraphError(f"{t.name!r}: {shape} elements for a slice of {place.array.shape}")
             return Value(place.array, place.buffer)
-        # one format for all: it holds every number exactly, and what nobody has written shows as NaN
+        # float64 represents every format exactly, and NaN marks unwritten elements
         array = np.full(shape, np.nan) if like is None else np.full_like(like, np.nan, dtype=float, order="K")
         buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside, held=set())
         buffer.host = t.storage.host
         return Value(array, buffer)
 
     def view(self, change: Callable[[Array], Array], *, copy: bool = False) -> Value:
-        """Return what NumPy makes of the operand as the result: a view, or a new array to be written if it copies."""
+        """Make a NumPy view of the operand the result; allocate the result instead if NumPy or `copy` makes a copy."""
         source = self.operands[0]
         array, limit = change(source.array), None if source.limit is None else change(source.limit)
         if np.may_share_memory(array, source.buffer.array) and not copy:
@@ -314,7 +318,7 @@ class At(Generic[K_co]):
         return self.result()
 
     def write(self, value: Any, *index: int, to: int = 0) -> None:
-        """Write an element of a result."""
+        """Write a result element."""
         v = self.result(to)
         v.array[index] = value.value if isinstance(value, Number) else value
         address = v.address(index)
@@ -324,7 +328,7 @@ class At(Generic[K_co]):
 
 
 def whole(function: Callable[[At[Any]], Array], to: int = 0) -> Callable[[At[Any]], None]:
-    """Write a whole array into a result, where it holds anything."""
+    """Make semantics that write a whole array to a result, within its domain."""
 
     def run(at: At[OpKind]) -> None:
         found, v = function(at), at.result(to)
@@ -336,33 +340,33 @@ def whole(function: Callable[[At[Any]], Array], to: int = 0) -> Callable[[At[Any
     return run
 
 
-# -- meanings ----------------------------------------------------------------------------------------------------------
+# -- semantics ---------------------------------------------------------------------------------------------------------
 
 K = TypeVar("K", bound=OpKind)
 Meaning = Callable[[At[Any]], None]
 
-#: What ops of each kind without a body do.
+#: Reference semantics of each op kind without a body.
 MEANINGS: dict[type[OpKind], Meaning] = {}
 
 
 def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
-    """Say what an op kind does, index point by index point, so that the laws can hold it to its record.
+    """Define the reference semantics of op kinds, index point by index point, so that their cost rules can be checked.
 
     Parameters
     ----------
     *kinds : subclass of OpKind
-        Of which ops it is said.
+        Op kinds that it applies to.
 
     Returns
     -------
     callable
-        Decorator of a function of `At`: `at.kind` is the record, `at.of(at.kind.size)` puts numbers into one of its
-        facts; `at.read(operand, *index)`, `at.number(operand, *index)`, `at.write(value, *index)` and `at.tally`.
+        Decorator of a function of `At`. There, `at.kind` is the op kind and `at.of(at.kind.size)` evaluates one of its
+        fields; use `at.read(operand, *index)`, `at.number(operand, *index)`, `at.write(value, *index)` and `at.tally`.
 
     Raises
     ------
     GraphError
-        If the kind has a meaning already.
+        If a kind already has semantics.
     """
     return adding(MEANINGS, "a meaning", *kinds)
 
@@ -371,7 +375,7 @@ def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At
 
 
 def _place(dim: Axes | Affine, at: Mapping[str, int], extents: Mapping[str, int]) -> int:
-    """Return the position along one dimension of a tensor at an index point."""
+    """Return the position along one tensor dimension at an index point."""
     if isinstance(dim, Affine):
         return sum(step * at[name] for name, step in dim.terms) + dim.offset
     position = 0
@@ -386,7 +390,7 @@ def _index_points(extents: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _inside(index: Point, shape: Point) -> bool:
-    """Whether an element is there: a window may stand over the padding."""
+    """Whether an index is inside the array: windows may overlap the padding."""
     return all(map(lt, index, shape)) and (not index or min(index) >= 0)
 
 
@@ -423,7 +427,7 @@ def _einsum(at: At[Einsum]) -> None:
 
 
 def _fill_unreached(at: At[OpKind]) -> None:
-    """Sums of no term are 0: rows of a domain that see nothing, places that no index reaches, written all the same."""
+    """Write the zeros of empty sums: fully masked rows, and positions that no index reaches."""
     v = at.result()
     written = at.written_at.get(v.buffer, set())
     for index in v.index():
@@ -432,7 +436,7 @@ def _fill_unreached(at: At[OpKind]) -> None:
 
 
 def _charge(at: At[OpKind], summed: bool) -> None:
-    """Count a multiply and an add for an index point, a product alone where nothing is summed."""
+    """Count a multiply-add for an index point, or only the product if nothing is summed."""
     if summed:
         at.tally.matmul += 2
         at.tally.full += 2
@@ -445,7 +449,7 @@ def _names(dims: Sequence[Axes | Affine]) -> list[str]:
 
 
 def _cheapest(operands: list[set[str]], result: set[str], extents: Mapping[str, int]) -> int:
-    """Try every order of contracting in pairs and return the fewest FLOPs."""
+    """Return the fewest FLOPs over all pairwise contraction orders."""
     if len(operands) == 1:
         return 0
     found = []
@@ -459,7 +463,7 @@ def _cheapest(operands: list[set[str]], result: set[str], extents: Mapping[str, 
 
 
 def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
-    """Return the position of an element among those of the axes that windows slide over."""
+    """Return an element's flat position along the windowed axes."""
     out = 0
     for d, i, n in zip(pattern.operands[0], index, shape, strict=True):
         out = out * n + i if isinstance(d, Affine) else out
@@ -467,7 +471,7 @@ def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
 
 
 def _shares(kind: Windowed, extents: Mapping[str, int], shape: Point) -> dict[Point, int]:
-    """Return of how many elements the mean of each window is."""
+    """Return the number of elements in each window's mean."""
     found: dict[Point, int] = {}
     for point in _index_points(extents):
         index = tuple(_place(d, point, extents) for d in kind.pattern.operands[0])
@@ -478,7 +482,7 @@ def _shares(kind: Windowed, extents: Mapping[str, int], shape: Point) -> dict[Po
 
 @meaning(Unpool)
 def _unpool(at: At[Unpool]) -> None:
-    """Give the gradient of each window to the place of its maximum, or a share of it to every element."""
+    """Route each window's gradient to its maximum, or spread it evenly over the window."""
     pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
     out, window = at.result().array, prod(n for name, n in extents.items() if name not in pattern.result_names)
     out[...] = 0
@@ -513,17 +517,17 @@ def _pool(at: At[Pool]) -> None:
         at.tally.pointwise += 1
 
 
-# -- element by element ------------------------------------------------------------------------------------------
+# -- elementwise -------------------------------------------------------------------------------------------------------
 
 
 def _aligned(index: Point, shape: Point) -> Point:
-    """Return where an operand of a shape is read at an index point of the result: NumPy's broadcasting."""
+    """Broadcast: return the operand index for an index point of the result."""
     tail = index[len(index) - len(shape) :]
     return tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
 
 
 def _common(at: At[OpKind], result: Value) -> Iterator[Point]:
-    """Yield the index points of the result at which every operand holds something."""
+    """Yield the index points of the result at which every operand holds a value."""
     partial = [v for v in at.operands if not v.whole]
     for index in result.index():
         if all(v.holds(_aligned(index, v.array.shape)) for v in partial):
@@ -531,10 +535,9 @@ def _common(at: At[OpKind], result: Value) -> Iterator[Point]:
 
 
 def _like(at: At[OpKind]) -> Any:
-    """Let NumPy lay out the result of its own elementwise functions on these operands.
+    """Let NumPy choose the layout of an elementwise result.
 
-    Where two operands have their axes in different orders, NumPy prefers that of C, and torch, which the library
-    follows, that of the first.
+    If operands differ in axis order, NumPy prefers C order. Torch, and this library, take the order of the first.
     """
     arrays = [v.array for v in at.operands]
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
@@ -546,7 +549,7 @@ def _like(at: At[OpKind]) -> Any:
 
 
 def scalars(at: At[Pointwise]) -> tuple[Any, ...]:
-    """Return the numbers of an elementwise op, None where an operand stands."""
+    """Return the scalar arguments, None for tensors."""
     number = float if at.kind.numbers == "float" else lambda n: n
     return tuple(n if n is None else number(n) for n in at.of(at.kind.scalars) or (None,) * len(at.operands))
 
@@ -578,7 +581,7 @@ def _mask(at: At[Pointwise], hidden: float) -> None:
     domain = at.kind.masked
     result = at.result(like=_like(at))
     seen = None if domain is None else at.sizes.pairs(domain, *result.array.shape[-2:])
-    backward = hidden == 0  # which has zeros where a restricted operand holds nothing
+    backward = hidden == 0  # gradients are zero outside the domain
     for index in list(result.index() if backward else _common(at, result)):
         x = at.number(0, *index) if at.operands[0].holds(index) else Number(hidden, at.tally)
         at.write(x.once(x.value if seen is None or seen[index[-2:]] else hidden), *index)
@@ -618,15 +621,15 @@ def _reduce(at: At[Reduce]) -> None:
     for index in at.operands[0].points():
         out = tuple(0 if p is None else index[p] for p in places)
         kept.setdefault(out, {})[tuple(index[i] for i in gone)] = at.read(0, *index)
-        at.tally.pointwise += 1  # the division of a mean is part of its last addition
+        at.tally.pointwise += 1  # the division of a mean is fused with its last addition
     for out in at.result().index():
-        # a row that holds nothing has a result all the same
+        # fully masked rows have a result too
         if out in kept or at.op.results[0].domain is None:
             at.write(_reduced(operation, kept.get(out, {})), *out)
 
 
 def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
-    """Reduce what a row holds, by its positions: that of the largest is counted from where the row begins."""
+    """Reduce one row, given by position; argmax and argmin return a position in the row."""
     if operation in ("argmax", "argmin"):
         return max(elements, key=lambda i: elements[i] * (1 if operation == "argmax" else -1), default=(0,))[0]
     start, step = _STEPS[operation]
@@ -635,12 +638,12 @@ def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
     return start / len(elements) if operation == "mean" and elements else start
 
 
-# -- moving elements ---------------------------------------------------------------------------------------------
+# -- data movement -----------------------------------------------------------------------------------------------------
 
 
 @meaning(Rearrange)
 def _rearrange(at: At[Rearrange]) -> None:
-    """Move axes; what is no view of the operand is copied element by element."""
+    """Permute and reshape axes; copy elementwise if NumPy cannot make a view."""
     split, order, merged = at.of(at.kind.split), at.kind.order, at.of(at.kind.merged)
 
     def moved(array: Any) -> Any:
@@ -664,7 +667,7 @@ def _slice(at: At[Slice]) -> None:
     array = at.operands[0].array
     if not 0 <= start <= start + max(size - 1, 0) * step < array.shape[axis] + (not size):
         raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
-    # none where a loop has no iteration left between its ends
+    # empty if a loop has no iterations left between its first and its last
     key = (slice(None),) * axis + (slice(start, start + (size - 1) * step + 1 if size else start, step),)
     at.view(lambda array: array[key])
 
@@ -676,15 +679,15 @@ def _expand(at: At[Expand]) -> None:
     index = tuple(None if k is None else slice(None) for k in kept)
 
     def repeated(array: Any) -> Any:
-        # an axis of size 1 that is made longer is none that is kept
+        # a broadcast axis of size 1 is not a kept axis
         array = np.squeeze(array, tuple(i for i in range(array.ndim) if i not in places))
         array = array.transpose([sorted(places).index(k) for k in places])[index]
-        # as NumPy's broadcast_to, which would not let an op in place write where only axes of size 1 are new
+        # unlike `np.broadcast_to`, return a writable array: an op in place may write if only axes of size 1 are new
         strides = [0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
         return np.lib.stride_tricks.as_strided(array, sizes, strides)
 
     made = at.view(repeated)
-    if domain is not None:  # a gradient of which a part is wanted
+    if domain is not None:  # gradient of a restricted tensor
         at.made[0] = Value(made.array, made.buffer, at.sizes.seen(domain, sizes))
 
 
@@ -711,29 +714,27 @@ def _arange(at: At[Arange]) -> None:
         at.write(at.of(at.kind.start) + (-i if at.kind.back else i), i)
 
 
-# -- replay ------------------------------------------------------------------------------------------------------------
-# Memory by replay: buffers are taken when an op makes them and given back after the last op that touches them.
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Event:
-    """An op that ran."""
+    """One op execution."""
 
     op: str
-    """its name, with the iteration of each loop around it"""
+    """op name, with the iteration of each enclosing loop"""
     made: list[Buffer]
-    """buffers that it took"""
+    """buffers that it allocated"""
     touched: list[Buffer]
-    """buffers that it needed, these included"""
+    """buffers that it accessed, including the allocated ones"""
     workspace: Any = 0
-    """bytes beside them"""
+    """workspace in bytes"""
 
 
 def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterable[Buffer]) -> tuple[Any, str]:
-    """Return the most bytes of the device live at once, and the op at which they first are, empty if no op ran.
+    """Return the peak device memory in bytes, and the first op that reaches it (empty if no op ran).
 
-    Buffers of `throughout` are there before the first op and after the last one; outputs are `kept` from birth to the
-    end.
+    Buffers in `throughout` are live all the time. The outputs in `kept` are live from their allocation to the end.
     """
     last: dict[Buffer, int] = {}
     events = [_of_device(event) for event in events]
@@ -765,97 +766,92 @@ def _of_device(event: Event) -> Event:
 
 
 # -- interpreter -------------------------------------------------------------------------------------------------------
-# An interpreter that executes a graph on NumPy arrays index point by index point and counts what it does.
-#
-# It is slow and simple, and shares no formula with the library: FLOPs are counted as they are done, bytes as addresses
-# that are touched, memory as buffers that come and go. What it takes from a graph are facts: the order of the ops,
-# their patterns and sizes, number formats, and the workspace that kernels state.
 
 
 @dataclass
 class Counted:
-    """What one op did, in all of its iterations together."""
+    """Costs of one op, summed over its iterations."""
 
     tally: Any = field(default_factory=tally)
     """FLOPs by kind"""
     read: Any = 0
-    """bytes of the different elements that each execution read"""
+    """bytes read, counting each element once per execution"""
     written: Any = 0
-    """bytes of the different elements that each execution wrote"""
+    """bytes written, counting each element once per execution"""
     repeats: bool = False
-    """whether an index looked up a row twice: formulas count it as often as it is looked up"""
+    """whether an index looked up a row twice; formulas count every lookup"""
     widest: Any = 0
-    """bytes read, of the widest part alone where different parts of one storage are read"""
+    """bytes read, counting only the widest view of each storage"""
     most: Any = 0
-    """bytes read, parts of one storage that overlap counted for each operand"""
+    """bytes read, counting overlapping views of a storage once per operand"""
 
 
 @dataclass
 class Run:
-    """What was counted while a graph ran."""
+    """Costs and values from one run."""
 
     sizes: Sizes
-    """numbers for formulas at the point"""
+    """sizes for formulas"""
     outputs: tuple[Array, ...] = ()
-    """results of the graph"""
+    """graph outputs"""
     gradients: dict[str, Array] = field(default_factory=dict)
-    """gradients of parameters and inputs by their names, those of a Repeat's iterations stacked"""
+    """parameter and input gradients by name, stacked over iterations"""
     ops: dict[str, Counted] = field(default_factory=dict)
-    """what each op did, by its name"""
+    """costs by op name"""
     values: list[tuple[Tensor, Value]] = field(default_factory=list)
-    """every tensor that was made, in order"""
+    """every computed tensor, in order"""
     events: list[Event] = field(default_factory=list)
-    """every op that ran, with the buffers that it made and touched"""
+    """every execution of an op, with its buffers"""
     buffers: list[Buffer] = field(default_factory=list)
-    """what is there throughout"""
+    """buffers that are live throughout"""
     params: int = 0
-    """elements of all parameters"""
+    """number of parameters"""
     param_bytes: Fraction = Fraction(0)
-    """bytes of all parameters"""
+    """parameter bytes"""
     touched: dict[Buffer, set[int]] = field(default_factory=dict)
-    """addresses read by any op, in what is there throughout"""
+    """addresses that any op read in buffers live throughout"""
 
     def _sum(self, kind: str) -> Any:
         return sum(getattr(c.tally, kind) for c in self.ops.values())
 
     @property
     def matmul(self) -> Any:
-        """FLOPs of contractions, as executed."""
+        """Executed contraction FLOPs."""
         return self._sum("matmul")
 
     @property
     def full(self) -> Any:
-        """FLOPs of contractions, with every domain ignored."""
+        """Contraction FLOPs, ignoring domains."""
         return self._sum("full")
 
     @property
     def pointwise(self) -> Any:
-        """FLOPs of single arithmetic operations."""
+        """Elementwise FLOPs."""
         return self._sum("pointwise")
 
     @property
     def transcendental(self) -> Any:
-        """FLOPs of exp, log, sqrt and the like."""
+        """FLOPs of exp, log, sqrt and similar functions."""
         return self._sum("transcendental")
 
     @property
     def flops(self) -> Any:
-        """FLOPs of all kinds."""
+        """All FLOPs."""
         return self.matmul + self.pointwise + self.transcendental
 
     @property
     def bytes_moved(self) -> Any:
-        """Bytes that the ops read and wrote, each a kernel of its own."""
+        """Bytes read and written by all ops, each as its own kernel."""
         return _whole(sum(c.read + c.written for c in self.ops.values()))
 
     @property
     def repeats(self) -> bool:
-        """Whether an index looked up a row twice: then the formulas are upper bounds of bytes."""
+        """Whether an index looked up a row twice; the byte formulas are then upper bounds."""
         return any(c.repeats for c in self.ops.values())
 
     @cached_property
     def peak(self) -> Any:
-        """Most bytes live at once."""
+        """Peak memory in bytes."""
         return _whole(peak_of(self.events, self.buffers, self._kept)[0])
 
     _kept: list[Buffer] = field(default_factory=list)
@@ -869,31 +865,31 @@ def run(
     meanings: Mapping[type[OpKind], Meaning] | None = None,
     **dims: int,
 ) -> Run:
-    """Execute a graph index point by index point and count.
+    """Execute a graph index point by index point, and count its costs.
 
     Parameters
     ----------
     graph : Graph
-        What runs.
+        The graph to run.
     inputs : mapping of str to array, optional
-        Values of inputs and parameters by name; by default random numbers from 0.5 to 2, and 0, 1, 2, ... for integer
-        formats.
+        Values of inputs and parameters by name. By default floats are random numbers from 0.5 to 2, and integers are
+        0, 1, 2, ...
     seed : int
-        Of the random numbers.
+        Seed of the random numbers.
     meanings : mapping of type to callable, optional
-        What op kinds do, instead of `costgraph.testing.MEANINGS`.
+        Semantics of op kinds, by default `costgraph.testing.MEANINGS`.
     **dims : int
-        A size for every dimension that has no default; small primes show most.
+        A size for every dimension without a default. Small primes reveal most errors.
 
     Returns
     -------
     Run
-        FLOPs by kind, bytes moved, peak memory, parameters and the values of the outputs.
+        FLOPs by kind, bytes moved, peak memory, parameters and outputs.
 
     Raises
     ------
     BindingError, UnsupportedError
-        If a dimension has no size, or an op kind has no meaning.
+        If a dimension has no size, or an op kind has no semantics.
 
     Examples
     --------
@@ -909,7 +905,7 @@ def run(
     (60, 204, 164)
     """
     need_graph("run", graph)
-    values = bindings(graph, dims)  # refuses what the graph's assumptions do
+    values = bindings(graph, dims)  # raises if sizes violate the graph's assumptions
     point = {name: int(p.constant) for name, p in values.items() if p.constant is not None}
     open_ = sorted(known_names(graph) - point.keys())
     if open_:
@@ -932,7 +928,7 @@ def run(
 
 
 class _Interpreter:
-    """Runs a graph, the bodies inside it included."""
+    """Runs a graph, including nested bodies."""
 
     def __init__(
         self, sizes: Sizes, inputs: dict[str, Any], seed: int, meanings: Mapping[type[OpKind], Meaning]
@@ -942,14 +938,14 @@ class _Interpreter:
         self.random = np.random.default_rng(seed)
         self.meanings = meanings
         self.out = Run(sizes)
-        self.new: list[Buffer] = []  # made since the last op ran
-        self.index = [0]  # iterations of the loops around
-        self.stacks: dict[Storage, Value] = {}  # made before what is written into their slices
+        self.new: list[Buffer] = []  # allocated since the last op
+        self.index = [0]  # iterations of the enclosing loops
+        self.stacks: dict[Storage, Value] = {}  # preallocated outputs, written in slices
 
     def graph(
         self, graph: Graph, env: dict[Tensor, Any], where: str, placed: dict[Any, Value], *, inside: bool
     ) -> list[dict[Buffer, set[int]]]:
-        """Run the ops of a graph; returns the addresses that each of them reads."""
+        """Run a graph's ops and return the addresses that each reads."""
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
                 env[t] = self.source(t, where)
@@ -964,7 +960,7 @@ class _Interpreter:
                 if isinstance(op.kind, Absent) or not op.kind.lent:
                     continue
                 op = taken(op)
-            if isinstance(op.kind, Keep) and isinstance(env[op.operands[0]], list):  # of what iterations have left
+            if isinstance(op.kind, Keep) and isinstance(env[op.operands[0]], list):  # stacked over iterations
                 env[op.results[0]] = env[op.operands[0]]
                 self.out.events.append(Event(op.name + where, self.new, [v.buffer for v in flat(op, env) if v]))
                 self.new = []
@@ -985,28 +981,28 @@ class _Interpreter:
         return reads
 
     def slices(self, op: Op) -> dict[Any, Value]:
-        """Return where the results of an op lie that an unrolled loop writes into a stack."""
-        if isinstance(op.kind, Empty):  # which makes one, in each iteration anew
+        """Return where the results of an unrolled iteration lie in stacked outputs."""
+        if isinstance(op.kind, Empty):  # allocates a new stack
             return {}
         return {t: place for t in op.results if (place := self.place(t)) is not None}
 
     def place(self, t: Tensor) -> Value | None:
-        """Return where a tensor lies in a stack, None if it does not."""
+        """Return the stack slice that a tensor lies in, or None."""
         stack = self.stacks.get(t.storage)
-        if stack is None or t.touched != t.numel:  # what repeats elements is a view: no op writes it
+        if stack is None or t.touched != t.numel:  # broadcast views are never written
             return None
         shape, start = tuple(self.sizes(n) for n in t.sizes), self.sizes(t.offset)
         part = stack.array.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape)
         return Value(part, stack.buffer)
 
     def source(self, t: Tensor, where: str) -> Any:
-        """Make an input, parameter, buffer or cache; one of each iteration for those of a Repeat's body."""
+        """Create an input, parameter, buffer or cache, one per iteration in the body of a Repeat."""
         shape = tuple(self.sizes(n) for n in t.sizes)
         array = self.numbers(t, shape)
         return self.stored(t, array, where, t.storage.pieces)
 
     def stored(self, t: Tensor, array: Array, where: str, pieces: int) -> Any:
-        """Put an array into a buffer, or into one for each position of its first axes."""
+        """Store an array in one buffer, or in one buffer per position of its leading axes."""
         if pieces:
             return [self.stored(t, part, f"{where}[{i}]", pieces - 1) for i, part in enumerate(array)]
         steps = [self.sizes(s) for s in t.strides[t.ndim - array.ndim :]]
@@ -1022,7 +1018,7 @@ class _Interpreter:
         return value
 
     def numbers(self, t: Tensor, shape: tuple[int, ...]) -> Array:
-        """Return given numbers, or some."""
+        """Return a source's given values, or default ones."""
         if t.name in self.inputs:
             array = np.array(self.inputs[t.name], dtype=float)
             if array.shape != shape:
@@ -1036,7 +1032,7 @@ class _Interpreter:
     def kernel(
         self, op: Op, env: dict[Tensor, Any], where: str, placed: dict[Any, Value], *, inside: bool
     ) -> At[OpKind]:
-        """Run a fused body: what its ops pass to each other is no memory."""
+        """Run a fused body: intermediates take no memory."""
         body = op.body
         assert body is not None
         at: At[OpKind] = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
@@ -1061,7 +1057,7 @@ class _Interpreter:
         return at
 
     def loop(self, loop: Loop, env: dict[Tensor, Any], where: str) -> None:
-        """Run a body as often as the count says."""
+        """Run all iterations of a loop."""
         state, xs, shared = ([env[t] for t in part] for part in (loop.starts, loop.xs, loop.shared))
         stacks = []
         for t in loop.stacks:
@@ -1092,7 +1088,7 @@ class _Interpreter:
         env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *kept], strict=True))
 
     def finish(self, at: At[OpKind], env: dict[Tensor, Any], *, inside: bool) -> None:
-        """Add up what an op did, and note which buffers it needed."""
+        """Add up an op's costs and record its buffers."""
         for i, t in enumerate(at.op.results):
             env[t] = at.result(i)
             self.out.values.append((t, env[t]))
@@ -1110,7 +1106,7 @@ class _Interpreter:
         counted.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
         counted.most += max(read, most) if "reads" not in at.stated else read
         counted.written += at.stated.get("writes", _bytes(at.written_at))
-        # what is absent is kept as well, and what iterations have left
+        # operands include absent tensors and per-iteration lists
         known = {v.buffer for given in at.operands if given is not None for v in members(given)}
         made = [v.buffer for v in at.made.values() if v.buffer not in known]
         touched = [*known, *(v.buffer for v in at.made.values())]
@@ -1120,7 +1116,7 @@ class _Interpreter:
 
 
 def _parts(at: At[OpKind]) -> tuple[Any, Any]:
-    """Return the bytes that an op reads, of the widest part of each storage, and of all its different parts."""
+    """Return the bytes read with only the widest view of each storage, and with all distinct views."""
     parts: dict[Buffer, set[frozenset[int]]] = {}
     for i, addresses in at.read_by.items():
         parts.setdefault(at.operands[i].buffer, set()).add(frozenset(addresses))
@@ -1129,7 +1125,7 @@ def _parts(at: At[OpKind]) -> tuple[Any, Any]:
 
 
 def _whole(amount: Any) -> Any:
-    """Return an int where there is no part of a byte."""
+    """Return an int if the number of bytes is whole."""
     return int(amount) if Fraction(amount).denominator == 1 else amount
 
 

@@ -1,7 +1,8 @@
-"""The laws of training: each is a function of a lesson, a graph with a scalar loss, that raises AssertionError.
+"""Properties that every graph and every backward pass must satisfy.
 
-Oracles are outside the code under test: finite differences of the loss that the interpreter computes, what it counts of
-the backward pass, the backward pass of the unrolled graph, and the same without checkpoints.
+A property is a function that takes a `Trial` (a graph at concrete sizes) or a `Lesson` (a scalar loss with its backward
+pass) and raises AssertionError. Oracles are independent of the tested code: interpreter counts, NumPy layouts, unrolled
+graphs, exact fractions, finite differences.
 """
 
 from __future__ import annotations
@@ -72,33 +73,28 @@ __all__ = [
 ]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-# Conversion of graphs to and from the data of a file, in memory.
+# -- serialization -----------------------------------------------------------------------------------------------------
 
 
 def saved(graph: Graph) -> Data:
-    """Return what a file of the graph holds."""
+    """Return the data of the graph's file."""
     data: Data = json.loads(text_of(graph, "saved"))
     return data
 
 
 def loaded(data: Data) -> Graph:
-    """Return the graph that a file with this content holds."""
+    """Return the graph stored in such data."""
     return graph_of(json.loads(json.dumps(data)), "loaded")
 
 
-# -- laws --------------------------------------------------------------------------------------------------------------
-# The laws that every graph keeps, whatever its ops: each is a function of a trial that raises AssertionError.
-#
-# Oracles are outside the code under test: the interpreter's counts, NumPy's layouts, a replay of
-# buffers, an unrolled graph, Python's fractions.
+# -- properties --------------------------------------------------------------------------------------------------------
 
 Law = Callable[["Trial"], None]
 
-#: Every law by its name.
+#: Properties by name.
 LAWS: dict[str, Law] = {}
 
-#: What a graph is asked: each gives a number once all sizes are bound.
+#: Scalar analyses that the properties compare.
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "flops": flops,
     "matmul_flops": matmul_flops,
@@ -112,18 +108,18 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 
 
 def law(function: Law) -> Law:
-    """Add a law."""
+    """Register a property."""
     LAWS[function.__name__] = function
     return function
 
 
 class Trial:
-    """A graph at one point, and what the interpreter counted there.
+    """A graph at concrete sizes, with the interpreter's counts.
 
     Parameters
     ----------
     graph : Graph
-        What is held to the laws.
+        The graph under test.
     point : mapping of str to int
         A size for every dimension.
     """
@@ -134,16 +130,16 @@ class Trial:
 
     @cached_property
     def run(self) -> Run:
-        """What the interpreter counted."""
+        """The interpreter's run."""
         return run(self.graph, None, meanings=MEANINGS, **self.point)
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """What a file of the graph holds."""
+        """The graph's file data."""
         return saved(self.graph)
 
     def takes(self, **dims: int) -> bool:
-        """Whether the graph takes these sizes for those of the point: they divide and are assumed as it says."""
+        """Whether the graph accepts these sizes: they satisfy its divisibility and other assumptions."""
         try:
             bindings(self.graph, {**self.point, **dims})
         except BindingError:
@@ -152,12 +148,12 @@ class Trial:
 
     @cached_property
     def answers(self) -> dict[str, Any]:
-        """What the library says with all sizes bound."""
+        """Results of the analyses with all sizes bound."""
         return {name: ask(self.graph, **self.point) for name, ask in QUESTIONS.items()}
 
     @cached_property
     def counts(self) -> list[str]:
-        """Symbols that only count iterations: they may be 1, and change no layout."""
+        """Symbols that occur only as loop counts: they may be 1 and affect no layout."""
         counts = [op.loop.count for op in self.graph.walk() if op.loop is not None]
         names = {n for p in counts for n in p.names() if len(p.names()) == 1 and p.terms == {((n, 1),): 1}}
         sizes = {n for g in self.graph.bodies() for t in g.tensors for p in t.sizes for n in p.names()}
@@ -165,23 +161,23 @@ class Trial:
 
 
 def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None:
-    """Hold a graph to the laws.
+    """Check that a graph satisfies the properties.
 
     Parameters
     ----------
     graph : Graph
-        What is held to them.
+        The graph to check.
     laws : iterable of str, optional
-        Names of laws, all by default.
+        Names of properties, by default all of `LAWS`.
     **point : int
-        A size above 1 for every dimension: a size of 1 makes some copies free, as `docs/concepts/limits.md` says.
+        A size above 1 for every dimension. A size of 1 makes some copies free, see `docs/concepts/limits.md`.
 
     Raises
     ------
     AssertionError
-        If one is broken: the text says which, where, and both figures.
+        If a property fails. The message names it with the op or tensor and both values.
     UnsupportedError, BindingError
-        If a law is unknown, an op kind has no meaning, or a dimension has no size.
+        If a property is unknown, an op kind has no semantics, or a dimension has no size.
 
     Examples
     --------
@@ -198,7 +194,7 @@ def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None
         raise UnsupportedError(f"check: law {unknown[0]!r}, expected one of {', '.join(LAWS)}")
     defaults = {k: v for k, v in graph.defaults.items() if k in known_names(graph)}
     point = defaults | point
-    if not defaults.items() <= point.items():  # its formulas have other sizes in them already
+    if not defaults.items() <= point.items():  # the graph's formulas contain the defaults already
         graph = Rewriter().run(graph)
         with graph:
             graph.defaults = {}
@@ -212,12 +208,12 @@ def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None
 
 
 def same(found: Any, expected: Any, what: str, how: str = "expected") -> None:
-    """Compare two figures: exactly, or where the library has to round to a float, to its nearest one."""
+    """Compare two values exactly, or up to rounding if the library returns a float."""
     exact = float(expected) if isinstance(found, float) else Fraction(expected)
     assert found == exact, f"{what}: {found} derived, {expected} {how}"
 
 
-# -- against the interpreter -------------------------------------------------------------------------------------
+# -- against the interpreter -------------------------------------------------------------------------------------------
 
 
 def _as_counted(found: Any, counted: Any, what: str) -> None:
@@ -225,7 +221,7 @@ def _as_counted(found: Any, counted: Any, what: str) -> None:
 
 
 def _amounts(trial: Trial, count: str = "executed") -> dict[str, dict[str, Any]]:
-    """Return what the table of costs says of each op, by kind and direction."""
+    """Return each op's amounts from the cost table, by kind and direction."""
     out: dict[str, dict[str, Any]] = {}
     for row in costs(trial.graph, count=count, **trial.point):
         key = row.kind if row.direction == "compute" else row.direction
@@ -236,7 +232,7 @@ def _amounts(trial: Trial, count: str = "executed") -> dict[str, dict[str, Any]]
 
 @law
 def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
-    """A multiply and an add for each index point of a contraction, one by one for everything else."""
+    """Check FLOPs: a multiply-add per index point of a contraction, single operations elsewhere."""
     executed, full = _amounts(trial), _amounts(trial, "full")
     for name, counted in trial.run.ops.items():
         mine = executed.get(name, {})
@@ -252,7 +248,7 @@ def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
 
 @law
 def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
-    """Every different element once an op; of different parts of one storage the widest at least, all at most."""
+    """Check bytes: each element once per op; overlapping views of a storage count between the widest view and all."""
     executed = _amounts(trial)
     for name, counted in trial.run.ops.items():
         mine = executed.get(name, {})
@@ -273,11 +269,11 @@ def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
 
 @law
 def the_fused_bound_is_below_everything(trial: Trial) -> None:
-    """Never above the bytes as declared, nor above what is touched of inputs and made as outputs."""
-    bound = float(trial.answers["fused"])  # fractions of bytes come as the nearest float
+    """Check that the fused bound exceeds neither the unfused bytes nor inputs read plus outputs written."""
+    bound = float(trial.answers["fused"])  # fractional bytes are rounded to floats
     assert bound <= float(trial.answers["bytes_moved"]), f"fused bytes {bound} above the declared ones"
     if trial.run.repeats:
-        return  # of lookups the formulas know less
+        return  # formulas do not know repeated lookups
     touched = sum(len(found) * b.element for b, found in trial.run.touched.items())
     written = {(b, a) for t, b, found in _made(trial) for a in found}
     most = touched + sum(b.element for b, _ in written)
@@ -286,7 +282,7 @@ def the_fused_bound_is_below_everything(trial: Trial) -> None:
 
 @law
 def bytes_through_a_cache_are_no_fewer_than_declared(trial: Trial) -> None:
-    """Bytes through a cache are no fewer than declared, and as many where everything fits."""
+    """Check that a cache model moves at least the declared bytes, with equality if everything fits."""
     declared = float(trial.answers["bytes_moved"])
     small, large = (float(bytes_moved(trial.graph, False, cache=size, **trial.point)) for size in (64, "1 EB"))
     assert large == declared, f"bytes through a cache that holds all: {large}, expected {declared} as declared"
@@ -294,13 +290,13 @@ def bytes_through_a_cache_are_no_fewer_than_declared(trial: Trial) -> None:
 
 
 def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
-    """Yield the addresses of outputs that are no inputs."""
+    """Yield the addresses of outputs that are not inputs."""
     by_tensor = dict(trial.run.values)
     for i, t in enumerate(trial.graph.outputs):
         v = by_tensor.get(t)
         if v is not None and not v.buffer.throughout:
             yield i, v.buffer, [v.address(index) for index in v.points()]
-        elif v is None:  # the result of a loop
+        elif v is None:  # a loop result
             found = trial.run.outputs[i]
             buffer = trial.run._kept[i]
             if not buffer.throughout:
@@ -309,7 +305,7 @@ def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
 
 @law
 def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
-    """Buffers taken when an op makes them, given back after the last op that touches them."""
+    """Check the peak against a replay: buffers are allocated at their op and freed after their last use."""
     _as_counted(trial.answers["peak_memory"], trial.run.peak, "peak memory")
     line = timeline(trial.graph, **dict[str, Any](trial.point))
     _as_counted(line.peak, trial.run.peak, "peak of the timeline")
@@ -323,18 +319,18 @@ def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
 
 @law
 def parameters_are_those_of_all_iterations(trial: Trial) -> None:
-    """Elements and bytes of every parameter that the interpreter made."""
+    """Check parameter count and bytes."""
     _as_counted(trial.answers["param_count"], trial.run.params, "parameters")
     _as_counted(trial.answers["param_bytes"], trial.run.param_bytes, "bytes of parameters")
 
 
 @law
 def layouts_are_those_of_numpy(trial: Trial) -> None:
-    """Shape, strides and view or copy, as NumPy decides them for sizes above 1."""
+    """Check shape, strides and view or copy against NumPy, for sizes above 1."""
     inner = {t for g in trial.graph.bodies() if g.parent is not None for t in g.tensors}
     by_tensor = dict(trial.run.values)
     for t, v in trial.run.values:
-        alone = t.storage.pieces  # leading axes of which each position is an array of its own
+        alone = t.storage.pieces  # leading axes with one array per position
         shape = tuple(value(p.expr, trial.point) for p in t.sizes[alone:])
         assert v.array.shape == shape, f"shape of {t.name!r} is {shape}, expected {v.array.shape}"
         for n, mine, bytes_ in zip(shape, t.strides[alone:], v.array.strides, strict=True):
@@ -349,7 +345,7 @@ def layouts_are_those_of_numpy(trial: Trial) -> None:
 
 @law
 def tensors_hold_what_has_been_written(trial: Trial) -> None:
-    """Something at each index point of its domain and nowhere else, at every one of a tensor without a domain."""
+    """Check that exactly the index points in the tensor's domain hold values."""
     for t, v in trial.run.values:
         if (t.domain is None and v.whole) or (t.producer is not None and isinstance(t.producer.kind, Empty)):
             continue
@@ -361,14 +357,13 @@ def tensors_hold_what_has_been_written(trial: Trial) -> None:
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
-# Laws of formulas: what they say at a point, how loops and sizes change it.
 
 
 @law
 def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
-    """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
+    """Check formulas with exact fractions and `evaluate`, in one step and two; the peak from its least loop counts."""
     least = timeline(trial.graph).holds_from
-    # 3, more where a body hands a carry on to another place
+    # 3 iterations, more if a body permutes its carries
     most = max(map(copies_needed, loops(trial.graph)), default=3)
     assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
     names = sorted(trial.point)
@@ -392,7 +387,7 @@ def _used(formula: Any, point: Mapping[str, int]) -> dict[str, int]:
 
 
 def played(graph: Graph, point: Mapping[str, int]) -> Program:
-    """Return every execution of an op and the life of every storage, loops played out in full."""
+    """Return all op executions and storage live ranges, with loops unrolled."""
     values = bindings(graph, point)
 
     def copies(loop: Loop) -> int:
@@ -403,14 +398,14 @@ def played(graph: Graph, point: Mapping[str, int]) -> Program:
 
 @law
 def pruning_changes_no_value(trial: Trial) -> None:
-    """The largest of all live sets, none of them left out, is the peak."""
+    """Check that the largest live set, without pruning, is the peak."""
     live = [value(p.expr, trial.point) for _, p in live_bytes(played(trial.graph, trial.point))]
     same(trial.answers["peak_memory"], Fraction(max(live)), "peak memory")
 
 
 @law
 def a_peak_in_a_box_is_the_peak(trial: Trial) -> None:
-    """Cases that may hold near the point have the peak there among them, and the bytes of their roles add up."""
+    """Check that the peak at a point is among the cases kept for its neighbourhood, and that bytes by role add up."""
     if not all(trial.point[n] >= k for n, k in timeline(trial.graph).holds_from.items()):
         return
     formula = peak_memory(trial.graph)
@@ -427,7 +422,7 @@ def a_peak_in_a_box_is_the_peak(trial: Trial) -> None:
 
 @law
 def a_repeat_is_its_iterations(trial: Trial) -> None:
-    """FLOPs, bytes, parameters and peak of the unrolled graph, from one iteration on."""
+    """Check FLOPs, bytes, parameters and peak against the unrolled graph, for 1 to 4 iterations."""
     least = timeline(trial.graph).holds_from
     tried = [{name: n} for name in trial.counts for n in (1, 2, 3, 4)]
     points = [{**trial.point, **dims} for dims in tried if trial.takes(**dims)] or [trial.point]
@@ -435,7 +430,7 @@ def a_repeat_is_its_iterations(trial: Trial) -> None:
         plain = unroll(trial.graph, **point)
         for question, ask in QUESTIONS.items():
             if question == "fused":
-                continue  # a lower bound, and a tighter one where a loop is unrolled
+                continue  # the fused bound is tighter for an unrolled loop
             same(ask(trial.graph, **point), Fraction(ask(plain)), f"{question} at {point}, of the loop and unrolled")
             if question == "peak_memory" and all(point[n] >= k for n, k in least.items()):
                 same(ask(plain), value(ask(trial.graph), point), f"{question} at {point}, the closed form")
@@ -443,26 +438,26 @@ def a_repeat_is_its_iterations(trial: Trial) -> None:
 
 @law
 def costs_grow_with_every_size(trial: Trial) -> None:
-    """No cost falls when a size grows to the next that fits; sizes that others are divided by, and scales, aside."""
+    """Check that no cost decreases with a size, except sizes used as divisors and block scales."""
     if any(t.dtype.block is not None for g in trial.graph.bodies() for t in g.tensors):
-        return  # of one element a smaller share of the scales is moved where there are more elements
+        return  # with more elements, each moves a smaller share of its block scale
     for name in sorted(known_names(trial.graph) - _divisors(trial.graph)):
         size = trial.point[name]
         more = next((n for n in range(size + 1, size + _FURTHEST) if trial.takes(**{name: n})), None)
         if more is None:
-            continue  # another size has to grow with it
+            continue  # another size must grow with it
         larger = {**trial.point, name: more}
         for question, ask in QUESTIONS.items():
             before, after = trial.answers[question], ask(trial.graph, **larger)
             assert after >= before, f"{question} falls from {before} to {after} with {name}={larger[name]}"
 
 
-#: Sizes that are tried for one that fits.
+#: Candidates to try for the next valid size.
 _FURTHEST = 24
 
 
 def _divisors(graph: Graph) -> set[str]:
-    """Symbols that some size is divided by: ranks, groups, heads that share a width."""
+    """Return the symbols that some size is divided by, such as ranks, groups or heads."""
     sizes = [p for g in graph.bodies() for t in g.tensors for p in t.sizes]
     facts = [v for op in graph.walk() for v in op.kind.facts().values()]
     sizes += [p for v in facts for p in (v.values() if isinstance(v, Mapping) else [v])]
@@ -471,21 +466,20 @@ def _divisors(graph: Graph) -> set[str]:
 
 @law
 def intensity_is_flops_over_bytes(trial: Trial) -> None:
-    """FLOPs by bytes moved, also as a formula."""
+    """Check intensity = FLOPs / bytes moved, also as a formula."""
     moved = trial.answers["bytes_moved"]
     if moved:
         expected = Fraction(trial.answers["flops"]) / Fraction(moved)
         assert abs(float(intensity(trial.graph, False, **trial.point)) - float(expected)) <= 1e-12 * float(expected)
 
 
-# -- identity ----------------------------------------------------------------------------------------------------------
-# Laws of identity: what a graph costs depends on no name, on no order of its sources, and on no way through a file.
+# -- invariance --------------------------------------------------------------------------------------------------------
 
 Data = dict[str, Any]
 
 
 def _names(data: Data) -> list[str]:
-    """Return the names of all tensors and ops, those in bodies included."""
+    """Return the names of all tensors and ops, including nested bodies."""
     out = []
     for node in data["nodes"]:
         out.append(node["id"])
@@ -495,7 +489,7 @@ def _names(data: Data) -> list[str]:
 
 
 def renamed(data: Data, names: Mapping[str, str], symbols: Mapping[str, str]) -> Data:
-    """Return the data of the same graph with other names of tensors and ops, and other symbols."""
+    """Return the same graph's data with tensors, ops and symbols renamed."""
     swapped = {dims(old): dims(new) for old, new in symbols.items()}
 
     @cache
@@ -525,7 +519,7 @@ _NAMED = ("id", "operands", "results", "source", "target", "formals", "outputs",
 
 @law
 def no_cost_depends_on_names(trial: Trial) -> None:
-    """Tensors, ops and scopes may be called anything."""
+    """Check that renaming tensors, ops and scopes changes no cost."""
     data = trial.data
     names = {old: f"n{i}" + ("()" if old.endswith("()") else "") for i, old in enumerate(reversed(_names(data)))}
     _same_answers(trial, loaded(renamed(data, names, {})), "under other names")
@@ -533,7 +527,7 @@ def no_cost_depends_on_names(trial: Trial) -> None:
 
 @law
 def renaming_symbols_renames_formulas(trial: Trial) -> None:
-    """The formula in other symbols is the formula, its symbols renamed, also where they stand in another order then."""
+    """Check that renaming symbols renames them in formulas, even if their order changes."""
     names = sorted(trial.point)
     others = dict(zip(names, [*names[1:], "A_longer_name"], strict=False))
     graph = loaded(renamed(trial.data, {}, others))
@@ -543,7 +537,7 @@ def renaming_symbols_renames_formulas(trial: Trial) -> None:
             new = {others[n]: trial.point[n] for n in names}
             same(value(found, new), value(expected, trial.point), f"{question} in other symbols")
             swapped = {dims(n): dims(others[n]) for n in names}
-            if expected.is_polynomial():  # other forms of the same function are as good
+            if expected.is_polynomial():  # equal functions may have different forms
                 assert sympy.expand(expected.xreplace(swapped) - found) == 0, f"{question} is {found}, was {expected}"
         else:
             same(found, expected, f"{question} in other symbols")
@@ -551,7 +545,7 @@ def renaming_symbols_renames_formulas(trial: Trial) -> None:
 
 @law
 def no_cost_depends_on_the_order_of_sources(trial: Trial) -> None:
-    """Inputs, parameters and buffers may be declared in any order."""
+    """Check that inputs, parameters and buffers may be declared in any order."""
 
     def turned(data: Data) -> Data:
         sources = [n for n in data["nodes"] if n["type"] == "tensor" and n["role"] not in ("result",)]
@@ -567,7 +561,7 @@ def no_cost_depends_on_the_order_of_sources(trial: Trial) -> None:
 
 @law
 def saving_and_loading_is_the_identity(trial: Trial) -> None:
-    """The file of a loaded graph is the file that it was loaded from, and every answer is the same."""
+    """Check that a loaded graph saves to the same file and has the same costs."""
     data = trial.data
     again = loaded(data)
     assert saved(again) == data, "the file of the loaded graph differs"
@@ -583,23 +577,22 @@ def _same_answers(trial: Trial, graph: Graph, how: str) -> None:
 
 @law
 def what_validates_can_be_reported(trial: Trial) -> None:
-    """A report, with sizes open and bound, in text, and the graph itself prints."""
+    """Check that the graph and its reports, symbolic and bound, print as text."""
     trial.graph.validate()
     bound = report(trial.graph, None, **trial.point)  # type: ignore[arg-type]  # sizes alone
     for found in (report(trial.graph), bound):
         assert found.figures
-        assert find_spec("rich") is None or str(found)  # what text is drawn with is an extra
+        assert find_spec("rich") is None or str(found)  # rich is optional
     assert all(repr(node) for node in trial.graph)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-# The law of refusals: what a formula holds for travels with it, so that it refuses what its graph does.
+# -- validity conditions -----------------------------------------------------------------------------------------------
 
 Point = Mapping[str, int]
 
 
 def around(point: Point) -> Iterator[dict[str, int]]:
-    """Yield a point and its neighbours: one size at a time 1, one less, one more, and twice as much and one."""
+    """Yield a point and its neighbours, which differ in one size n: 1, n - 1, n + 1 or 2 n + 1."""
     yield dict(point)
     for name, size in point.items():
         for other in sorted({1, max(size - 1, 1), size + 1, 2 * size + 1} - {size}):
@@ -607,7 +600,7 @@ def around(point: Point) -> Iterator[dict[str, int]]:
 
 
 def _said(ask: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
-    """Return an answer, or None for a refusal."""
+    """Return an answer, or None if the library raises."""
     try:
         return ask(*args, **sizes)
     except CostGraphError:
@@ -616,9 +609,9 @@ def _said(ask: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
 
 @law
 def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
-    """At the point and around it: evaluated, bound in two steps, in arrays and in the table of costs."""
+    """Check that formulas refuse the same sizes as the graph: evaluated, bound in two steps, as arrays, in tables."""
     least = getattr(_said(timeline, trial.graph), "holds_from", {})
-    fixed = {k: v for k, v in trial.graph.defaults.items() if k in trial.point}  # formulas have these put in
+    fixed = {k: v for k, v in trial.graph.defaults.items() if k in trial.point}  # already substituted into the formulas
     places = [p for p in around(trial.point) if fixed.items() <= p.items()]
     for question, ask in QUESTIONS.items():
         formula = _said(ask, trial.graph)
@@ -629,9 +622,9 @@ def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
             expected = _said(ask, trial.graph, **point)
             singles.append(_agree(formula, point, expected, f"{question} at {point}", below))
             some = tuple(list(point.items())[::2])
-            if some not in steps:  # the same for all neighbours that another size is changed of
+            if some not in steps:  # neighbours that differ in another size share it
                 steps[some] = _said(ask, trial.graph, **dict(some))
-            if hasattr(steps[some], "free_symbols"):  # a number is one for all sizes
+            if hasattr(steps[some], "free_symbols"):  # a number holds for all sizes
                 _agree(steps[some], point, expected, f"{question} at {point}, {dict(some)} first", below)
         if points and formula.free_symbols:
             _arrays_agree(formula, points, singles, question)
@@ -639,7 +632,7 @@ def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
     for point in places if table is not None else ():
         expected = _said(flops, trial.graph, **point)
         bound = _said(table.bind, **point)
-        # parts of a FLOP are rounded once: the sum of the kinds, each rounded already, may be off by the last bit
+        # FLOPs are rounded per kind, so their sum may differ in the last bit
         found = None if bound is None else evaluate(sum(r.amount.expr for r in bound.filter(direction="compute").rows))
         assert found == expected, f"costs at {point}: {_shown(found)}, where the graph: {_shown(expected)}"
 
@@ -649,10 +642,7 @@ def _shown(answer: Any) -> str:
 
 
 def _agree(formula: Any, point: Point, expected: Any, what: str, below: bool) -> Any:
-    """Hold a formula at a point to what the graph says there; below the counts that it holds for it may refuse.
-
-    Returns what the formula says.
-    """
+    """Check a formula at a point against the graph, and return its value. Below its least loop counts it may refuse."""
     found = _said(evaluate, formula, **_asked_of(formula, point))
     assert found == expected or (below and found is None), (
         f"{what}: the formula {_shown(found)}, the graph {_shown(expected)}"
@@ -661,13 +651,13 @@ def _agree(formula: Any, point: Point, expected: Any, what: str, below: bool) ->
 
 
 def _asked_of(formula: Any, point: Point) -> dict[str, int]:
-    """Return the sizes of those symbols that are in a formula, or that it asks something of."""
+    """Return the sizes of the symbols in a formula and its conditions."""
     names = {s.name for s in getattr(formula, "free_symbols", ())}
     return {k: v for k, v in point.items() if k in names.union(*(v.names for v in getattr(formula, "held", ())))}
 
 
 def _arrays_agree(formula: Any, points: list[dict[str, int]], single: list[Any], question: str) -> None:
-    """Hold arrays to what single points say: NaN where these are refused, none where nothing is."""
+    """Check array evaluation against single points, with NaN at refused ones."""
     columns = {n: np.array([p[n] for p in points]) for n in _asked_of(formula, points[0])}
     found = np.broadcast_to(compile(formula, outside="nan")(**columns), len(points))
     for point, one, many in zip(points, single, found, strict=True):
@@ -677,13 +667,12 @@ def _arrays_agree(formula: Any, points: list[dict[str, int]], single: list[Any],
     assert (_said(compile(formula), **columns) is None) == (None in single), f"{question}: {points} in an array"
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
-# Laws of times: what levels of memory add to them, and that formulas say the same as numbers.
+# -- time --------------------------------------------------------------------------------------------------------------
 
 
 @cache
 def through(size: int) -> Hardware:
-    """Return a device with two levels of caches of so many bytes."""
+    """Return a device with two cache levels of this size in bytes."""
     device = load_hardware("a100-80-sxm")
     cache = {key: Quantity(size, "B") for key in ("l2", "l1_and_shared_per_core", "registers_per_core")}
     cache["l2_bandwidth"] = Quantity(10**13, "B/s")
@@ -693,16 +682,16 @@ def through(size: int) -> Hardware:
 
 @law
 def levels_of_memory_take_no_less_time(trial: Trial) -> None:
-    """Neither estimate nor bound falls, the bound stays below, and formulas give the same at the point."""
+    """Check that cache levels never reduce the time, that the bound stays below the estimate, and formulas agree."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StandInWarning)  # of formats that the device has no rate for
+        warnings.simplefilter("ignore", StandInWarning)  # formats without a rate on this device
         _hold_levels(trial, through(32))
 
 
 def _hold_levels(trial: Trial, device: Hardware) -> None:
     try:
         flat = roofline(trial.graph, device, **trial.point)  # type: ignore[arg-type]  # sizes are no switches
-    except UnsupportedError:  # a collective over an axis of no mesh
+    except UnsupportedError:  # collectives over a mesh axis without a size
         return
     both, switches = (device, through(10**18)), {"fallback": None, "hierarchical": True, "overlap": "none"}
     deep, wide = (roofline(trial.graph, d, **switches, **trial.point) for d in both)  # type: ignore[arg-type]
@@ -722,13 +711,13 @@ def _hold_levels(trial: Trial, device: Hardware) -> None:
 
 TrainingLaw = Callable[["Lesson"], None]
 
-#: Every law of training by its name.
+#: Training properties by name.
 TRAINING: dict[str, TrainingLaw] = {}
 
-#: What loops and ops cost that a transform must not change.
+#: Costs that loop transforms must preserve.
 _QUESTIONS: dict[str, Callable[..., Any]] = {"flops": flops, "bytes_moved": bytes_moved, "peak_memory": peak_memory}
 _STEP = 2.0**-13
-#: Ops that compute a linear function of one operand, and functions of all of them together.
+#: Ops that are linear in one operand, and functions that are linear in all operands jointly.
 _LINEAR = {Einsum, Rearrange, Slice, Expand, Pad, Gather, Dropout, Transfer, Assign}
 _LINEAR_FUNCTIONS = {"copy", "cast", "add", "sub", "neg"}
 
@@ -739,16 +728,16 @@ def _law(function: TrainingLaw) -> TrainingLaw:
 
 
 class Lesson:
-    """A graph with a scalar loss at one point, its backward pass, and what the interpreter counts of that.
+    """A graph with a scalar loss at concrete sizes, with its backward pass and the interpreter's counts.
 
     Parameters
     ----------
     graph : Graph
-        Its only output is the loss.
+        A graph whose only output is the loss.
     point : mapping of str to int
         A size for every dimension.
     checkpoint : Checkpoint, optional
-        What is computed again.
+        Activation checkpointing policy.
     """
 
     def __init__(self, graph: Graph, point: Mapping[str, int], checkpoint: Checkpoint | None = None) -> None:
@@ -763,18 +752,18 @@ class Lesson:
 
     @cached_property
     def trial(self) -> Trial:
-        """What laws of graphs are asked of."""
+        """A trial of the training graph."""
         return Trial(self.trained, self.point)
 
     @cached_property
     def forward(self) -> Graph:
-        """The graph alone, its sources named as those of the backward pass are."""
+        """The forward graph, with sources named as in the training graph."""
         policy = self.checkpoint or Checkpoint()
         return hoist(peel(policy.prepared(self.graph), policy.stops_early_in))
 
     @cached_property
     def values(self) -> dict[str, Array]:
-        """Numbers for all floating sources, those of one name equal whatever is computed again."""
+        """Values of all floating-point sources, by name, the same under any checkpointing policy."""
         out = {}
         for t in self.trained.tensors:
             if t.producer is None and t.dtype.kind == "float":
@@ -784,34 +773,34 @@ class Lesson:
 
     @cached_property
     def run(self) -> Run:
-        """What the interpreter computes with these numbers."""
+        """The interpreter's run with these values."""
         return run(self.trained, self.values, seed=0, meanings=None, **self.point)
 
     def loss(self, name: str, array: Any) -> float:
-        """Return the loss with other numbers in one source."""
+        """Return the loss with other values for one source."""
         return float(run(self.forward, {**self.values, name: array}, seed=0, meanings=None, **self.point).outputs[0])
 
 
 def check_training(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None:
-    """Hold the backward pass of a graph to the laws.
+    """Check that a graph's backward pass satisfies the training properties.
 
     Parameters
     ----------
     graph : Graph
-        With one output, a scalar, and something that wants a gradient.
+        A graph with one scalar output and at least one source that requires a gradient.
     laws : iterable of str, optional
-        Names of laws of `TRAINING`, all by default.
+        Names of properties, by default all of `TRAINING`.
     **point : int
         A size above 1 for every dimension.
 
     Raises
     ------
     AssertionError
-        If one is broken: the text says which, where, and both figures.
+        If a property fails. The message names it with the op or tensor and both values.
     UnsupportedError, BindingError
-        If a law is unknown, an op kind has no meaning or no vector-Jacobian rule, or a dimension has no size.
+        If a property is unknown, an op kind has no semantics or no VJP rule, or a dimension has no size.
     GraphError
-        If there is no scalar output, nothing wants a gradient, or an op in place overwrites what a gradient reads.
+        If there is no scalar output, nothing requires a gradient, or an op in place overwrites a residual.
 
     Examples
     --------
@@ -830,7 +819,7 @@ def check_training(graph: Graph, laws: Iterable[str] | None = None, **point: int
     lesson = Lesson(graph, {**{k: v for k, v in graph.defaults.items() if k in known_names(graph)}, **point})
     try:
         bindings(lesson.trained, lesson.point)
-    except BindingError:  # loops whose iterations differ at both ends have some: fewer of them are unrolled
+    except BindingError:  # peeled first and last iterations leave fewer to unroll
         bindings(graph, lesson.point)
         flat = _flat(graph, lesson.point)
         lesson = Lesson(flat, {k: v for k, v in lesson.point.items() if k in known_names(flat)})
@@ -846,18 +835,18 @@ def check_training(graph: Graph, laws: Iterable[str] | None = None, **point: int
 
 @_law
 def gradients_are_finite_differences(lesson: Lesson) -> None:
-    """Of the loss that the interpreter computes, along one random direction for each source."""
+    """Check gradients against finite differences along one random direction per source."""
     for name, gradient in lesson.run.gradients.items():
         x = lesson.values[name]
         if not x.size:
-            continue  # parameters of a loop that has no iteration left
+            continue  # parameters of a loop without iterations
         direction = np.random.default_rng(len(name)).uniform(-1, 1, x.shape)
         expected = float((gradient * direction).sum())
         estimates = [_slope(lesson, name, direction, _STEP / n) for n in (1, 2)]
         size = abs(float(lesson.run.outputs[0]))
         if not np.isfinite([expected, size, *estimates]).all():
-            continue  # out of the range in which there is a derivative
-        # the two estimates differ by the curvature; near a kink by more than that
+            continue  # no derivative there
+        # the estimates differ by the curvature, and by more near a kink
         slack = 8 * abs(estimates[0] - estimates[1]) + 1e-6 * abs(expected) + 1e-9 * max(size, 1) / _STEP
         assert abs(estimates[1] - expected) <= slack, (
             f"gradient of {name!r} along a direction is {expected}, expected {estimates[1]}: finite differences"
@@ -871,7 +860,7 @@ def _slope(lesson: Lesson, name: str, direction: Any, step: float) -> float:
 
 @_law
 def the_gradient_of_a_linear_loss_is_its_transpose(lesson: Lesson) -> None:
-    """<J v, g> is <v, J^T g>: the loss changes by the product of gradient and change, however large."""
+    """Check <J v, g> = <v, J^T g> for linear losses, with steps of any length."""
     for t in lesson.forward.tensors:
         if t.name not in lesson.run.gradients or not _is_linear_in(lesson.forward, {t}):
             continue
@@ -885,7 +874,7 @@ def the_gradient_of_a_linear_loss_is_its_transpose(lesson: Lesson) -> None:
 
 
 def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
-    """Whether all ops that read what depends on a source are linear in that."""
+    """Whether all ops that depend on a source are linear in it."""
     for op in graph.ops:
         reads = [t in dependent for t in op.operands]
         if not any(reads):
@@ -897,7 +886,7 @@ def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
 
 
 def _is_linear(kind: OpKind, *, together: bool) -> bool:
-    """Whether an op is linear in one operand, or in all of them together."""
+    """Whether an op is linear in one operand, or in all operands jointly."""
     match kind:
         case Pointwise():
             return kind.function.name in _LINEAR_FUNCTIONS or (kind.function.name == "mul" and not together)
@@ -914,7 +903,7 @@ def _is_linear(kind: OpKind, *, together: bool) -> bool:
 
 @_law
 def a_backward_pass_keeps_the_laws_of_graphs(lesson: Lesson) -> None:
-    """FLOPs, bytes and peak as counted, closed forms, unrolled, monotone, whatever the names, through a file."""
+    """Check all graph properties on the training graph."""
     for name, law in LAWS.items():
         try:
             law(lesson.trial)
@@ -924,11 +913,10 @@ def a_backward_pass_keeps_the_laws_of_graphs(lesson: Lesson) -> None:
 
 @_law
 def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
-    """FLOPs, bytes and peak of the backward pass of the unrolled graph.
+    """Check FLOPs, bytes and peak against the backward pass of the unrolled graph.
 
-    Where loops read or write slices, hand on what they were given, or have to copy a gradient, which their iterations
-    hand on dense and each in one place, only FLOPs are equal. Where several carries change places, so that gradients
-    are zero in some iterations between others, those of the loop calculate with zeros.
+    Only FLOPs must agree if a loop reads or writes slices, forwards its inputs, or copies a gradient that unrolled
+    iterations pass on without a copy. If a loop permutes its carries, it also computes with zero gradients.
     """
     if not _loops(lesson.graph):
         return
@@ -942,7 +930,7 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
     except GraphError as error:
         if "has overwritten in place" not in str(error):
             raise
-        return  # of what an op in place changes, iterations that hand it on have no copy
+        return  # unrolled iterations that forward a tensor keep no copy for an op in place
     zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in handed)
     if zeros and any(len(loop.carries) > 1 for loop in _loops(lesson.graph)):
         return
@@ -952,18 +940,18 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
 
 
 def _flat(graph: Graph, point: Mapping[str, int]) -> Graph:
-    """Return a graph with its loops played out, other sizes left open."""
+    """Return a graph with its loops unrolled, other sizes left symbolic."""
     return unroll(graph, **{n: point[n] for n in {n for loop in _loops(graph) for n in loop.count.names()}})
 
 
 def _is_plain(loop: Loop) -> bool:
-    """Whether a loop neither reads nor writes slices, and each iteration makes what it hands on."""
+    """Whether a loop has no slices and every iteration computes its carries."""
     handed = {t.storage for t in loop.body.outputs} & {f.storage for f in loop.body.formals}
     return not (loop.xs or loop.stacks or loop.pieces or handed)
 
 
 def _makers(loop: Loop) -> list[Op]:
-    """Return the ops of the backward pass that make what a loop starts from, what an iteration hands on and adds up."""
+    """Return the backward ops that produce a loop's initial values, carries and accumulated terms."""
     handed = [*loop.starts, *loop.nexts]
     handed += [op.operands[1] for op in loop.body.ops if isinstance(op.kind, Accumulate)]
     return [t.producer for t in handed if t.producer is not None and t.producer.phase == "backward"]
@@ -973,13 +961,13 @@ def _loops(graph: Graph) -> list[Loop]:
     return [loop for op in graph.walk() if (loop := op.loop) is not None]
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------
+# -- checkpointing -----------------------------------------------------------------------------------------------------
 
 
 def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
-    """Yield policies that fit a graph."""
+    """Yield checkpointing policies that apply to the graph."""
     loops = _loops(lesson.graph)
-    ops = [op.name for op in lesson.graph.walk() if not op.graph.fused]  # a kernel is recomputed whole
+    ops = [op.name for op in lesson.graph.walk() if not op.graph.fused]  # kernels are recomputed as a whole
     if loops:
         yield every_block()
         single = [op for op in lesson.graph.walk() if len(op.results) == 1]
@@ -994,7 +982,7 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
 
 @_law
 def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
-    """The same numbers, at least as many FLOPs; kept is what was before, what a run starts from, and what is named."""
+    """Check equal gradients, no fewer FLOPs, and saved tensors: only former residuals, segment inputs and named ops."""
     before = lesson.trial.answers["flops"]
     for policy in _policies(lesson):
         again = Lesson(lesson.graph, lesson.point, policy)
@@ -1003,9 +991,9 @@ def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
         except GraphError as error:
             if "has overwritten in place" not in str(error):
                 raise
-            continue  # what would run again reads what an op in place has changed
+            continue  # an op in place has overwritten an input of a recomputed segment
         assert again.trial.answers["flops"] >= before, f"{policy}: {again.trial.answers['flops']} FLOPs, not {before}"
-        # groups of layers have another first layer, whose parameters are apart: its numbers are others
+        # another peeled layer has its own parameters, so that the values differ
         alike = {n: v.size for n, v in again.values.items()} == {n: v.size for n, v in lesson.values.items()}
         for name, gradient in lesson.run.gradients.items() if alike else ():
             found = again.run.gradients[name].reshape(gradient.shape)
@@ -1018,7 +1006,7 @@ def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
 
 
 def _kept(lesson: Lesson) -> set[str]:
-    """Return what the forward pass leaves to the backward pass, iterations aside."""
+    """Return the names of saved tensors, without iterations."""
     program = played(lesson.trained, lesson.point)
     first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
     return {
@@ -1029,7 +1017,7 @@ def _kept(lesson: Lesson) -> set[str]:
 
 
 def _started_from(lesson: Lesson) -> set[str]:
-    """Return what runs that are computed again read of the forward pass."""
+    """Return the forward tensors that recomputed segments read."""
     assert lesson.checkpoint is not None
     found: set[str] = set()
     for graph in lesson.trained.bodies():
@@ -1046,7 +1034,7 @@ def _started_from(lesson: Lesson) -> set[str]:
 
 
 def _training_names(t: Tensor) -> Iterator[str]:
-    """Yield the name of a tensor's storage, and in bodies of loops of what the last iteration has made."""
+    """Yield a tensor's storage name, and for loop results those in the last iteration."""
     yield t.storage.name
     op = t.producer
     if op is not None and op.loop is not None:

@@ -1,4 +1,4 @@
-"""All ranks of a mesh at once: each runs its graph on NumPy, and they meet where a collective stands."""
+"""Run all ranks of a sharded graph in threads on NumPy; collectives exchange arrays between them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Rank = dict[str, int]
 
 
 def _dropped(at: At[Dropout]) -> None:
-    """Leave all elements: which ones are zeros is another question on each rank."""
+    """Keep all elements: each rank would draw another mask."""
     x = at.operands[0].array
     whole(lambda at: x / (1 - at.kind.p))(at)
     whole(lambda at: np.ones(x.shape), to=1)(at)
@@ -58,26 +58,26 @@ def _dropped(at: At[Dropout]) -> None:
 
 _PLAIN: dict[type[OpKind], Meaning] = {**MEANINGS, Dropout: _dropped}
 
-# -- what a rank has -------------------------------------------------------------------------------------------------
+# -- mesh --------------------------------------------------------------------------------------------------------------
 
 
 class _Mesh:
-    """Ranks by number, and what each has of a tensor."""
+    """Mesh ranks and their shards."""
 
     def __init__(self, sharding: Sharding, sizes: Sizes, degrees: Mapping[str, int]) -> None:
         self.sizes, self.degrees = sizes, degrees
         self.ranks = list(_ranks(sharding.mesh, degrees))
 
     def part(self, array: Array, at: Placement, rank: Rank) -> Array:
-        """Return what a rank has of an array."""
+        """Return a rank's shard of an array."""
         out = array
         for i, factors in enumerate(at.dims):
             out = np.take(out, self._positions(factors, array.shape[i], rank), axis=i)
-        # of a sum the first rank has all, the others zeros
+        # the first rank holds all of a partial sum, the others zeros
         return np.zeros_like(out) if any(rank[axis] for axis in at.pending) else out
 
     def assembled(self, parts: Sequence[Array], at: Placement, shape: tuple[int, ...]) -> Array:
-        """Put the parts of all ranks together; those that several ranks have must be the same, of sums their sums."""
+        """Assemble the global array from the shards: replicas must agree, partial sums are added."""
         if at.partial:
             parts = [np.sum([parts[i] for i in self._along(rank, at.pending)], axis=0) for rank in self.ranks]
         out = np.full(shape, np.nan)
@@ -92,11 +92,11 @@ class _Mesh:
         return out
 
     def _along(self, rank: Rank, axes: Collection[str]) -> list[int]:
-        """Return the ranks that differ from one along some axes alone."""
+        """Return the ranks that differ from one only along some axes."""
         return [i for i, r in enumerate(self.ranks) if all(r[a] == rank[a] for a in r if a not in axes)]
 
     def _positions(self, factors: Factors, size: int, rank: Rank) -> Array:
-        """Return the positions along an axis that a rank has."""
+        """Return the positions along an axis that a rank holds."""
         if not factors:
             return np.arange(size)
         shape = [self.degrees[f] if isinstance(f, str) else self.sizes(f) for f in factors]
@@ -108,17 +108,17 @@ class _Mesh:
 
 
 def _ranks(mesh: Mesh, degrees: Mapping[str, int]) -> Iterator[Rank]:
-    """Yield the place of every rank, the innermost axis the fastest."""
+    """Yield the mesh coordinates of every rank, the innermost axis fastest."""
     names = list(mesh)
     for place in product(*(range(degrees[n]) for n in names)):
         yield dict(zip(names, place, strict=True))
 
 
-# -- where ranks meet ------------------------------------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 class _Meeting:
-    """Where ranks put what they bring, and take what the others of their group brought."""
+    """Rendezvous at which the ranks of a group exchange arrays."""
 
     def __init__(self, ranks: Sequence[Rank], mesh: Mesh) -> None:
         self.ranks, self.mesh = ranks, mesh
@@ -126,17 +126,17 @@ class _Meeting:
         self.brought: dict[int, Array] = {}
 
     def group(self, me: int, axis: str) -> list[int]:
-        """Return the ranks that are on one line with a rank, in order."""
+        """Return the rank's group along an axis, in order."""
         mine = self.ranks[me]
         others = {*mine} - {*self.mesh.parts(axis)}
         return [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in others)]
 
     def place(self, me: int, axis: str) -> int:
-        """Return which of its group a rank is."""
+        """Return a rank's index in its group."""
         return self.group(me, axis).index(me)
 
     def exchange(self, me: int, axis: str, array: Array) -> list[Array]:
-        """Return what all of a group have brought."""
+        """Return the arrays of the whole group."""
         self.brought[me] = np.array(array)
         self.barrier.wait()
         found = [self.brought[i] for i in self.group(me, axis)]
@@ -145,7 +145,7 @@ class _Meeting:
 
 
 def _around(part: Value, dim: int, ranks: int, rank: int) -> Value:
-    """Return what a rank's part of a buffer is a part of."""
+    """Return a view of the whole buffer around a rank's shard."""
     whole, array = part.buffer.array.reshape(-1), part.array
     start = part.address((0,) * array.ndim) - rank * array.shape[dim] * array.strides[dim]
     shape = (*array.shape[:dim], array.shape[dim] * ranks, *array.shape[dim + 1 :])
@@ -154,13 +154,13 @@ def _around(part: Value, dim: int, ranks: int, rank: int) -> Value:
 
 
 def _own(array: Array, dim: int, ranks: int, rank: int) -> Array:
-    """Return a rank's part of an axis, a view."""
+    """Return a rank's shard along an axis, as a view."""
     size = array.shape[dim] // ranks
     return array[(slice(None),) * dim + (slice(rank * size, (rank + 1) * size),)]
 
 
 class _Rank:
-    """What op kinds do on one rank."""
+    """Reference semantics of the op kinds that communicate or depend on the rank."""
 
     def __init__(self, me: int, meeting: _Meeting) -> None:
         self.me, self.meeting = me, meeting
@@ -177,7 +177,7 @@ class _Rank:
 
     @staticmethod
     def in_part(split: Meaning, plain: Meaning) -> Meaning:
-        """Choose between what is done with some of the rows and with all."""
+        """Choose between the semantics for a sharded and for a replicated table."""
 
         def chosen(at: At[Any]) -> None:
             (split if at.kind.part else plain)(at)
@@ -190,7 +190,7 @@ class _Rank:
         (whole(self.exchanged) if at.kind.axis else _PLAIN[Collective])(at)
 
     def exchanged(self, at: At[Collective]) -> Array:
-        """Exchange arrays with the other ranks of the group, and return the result for this one."""
+        """Exchange arrays with the group and return this rank's result."""
         kind = at.kind
         found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
         assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
@@ -202,7 +202,7 @@ class _Rank:
         return together(at, found, self.meeting.place(self.me, kind.axis))
 
     def part(self, at: At[Part]) -> None:
-        """Take the rank's own part."""
+        """Take the rank's shard."""
         kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
         me = self.meeting.place(self.me, kind.axis)
         if blocks == 1:
@@ -211,26 +211,26 @@ class _Rank:
             whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, me))(at)
 
     def around(self, at: At[Around]) -> None:
-        """Show what the rank's own part is a part of."""
+        """View the whole buffer around the rank's shard."""
         kind = at.kind
         at.made[0] = _around(at.operands[0], kind.dim, at.of(kind.ranks), self.meeting.place(self.me, kind.axis))
 
     def own(self, at: At[Any], rows: int) -> tuple[Array, Array]:
-        """Return which of a rank's rows indices mean, and whether they do."""
+        """Translate global row indices to local ones, with a mask of the rows that the rank owns."""
         axis = at.kind.part
         ranks, me = len(self.meeting.group(self.me, axis)), self.meeting.place(self.me, axis)
         own = at.operands[1].array.astype(int) % (rows * ranks) - me * rows
         return own, (own >= 0) & (own < rows)
 
     def looked_up(self, at: At[Gather]) -> Array:
-        """Look up the rows that the rank has; zeros stand for those of others."""
+        """Look up the local rows, with zeros for other ranks' rows."""
         table, batch = at.operands[0].array, at.kind.batch
         own, inside = self.own(at, table.shape[batch])
         found = table[(*np.indices(own.shape)[:batch], np.where(inside, own, 0))]
         return np.where(inside.reshape(*inside.shape, *(1,) * (found.ndim - inside.ndim)), found, 0.0)
 
     def scattered(self, at: At[Scatter]) -> Array:
-        """Write the updates of rows that the rank has."""
+        """Write the updates to local rows."""
         kind, target, updates = at.kind, at.operands[0].array, at.operands[-1].array
         if kind.overwrites():
             at.made[0] = at.operands[0]
@@ -244,40 +244,40 @@ class _Rank:
         return out
 
     def appended(self, at: At[Append]) -> None:
-        """Write the new positions that the rank has: those behind its own part of the cache are of later ranks."""
+        """Append the new positions that fall into the rank's cache shard; later ranks hold the positions after it."""
         axis = at.kind.part
         later = len(self.meeting.group(self.me, axis)) - 1 - self.meeting.place(self.me, axis)
         appended(at, later * at.operands[0].array.shape[at.kind.axis])
 
 
-# -- all of them -----------------------------------------------------------------------------------------------------
+# -- whole graphs ------------------------------------------------------------------------------------------------------
 
 
 def run_ranks(
     graph: Graph, inputs: Mapping[str, Any], degrees: Mapping[str, int] | None = None, **dims: int
 ) -> list[tuple[Rank, Run]]:
-    """Run the graph of one rank on every rank of its mesh, all at once.
+    """Run a sharded graph on every rank of its mesh concurrently.
 
     Parameters
     ----------
     graph : Graph
-        What `costgraph.shard` made.
+        A graph from `costgraph.shard`.
     inputs : mapping of str to array
-        Values of sources by name, whole: each rank is given its part.
+        Global values of sources by name. Each rank gets its shard.
     degrees : mapping of str to int, optional
-        Ranks of axes of the mesh, where the graph has no size that says so.
+        Size of mesh axes that the graph does not determine.
     **dims : int
-        A size for every dimension that has no default, degrees of the mesh among them.
+        A size for every dimension without a default, mesh degrees included.
 
     Returns
     -------
     list of (dict, Run)
-        Of each rank its place on the mesh, and what was counted there.
+        The mesh coordinates of each rank, and its run.
 
     Raises
     ------
     GraphError
-        If the graph is on no mesh.
+        If the graph is not sharded.
 
     Examples
     --------
@@ -301,11 +301,11 @@ def run_ranks(
     def one(me: int) -> None:
         try:
             given = {n: np.asarray(a, dtype=float) for n, a in inputs.items()}
-            RANK.set(mesh.ranks[me])  # a thread has its own
+            RANK.set(mesh.ranks[me])  # context variables are per thread
             own = {n: mesh.part(a, places[n], mesh.ranks[me]) for n, a in given.items()}
             own |= {t.name: np.full(tuple(map(mesh.sizes, t.sizes)), np.nan) for t in made if t.name not in own}
             out[me] = run(graph, own, meanings=_Rank(me, meeting).meanings, **asked)
-        except BaseException as error:  # raised again where it is looked for
+        except BaseException as error:  # re-raised in the main thread
             out[me] = error
             meeting.barrier.abort()
 
@@ -334,28 +334,28 @@ def _mesh(graph: Graph, degrees: Mapping[str, int], dims: Mapping[str, int]) -> 
 def check_sharded(
     graph: Graph, sharded: Graph, degrees: Mapping[str, int] | None = None, *, seed: int = 0, **dims: int
 ) -> None:
-    """Hold the graph of one rank to the graph of all: run on every rank, it leaves the same numbers.
+    """Check that a sharded graph, run on all ranks, computes the same values as the original graph.
 
-    Outputs, gradients and whatever is written in place, parameters and optimizer states after a step, are put together
-    from the parts of all ranks. Dropout leaves all elements, as random places are others on each rank.
+    Outputs, gradients and tensors updated in place (parameters, optimizer states) are assembled from the shards of all
+    ranks. Dropout keeps all elements because the ranks draw different masks.
 
     Parameters
     ----------
     graph : Graph
-        The graph of all.
+        The graph before sharding.
     sharded : Graph
-        What `costgraph.shard` made of it.
+        The graph that `costgraph.shard` returned for it.
     degrees : mapping of str to int, optional
-        Ranks of axes of the mesh, where the graph has no size that says so.
+        Size of mesh axes that the graph does not determine.
     seed : int
-        Of the numbers that are put in.
+        Seed of the input values.
     **dims : int
-        A size for every dimension, degrees of the mesh among them.
+        A size for every dimension, mesh degrees included.
 
     Raises
     ------
     AssertionError
-        If a number differs by more than 1e-9 of itself.
+        If a value differs by more than 1e-9 relative.
 
     Examples
     --------
@@ -375,7 +375,7 @@ def check_sharded(
     expected = run(graph, values, meanings=_PLAIN, **asked)
     ranks = [counted for _, counted in run_ranks(sharded, values, degrees, **dims)]
     sharding = sharded.sharding
-    assert sharding is not None  # run_ranks has looked
+    assert sharding is not None  # checked by run_ranks
 
     def same(what: str, whole_: Array, at: Placement, part: Callable[[Run], Array]) -> None:
         if not whole_.size:  # stacked over no iterations
@@ -394,18 +394,18 @@ def check_sharded(
     assert all(len(names) == len(sources) for names in kept), "a rank has other sources"
     for name, array in sources.items():
         place = sharding.places[name.partition("[")[0]]
-        # of what has a storage for each iteration, this is one
+        # a stacked source has one buffer per iteration: drop the leading axes
         place = place.with_dims(place.dims[len(place.dims) - array.ndim :])
         same(f"{name!r}", array, place, lambda counted, name=name: by_run[id(counted)][name])  # type: ignore[misc]
 
 
 def _sources(run: Run) -> dict[str, Array]:
-    """Return what sources hold after a run, by their names, with the iteration."""
+    """Return all sources' values after a run, by name and iteration."""
     return {v.buffer.name: v.array for t, v in run.values if t.producer is None and t.role != "formal"}
 
 
 def _numbers(graph: Graph, sizes: Sizes, random: np.random.Generator) -> dict[str, Array]:
-    """Return numbers for all sources: small ones, indices of the first rows."""
+    """Return values for all sources: random numbers from 0.5 to 2 for floats, small indices for integers."""
     out = {}
     for t in (t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"):
         shape = tuple(sizes(n) for n in t.sizes)

@@ -1,4 +1,8 @@
-"""What choosing the largest, ordering rows by expert and products by expert do, and how to draw ops of them."""
+"""Reference semantics and sample strategies of op kinds outside the interpreter's core.
+
+Covers KV caches, gradient ops, top-k and expert routing, point-to-point transfers, gather and scatter, collectives,
+gradient accumulation and optimizer updates.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +48,7 @@ __all__ = [
 ]
 
 
-# -- cached ------------------------------------------------------------------------------------------------------------
-# What marks of caches and appending to one do, and how to draw ops of them.
+# -- KV cache ----------------------------------------------------------------------------------------------------------
 
 
 @meaning(Cache)
@@ -73,7 +76,7 @@ def _drawn_state(s: Sketch) -> Sequence[Tensor]:
 
 
 def appended(at: At[Append], behind: int = 0) -> None:
-    """Write the last positions of what is new into the last ones of the cache, behind which other ranks have some."""
+    """Write the new positions to the end of the cache, except the last `behind`, which later ranks hold."""
     at.made[0] = at.operands[0]
     axis = at.kind.axis
     held, new = at.operands[0].array.shape[axis], max(at.operands[1].array.shape[axis] - behind, 0)
@@ -97,8 +100,7 @@ def _drawn_append(s: Sketch) -> Sequence[Tensor]:
     return [append(held, new, axis)]
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-# What op kinds do that gradients are made of, and how to draw ops of them.
+# -- gradient ops ------------------------------------------------------------------------------------------------------
 
 
 @meaning(Fill)
@@ -135,7 +137,7 @@ def _pad(at: At[Pad]) -> None:
     for index in product(*map(range, at.result().array.shape)):
         place = (index[axis] - start) / step
         if not at.operands[0].holds((*index[:axis], 0, *index[axis + 1 :])):
-            continue  # zeros stand beside what there is
+            continue  # zeros outside the domain
         if place in range(x.shape[axis]):
             at.write(at.read(0, *index[:axis], int(place), *index[axis + 1 :]), *index)
         else:
@@ -164,7 +166,7 @@ def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     return apply(back, [s.fresh(made.shape, x.dtype.name), x, *places], "unpool")
 
 
-# -- grouped -----------------------------------------------------------------------------------------------------------
+# -- top-k and expert routing ------------------------------------------------------------------------------------------
 
 
 @meaning(TopK)
@@ -172,7 +174,7 @@ def _top_k(at: At[TopK]) -> None:
     *lead, last = at.operands[0].array.shape
     for index in product(*map(range, lead)):
         values = [at.read(0, *index, i) for i in range(last)]
-        # of equal ones the first comes first
+        # stable: the first of equal values wins
         found = sorted(range(last), key=values.__getitem__, reverse=not at.kind.smallest)
         at.tally.pointwise += last
         for j in range(at.of(at.kind.k)):
@@ -194,7 +196,7 @@ def _sort(at: At[Sort]) -> None:
 
 @meaning(Dispatch)
 def _dispatch(at: At[Dispatch]) -> None:
-    """Order choices by expert, each as it comes; a row that fills up the room of an expert is the first token."""
+    """Sort choices stably by expert; padding rows up to an expert's capacity point to the first token."""
     shape, experts, capacity = at.operands[0].array.shape, at.of(at.kind.experts), at.kind.capacity
     places = list(product(*map(range, shape)))
     chosen = {index: int(at.read(0, *index)) % experts for index in places}
@@ -224,7 +226,7 @@ def _dispatch(at: At[Dispatch]) -> None:
 
 
 def merged(at: At[Merge], rank: int = 0) -> None:
-    """Put the rows for the experts of a rank in order, by expert and then by where they come from."""
+    """Order the rows for a rank's experts by expert, then by sender."""
     ranks, count = at.of(at.kind.ranks), at.operands[0].array.shape[0] // at.of(at.kind.ranks)
     each = at.of(at.kind.rows) // ranks
     ends = [[int(at.read(0, sender * count + e)) - rank * each for e in range(count)] for sender in range(ranks)]
@@ -251,14 +253,14 @@ meaning(Merge)(merged)
 
 
 def _owners(at: At[OpKind], rows: int) -> list[int | None]:
-    """Return the expert of each row, None of a row beyond the last one's end."""
+    """Return the expert of each row, None for rows after the last expert's end."""
     ends = [int(at.read(2, e)) for e in range(at.operands[2].array.shape[0])]
     return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
 
 
 @meaning(Grouped)
 def _grouped(at: At[Grouped]) -> None:
-    """Multiply rows by matrices; where the rows that came are not those of the assumption, say so."""
+    """Multiply rows by their expert's matrix, and flag rows that differ from the routing assumption."""
     (rows, inner), (experts, _, outer) = at.operands[0].array.shape, at.operands[1].array.shape
     owners = _owners(at, rows)
     for row, owner in enumerate(owners):
@@ -282,12 +284,12 @@ def _grouped(at: At[Grouped]) -> None:
         read = _mean_touched(experts, chosen, Fraction(rows, chosen))
         sizes = [b.element * b.array.size for b in (at.operands[0].buffer, at.operands[2].buffer)]
         at.stated["reads"] = sum(sizes) + read * inner * outer * at.operands[1].buffer.element
-        at.repeats = True  # how many experts are read is a mean, whatever came
+        at.repeats = True  # the formula assumes the mean number of experts, not the actual one
     at.tally.pointwise += at.kind.unpacked * inner * outer * read
 
 
 def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:
-    """Count, among all sets that a token may choose, those without an expert: tokens choose independently."""
+    """Return the expected number of active experts if tokens choose independently and uniformly."""
     without = Fraction(comb(experts - 1, chosen), comb(experts, chosen))
     assert tokens.denominator == 1
     return experts * (1 - without ** int(tokens))
@@ -308,25 +310,25 @@ def _grouped_outer(at: At[GroupedOuter]) -> None:
                 at.write(made[owner, i, j] + term, owner, i, j)
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------
+# -- expert routing: samples -------------------------------------------------------------------------------------------
 
 
 @sample(TopK)
 def _drawn_top_k(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and t.sizes[-1].constant is not None, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = top_k(x, s.number(1, s.value(x.sizes[-1])))
-    return [values, take_along(x, ids)]  # of equal elements nothing says which comes first
+    return [values, take_along(x, ids)]  # the order of equal elements is undefined
 
 
 @sample(Sort)
 def _drawn_sort(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = sort(x, descending=s.chance(1))
-    return [values, take_along(x, ids)]  # of equal elements nothing says which comes first
+    return [values, take_along(x, ids)]  # the order of equal elements is undefined
 
 
 def _sent(s: Sketch, capacity: object = None) -> tuple[int, int, Tensor, Tensor]:
-    """Draw experts that tokens have chosen: 0, 1, 2, ... when the graph runs, so that they are balanced."""
+    """Draw expert choices 0, 1, 2, ..., which are balanced."""
     experts, chosen = s.number(1, 4), s.number(1, 2)
     tokens = s.one_of([1, 2, 3, *dims("A B")])
     ids = s.fresh((tokens, min(chosen, experts)), s.one_of(["int64", "int32"]), "input")
@@ -346,7 +348,7 @@ def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
 
 @sample(Merge)
 def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
-    """Let two ranks that choose alike send each other rows, each expert as many."""
+    """Exchange rows between two ranks with equal choices and balanced experts."""
     ranks, experts, chosen = 2, 2 * s.number(1, 2), s.number(1, 2)
     ids = expand(arange(experts), "token -> token choice", choice=chosen)
     sent = dispatch(contiguous_copy(ids), experts)
@@ -374,8 +376,8 @@ def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
     return [grouped_outer(a, b, ends)]
 
 
-# -- hops --------------------------------------------------------------------------------------------------------------
-# What stages of a pipeline hand to each other: one stage alone sends to nobody, and gets zeros.
+# -- point-to-point transfers ------------------------------------------------------------------------------------------
+# The interpreter runs a single stage: it sends to no one and receives zeros.
 
 
 @meaning(Send)
@@ -401,14 +403,13 @@ def _drawn_receive(s: Sketch) -> Sequence[Tensor]:
     return apply(Receive(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "receive")
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-# What op kinds do that look elements up, and those whose costs are stated.
+# -- gather, scatter and opaque ops ------------------------------------------------------------------------------------
 
 
 def _rows(at: At[Gather | Scatter]) -> dict[Point, Point]:
-    """Read every index once, for the row that it means; those beyond the table wrap around.
+    """Read every index once and return its table row, modulo the table size.
 
-    The same row twice is noted.
+    Repeated rows are recorded.
     """
     (table, *ids), batch = at.operands[: len(at.operands) - at.kind.after], at.kind.batch
     found = {}
@@ -460,12 +461,12 @@ def _scatter(at: At[Scatter]) -> None:
     assert updates.array.size or at.kind.mode == "set"
 
 
-# -- stated ------------------------------------------------------------------------------------------------------
+# -- declared costs ----------------------------------------------------------------------------------------------------
 
 
 @meaning(Foreign, Opaque)
 def _stated(at: At[Stated]) -> None:
-    """Take what is stated for true: nothing says what the op does."""
+    """Trust the declared costs: opaque ops have no semantics."""
     kind = at.kind
     full = kind.full if isinstance(kind, Foreign) else kind.matmul
     at.tally = tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
@@ -484,41 +485,40 @@ def _stated(at: At[Stated]) -> None:
 
 
 def _view(at: At[Stated], i: int) -> None:
-    """Make a result of the storage of an operand, which it may reach into beyond what the operand is of it."""
+    """Make a result that shares an operand's storage, possibly beyond the operand's own elements."""
     t = at.op.results[i]
     of = next(n for n, x in enumerate(at.op.operands) if x.storage is t.storage)
     x, source = at.op.operands[of], at.operands[of]
     if not isinstance(source, Value) or x.dtype.bits != t.dtype.bits:
-        return  # lists, and numbers that are seen as parts of them
+        return  # per-iteration lists, and views with another element size
     shape, strides = at.of(t.sizes), at.of(t.strides)
     whole = source.buffer.array
     first = source.address((0,) * source.array.ndim) // whole.itemsize + at.of(t.offset - x.offset)
     last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     assert 0 <= first <= last < whole.size, f"{at.op.name!r} reads beyond the storage of operand {of + 1}"
-    flat = as_strided(whole, (whole.size,), (whole.itemsize,))  # as it lies in memory
+    flat = as_strided(whole, (whole.size,), (whole.itemsize,))  # in memory order
     at.made[i] = Value(as_strided(flat[first:], shape, [s * whole.itemsize for s in strides]), source.buffer)
 
 
-# -- meetings ----------------------------------------------------------------------------------------------------------
-# Collectives, and the part of a rank: index point by index point where all bring the same, and by whole arrays.
+# -- collectives -------------------------------------------------------------------------------------------------------
 
-# -- index point by index point --------------------------------------------------------------------------------------
+# -- a single rank, as if all ranks contributed equal values -----------------------------------------------------------
 
 
 def _apart(i: int, length: int, ranks: int, blocks: int) -> int:
-    """Return where the first rank's position on a part of each block is on the whole axis."""
+    """Return the global position of the first rank's i-th position on a blockwise sharded axis."""
     part = length // blocks
     return (i // part) * part * ranks + i % part
 
 
 def _beside(i: int, length: int, ranks: int, blocks: int) -> int:
-    """Return which position of a rank's own axis stands at one where all ranks have put theirs."""
+    """Return the local position on a rank for position i of a blockwise gathered axis."""
     part = length // blocks
     return (i // (part * ranks)) * part + i % part
 
 
 def _from(at: At[Collective], index: Point, made: Point) -> Point:
-    """Return which element of the operand stands at a place of the result, for the first rank."""
+    """Return the operand element at an index point of the first rank's result."""
     kind, ranks, source = at.kind, at.of(at.kind.ranks), list(index)
     if not source:
         return index
@@ -539,7 +539,7 @@ def _from(at: At[Collective], index: Point, made: Point) -> Point:
 
 @meaning(Collective)
 def _collective(at: At[Collective]) -> None:
-    """Play the ranks, all of which bring the same: additions are spread evenly over them."""
+    """Run the collective with equal contributions from all ranks, and charge each its share of the additions."""
     kind, ranks = at.kind, at.of(at.kind.ranks)
     reducing, additions = kind.collective in REDUCING, 0
     totals = {}
@@ -556,7 +556,7 @@ def _collective(at: At[Collective]) -> None:
     made = at.result()
     for index in list(made.index()):
         source = _from(at, index, made.array.shape)
-        if source in totals:  # of a restricted one, what there is
+        if source in totals:  # elements outside the domain are absent
             at.write(totals[source], *index)
     at.tally.pointwise += Fraction(additions, ranks)
 
@@ -593,13 +593,13 @@ def _part(at: At[Part]) -> None:
             at.write(at.read(0, *source), *index)
 
 
-# -- by whole arrays -------------------------------------------------------------------------------------------------
+# -- all ranks ---------------------------------------------------------------------------------------------------------
 
 _TOGETHER: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
 
 def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
-    """Return a rank's part of each block of an axis."""
+    """Return a rank's shard of each block along an axis."""
     shape = array.shape
     size = shape[dim]
     split = array.reshape(*shape[:dim], blocks, ranks, size // blocks // ranks, *shape[dim + 1 :])
@@ -608,14 +608,14 @@ def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
 
 
 def joined(parts: Sequence[Array], dim: int, blocks: int) -> Array:
-    """Put the parts of all ranks together, block by block."""
+    """Concatenate the shards of all ranks block by block."""
     shape = parts[0].shape
     split = [p.reshape(*shape[:dim], blocks, 1, shape[dim] // blocks, *shape[dim + 1 :]) for p in parts]
     return np.concatenate(split, axis=dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
 def together(at: At[Collective], brought: Sequence[Array], rank: int) -> Array:
-    """Return what a rank gets of what all of its group have brought."""
+    """Return a rank's result of a collective, from the contributions of its group."""
     kind, ranks, blocks = at.kind, len(brought), at.of(at.kind.blocks)
     if kind.collective in REDUCING:
         total: Array = np.asarray(_TOGETHER[kind.operation](np.stack(brought), axis=0))
@@ -630,8 +630,7 @@ def together(at: At[Collective], brought: Sequence[Array], rank: int) -> Array:
     return joined(parts, kind.source, at.of(kind.source_blocks))
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
-# Sums that a loop adds to: what they do, and how to draw one. What is absent is added to by nobody.
+# -- accumulation in loops ---------------------------------------------------------------------------------------------
 
 
 @meaning(Accumulate)
@@ -656,7 +655,7 @@ def _empty(at: At[Empty]) -> None:
 
 @meaning(Stacked, Revised)
 def _stacked(at: At[Any]) -> None:
-    at.made[0] = at.operands[0]  # the slices lie in it
+    at.made[0] = at.operands[0]  # the slices are views of it
 
 
 @sample(Stacked)
@@ -678,7 +677,7 @@ def _drawn_part(s: Sketch) -> Sequence[Tensor]:
 
 @meaning(Absent)
 def _nothing_yet(at: At[Absent]) -> None:
-    """Do nothing: what a loop hands to `accumulate` before there is anything is no value."""
+    """Do nothing: an absent tensor has no value until `accumulate` gets its first term."""
 
 
 @sample(Absent)
@@ -687,8 +686,7 @@ def _nothing(s: Sketch) -> Sequence[Tensor]:
     return []
 
 
-# -- updates -----------------------------------------------------------------------------------------------------------
-# What optimizers do with the numbers at one index point, and with whole tensors in one kernel.
+# -- optimizer updates -------------------------------------------------------------------------------------------------
 
 
 @function("add_scaled")
@@ -721,11 +719,11 @@ def _non_finite(x: Number) -> Number:
     return x.once(float(not np.isfinite(x.value)))
 
 
-# -- whole tensors -----------------------------------------------------------------------------------------------
+# -- fused updates -----------------------------------------------------------------------------------------------------
 
 
 def _changeable(s: Sketch) -> Tensor:
-    """Draw a tensor that an op may write into."""
+    """Draw a tensor that ops may write in place."""
     x = s.tensor(lambda t: s.may_change(t) and t.touched == t.numel)
     return x if s.may_change(x) and x.touched == x.numel else fill(x.shape, 1.5)
 
@@ -752,7 +750,7 @@ def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
 
 @meaning(FusedUpdate)
 def _fused_update(at: At[FusedUpdate]) -> None:
-    """Take the update's steps at each index point; what passes from one to the next is in registers."""
+    """Run the update's steps per element, with intermediates in registers."""
     changed, steps, updated = at.kind.changed, at.kind.steps, at.kind.updated
     for i, place in enumerate(changed):
         at.made[i] = at.operands[place]
@@ -765,7 +763,7 @@ def _fused_update(at: At[FusedUpdate]) -> None:
             registers[target:] = [made, *registers[target + 1 :]]
         for i, place in enumerate(changed):
             at.write(registers[place], *index, to=i)
-    for i in range(updated, len(at.operands)):  # what every element reads once: the step counter
+    for i in range(updated, len(at.operands)):  # scalars read by every element, such as the step counter
         for index in at.operands[i].points():
             at.read(i, *index)
 

@@ -1,4 +1,4 @@
-"""One sample for each op kind: how to draw an op of it, with operands of all layouts that it takes."""
+"""Hypothesis strategies for sizes, patterns, meshes, op kinds and whole graphs."""
 
 from __future__ import annotations
 
@@ -90,17 +90,13 @@ __all__ = [
 ]
 
 
-# -- kinds -------------------------------------------------------------------------------------------------------------
-# Kinds as they are asked for: a class, or the name that it has in tables and files.
+# -- op kinds ----------------------------------------------------------------------------------------------------------
 
 Named = type[OpKind] | str
 
 
 def kind_of(place: str, kind: Named) -> type[OpKind]:
-    """Return a registered kind.
-
-    UnsupportedError if it is not registered.
-    """
+    """Return a registered op kind, given as class or name; raise UnsupportedError for others."""
     name = kind if isinstance(kind, str) else kind.name
     found = KINDS.get(name)
     if found is None or (found is not kind and not isinstance(kind, str)):
@@ -108,12 +104,11 @@ def kind_of(place: str, kind: Named) -> type[OpKind]:
     return found
 
 
-# -- sketch ------------------------------------------------------------------------------------------------------------
-# A graph that grows op by op while hypothesis draws: sizes, tensors to read, and where they may be read.
+# -- graph builder -----------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
-#: Most elements of a tensor, and most index points of an op, at the point that is drawn.
+#: Limits on tensor elements and on index points per op.
 LARGEST, MOST_POINTS = 72, 700
 PRIMES = (2, 3, 5)
 SYMBOLS = ("A", "B", "C", "D")
@@ -122,27 +117,27 @@ SMALL = ("fp8_e4m3", "mxfp8", "mxfp6", "nvfp4", "fp4_e2m1")
 
 
 class Case(NamedTuple):
-    """A graph, and a size for each of its dimensions."""
+    """A graph with a size for each dimension."""
 
     graph: Graph
-    """what was drawn"""
+    """the drawn graph"""
     point: dict[str, int]
-    """small primes, and numbers made of them"""
+    """small primes and their products"""
 
 
 class Sketch:
-    """What a sample draws from: sizes, and tensors that may be read.
+    """Builds a random graph op by op; samples draw sizes and operands from it.
 
     Parameters
     ----------
     draw : callable
-        hypothesis' own, of a composite strategy.
+        The `draw` function of a composite strategy.
     graph : Graph
-        It has to be open.
+        The open graph to add ops to.
     """
 
     trained = False
-    """whether what is drawn is differentiated"""
+    """whether the graph will be differentiated"""
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any], graph: Graph) -> None:
         self._draw = draw
@@ -150,46 +145,46 @@ class Sketch:
         self.pool: list[Tensor] = []
         self.point: dict[str, int] = {name: self.one_of(PRIMES) for name in SYMBOLS}
         self.related = self.chance(5)
-        if self.related:  # sizes that divide each other, as the width of a head does that of a model
+        if self.related:  # sizes that divide each other, like head width and model width
             graph.assume("C == A*B")
             self.point["C"] = self.point["A"] * self.point["B"]
         self.kinds: Sequence[type[OpKind]] = ()
-        """kinds of ops in bodies, all that have a sample where it is empty"""
+        """op kinds drawn in bodies, by default all with a sample"""
         self.functions: Sequence[str] = ()
-        """elementwise functions, all where it is empty"""
+        """elementwise functions to draw, by default all"""
         self.depth = 0
-        self.changes = True  # whether ops in place may be drawn
-        # whether of tensors that are restricted to a domain none are read, or one wherever it fits; None to read any
+        self.changes = True  # whether to draw ops in place
+        # False: draw no tensors with a domain, True: draw one wherever it fits, None: either
         self.restricted: bool | None = None
         self._made = 0
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def one_of(self, choices: Sequence[T]) -> T:
-        """Draw one of several."""
+        """Draw one item."""
         return self._draw(st.sampled_from(list(choices)))  # type: ignore[no-any-return]  # one of them
 
     def number(self, low: int, high: int) -> int:
-        """Draw a whole number."""
+        """Draw an integer."""
         return int(self._draw(st.integers(low, high)))
 
     def chance(self, of: int = 2) -> bool:
-        """Draw whether something that is rarer than 1 in `of` happens; hypothesis shrinks to no."""
+        """Draw True about once in `of + 1`; hypothesis shrinks to False."""
         return self.number(0, of) == of
 
     def some(self, items: Sequence[T], least: int = 0) -> list[T]:
-        """Draw some of several, in their order."""
+        """Draw a subsequence."""
         kept = [x for x in items if self.chance(1)]
         return kept if len(kept) >= least else list(items[:least])
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """Draw an order."""
+        """Draw a permutation."""
         return list(self._draw(st.permutations(list(items))))
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
     def value(self, size: Any) -> int:
-        """Return what a size is at the point."""
+        """Return the value of a size at the point."""
         found = value(poly(size).expr, self.point)
         assert isinstance(found, Fraction)
         assert found.denominator == 1, f"{size} is {found} at {self.point}"
@@ -204,7 +199,7 @@ class Sketch:
         return self.one_of([a, b, a, 2, 3, a + 1, a * b, 2 * a, sympy.Integer(1)])
 
     def shape(self, rank: int | None = None, most: int = LARGEST) -> tuple[Any, ...]:
-        """Draw a shape of at most so many elements."""
+        """Draw a shape with at most `most` elements."""
         out: list[Any] = []
         for _ in range(self.number(0, 3) if rank is None else rank):
             size = self.size()
@@ -214,7 +209,7 @@ class Sketch:
         return tuple(out)
 
     def elements(self, t: Tensor) -> int:
-        """Return how many elements a tensor has at the point."""
+        """Return a tensor's number of elements at the point."""
         return prod(map(self.value, t.sizes))
 
     # -- tensors -------------------------------------------------------------------------------------------------
@@ -230,7 +225,7 @@ class Sketch:
         return t  # type: ignore[no-any-return]  # one of three methods with one result
 
     def tensor(self, fits: Callable[[Tensor], bool] = lambda t: True, shape: Sequence[Any] | None = None) -> Tensor:
-        """Draw a floating tensor that may be read, or declare one of a shape that `fits` takes."""
+        """Draw a readable floating-point tensor that satisfies `fits`, or declare one."""
         if self.restricted:
             found = [t for t in (*self.pool, self.scores()) if t.domain is not None and fits(t)]
             if found:
@@ -241,11 +236,11 @@ class Sketch:
         return self.fresh(self.shape() if shape is None else shape)
 
     def others(self, fits: Callable[[Tensor], bool] = lambda t: True) -> list[Tensor]:
-        """Return all tensors that may be read and that `fits` takes."""
+        """Return all readable tensors that satisfy `fits`."""
         return [t for t in self.pool if (self.restricted is not False or t.domain is None) and fits(t)]
 
     def scores(self) -> Tensor:
-        """Make scores of a causal or a windowed attention: a tensor that is restricted to a domain."""
+        """Compute causal or windowed attention scores, which are restricted to a domain."""
         (window,) = (self.one_of([None, None, 2, dims("W")]),)
         self.point.setdefault("W", self.number(1, 4))
         causal = self.chance(1) or window is None
@@ -262,7 +257,7 @@ class Sketch:
         return made
 
     def drawn(self, sample: Callable[[Sketch], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Draw an op; where a restricted operand means nothing to it, which is an error, again with whole ones."""
+        """Draw an op, again with unrestricted operands if it rejects a domain."""
         before = self.restricted
         self.restricted = self.chance(2) or None
         try:
@@ -276,20 +271,20 @@ class Sketch:
             self.restricted = before
 
     def like(self, x: Tensor) -> Tensor:
-        """Return another tensor of the shape and the format of one, restricted as that is."""
+        """Return another tensor with the same shape, format and domain."""
         return self.fresh(x.shape, x.dtype.name) if x.domain is None else pointwise("neg", x)
 
     def axis(self, x: Tensor) -> int:
-        """Draw an axis, of a restricted tensor mostly none of its domain."""
+        """Draw an axis, usually outside the domain."""
         free = [i for i in range(x.ndim) if x.domain is None or i not in x.domain[1:]]
         return self.one_of(free if free and not self.chance(3) else range(x.ndim))
 
     def partner(self, x: Tensor) -> str:
-        """Draw a format that has a common one with that of another operand."""
+        """Draw a format that promotes with another operand's format."""
         return self.one_of([x.dtype.name, "fp32", "bf16"])
 
     def made(self, *tensors: Tensor) -> None:
-        """Let tensors be read from now on, and those that an op has just overwritten no more."""
+        """Make tensors readable, and overwritten ones unreadable."""
         for t in tensors:
             if t.producer is not None:
                 gone = overwritten_by(t.producer)
@@ -298,7 +293,7 @@ class Sketch:
 
     @contextmanager
     def inside(self, *tensors: Tensor, changes: bool = True) -> Iterator[None]:
-        """Draw the body of an op: what is made in it cannot be read outside."""
+        """Draw a body, whose tensors are not readable outside."""
         before, could = list(self.pool), self.changes
         self.pool += tensors
         self.depth += 1
@@ -311,47 +306,46 @@ class Sketch:
             self.pool = [t for t in before if t in self.pool]
 
     def may_change(self, t: Tensor) -> bool:
-        """Whether an op may write into a tensor: it is an activation of the graph that is being drawn."""
+        """Whether an op may write a tensor in place: it is an activation of the current graph."""
         here = current_graph(self.graph)
         return self.changes and place_now().graph is here and t.graph is here and t.storage.role == "activation"
 
 
 def together(a: DType, b: DType) -> bool:
-    """Whether two floating formats have a common one: of two small ones neither holds the other."""
+    """Whether two floating-point formats promote to a common one, which two small formats do not."""
     return a == b or (max(a.bits, b.bits) > 8 and a.kind == b.kind == find_dtype("fp32").kind)
 
 
-# -- strategies --------------------------------------------------------------------------------------------------------
-# Strategies for the small things: sizes, points, number formats and pattern texts.
+# -- sizes and patterns ------------------------------------------------------------------------------------------------
 
 _PRIMES = (2, 3, 5, 7)
 
 
 class DrawnPattern(NamedTuple):
-    """A pattern text, and a size for each of its axes."""
+    """A pattern with a size for each axis."""
 
     text: str
     """such as `b (h k), k d -> b d`"""
     extents: dict[str, int]
     """small primes, or 1"""
     shapes: tuple[tuple[int, ...], ...]
-    """shapes of the operands that it takes"""
+    """operand shapes"""
     result: tuple[int, ...]
-    """shape of the result"""
+    """result shape"""
 
 
 def sizes(names: Sequence[str] = ("A", "B", "C")) -> st.SearchStrategy[sympy.Expr]:
-    """Draw a size: a product of symbols and small numbers, sometimes a sum of two.
+    """Draw a size: a product of symbols and small integers, or a sum of two.
 
     Parameters
     ----------
     names : sequence of str
-        Symbols that it may be made of.
+        Symbols to use.
 
     Returns
     -------
     strategy of sympy.Expr
-        Positive whole numbers at every point.
+        Expressions that are positive integers at every point.
     """
     return _sizes(tuple(names))
 
@@ -365,7 +359,7 @@ def _sizes(draw: Callable[[Any], Any], names: Sequence[str]) -> sympy.Expr:
 
 
 def points(names: Sequence[str]) -> st.SearchStrategy[dict[str, int]]:
-    """Draw a point: a small prime for each name.
+    """Draw a small prime for each name.
 
     Parameters
     ----------
@@ -375,18 +369,18 @@ def points(names: Sequence[str]) -> st.SearchStrategy[dict[str, int]]:
     Returns
     -------
     strategy of dict
-        Name to prime.
+        Primes by name.
     """
     return st.fixed_dictionaries({n: st.sampled_from(_PRIMES) for n in names})
 
 
 def dtypes(kind: str | None = None) -> st.SearchStrategy[DType]:
-    """Draw a number format.
+    """Draw a data type.
 
     Parameters
     ----------
     kind : str, optional
-        float, int or bool; any by default.
+        "float", "int" or "bool"; any by default.
 
     Returns
     -------
@@ -397,17 +391,17 @@ def dtypes(kind: str | None = None) -> st.SearchStrategy[DType]:
 
 
 def patterns(operands: int = 1) -> st.SearchStrategy[DrawnPattern]:
-    """Draw a pattern: of one operand a rearrangement, of several a contraction.
+    """Draw a pattern: a rearrangement for one operand, a contraction for several.
 
     Parameters
     ----------
     operands : int
-        How many operands the pattern has.
+        Number of operands.
 
     Returns
     -------
     strategy of DrawnPattern
-        The text, and sizes and shapes that fit it.
+        A pattern text with matching sizes and shapes.
     """
     return _patterns(operands)
 
@@ -433,7 +427,7 @@ def _some(names: Sequence[str]) -> st.SearchStrategy[list[str]]:
 
 @st.composite
 def _grouped(draw: Callable[[Any], Any], names: Sequence[str]) -> list[list[str]]:
-    """Put neighbours in brackets, sometimes with empty brackets for an axis of size 1 between them."""
+    """Bracket some neighbouring axes, or insert empty brackets (an axis of size 1)."""
     out: list[list[str]] = []
     for n in names:
         if out and out[-1] and draw(st.booleans()):
@@ -443,39 +437,38 @@ def _grouped(draw: Callable[[Any], Any], names: Sequence[str]) -> list[list[str]
     return out
 
 
-# -- spreads -----------------------------------------------------------------------------------------------------------
-# Strategies for meshes, and for where the sources of a graph lie on them.
+# -- meshes and placements ---------------------------------------------------------------------------------------------
 
 
 class Spread(NamedTuple):
-    """A mesh, and placements on it."""
+    """A mesh, and placements of a graph's sources on it."""
 
     mesh: Mesh
-    """its degrees are symbols, or numbers"""
+    """degrees are symbols or numbers"""
     degrees: dict[str, int]
-    """ranks by axis"""
+    """degrees by axis"""
     sizes: dict[str, int]
-    """the same by symbol, where degrees are symbols"""
+    """values of symbolic degrees"""
     placements: dict[str, str]
-    """of sources"""
+    """placements by source"""
     gather: FullyShard
-    """along which axes parameters are put together where they are read, and how"""
+    """axes along which parameters are all-gathered, and how"""
 
 
 def spreads(graph: Graph, point: Mapping[str, int]) -> st.SearchStrategy[Spread]:
-    """Draw a mesh of two to six ranks, and for each source which of its axes are split.
+    """Draw a mesh with two to six ranks, and a placement for each source.
 
     Parameters
     ----------
     graph : Graph
-        Of whose sources.
+        The graph to shard.
     point : mapping of str to int
-        A size for every dimension: what the ranks do not divide there is not split.
+        A size for every dimension. Axes are only sharded if their size at this point is divisible.
 
     Returns
     -------
     strategy of Spread
-        What `costgraph.shard` takes.
+        Arguments for `costgraph.shard`.
     """
     return _spreads(graph, dict(point))
 
@@ -506,7 +499,6 @@ def _spreads(draw: Callable[[Any], Any], graph: Graph, point: dict[str, int]) ->
 
 
 # -- contractions ------------------------------------------------------------------------------------------------------
-# How contractions are drawn: products, windows, convolutions, what their gradients are, and scores of attention.
 
 
 def contraction(s: Sketch) -> Sequence[Tensor]:
@@ -515,12 +507,12 @@ def contraction(s: Sketch) -> Sequence[Tensor]:
 
 
 def names_of(count: int, first: str = "a") -> list[str]:
-    """Return names of axes."""
+    """Return axis names."""
     return [f"{first}{i}" for i in range(count)]
 
 
 def _product(s: Sketch) -> Sequence[Tensor]:
-    """Two or three operands that share some axes, in any order, merged and split."""
+    """Draw a contraction of two or three operands with shared, permuted, merged and split axes."""
     operands = [s.tensor(lambda t: s.elements(t) <= 30)]
     known: dict[str, Any] = {}
     patterns = [_named(s, operands[0], known)]
@@ -549,7 +541,7 @@ def _product(s: Sketch) -> Sequence[Tensor]:
 
 
 def _named(s: Sketch, t: Tensor, known: dict[str, Any], shared: Sequence[str] = ()) -> list[str]:
-    """Name the axes of an operand: as one of the same size is named already, or anew."""
+    """Name a tensor's axes, reusing names of equal size or adding new ones."""
     out: list[str] = []
     for size in t.sizes:
         same = [n for n, k in known.items() if poly(k) == size and (n not in out or s.chance(4))]
@@ -561,7 +553,7 @@ def _named(s: Sketch, t: Tensor, known: dict[str, Any], shared: Sequence[str] = 
 
 
 def merged(s: Sketch, names: Sequence[str]) -> list[str]:
-    """Merge two neighbours at times."""
+    """Sometimes merge two neighbouring axes."""
     if len(names) > 1 and s.chance(2):
         at = s.number(0, len(names) - 2)
         return [*names[:at], f"({names[at]} {names[at + 1]})", *names[at + 2 :]]
@@ -569,7 +561,7 @@ def merged(s: Sketch, names: Sequence[str]) -> list[str]:
 
 
 def _windows(s: Sketch) -> Sequence[Tensor]:
-    """A window that slides over one axis, by an index such as a*2+r*3-1."""
+    """Draw a sliding window along one axis, with an index such as a*2+r*3-1."""
     width, stride, dilation = s.number(1, 4), s.number(1, 3), s.number(1, 3)
     reach = (width - 1) * dilation
     padding = s.number(0, reach)
@@ -608,7 +600,7 @@ def _convolution(s: Sketch) -> Sequence[Tensor]:
 
 
 def _spread(s: Sketch) -> Sequence[Tensor]:
-    """What the gradient of a window or a diagonal is: an index or a name twice in the result."""
+    """Draw the gradient of a window or a diagonal: an affine index or a repeated name in the result."""
     x, w = s.fresh((s.size(), s.size()), "fp32"), s.fresh((s.number(1, 3),), s.one_of(["fp32", "bf16"]))
     extents = dict(zip("nor", (*x.sizes, *w.sizes), strict=True))
     stride, dilation, padding, left = s.number(1, 3), s.number(1, 2), s.number(0, 2), s.number(0, 2)
@@ -624,7 +616,7 @@ def _spread(s: Sketch) -> Sequence[Tensor]:
 
 
 def _restricted(s: Sketch) -> Sequence[Tensor]:
-    """Scores of a causal or a windowed attention, and what reads them."""
+    """Draw causal or windowed attention scores and their consumers."""
     scores = s.scores()
     out = [scores]
     if s.chance(1):
@@ -644,33 +636,32 @@ def _restricted(s: Sketch) -> Sequence[Tensor]:
 
 Sample = Callable[[Sketch], Sequence[Tensor]]
 
-#: How to draw an op of each kind.
+#: Sample of each op kind.
 SAMPLES: dict[type[OpKind], Sample] = {}
 
 
 def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
-    """Say how to draw an op of a kind, so that the laws can hold it on inputs that nobody chose.
+    """Define how to draw an op of a kind, for checks on random graphs.
 
     Parameters
     ----------
     kind : subclass of OpKind
-        Of which ops it is said.
+        The op kind.
 
     Returns
     -------
     callable
-        Decorator of a function that gets a `Sketch`, adds one op to the open graph and returns what others may read
-        of it.
+        Decorator of a function that takes a `Sketch`, adds one op to the open graph and returns its readable results.
 
     Raises
     ------
     GraphError
-        If the kind has a sample already.
+        If the kind already has a sample.
     """
     return adding(SAMPLES, "a sample", kind)
 
 
-# -- contractions ------------------------------------------------------------------------------------------------
+# -- contractions: samples ---------------------------------------------------------------------------------------------
 
 
 sample(Einsum)(contraction)
@@ -693,7 +684,7 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
     return apply(replace(maker.kind, indices=True), maker.operands, "max_pool")[:1]
 
 
-# -- element by element ------------------------------------------------------------------------------------------
+# -- elementwise -------------------------------------------------------------------------------------------------------
 
 _PLAIN = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
 
@@ -720,12 +711,12 @@ def _pointwise(s: Sketch) -> Sequence[Tensor]:
 
 
 def _beside(s: Sketch, x: Tensor) -> Tensor:
-    """Another operand: of the same shape, or of one that is broadcast to it."""
+    """Draw a second operand with the same shape or a broadcastable one."""
     found = s.others(lambda t: t.sizes == x.sizes and together(t.dtype, x.dtype))
     if found and s.chance(1):
         return s.one_of(found)
     if s.chance(6) and 3 * s.elements(x) <= LARGEST:
-        return s.fresh((s.number(1, 3), *x.shape), s.partner(x))  # it is x that is repeated
+        return s.fresh((s.number(1, 3), *x.shape), s.partner(x))  # broadcast x itself
     shape = [n if s.chance(2) else 1 for n in x.shape[s.number(0, x.ndim) :]]
     return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
 
@@ -747,7 +738,7 @@ def _reduce(s: Sketch) -> Sequence[Tensor]:
     return [reduce(x, f"{' '.join(names)} -> {' '.join(kept)}", operation)]
 
 
-# -- moving elements ---------------------------------------------------------------------------------------------
+# -- data movement -----------------------------------------------------------------------------------------------------
 
 
 @sample(Rearrange)
@@ -784,7 +775,7 @@ def _slice(s: Sketch) -> Sequence[Tensor]:
     long = s.value(x.sizes[axis])
     if s.chance(2):
         return [index(x, (slice(None),) * axis + (s.one_of([0, -1, slice(None, None, 2), None, slice(1)]),))]
-    if s.chance(1) and x.sizes[axis].constant is None and long > 2:  # a symbolic size of 1 is another layout
+    if s.chance(1) and x.sizes[axis].constant is None and long > 2:  # a symbolic size of 1 changes the layout
         return [slice_axis(x, axis, s.number(0, 1), x.sizes[axis] - 1)]
     start = s.number(0, long - 1)
     step = s.number(1, 2)
@@ -822,21 +813,21 @@ def _transfer(s: Sketch) -> Sequence[Tensor]:
 @sample(Empty)
 def _empty(s: Sketch) -> Sequence[Tensor]:
     apply(Empty(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "empty")
-    return []  # nobody reads what was never written
+    return []  # uninitialized: not readable
 
 
-# -- by index ----------------------------------------------------------------------------------------------------
+# -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
 def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
-    """Indices: 0, 1, 2, ... when the graph runs, different ones if there are no more than rows."""
+    """Draw indices 0, 1, 2, ..., distinct if there are enough rows."""
     fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= most]
     shape = (s.one_of(fitting),) if fitting and not s.chance(3) else s.one_of([(1,), (2, 2)])
     return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
 
 
 def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
-    """Draw a table, indices and how many leading axes they have in common."""
+    """Draw a table, indices, and their number of common leading axes."""
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
     batch = s.one_of([0, 0, x.ndim - 1, s.number(0, x.ndim - 1)])
     if not batch:
@@ -858,7 +849,7 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
     changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
     mode = s.one_of(["add", "set", *(["max"] if len(ids) == 1 else [])])
     if s.trained and ((mode == "set" and s.elements(ids[0]) > s.value(x.sizes[0])) or (mode == "max" and changes)):
-        mode = "add"  # of what is set twice, autograd has no gradient, and a maximum in place leaves none
+        mode = "add"  # autograd has no gradient for rows set twice, nor for a maximum in place
     return apply(Scatter(mode=mode, inplace=changes, batch=batch), [x, *ids, updates], "scatter")
 
 
@@ -892,7 +883,7 @@ def _foreign(s: Sketch) -> Sequence[Tensor]:
 
 
 def _dim(s: Sketch, ranks: Any, blocks: int, *others: Any) -> Tensor:
-    """Return a tensor of which an axis can be cut into parts of each block."""
+    """Return a tensor with an axis that can be sharded blockwise."""
     return s.fresh((*others, ranks * blocks * s.one_of([1, dims("B")]), *s.shape(1, 4)))
 
 
@@ -940,16 +931,15 @@ def _part(s: Sketch) -> Sequence[Tensor]:
     )
 
 
-# -- bodies ------------------------------------------------------------------------------------------------------------
-# Samples of ops with a body, and whole graphs.
+# -- bodies and whole graphs -------------------------------------------------------------------------------------------
 
-#: What a fused kernel holds: ops that move or compute elements.
+#: Op kinds in fused kernels.
 _FUSED = (Einsum, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Dropout, Pool)
 _DEEPEST = 2
 
 
 def _grow(s: Sketch, kinds: Sequence[type[OpKind]], least: int, most: int) -> list[Tensor]:
-    """Draw some ops and return what they made."""
+    """Draw some ops and return their results."""
     out: list[Tensor] = []
     for _ in range(s.number(least, most)):
         made = s.drawn(SAMPLES[s.one_of(kinds)])
@@ -964,7 +954,7 @@ def _kernel(s: Sketch) -> Sequence[Tensor]:
 
 
 def _layer(s: Sketch) -> Sequence[Tensor]:
-    """A layer that is one kernel."""
+    """Draw a layer that is one kernel."""
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     name = s.one_of(["softmax", "log_softmax", "layer_norm", "rms_norm", "linear"])
     if name == "linear" and x.dtype.bits >= 16:
@@ -977,7 +967,7 @@ def _layer(s: Sketch) -> Sequence[Tensor]:
 
 
 def _attention(s: Sketch) -> Sequence[Tensor]:
-    """Attention in one kernel, or an op each for its steps; queries may share keys, and see some of them."""
+    """Draw fused or eager attention, with grouped-query heads and masks."""
     groups, share = s.number(1, 2), s.number(1, 2)
     queries = s.one_of([2, 3, dims("A")])
     window = s.one_of([None, 2, dims("W")])
@@ -997,7 +987,7 @@ def _drawn_kernel(s: Sketch) -> Sequence[Tensor]:
         made: list[Tensor] = []
         while not made:
             made = [t for t in _grow(s, _FUSED, 1, 3) if t.graph is body and t.producer is not None]
-    # something outside has to read what it makes
+    # the kernel needs a consumer outside
     handed = [body.export(t) for t in s.some(made, 1)]
     return [t for t in handed if t.dtype.kind == "float"]
 
@@ -1009,7 +999,7 @@ def _count(s: Sketch) -> Any:
 
 
 def _usual() -> tuple[type[OpKind], ...]:
-    """Return all kinds that have a sample, but what traces alone make of a write: it is drawn where it is asked for."""
+    """Return all kinds with a sample, except `Revised`, which only traces produce."""
     return tuple(k for k in SAMPLES if k is not Revised)
 
 
@@ -1018,7 +1008,7 @@ def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
 
 
 def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
-    """Turn what a body made into something of the shape and format of a carry."""
+    """Derive a tensor with a carry's shape and format from a body's results."""
     fits = [t for t in made if t.sizes == x.sizes and t.dtype == x.dtype and t.domain is None]
     if fits and s.chance(1):
         return s.one_of(fits)
@@ -1045,10 +1035,10 @@ def _repeat(s: Sketch) -> Sequence[Tensor]:
 
     def inner(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         with s.inside(*tensors):
-            # a part of a tensor that shares scales is charged otherwise: a known deviation
+            # views of tensors with block scales are costed differently, see docs/deviations.md
             s.pool = [t for t in s.pool if t.dtype.block is None]
             made = _grow(s, _kinds(s), 0, 3)
-            # slices of block formats have scales of their own: a known deviation; none is restricted to a domain
+            # slices of block formats have scales of their own; outputs are never restricted to a domain
             here = [t for t in made if t.graph is current_graph() and t.dtype.block is None and t.domain is None]
             after = [_like(s, x, made) for x in tensors[: len(carries)]]
         if len(after) == 2 and after[0].sizes == after[1].sizes and after[0].dtype == after[1].dtype and s.chance(1):
@@ -1072,7 +1062,7 @@ def _tuple(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _finish(s: Sketch) -> Case:
-    """Declare outputs: what nobody reads, and some of what others read as well."""
+    """Declare outputs: all unread tensors, and some that have consumers."""
     graph = s.graph
     here = [t for t in s.pool if t.producer is not None]
     unread = [t for t in here if t in graph and not graph.out_degree(t)]
@@ -1099,7 +1089,7 @@ def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type
 
 
 def ops(kind: Named) -> st.SearchStrategy[Case]:
-    """Draw graphs around an op of one kind: operands of all layouts before it, sometimes a reader behind it.
+    """Draw graphs around an op of one kind, with views before it and sometimes a consumer after it.
 
     Parameters
     ----------
@@ -1115,14 +1105,14 @@ def ops(kind: Named) -> st.SearchStrategy[Case]:
 
 
 def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case]:
-    """Draw whole graphs: views, several consumers, ops in place, kernels, nested loops, domains, lookups.
+    """Draw whole graphs: views, fan-out, ops in place, kernels, nested loops, domains, lookups.
 
     Parameters
     ----------
     most : int
-        Most ops at the outermost level.
+        Maximum number of ops at the top level.
     kinds : sequence of subclasses of OpKind or str
-        Kinds of ops or their names, all that have a sample by default, but `revised`.
+        Op kinds or names, by default all with a sample except `revised`.
 
     Returns
     -------
@@ -1133,14 +1123,13 @@ def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
-# Graphs with a loss: parameters, inputs that want a gradient, and ops that have one, drawn to be trained.
 
-#: Kinds of ops that a gradient goes through.
+#: Differentiable op kinds.
 _KINDS: tuple[type[OpKind], ...] = (
     Einsum, Einsum, Pointwise, Pointwise, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Scatter, Dropout,
     Pool, Pad, Assign, Kernel, Repeat, Repeat, Transfer,
 )  # fmt: skip
-#: Elementwise functions of numbers of either sign, with a gradient at almost all of them.
+#: Elementwise functions defined for both signs and differentiable almost everywhere.
 _FUNCTIONS = (
     "add", "sub", "mul", "div", "fma", "lerp", "neg", "abs", "square", "exp", "sin", "cos", "tanh", "erf", "maximum",
     "minimum", "relu", "leaky_relu", "relu2", "sigmoid", "silu", "gelu", "gelu_tanh", "softplus", "elu", "softcap",
@@ -1150,7 +1139,7 @@ _LEAST_BITS = 16
 
 
 class _Trained(Sketch):
-    """Draws floating sources that want a gradient more often than not."""
+    """Sketch whose floating-point sources mostly require gradients."""
 
     trained = True
 
@@ -1167,7 +1156,7 @@ class _Trained(Sketch):
 
 
 def _scalar(s: Sketch, t: Tensor) -> Tensor:
-    """Make one number of a tensor."""
+    """Reduce a tensor to a scalar."""
     wide = t if t.dtype.bits > _LEAST_BITS else cast(t, "fp32")
     if t.ndim == 2 and t.domain is None and s.value(t.sizes[0]) <= s.value(t.sizes[1]) and s.chance(3):
         return cross_entropy(wide, s.fresh(t.shape[:1], "int64", "input"))
@@ -1176,13 +1165,13 @@ def _scalar(s: Sketch, t: Tensor) -> Tensor:
 
 
 def _is_last(t: Tensor) -> bool:
-    """Whether a loop ends with a tensor: a state that nobody need read."""
+    """Whether a tensor is the final carry of a loop, which needs no consumer."""
     op = t.producer
     return op is not None and op.loop is not None and t in op.loop.lasts
 
 
 def _loss(s: Sketch) -> Tensor:
-    """Add up what nobody reads, and some of what others read as well."""
+    """Sum all unread tensors, and some that have consumers, to a scalar."""
     here = [t for t in s.pool if t in s.graph and t.dtype.kind == "float" and t.dtype.bits >= _LEAST_BITS]
     made = [t for t in here if t.producer is not None]
     unread = [t for t in made if not s.graph.out_degree(t) and not (_is_last(t) and s.chance(1))]
@@ -1210,23 +1199,23 @@ def _losses_drawn(
 
 
 def losses(most: int = 5, kinds: Sequence[Named] = (), *, around: Named | None = None) -> st.SearchStrategy[Case]:
-    """Draw graphs with one scalar output, whose parameters and some of whose inputs want gradients.
+    """Draw graphs with one scalar output, in which parameters and some inputs require gradients.
 
     Parameters
     ----------
     most : int
-        Most ops at the outermost level, what makes the loss of them aside.
+        Maximum number of ops at the top level, without the loss.
     kinds : sequence of subclasses of OpKind or str
-        Kinds of ops or their names; by default those that a gradient goes through: contractions, elementwise functions,
-        reductions, views, lookups, windows, kernels and loops, in place where it is drawn so.
+        Op kinds or names, by default the differentiable ones: contractions, elementwise functions, reductions, views,
+        lookups, windows, kernels and loops, also in place.
     around : subclass of OpKind or str, optional
-        A kind of which there is one op at least.
+        An op kind that occurs at least once.
 
     Returns
     -------
     strategy of Case
-        (graph, point): every dimension of the graph has a size in `point`. `costgraph.backward` may still refuse it,
-        such as where an op in place overwrites what a gradient reads.
+        (graph, point): every dimension of the graph has a size in `point`. `costgraph.backward` may still raise, for
+        example if an op in place overwrites a residual.
     """
     must = None if around is None else kind_of("losses", around)
     return _losses_drawn(most, [kind_of("losses", k) for k in kinds] or _KINDS, must)

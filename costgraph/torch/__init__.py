@@ -1,4 +1,4 @@
-"""Run, trace and measure with torch: `import costgraph` alone never imports it."""
+"""Integration with torch: trace, lower, measure and validate. `import costgraph` alone does not import torch."""
 
 from ..errors import UnsupportedError
 

@@ -1,4 +1,4 @@
-"""What a calibration found, and the specification that is made of it."""
+"""Measure the attained rates of a device, and write them as a hardware specification."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ __all__ = [
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------
-# How large the last-level cache of a device is: beyond it, memory is what is measured.
+# Memory bandwidth must be measured beyond the last-level cache.
 
 _CPUS = Path("/sys/devices/system/cpu")
 _ASSUMED = 64 * 2**20
-"""Bytes where the system does not say: more than most machines have for each processor."""
+"""bytes, if the system does not report a size: more than most machines have per processor"""
 
 _MOST = 2**32  # a container may have far less memory than its machine
 
 
 def last_level_cache(device: torch.device, cpus: Path = _CPUS) -> int | None:
-    """Return the bytes of the last-level cache of a device, all its parts together; None where nothing says.
+    """Return the total bytes of a device's last-level caches, or None if unknown.
 
-    `cpus` is the folder in which Linux describes processors.
+    `cpus` is Linux' sysfs folder of processors.
     """
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or None
@@ -90,10 +90,10 @@ def _text(path: Path) -> str:
 
 
 def working_sets(cache: int | None, memory: int, quick: bool) -> tuple[list[int], list[int]]:
-    """Return the bytes of the working sets that are measured: within the last-level cache, and beyond it.
+    """Return the working sets to measure in bytes: within the last-level cache, and beyond it.
 
-    Beyond it are twice its size and more, up to 4 GiB and an eighth of the memory: at twice its size the cache still
-    holds some of the set, so that a bandwidth which is the fastest of these errs upwards.
+    Larger sets have at least twice its size, up to 4 GiB and an eighth of the memory. At twice the size some hits
+    remain, so the fastest bandwidth is biased upwards.
 
     Examples
     --------
@@ -108,8 +108,8 @@ def working_sets(cache: int | None, memory: int, quick: bool) -> tuple[list[int]
     return within, [min(n, memory // 8) // 2**12 * 2**12 for n in beyond]
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
-# Which specification of the library is that of a device, by the name that its driver prints.
+# -- built-in devices --------------------------------------------------------------------------------------------------
+# Specifications by driver name.
 
 BUILT_IN = {
     "NVIDIA A10": "a10",
@@ -135,41 +135,39 @@ BUILT_IN = {
     "AMD Instinct MI300X": "mi300x",
     "AMD Instinct MI325X": "mi325x",
 }
-"""A device whose name says less than a data sheet needs, such as half of an MI250X, is not here."""
+"""excludes devices whose name is ambiguous, such as half of an MI250X"""
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------
-# What is run to see how fast a device is: streams through memory, products, elementwise work and empty launches.
 
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats whose matrix rate is measured everywhere; tf32 is a way of CUDA devices to multiply fp32."""
+"""formats measured on every device; tf32 is a mode of fp32 matmuls on CUDA"""
 
 _LAUNCHES = 1000
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A call that shows a rate."""
+    """A call that reveals a rate."""
 
     key: tuple[str, str, str]
-    """what the rate is of (`bandwidth`, `matmul`, `pointwise`, `transcendental` or `launch`), which one of these, and
-    the size"""
+    """(`bandwidth`, `matmul`, `pointwise`, `transcendental` or `launch`; format or stream; size)"""
     how: str
-    """what runs, for people"""
+    """description"""
     amount: int
-    """bytes, FLOPs or launches of one call"""
+    """bytes, FLOPs or launches per call"""
     call: Callable[[], Any]
-    """what is timed"""
+    """the timed call"""
     family: str
-    """what is the same but for the size"""
+    """probes that differ only in size"""
 
 
 def streams(pool: torch.Tensor, sizes: list[int]) -> Iterator[Probe]:
-    """Yield streams through working sets, of sizes in bytes, that are the first bytes of a pool.
+    """Yield memory streams over working sets (in bytes) at the start of a pool.
 
-    Bytes are those that the cost model counts, each operand read once and each result written once. What a processor
-    moves besides (a line that is read before it is overwritten) is part of how fast it appears. The pool is fp32, of
-    rank one, as large as the largest set; written to before, as memory that never was is no memory.
+    Bytes are counted as in the cost model: each operand is read once, each result written once. Extra traffic, such as
+    write-allocate, lowers the apparent bandwidth. The pool is a 1-D fp32 tensor with the size of the largest set. It
+    must have been written, because untouched pages are not backed by memory.
     """
     for size in sizes:
         x = pool[: size // 4]
@@ -182,7 +180,7 @@ def streams(pool: torch.Tensor, sizes: list[int]) -> Iterator[Probe]:
             _stream("write", "fill", 4 * n, size, partial(x.fill_, 0.5)),
             _stream("copy", "copy", 8 * h, size, partial(x[:h].copy_, x[h : 2 * h])),
             _stream("triad", "a = b + 2 c", 12 * t, size, partial(torch.add, b, c, alpha=2, out=a)),
-            # written where it was read: a processor that fetches a line before it writes to it has it by then
+            # in place, so that write-allocate needs no extra traffic
             _stream("update", "a = 1 a in place", 8 * n, size, partial(x.mul_, 1.0)),
         )
 
@@ -192,9 +190,9 @@ def _stream(what: str, how: str, moved: int, size: int, call: Callable[[], Any])
 
 
 def products(device: torch.device, sizes: list[int]) -> Iterator[Probe]:
-    """Yield square matrix products by format, smaller ones first, both ways a weight may lie, and a convolution.
+    """Yield square matmuls by format (smaller first, with both weight layouts), and a convolution.
 
-    Entries are random: a device that saves power on zeros multiplies them faster than data.
+    Entries are random, because some devices save power on zeros and run faster.
     """
     formats = [*FORMATS, "tf32"] if device.type == "cuda" else [*FORMATS]
     for name in formats:
@@ -205,13 +203,13 @@ def products(device: torch.device, sizes: list[int]) -> Iterator[Probe]:
             for way, right in (("a @ b", b), ("a @ b.T", b.T)):
                 call = partial(_product, precision, a, right)
                 yield Probe(("matmul", name, str(n)), f"{way} of {n} x {n}", 2 * n**3, call, f"{name} {way}")
-        # cuDNN takes tf32 for fp32 convolutions unless told not to, and fp64 ones are nobody's
+        # skip fp32 on CUDA, where cuDNN uses tf32 by default, and fp64, which is unused
         if name in ("bf16", "fp16") or (name == "fp32" and device.type == "cpu"):
             yield _convolution(device, name, dtype)
 
 
 def _convolution(device: torch.device, name: str, dtype: torch.dtype) -> Probe:
-    # of another library than products, and faster than those on some processors
+    # convolutions use another library than matmuls, which is faster on some processors
     b, c, edge = (2, 256, 28) if device.type == "cpu" else (64, 256, 56)
     image = torch.randn(b, c, edge, edge, device=device).to(dtype)
     window = torch.randn(c, c, 3, 3, device=device).to(dtype)
@@ -230,9 +228,9 @@ def _product(precision: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def elementwise(device: torch.device, sizes: list[int]) -> Iterator[Probe]:
-    """Yield elementwise work in fp32 on sets of some bytes that stay in a cache: arithmetic, and transcendentals.
+    """Yield cache-resident elementwise work in fp32: arithmetic and transcendentals. `sizes` are in bytes.
 
-    FLOPs as the cost model counts them: one for each sum and product, one for each transcendental.
+    FLOPs are counted as in the cost model: one per addition, multiplication or transcendental.
     """
     for size in sizes:
         n = size // 16
@@ -248,7 +246,7 @@ def _elementwise(kind: str, name: str, n: int, each: int, call: Callable[[], Any
 
 
 def launches(device: torch.device) -> Iterator[Probe]:
-    """Yield ops that do next to nothing, one after the other."""
+    """Yield sequences of trivial ops."""
     x = torch.zeros(1, device=device)
 
     def run() -> None:
@@ -260,11 +258,11 @@ def launches(device: torch.device) -> Iterator[Probe]:
     )
 
 
-# -- spec --------------------------------------------------------------------------------------------------------------
-# A specification as the text of a TOML file, in the layout that `costgraph.hardware.specs` reads.
+# -- specification -----------------------------------------------------------------------------------------------------
+# Writes the TOML layout that `costgraph.hardware.specs` reads.
 
 Table = dict[str, str]
-"""Entries of a table by key, as they stand in the file."""
+"""TOML text by key"""
 
 _SCALED = {
     "FLOP/s": ("TFLOP/s", "GFLOP/s", "MFLOP/s"),
@@ -273,11 +271,11 @@ _SCALED = {
     "s": ("s", "ms", "us", "ns"),
 }
 _DIGITS = 5
-_ALL = 500  # of any number that a file may have: their denominators have only twos and fives in them
+_ALL = 500  # enough for any number in a specification: denominators have only factors 2 and 5
 
 
 def _spec_text(value: str) -> str:
-    # a string of JSON is one of TOML too, once DEL is written out
+    # JSON strings are valid TOML once DEL is escaped
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -286,10 +284,10 @@ def _key(name: str) -> str:
 
 
 def entry(value: float, unit: str, source: str, note: str = "") -> str:
-    """Return a measured number above zero, in a base unit, as it stands in a file, in a unit that people read.
+    """Format a positive measured number, given in a base unit, as a TOML entry with a readable unit.
 
-    A rate is rounded up to five digits and a time down, so that no bound made of it is above what was measured. `note`
-    is what a reader has to know.
+    Rates are rounded up to five digits and times down, so that lower bounds stay below the measurement. `note` is for
+    readers.
 
     Examples
     --------
@@ -301,7 +299,7 @@ def entry(value: float, unit: str, source: str, note: str = "") -> str:
     exact = Fraction(value)
     scaled = next((u for u in _SCALED[unit] if exact >= UNITS[u][0]), _SCALED[unit][-1])
     number = exact / UNITS[scaled][0]
-    # bytes are counted, not measured
+    # bytes are exact
     precision = _ALL if unit == "B" else _DIGITS
     rounding = ROUND_FLOOR if unit == "s" else ROUND_CEILING
     return _entry(_decimal(number, Context(prec=precision, rounding=rounding)), scaled, [source], note)
@@ -319,7 +317,7 @@ def _entry(digits: str, unit: str, sources: list[str], note: str) -> str:
 
 
 def taken_over(quantity: Quantity) -> str:
-    """Return a number of another specification as it stands in a file, exact and with its sources."""
+    """Format a number from another specification as a TOML entry, exactly and with its sources."""
     digits = _decimal(Fraction(quantity.value), Context(prec=_ALL))
     return _entry(digits, quantity.unit, quantity.source.split(", "), quantity.note)
 
@@ -331,9 +329,9 @@ def specification(
     tables: Mapping[str, Table],
     like: Hardware | None = None,
 ) -> str:
-    """Return the text of a specification with references by key and entries by table; an empty table is left out.
+    """Return a specification as TOML, with sources by key and entries by table. Empty tables are omitted.
 
-    Numbers, types and notes of `like` are taken over where `tables` has no such entry.
+    Numbers, types and notes missing from `tables` are copied from `like`.
     """
     known = {} if like is None else {t: {k: taken_over(q) for k, q in rows.items()} for t, rows in like.tables.items()}
     types = {} if like is None else like.types
@@ -353,10 +351,10 @@ def specification(
     return "\n".join(lines) + "\n"
 
 
-# -- record ------------------------------------------------------------------------------------------------------------
+# -- result ------------------------------------------------------------------------------------------------------------
 
 SOURCE = "CALIBRATED"
-"""Key of the source that the entries of a specification name."""
+"""key of the calibration in the sources of entries"""
 
 _VECTOR = "the fastest of products and elementwise work in this format: the same units do both"
 
@@ -365,19 +363,19 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast something ran at its fastest."""
+    """The fastest observed rate."""
 
     value: float
     """B/s, FLOP/s or launches a second"""
     how: str
-    """what ran"""
+    """description of the probe"""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fastest rates that were seen on a device.
+    """Fastest observed rates of a device.
 
-    `print` shows them, `save` writes them as a specification, `hardware` is that specification.
+    Print it, `save` it as a specification, or pass `.hardware` to analyses.
 
     Examples
     --------
@@ -391,21 +389,21 @@ class Calibration:
     environment: Mapping[str, str | int | bool]
     """device, versions, threads, date and command"""
     rates: Mapping[Key, Rate]
-    """by what it is a rate of, which one, and the size: `("bandwidth", "read", "1048576")` in B/s"""
+    """rates by kind, format or stream, and size: `("bandwidth", "read", "1048576")` in B/s"""
     cache: int | None
-    """bytes of the last-level cache; None where the system does not say"""
+    """bytes of last-level cache; None if unknown"""
     like: Hardware | None
-    """specification that the vendor's figures are taken from"""
+    """specification with the vendor's figures"""
 
     def best(self, kind: str, which: str | None = None) -> Rate | None:
-        """Return the fastest rate of a kind, or of one of its formats or streams; bandwidth beyond the cache.
+        """Return the fastest rate of a kind, optionally of one format or stream; bandwidth only beyond the cache.
 
         Parameters
         ----------
         kind : str
-            bandwidth, matmul, pointwise, transcendental or launch.
+            "bandwidth", "matmul", "pointwise", "transcendental" or "launch".
         which : str, optional
-            Such as read, bf16 or tanh.
+            Format, stream or function, such as "read", "bf16" or "tanh".
         """
         beyond = min(2 * self.cache, self._largest) if self.cache else self._largest
         found = [
@@ -420,12 +418,12 @@ class Calibration:
         return max((int(size) for of, _, size in self.rates if of == "bandwidth"), default=0)
 
     def faster(self, other: Calibration) -> Calibration:
-        """Return the faster of both for every rate: a machine that was busy once was slower than it is.
+        """Return the faster of both for every rate, because a busy machine is slower.
 
         Raises
         ------
         UnsupportedError
-            If the two are of different devices, numbers of threads or versions of torch.
+            If the devices, thread counts or torch versions differ.
         """
         for name in ("name", "threads", "torch"):
             here, there = self.environment[name], other.environment[name]
@@ -439,7 +437,7 @@ class Calibration:
         return replace(self, rates=rates)
 
     def text(self) -> str:
-        """Return the specification as the text of a TOML file."""
+        """Return the specification as TOML."""
         of = self.environment
         source = (
             f"costgraph calibrate on {of['name']}, {counted(of['threads'])}, torch {of['torch']}, "
@@ -451,17 +449,17 @@ class Calibration:
         return specification(name, vendor, {SOURCE: source}, tables, self.like)
 
     def save(self, path: str | os.PathLike[str]) -> Hardware:
-        """Write the specification, and return it as it is read from there.
+        """Write the specification and return it as read back.
 
         Parameters
         ----------
         path : str or path-like
-            Where to, with `.toml` at its end; an existing file is replaced.
+            Path with extension `.toml`. Existing files are replaced.
 
         Raises
         ------
         FormatError
-            If the file cannot be written, or has another ending.
+            If the file cannot be written or has another extension.
         """
         target = target_of(path, ".toml")
         write_file(target, self.text())
@@ -469,7 +467,7 @@ class Calibration:
 
     @property
     def hardware(self) -> Hardware:
-        """The specification, as `cg.roofline` takes it; its id is `calibrated`."""
+        """The specification for `cg.roofline`, with id `calibrated`."""
         with tempfile.TemporaryDirectory() as folder:
             return self.save(Path(folder) / "calibrated.toml")
 
@@ -492,11 +490,11 @@ def _vendor(name: str) -> str:
     return next((v for v in known if v.lower() in name.lower()), "unknown")
 
 
-# -- as tables of a specification ------------------------------------------------------------------------------
+# -- result: specification tables --------------------------------------------------------------------------------------
 
 
 def _tables(calibration: Calibration) -> dict[str, Table]:
-    """Return the entries of a calibration by table and key."""
+    """Return the entries by table and key."""
     attained = _attained(calibration)
     bytes_ = int(calibration.environment["memory_bytes"])
     tables: dict[str, Table] = {"peak": {}, "vector": {}, "memory": {"measured": entry(bytes_, "B", SOURCE)}}
@@ -517,7 +515,7 @@ def _attained(calibration: Calibration) -> Table:
         if best is not None:
             out[dtype] = entry(best.value, "FLOP/s", SOURCE, best.how)
     for dtype in ("fp64", "fp32"):
-        # elementwise work is measured in fp32 alone
+        # elementwise work is only measured in fp32
         kinds = ("matmul", "pointwise") if dtype == "fp32" else ("matmul",)
         found = [calibration.best(kind, dtype if kind == "matmul" else None) for kind in kinds]
         fastest = max((r for r in found if r is not None), key=lambda r: r.value, default=None)
@@ -561,12 +559,11 @@ def _size(n: int) -> str:
     return f"{n}B"
 
 
-# -- calibration -------------------------------------------------------------------------------------------------------
-# Measuring the fastest rates that torch attains on a device.
+# -- measurement -------------------------------------------------------------------------------------------------------
 
-_ELEMENTWISE = [2**15, 2**18]  # bytes: in the first and in the second cache of a processor
+_ELEMENTWISE = [2**15, 2**18]  # bytes: fits the L1 and L2 cache of a processor
 _ROUNDS = 3
-_LONGEST = 0.4  # s: no product that takes longer than this is started
+_LONGEST = 0.4  # s: skip matmuls that take longer
 
 
 def calibrate(
@@ -577,41 +574,41 @@ def calibrate(
     progress: bool | None = None,
     command: str | None = None,
 ) -> Calibration:
-    """Measure what a device attains: bandwidth, matrix rates by format, elementwise work and launches.
+    """Measure the attained rates of a device: bandwidth, matmuls by format, elementwise work and launches.
 
-    Everything is run in several rounds and the fastest run counts, as others may be busy on the machine.
+    Takes the fastest of several rounds, because other processes may use the machine.
 
     Parameters
     ----------
     device : str or torch.device
-        cpu or cuda. A processor is measured with the threads that torch has now.
+        "cpu" or "cuda". A CPU is measured with torch's current number of threads.
     quick : bool
-        Fewer sizes and shorter rounds: some 15 s on two cores, where all of it takes a minute or two.
+        Fewer sizes and shorter rounds: about 15 s on two cores, instead of one or two minutes.
     like : str, path-like or Hardware, optional
-        Specification that the vendor's figures are taken from; by default that of the library whose device has this
-        name, if there is one. Without one the attained rates stand in their places.
+        Specification with the vendor's figures, by default the built-in one with this device name. Without one the
+        attained rates are used.
     progress : bool, optional
-        Whether a line shows how far it is; by default where the standard error is a terminal.
+        Whether to show progress, by default if standard error is a terminal.
     command : str, optional
-        What the file names as the way to measure this again; by default the words this process was started with.
+        Command to record for reproduction, by default this process's command line.
 
     Returns
     -------
     Calibration
-        `.save("my-gpu.toml")` writes the specification, `.hardware` is what `cg.roofline` takes.
+        `.save("my-gpu.toml")` writes the specification; `.hardware` is for `cg.roofline`.
 
     Raises
     ------
     UnsupportedError
-        If there is no such device.
+        If the device does not exist.
     SpecError
-        If there is no such specification, or it was calibrated itself.
+        If the specification does not exist, or is itself a calibration.
 
     Notes
     -----
-    The attained bandwidth is the fastest of all streams (read, write, copy, triad, update in place) over working sets
-    of twice the last-level cache and more, in bytes as the cost model counts them. Which stream that is depends on
-    the device: a processor that fetches a line before it writes to it is fastest where it updates in place.
+    The attained bandwidth is that of the fastest stream (read, write, copy, triad, update in place). Working sets have
+    at least twice the size of the last-level cache, and bytes are counted as in the cost model. The fastest stream
+    depends on the device: with write-allocate caches it is the update in place.
     """
     where = find_device(device)
     name = BUILT_IN.get(str(environment(where)["name"])) if like is None and where.type == "cuda" else like
@@ -642,7 +639,7 @@ def _probes(device: torch.device, cache: int | None, quick: bool) -> Iterator[Pr
 
 
 class _Rounds:
-    """Probes that are run again and again, the fastest run of each kept."""
+    """Repeats probes, and keeps the fastest run of each."""
 
     def __init__(self, device: torch.device, budget: float) -> None:
         self.device, self.budget = device, budget
@@ -650,7 +647,7 @@ class _Rounds:
         self.families: dict[str, float] = {}
 
     def run(self, probe: Probe) -> None:
-        """Time a probe, unless smaller ones of its family say that it would take long, or it did."""
+        """Time a probe, unless smaller ones of its family predict too long a run."""
         known = self.families.get(probe.family)
         if known is not None and probe.amount / known > _LONGEST:
             return
@@ -659,8 +656,8 @@ class _Rounds:
         except RuntimeError:
             if probe.key[0] != "matmul":
                 raise
-            return  # torch has no such product on this device, and so there is no rate of it
-        rate = probe.amount / max(seconds, 1e-9)  # no clock is finer
+            return  # torch does not support this matmul on the device
+        rate = probe.amount / max(seconds, 1e-9)  # clock resolution
         self.families[probe.family] = max(rate, known or rate)
         if probe.key not in self.rates or rate > self.rates[probe.key].value:
             self.rates[probe.key] = Rate(rate, probe.how)

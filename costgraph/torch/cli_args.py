@@ -1,4 +1,4 @@
-"""What the words of a command line mean to torch: threads, tensors without data, optimizers."""
+"""Parse torch-related command-line arguments: threads, inputs, optimizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Run with a number of threads, None for that of now; afterwards it is what it was."""
+    """Set the number of threads temporarily; None keeps the current number."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -30,9 +30,9 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def on_meta(sizes: Sequence[int], dtype: str) -> torch.Tensor:
-    """Return a tensor without data, of a format by its name in torch.
+    """Return a meta tensor; `dtype` is named as in torch.
 
-    FormatError if torch has no such format.
+    Raises FormatError if torch has no such dtype.
     """
     format_ = getattr(torch, dtype, None)
     if not isinstance(format_, torch.dtype):
@@ -41,9 +41,9 @@ def on_meta(sizes: Sequence[int], dtype: str) -> torch.Tensor:
 
 
 def optimizer(words: str) -> Callable[[Any], Any]:
-    """Return a factory for one of torch's optimizers, such as `AdamW:foreach`.
+    """Return a factory for a torch optimizer, such as `AdamW:foreach`.
 
-    FormatError if torch has no such optimizer, or it is no implementation that stands behind the colon.
+    Raises FormatError if torch has no such optimizer or implementation.
     """
     name, _, implementation = words.partition(":")
     made = getattr(torch.optim, name, None)

@@ -1,4 +1,4 @@
-"""Models of transformers by their config.json, traced: any architecture that the installed transformers builds."""
+"""Trace a Hugging Face transformers model of any installed architecture from its config.json."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
     "from_config",
 ]
 
-#: What transformers calls it; None is what a class takes by default, torch's attention where it supports that.
+#: Names in transformers; None keeps the default, which is SDPA if the class supports it.
 _ATTENTION = {"flash": None, "eager": "eager"}
-#: Sizes of the run, which decide which way a program goes where it asks: primes, so that no other size is like them.
+#: Trace sizes. They decide size-dependent branches; primes differ from other sizes.
 _BATCH, _LENGTH = 3, 2053
-#: Layers, and experts, which some classes make one by one; the largest models have some 130, and 512.
+#: Limit on layers and experts, which some classes create one by one. The largest models have about 130 and 512.
 _MOST = 1024
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 
@@ -39,39 +39,38 @@ def from_config(
     device: str = "cuda",
     arch: str | None = None,
 ) -> Graph:
-    """Trace the model that a config.json describes, as the installed transformers builds it.
+    """Trace the model that a config.json describes.
 
-    `costgraph.models.from_config` declares the architectures that it knows, without torch. This is for all others: the
-    class of transformers is made without weights, run once on tensors that hold no data, and its stacks of equal
-    layers are folded. Code that a configuration names of its own (`auto_map`) is never run.
+    Use this for architectures that `costgraph.models.from_config`, which needs no torch, does not know. The
+    transformers class is built without weights and run once on tensors without data; stacks of equal layers are
+    folded. Custom code in a configuration (`auto_map`) never runs.
 
     Parameters
     ----------
     path : str, path-like or mapping
-        The file, a folder with a `config.json` in it, or the fields themselves.
+        The file, its folder, or the fields.
     attention : str
-        flash: `sdpa` of transformers, with the kernel that torch chooses. eager: an op each.
+        "flash": SDPA, with the kernel that torch selects. "eager": one op per step.
     dtype : str or DType, optional
-        Floating format; by default the one that the file names, bf16 where it names none.
+        Floating-point format, by default that in the file, else bf16.
     device, arch : str, optional
-        As of `trace`: what would run it, a GPU by default, of which none is needed.
+        Target device as in `trace`, by default a GPU. No GPU is needed.
 
     Returns
     -------
     Graph
-        From tokens (B, S), and (B, T) for a decoder beside an encoder, or images of B, to logits of tokens alone where
-        the class returns some, else to all that it returns; in mode `eval()` and without a cache. Depth is the symbol L
-        (one for each stack, where there are several) with the number of layers of the file as default; where no three
-        layers in a row are equal, it is a number. A model that returns logits of tokens names `cross_entropy` as its
-        loss.
+        The model in `eval()` mode without a cache. Inputs are tokens (B, S), plus (B, T) for encoder-decoder models, or
+        B images. Outputs are only the token logits if the class returns any, otherwise everything. Depth is the symbol
+        L (one per stack) with the file's layer count as default, or a number if no three consecutive layers are equal.
+        Models with token logits have `cross_entropy` as their loss.
 
     Raises
     ------
     UnsupportedError
-        If transformers is not installed, does not have the architecture, or a call has no rule; or the model is
-        quantized, or takes neither tokens nor images.
+        If transformers is missing or lacks the architecture, a call has no rule, or the model is quantized or takes
+        neither tokens nor images.
     FormatError
-        If the file cannot be read, or transformers cannot build a model of its fields.
+        If the file cannot be read, or transformers cannot build a model from its fields.
 
     Examples
     --------
@@ -101,12 +100,12 @@ def from_config(
             graph.outputs, graph.loss = graph.outputs[:1], "cross_entropy"
     try:
         return fold(graph, default=True)
-    except GraphError:  # no stack, or no three layers of it are equal: the graph is right as it is
+    except GraphError:  # no stack with three equal layers: keep the graph unfolded
         return graph
 
 
 def _built(config: Config, attention: str | None, format_: DType) -> nn.Module:
-    """Return the module of a configuration, without data."""
+    """Build the module without data."""
     try:
         import transformers
     except ImportError:
@@ -135,7 +134,7 @@ def _built(config: Config, attention: str | None, format_: DType) -> nn.Module:
             torch.set_default_dtype(chosen)
             kind: Any = made.config_class
             model: Any = made(kind.from_dict({**fields, "attn_implementation": attention}))
-    except Exception as error:  # what a class of transformers makes of fields that do not fit it can be anything
+    except Exception as error:  # a transformers class may raise anything on unsuitable fields
         raise FormatError(
             f"{config.place}: transformers {transformers.__version__} builds no {name} of it: {type(error).__name__}: "
             f"{shown(str(error), 300)}"
@@ -147,7 +146,7 @@ def _built(config: Config, attention: str | None, format_: DType) -> nn.Module:
 
 
 def _numbers(fields: Mapping[str, object]) -> list[tuple[str, int]]:
-    """Return all whole numbers of a configuration and its parts, with the names of their fields."""
+    """Return all integers in a configuration with their field names, nested parts included."""
     found = []
     for name, value in fields.items():
         if isinstance(value, Mapping):
@@ -158,7 +157,7 @@ def _numbers(fields: Mapping[str, object]) -> list[tuple[str, int]]:
 
 
 def _inputs(config: Config, model: Any) -> tuple[dict[str, object], dict[str, Sequence[str | None]]]:
-    """Return what a model is called with, and the names of the axes."""
+    """Return the model's keyword arguments and axis names."""
     name, own = model.main_input_name, model.config
     if name == "input_ids":
         inputs: dict[str, object] = {name: _tokens(own)}
@@ -178,6 +177,6 @@ def _inputs(config: Config, model: Any) -> tuple[dict[str, object], dict[str, Se
 
 
 def _tokens(own: Any) -> torch.Tensor:
-    """Return tokens, as many as there are positions for."""
+    """Return tokens, limited by the number of positions."""
     most = min((n for name in _POSITIONS if isinstance(n := getattr(own, name, None), int) and n > 2), default=_LENGTH)
     return torch.zeros(_BATCH, prevprime(min(most, _LENGTH) + 1), dtype=torch.int64, device="meta")

@@ -1,4 +1,4 @@
-"""One call, measured: its time, its matmul FLOPs, and its peak bytes."""
+"""Measure a call: time, matmul FLOPs and peak memory, with its environment."""
 
 from __future__ import annotations
 
@@ -48,20 +48,19 @@ __all__ = [
 ]
 
 
-# -- clock -------------------------------------------------------------------------------------------------------------
-# How long a call takes: repeated until a budget is spent, with the spread of the runs.
+# -- time --------------------------------------------------------------------------------------------------------------
 
 NOISY = 0.1
-"""A spread above this is said to be noisy: half of the runs then lie further apart than a tenth of the median."""
+"""spread above which times are reported as noisy: half of the runs vary by more than a tenth of the median"""
 
 
 Seconds = Annotated[float, at_least(1e-12, float)]
-"""No run takes less."""
+"""positive time in seconds"""
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long the runs of one call took.
+    """Statistics over the run times of one call.
 
     Examples
     --------
@@ -83,26 +82,26 @@ class Times:
     upper: Seconds
     """third quartile, s"""
     runs: Size
-    """how many runs there were"""
+    """number of runs"""
 
     @classmethod
     def of(cls, seconds: list[float]) -> Times:
-        """Return the summary of the seconds of each run, one at least."""
+        """Summarize a non-empty list of run times in seconds."""
         lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive") if seconds[1:] else seconds * 3
         return cls(median, min(seconds), max(seconds), lower, upper, len(seconds))
 
     @property
     def spread(self) -> float:
-        """Distance between the quartiles, as a part of the median."""
+        """Interquartile range divided by the median."""
         return (self.upper - self.lower) / self.median if self.median else 0.0
 
     @property
     def noisy(self) -> bool:
-        """Whether the spread is above `NOISY`, or was not seen for want of runs."""
+        """Whether the spread is above `NOISY`, or unknown with fewer than 3 runs."""
         return self.runs < 3 or self.spread > NOISY
 
     def record(self) -> dict[str, float | int | bool]:
-        """Return the figures by name in seconds, and the spread, as JSON takes them."""
+        """Return the statistics in seconds and the spread as JSON data."""
         return asdict(self) | {"spread": self.spread, "noisy": self.noisy}
 
     def __str__(self) -> str:
@@ -115,8 +114,8 @@ class Times:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Keep Python's collector of cycles from running, which would free tensors at times of its own."""
-    if not gc.isenabled():  # an outer one has collected, which takes longer than most of what is timed
+    """Disable Python's garbage collector, which would free tensors at arbitrary times."""
+    if not gc.isenabled():  # already disabled by an outer context, which has collected; collecting is slow
         yield
         return
     gc.collect()
@@ -128,32 +127,32 @@ def collector_off() -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
+    """Wait for all work queued on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], Any], device: torch.device, least: int = 5, most: int = 100, budget: float = 0.5) -> Times:
-    """Return how long a call takes, warmed up by one run that is not counted.
+    """Time a call, after one warm-up run.
 
-    On CUDA the time between two events around the call: a short kernel shows the time that its launch takes. What
-    the call returns is freed after the clock has stopped.
+    On CUDA this is the time between two events around the call, so a short kernel shows its launch time. The result is
+    freed outside the timed region.
 
     Parameters
     ----------
     call : callable
-        Takes nothing; can be repeated.
+        A function without arguments that can be repeated.
     device : torch.device
-        Where its ops run.
+        Device of its ops.
     least, most : int
-        Fewest and most runs.
+        Minimum and maximum number of runs.
     budget : float
-        Seconds after which no run starts, once there were the fewest.
+        Seconds after which no more runs start, beyond the minimum.
 
     Raises
     ------
     BindingError
-        If a number of runs is no positive integer, or the budget is negative.
+        If a number of runs is not positive, or the budget is negative.
 
     Examples
     --------
@@ -196,7 +195,6 @@ def _clock_events(call: Callable[[], Any], device: torch.device) -> float:
 
 
 # -- environment -------------------------------------------------------------------------------------------------------
-# Where a figure was measured: device, versions, threads, date and command.
 
 _KINDS = ("cpu", "cuda")
 
@@ -204,7 +202,7 @@ _KINDS = ("cpu", "cuda")
 def find_device(device: str | torch.device) -> torch.device:
     """Return a device that can be measured.
 
-    UnsupportedError if torch knows no such device, or this machine has none, or there is no way to measure it.
+    Raises UnsupportedError if torch or this machine has no such device, or measurement does not support it.
 
     Examples
     --------
@@ -228,7 +226,7 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def cpu_name() -> str:
-    """Return the model of the processor, as the system prints it."""
+    """Return the processor's model name as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -244,14 +242,14 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as its driver or the system prints it."""
+    """Return the device name as the driver or system reports it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that a device shows; of the machine for its processor.
+    """Return the device memory in bytes, or the machine's memory for the CPU.
 
-    UnsupportedError if the system does not say.
+    Raises UnsupportedError if the system does not report it.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -264,29 +262,29 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def counted(threads: object) -> str:
-    """Return a number of threads as people read it."""
+    """Format a number of threads."""
     return "1 thread" if threads == 1 else f"{threads} threads"
 
 
 def environment(device: str | torch.device = "cpu", command: str | None = None) -> dict[str, str | int | bool]:
-    """Return what a record says of the place where it was measured.
+    """Return the environment of a measurement.
 
     Parameters
     ----------
     device : str or torch.device
-        Which device.
+        The device.
     command : str, optional
-        How it was measured; by default the words that this process was started with.
+        Command to record for reproduction, by default this process's command line.
 
     Returns
     -------
     dict
-        Strings, integers and truth values by name, as JSON takes them; `memory_bytes` in bytes.
+        Strings, integers and booleans by name, as JSON data; `memory_bytes` is in bytes.
 
     Raises
     ------
     UnsupportedError
-        If there is no such device.
+        If the device does not exist.
 
     Examples
     --------
@@ -320,24 +318,22 @@ def environment(device: str | torch.device = "cpu", command: str | None = None) 
 
 
 # -- allocations -------------------------------------------------------------------------------------------------------
-# Bytes that a call allocates: the most that lived at once above what was there before it, and what it leaves.
-#
-# On CUDA the allocator counts. On the CPU nothing does, but torch's profiler notes each allocation and each free in the
-# thread that makes it, so that a running sum of them in order of time is exact.
+# On CUDA torch's allocator counts bytes. On the CPU the profiler records every allocation and free in its thread, so
+# that a running sum in time order is exact.
 
 _MARK = "costgraph: the measured call"
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return the bytes above the baseline at the peak of a call, and those that are left after it.
+    """Return the peak bytes of a call above the baseline, and the bytes left after it.
 
-    The baseline is what lives before the call, which has to be in its steady state: one that was run before, and frees
-    as much from its last run as it leaves to its next. What it returns is still held when the rest is counted; that is
-    negative where a call frees more than it allocates.
+    The baseline is the memory in use before the call. The call must be in a steady state: it ran before, and frees as
+    much from its last run as it leaves for the next. Bytes left include the result; they are negative if a call frees
+    more than it allocates.
 
-    On the CPU each storage counts with its own bytes; workspace of libraries that torch's allocator does not hand out
-    is not seen, nor are allocations of threads that the call starts itself. On CUDA storages count in blocks of 512 B,
-    and workspace of libraries that was there before is part of the baseline.
+    On the CPU every storage counts with its exact size. Library workspaces outside torch's allocator and allocations in
+    threads that the call starts are missing. On CUDA storages count in blocks of 512 B, and existing library workspaces
+    are part of the baseline.
 
     Examples
     --------
@@ -361,8 +357,8 @@ def _cuda(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
 
 def _cpu(call: Callable[[], Any]) -> tuple[int, int]:
-    # a free is known by an address whose allocation was seen too: the run before the measured one shows those
-    # that the measured one frees, such as the gradients of the last step
+    # a free is only attributed if its allocation was recorded: the preceding run records those that the measured
+    # run frees, such as the gradients of the last step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
         gc.collect()
@@ -378,7 +374,7 @@ def _cpu(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _events(roots: Iterable[Any]) -> Iterator[tuple[int, int] | None]:
-    """Yield address and bytes of each allocation (negative where it is freed) in order of time; None at the mark."""
+    """Yield address and bytes of each allocation in time order, negative bytes for a free, None at the mark."""
     flat, left = [], list(reversed(list(roots)))
     while left:
         event = left.pop()
@@ -403,7 +399,7 @@ def _peak_of(events: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
             sizes[address] = size
             live += size
         else:
-            # the profiler has sizes of earlier sessions for addresses that it did not see since: not these
+            # ignore the profiler's sizes from earlier sessions for addresses not allocated in this one
             live -= sizes.pop(address, 0)
         peak = max(peak, live)
     return peak - baseline, live - baseline
@@ -414,21 +410,21 @@ def _peak_of(events: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a call took."""
+    """Measured costs of a call."""
 
     time: Times
     """seconds"""
     flops: int | None
-    """matmul FLOPs as torch's FlopCounterMode counts them; None where not asked for"""
+    """matmul FLOPs from torch's FlopCounterMode; None if not requested"""
     peak: int | None
-    """bytes at the peak above those before the call; None where not asked for"""
+    """peak bytes above those before the call; None if not requested"""
     left: int | None
-    """bytes that live after the call and did not before it, what it returns included; None where not asked for"""
+    """bytes allocated by the call and still live after it, result included; None if not requested"""
     environment: dict[str, str | int | bool]
     """device, versions, threads, date and command"""
 
     def record(self) -> dict[str, Any]:
-        """Return everything by name, as JSON takes it: times in seconds, the rest in FLOPs and bytes."""
+        """Return all fields as JSON data: seconds, FLOPs and bytes."""
         return {
             "seconds": self.time.record(),
             "flops": self.flops,
@@ -461,31 +457,31 @@ def measure(
     command: str | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> Measurement:
-    """Run a call often, and return its time, matmul FLOPs and peak bytes.
+    """Run a call repeatedly, and measure its time, matmul FLOPs and peak bytes.
 
-    The call has to be repeatable: it is run twice first, so that libraries are warm and an optimizer has its state,
-    then against the clock, then for its bytes. Python's collector of cycles is off meanwhile.
+    The call must be repeatable. It runs twice to warm up libraries and create optimizer states, then for its time, then
+    for its memory. Python's garbage collector is disabled meanwhile.
 
     Parameters
     ----------
     call : callable
-        What is measured: a function, a module, a step of training.
+        A function, a module or a training step.
     *args
-        What it is called with.
+        Positional arguments of the call.
     device : str or torch.device, optional
-        cpu or cuda; by default that of the ops that the call runs.
+        "cpu" or "cuda", by default the device of the call's ops.
     least, most : int
-        Fewest and most runs against the clock.
+        Minimum and maximum number of timed runs.
     budget : float
-        Seconds after which no such run starts, once there were the fewest.
+        Seconds after which no more timed runs start, beyond the minimum.
     flops, peak : bool
-        Whether these are measured.
+        Whether to measure them.
     progress : bool, optional
-        Whether a line shows how far it is; by default where the standard error is a terminal.
+        Whether to show progress, by default if standard error is a terminal.
     command : str, optional
-        What the record names as the way to measure this again; by default the words this process was started with.
+        Command to record for reproduction, by default this process's command line.
     kwargs : dict, optional
-        What the call is called with by name.
+        Keyword arguments of the call.
 
     Returns
     -------
@@ -495,14 +491,14 @@ def measure(
     Raises
     ------
     UnsupportedError
-        If the ops run elsewhere than on one CPU or CUDA device that is here, or on fake tensors.
+        If the ops do not run on a single CPU or CUDA device of this machine, or run on fake tensors.
     BindingError
-        If a number of runs or the budget is none.
+        If a number of runs or the budget is invalid.
 
     Notes
     -----
-    FLOPs are FlopCounterMode's, right or wrong: fused attention on the CPU counts zero there. Peak bytes are
-    exact on the CPU, `peak_bytes` says what they leave out.
+    FLOPs come from FlopCounterMode, including its errors: fused attention on the CPU counts zero. Peak bytes are exact
+    on the CPU, except for the omissions listed in `peak_bytes`.
 
     Examples
     --------
@@ -529,7 +525,7 @@ def measure(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Notes the devices of all tensors that ops take and return."""
+    """Records the devices of all tensors that ops read and return."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -548,7 +544,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
 
 def _first(run: Callable[[], Any], given: torch.device | None, flops: bool) -> tuple[torch.device, int | None]:
-    """Run a call once: return where its ops ran, and its matmul FLOPs."""
+    """Run a call once, and return the device of its ops and its matmul FLOPs."""
     with _Watch() as watch:
         if flops:
             with FlopCounterMode(display=False) as counter:
@@ -560,7 +556,7 @@ def _first(run: Callable[[], Any], given: torch.device | None, flops: bool) -> t
 
 
 def _where(seen: set[torch.device], given: torch.device | None) -> torch.device:
-    # numbers on the CPU take part in ops of other devices
+    # CPU scalars may be operands of ops on other devices
     others = {d for d in seen if d.type != "cpu"}
     if len(others) > 1 or (given is not None and seen and given not in (others or seen)):
         said = ", ".join(sorted(map(str, others or seen)))

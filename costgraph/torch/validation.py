@@ -1,4 +1,4 @@
-"""The public function: predict and measure every case of a suite."""
+"""Validate predictions against torch on a suite of ops, models and training steps: FLOPs, bytes and times."""
 
 from __future__ import annotations
 
@@ -69,23 +69,22 @@ __all__ = [
 
 
 # -- subjects ----------------------------------------------------------------------------------------------------------
-# What cases are of, and which settings each of them takes.
 
 SUBJECTS = {**KERNELS, **MODELS}
-"""Subjects by name."""
+"""subjects by name"""
 
 _ATTENDING = ("gpt", "llama")
 
 
 def check(cases: Sequence[Case]) -> None:
-    """Refuse a suite that is none.
+    """Check that a suite is valid.
 
     Raises
     ------
     GraphError
-        If there are no cases, one has an unknown subject, or a setting that its subject does not take.
+        If there are no cases, or a case has an unknown subject or an unsupported setting.
     BindingError
-        If a size is missing, or no positive integer.
+        If a size is missing or not a positive integer.
     """
     if not cases:
         raise GraphError("validate: no cases, expected one at least")
@@ -124,23 +123,21 @@ def _sizes(case: Case, place: str) -> None:
             raise BindingError(f"{place}: {name}={shown(size)}, expected a positive integer")
 
 
-# -- judging -----------------------------------------------------------------------------------------------------------
-# What a measured time follows: the bytes at the measured bandwidth, the FLOPs at the measured peak, or neither.
+# -- bottlenecks -------------------------------------------------------------------------------------------------------
 
 FOLLOWS = 2.0
-"""A time follows another one that is at most so many times as long, or as short."""
+"""ratio up to which a measured time counts as near a predicted one"""
 
 OUTCOMES = ("memory", "compute", "both", "overhead", "faster")
-"""What bounds an op by its measured time; `both` near the ridge point."""
+"""bottlenecks from measured times; `both` near the ridge point"""
 
 
 def outcome(seconds: float, memory: float, compute: float) -> str:
-    """Say what a time, the fastest run, follows: its bytes at the measured bandwidth, or its FLOPs at the rate.
+    """Classify the bottleneck of the fastest run, from the times of its bytes and its FLOPs at measured rates.
 
-    memory or compute where the time is within a factor `FOLLOWS` of that one alone, both where it is of both; overhead
-    where it is longer than either by more than that: launches, memory that has to be fetched from the system, a rate
-    that this op does not reach; faster where it is shorter than the longer of them, as where operands come from a
-    cache.
+    "memory" or "compute" if the measurement is within a factor of `FOLLOWS` of only that time, "both" if of both.
+    "overhead" if it is longer than that, due to launches, memory allocation, or a rate that this op does not reach.
+    "faster" if it is shorter than the longer of both, for example if operands are in cache.
 
     Examples
     --------
@@ -160,7 +157,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def agrees(bound: str, found: str) -> bool | None:
-    """Say whether what a roofline predicts is what was measured; None where overhead hides it, or it was faster.
+    """Whether the measured bottleneck matches the predicted one; None for "overhead" and "faster".
 
     Examples
     --------
@@ -175,16 +172,16 @@ class Attained:
     """Times of a graph at measured rates."""
 
     memory: float
-    """bytes moved, as declared, at the measured bandwidth; s"""
+    """seconds for the declared bytes at the measured bandwidth"""
     compute: float
-    """FLOPs at the measured peaks; s"""
+    """seconds for the FLOPs at the measured peak rates"""
 
     @classmethod
     def of(cls, graph: Graph, hardware: Hardware, fallback: Mapping[str, str], sizes: Mapping[str, int]) -> Attained:
-        """Return the times on a device, with the rates that it attains where they were measured.
+        """Return the times on a device at its attained rates, where measured.
 
-        Transcendentals run at the rate of the fastest of them that was measured, where one was: the vector unit's peak
-        is one of fused multiply-adds. `fallback` has rates that stand in for those of formats that are missing.
+        Transcendentals use the fastest measured transcendental rate, because the vector peak counts fused
+        multiply-adds. `fallback` has substitutes for rates of missing formats.
         """
         values, memory, compute = bindings(graph, dict(sizes)), Fraction(0), Fraction(0)
         for work in works(graph):
@@ -204,12 +201,12 @@ def _rate(hardware: Hardware, kind: str, dtype: str, fallback: Mapping[str, str]
 
 
 # -- suite -------------------------------------------------------------------------------------------------------------
-# The suite of cases of a device: small ones for a processor, large ones for a GPU.
+# Cases are small for a CPU, large for a GPU.
 
 Sizes = Mapping[str, int]
 
 _PRODUCTS: dict[str, list[tuple[str, tuple[int, int, int]]]] = {
-    # squares from far below the ridge point to far above it, and one row or a few against a large matrix
+    # squares from memory-bound to compute-bound, and few rows times a large matrix
     "cpu": [
         ("fp32", (64, 64, 64)), ("fp32", (256, 256, 256)), ("fp32", (1024, 1024, 1024)), ("fp32", (1021, 523, 257)),
         ("fp32", (1, 6144, 6144)), ("fp32", (16, 6144, 6144)), ("bf16", (256, 256, 256)), ("bf16", (1024, 1024, 1024)),
@@ -225,7 +222,7 @@ _PRODUCTS: dict[str, list[tuple[str, tuple[int, int, int]]]] = {
     ],
 }  # fmt: skip
 
-#: Elementwise work, reductions and norms: rows and columns within the cache, and beyond it.
+#: Rows and columns of elementwise ops, reductions and norms, within the cache and beyond it.
 _CELLS: dict[str, list[tuple[int, int]]] = {
     "cpu": [(61, 1024), (34003, 1024)],
     "cuda": [(61, 1024), (4096, 4096), (65536, 8192)],
@@ -284,19 +281,19 @@ _CONVOLUTIONS: dict[str, Sizes] = {
     "cpu": {"B": 8, "C": 3, "X": 32, "D": 32, "L": 2, "V": 101},
     "cuda": {"B": 64, "C": 3, "X": 112, "D": 128, "L": 4, "V": 1000},
 }
-#: What torch has no program for runs as the lowered graph.
+#: Policies without a torch program, for which the lowered graph runs.
 _LOWERED = ("fp32", "bf16", "bf16-master", "fp16-mixed", "megatron-bf16", "fp8")
 
 
 def suite(device: str = "cpu", *, quick: bool = False) -> list[Case]:
-    """Return the cases of a device.
+    """Return the validation cases for a device.
 
     Parameters
     ----------
     device : str
-        cpu or cuda, which decides the sizes.
+        "cpu" or "cuda", which determines the sizes.
     quick : bool
-        A cheap case of each kind alone.
+        Only one cheap case of each kind.
 
     Returns
     -------
@@ -342,7 +339,7 @@ def _steps(device: str) -> Iterator[Case]:
     mlp = Case("perceptron", _PERCEPTRON[device], mode="step", optimizer="SGD", implementation="foreach")
     for name, (ours, theirs) in OPTIMIZERS.items():
         for implementation in ours().available:
-            # torch has no fused AdaGrad on CUDA
+            # torch lacks fused AdaGrad on CUDA
             if (name, implementation, device) != ("AdaGrad", "fused", "cuda"):
                 program = "lowered" if theirs is None else "module"
                 yield replace(mlp, optimizer=name, implementation=implementation, program=program)
@@ -362,7 +359,7 @@ def _steps(device: str) -> Iterator[Case]:
         yield replace(gpt, precision=precision, program="lowered", attention="flash")
     for policy in ("every-block", "selective"):
         yield replace(gpt, checkpoint=policy)
-    # as many more forward passes as the layer is far from the first: torch has nothing like it
+    # each layer recomputes all layers before it, which torch does not offer
     yield replace(gpt, checkpoint="from-start", program="lowered")
     deeper = {**_GPT[device], "L": 4}
     yield replace(gpt, checkpoint="every-2", sizes=deeper)
@@ -371,7 +368,7 @@ def _steps(device: str) -> Iterator[Case]:
 
 
 def _cheap(cases: list[Case]) -> Iterator[Case]:
-    """Keep the first case of each subject and mode, and of each policy of precision and of checkpointing."""
+    """Keep the first case of each subject and mode, and of each precision and checkpointing policy."""
     seen = set()
     for case in cases:
         policy = (case.precision, case.checkpoint)
@@ -382,7 +379,6 @@ def _cheap(cases: list[Case]) -> Iterator[Case]:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-# Rows of a validation: what one case was predicted to take, and took.
 
 _Seconds = Annotated[float, at_least(0, float)]
 _IN_ORDER = Rule("them in order", lambda t: t.min <= t.lower <= t.median <= t.upper <= t.max)
@@ -390,120 +386,119 @@ _IN_ORDER = Rule("them in order", lambda t: t.min <= t.lower <= t.median <= t.up
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a graph says."""
+    """Predictions of a graph."""
 
     flops: Count
-    """matmul FLOPs, every domain ignored"""
+    """matmul FLOPs, ignoring domains"""
     uncounted: Count
-    """those of them in ops that torch's FlopCounterMode counts as none"""
+    """matmul FLOPs that torch's FlopCounterMode misses"""
     peak: Size
-    """bytes at the peak; on CUDA in blocks of 512 B"""
+    """peak bytes; on CUDA in blocks of 512 B"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What torch took."""
+    """Measurements of torch."""
 
     flops: Count
-    """matmul FLOPs as FlopCounterMode counts them"""
+    """matmul FLOPs from FlopCounterMode"""
     held: Count
-    """bytes of parameters, buffers, inputs and optimizer state, there throughout"""
+    """persistent bytes: parameters, buffers, inputs and optimizer states"""
     above: Count
-    """bytes at the peak above those"""
+    """peak bytes above `held`"""
     left: int
-    """bytes that are there afterwards and were not before"""
+    """bytes allocated by the call and still live after it"""
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak, those that are there throughout included."""
+        """Peak bytes, including persistent ones."""
         return self.held + self.above
 
 
 @dataclass(frozen=True)
 class Modelled:
-    """Where the declared graph stands on the roof; seconds and bytes."""
+    """Roofline of the declared graph, in seconds and bytes."""
 
     bound: _Seconds
-    """no run from device memory is faster: the roofline's `lower_bound` with the device's own peaks"""
+    """lower bound from device memory: the roofline's `lower_bound` at peak rates"""
     estimate: _Seconds
     """the roofline's `estimate`"""
     fused: Count
-    """bytes that have to move at least"""
+    """compulsory bytes"""
     moved: Size
-    """bytes moved as declared"""
+    """bytes moved, as declared"""
     flops: Count
-    """FLOPs of all kinds, as executed"""
+    """executed FLOPs of all kinds"""
     limit: Annotated[str, one_of(("compute", "memory"))]
-    """compute or memory: what the roofline says bounds it"""
+    """the roofline's bottleneck: compute or memory"""
     memory: _Seconds
-    """bytes moved at the measured bandwidth"""
+    """time of the bytes at the measured bandwidth"""
     compute: _Seconds
-    """FLOPs at the measured peaks"""
+    """time of the FLOPs at the measured peak rates"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case, predicted and measured."""
+    """Prediction and measurement of one case."""
 
     case: Case
-    """what ran"""
+    """the case"""
     seconds: Annotated[Times, _IN_ORDER]
-    """how long"""
+    """run times"""
     measured: Measured
-    """FLOPs and bytes that torch took"""
+    """measured FLOPs and bytes"""
     declared: Predicted
-    """what the declared graph says"""
+    """predictions of the declared graph"""
     traced: Predicted | None
-    """what the graph traced from the module says; None where there is none"""
+    """predictions of the traced graph; None if there is none"""
     untraced: str
-    """why there is none"""
+    """reason for a missing trace"""
     modelled: Modelled
-    """what the roofline says of the declared graph"""
+    """roofline of the declared graph"""
     outcome: Annotated[str, one_of(OUTCOMES)]
-    """what bounds it by its measured time, see `outcome`"""
+    """bottleneck from the measured time, see `outcome`"""
 
     @property
     def agrees(self) -> bool | None:
-        """Whether that is what the roofline says; None for more than one op, and where nothing tells."""
+        """Whether the roofline predicts the bottleneck; None for more than one op, or if the time does not tell."""
         return agrees(self.modelled.limit, self.outcome) if self.case.mode == "kernel" else None
 
     def beyond(self, cache: int | None) -> bool:
-        """Say whether a last-level cache holds a quarter at most of the bytes that the case has to move."""
+        """Whether the compulsory bytes exceed four times the last-level cache."""
         return self.modelled.fused > 4 * (cache or 0)
 
     def off(self, which: str = "declared") -> int | None:
-        """Return predicted bytes at the peak less the measured ones; None where nothing was traced."""
+        """Return predicted minus measured peak bytes; None without a trace."""
         found: Predicted | None = getattr(self, which)
         return None if found is None else found.peak - self.measured.peak
 
     def counted(self, which: str = "declared") -> bool | None:
-        """Say whether the FLOPs are those that torch counts, and those that it is known to leave out."""
+        """Whether the FLOPs equal torch's count, except for those that it is known to miss."""
         found: Predicted | None = getattr(self, which)
         return None if found is None else found.flops - found.uncounted == self.measured.flops
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A case that could not run."""
+    """A case that failed to run."""
 
     case: Case
-    """what was to run"""
+    """the case"""
     error: str
-    """what torch said, or the library"""
+    """error message"""
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-# The tables of a validation, and what its rows come to.
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 Cells = tuple[list[str], list[list[str]]]
-"""Head and rows of a table, as texts."""
+"""header and rows of a table, as text"""
 
 _EXACT = 4096
-"""Bytes up to which a difference is shown as such, and not as a part of the peak."""
+"""bytes up to which a difference is shown absolutely instead of relative to the peak"""
 
 
 def bytes_and_flops(rows: Sequence[Row]) -> Cells:
-    """Return the table of matmul FLOPs and bytes at the peak: measured, and how far predictions are off."""
+    """Return a table of matmul FLOPs and peak bytes, measured and relative to predictions."""
     head = ["case", "matmul FLOPs", "peak", "declared", "traced"]
     return head, [
         [
@@ -518,9 +513,9 @@ def bytes_and_flops(rows: Sequence[Row]) -> Cells:
 
 
 def times(rows: Sequence[Row], cache: int | None) -> Cells:
-    """Return the table of times: the fastest run, how often the lower bound goes into it, and what it follows.
+    """Return a table of times: the fastest run, its ratio to lower bound and estimate, and its bottleneck.
 
-    In parentheses where the last-level cache may hold what has to move, so that the bound need not hold.
+    Ratios are in parentheses if the data may fit into the last-level cache, which invalidates the bound.
     """
     head = ["case", "fastest run", "/ bound", "/ estimate", "follows"]
     return head, [
@@ -560,11 +555,11 @@ def _follows(row: Row) -> str:
     return f"{row.outcome} (!)" if row.agrees is False else row.outcome
 
 
-# -- what it comes to ----------------------------------------------------------------------------------------------
+# -- tables: summary ---------------------------------------------------------------------------------------------------
 
 
 def summary(rows: Sequence[Row], failed: Iterable[Failed], cache: int | None) -> list[str]:
-    """Return what the rows come to, in a sentence each."""
+    """Return conclusions as sentences."""
     told = (_predictions(rows, "declared"), _predictions(rows, "traced"), _speeds(rows, cache)) if rows else ()
     left = (f"Could not run: {row.case.name}: {row.error}" for row in failed)
     return [*(text for texts in told for text in texts), *left]
@@ -606,11 +601,11 @@ def _speeds(rows: Sequence[Row], cache: int | None) -> Iterator[str]:
         )
 
 
-# -- as text -------------------------------------------------------------------------------------------------------
+# -- tables: Markdown --------------------------------------------------------------------------------------------------
 
 
 def markdown(texts: Iterable[str], tables: Iterable[Cells]) -> str:
-    """Return sentences and tables in Markdown."""
+    """Return sentences and tables as Markdown."""
     lines = [f"- {text}" for text in texts]
     for head, rows in tables:
         lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, rows)]
@@ -622,10 +617,9 @@ def _line(texts: Iterable[str]) -> str:
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
-# What a validation found, and its record in JSON: schema `costgraph/validation/1`.
 
 SCHEMA = "costgraph/validation/1"
-"""What the JSON of this version calls itself; another number means other keys."""
+"""schema of the JSON; changes when keys change"""
 
 _MOST_BYTES = 2**24
 _FACTS = {"device": Annotated[str, one_of(("cpu", "cuda"))], "name": str, "torch": str, "date": str, "command": str,
@@ -634,7 +628,7 @@ _FACTS = {"device": Annotated[str, one_of(("cpu", "cuda"))], "name": str, "torch
 
 @dataclass(frozen=True)
 class _Device:
-    """Where the specification stands, and what it does not have."""
+    """The specification's file, and the cache size that it lacks."""
 
     specification: str
     cache_bytes: Size | None
@@ -642,7 +636,7 @@ class _Device:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a file holds."""
+    """Content of a file."""
 
     schema: Annotated[str, Rule(repr(SCHEMA), SCHEMA.__eq__)]
     environment: Annotated[Mapping[str, str | int | bool], Rule("texts and whole numbers by name", bool)]
@@ -653,22 +647,22 @@ class _Record:
 
 @dataclass(frozen=True, repr=False)
 class Validation(Table):
-    """A suite of cases, predicted and measured on one device.
+    """Predictions and measurements of a suite of cases on one device.
 
-    `.rows` are the cases, `.table()` shows them, `.plot(directory)` draws them, `.save(path)` writes a record that
-    `Validation.load(path)` reads.
+    `.rows` has the cases. Use `.table()` for text, `.plot(directory)` for plots, and `.save(path)` to write a record
+    for `Validation.load(path)`.
     """
 
     environment: Mapping[str, str | int | bool]
     """device, versions, threads, date and command"""
     hardware: Hardware
-    """the device that times are held to"""
+    """device for predicted times"""
     cache: int | None
-    """bytes of its last-level cache; None where nothing says"""
+    """bytes of its last-level cache; None if unknown"""
     rows: tuple[Row, ...]
-    """one of each case that ran"""
+    """one per case that ran"""
     failed: tuple[Failed, ...] = ()
-    """the others"""
+    """cases that failed"""
 
     def _about(self) -> str:
         return f"{len(self.rows)} cases on {self.hardware.id}"
@@ -690,33 +684,33 @@ class Validation(Table):
         return [Fact("", text) for text in told]
 
     def beyond(self, row: Row) -> bool:
-        """Say whether the last-level cache holds a quarter at most of the bytes that a case has to move."""
+        """Whether a case's compulsory bytes exceed four times the last-level cache."""
         return row.beyond(self.cache)
 
     def tables(self) -> tuple[Cells, Cells]:
-        """Return head and rows, as texts, of the table of FLOPs and bytes and of that of times."""
+        """Return the table of FLOPs and bytes, and the table of times, as header and rows of text."""
         return bytes_and_flops(self.rows), times(self.rows, self.cache)
 
     def summary(self) -> list[str]:
-        """Return what the rows come to, in a sentence each."""
+        """Return conclusions as sentences."""
         return summary(self.rows, self.failed, self.cache)
 
     def table(self) -> str:
-        """Return what the rows come to and both tables, in Markdown."""
+        """Return conclusions and both tables as Markdown."""
         return markdown(self.summary(), self.tables())
 
     def plot(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Draw predicted against measured peaks, and ops on the measured roof; needs matplotlib.
+        """Plot predicted against measured peaks, and ops on the measured roofline. Requires matplotlib.
 
         Parameters
         ----------
         directory : str or path-like
-            Where `peaks.png` and `roof.png` go; it is made if it is not there.
+            Directory for `peaks.png` and `roof.png`, created if missing.
 
         Returns
         -------
         list of Path
-            What was written.
+            The written files.
         """
         from ..analysis.registrations import plotter
 
@@ -724,12 +718,12 @@ class Validation(Table):
         return drawn
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the record, and beside it the specification that times are held to, with `.toml` at its end.
+        """Write the record as JSON, and the hardware specification to a file next to it with extension `.toml`.
 
         Raises
         ------
         FormatError
-            If the path does not end in `.json`, or cannot be written.
+            If the path does not end in `.json` or cannot be written.
         """
         target = target_of(path, ".json")
         spec = target.with_suffix(".toml")
@@ -750,14 +744,14 @@ class Validation(Table):
         Raises
         ------
         FormatError
-            If it is not one; the text names the place and the key.
+            If the file is invalid. The message names the place and key.
         SpecError
-            If its specification is none.
+            If its hardware specification is invalid.
         """
         return _read(Path(path))
 
 
-# -- as JSON -------------------------------------------------------------------------------------------------------
+# -- record: JSON ------------------------------------------------------------------------------------------------------
 
 
 def _plain(row: Row | Failed) -> dict[str, Any]:
@@ -786,10 +780,10 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text}, which is no number of JSON")
 
 
-# -- run ---------------------------------------------------------------------------------------------------------------
+# -- validation --------------------------------------------------------------------------------------------------------
 
 _UNCOUNTED = "scaled_dot_product_flash_attention_for_cpu"
-_RULE = "flash"  # how attention in one kernel goes back; kernels of gradients have the name of the forward one
+_RULE = "flash"  # backward rule of fused attention; gradient kernels are named after the forward kernel
 _NEWEST = ("fp8_e4m3", "fp8_e5m2", "bf16", "fp16", "fp64")
 
 
@@ -802,39 +796,39 @@ def validate(
     progress: bool | None = None,
     command: str | None = None,
 ) -> Validation:
-    """Run a suite of ops, models and training steps, and hold predictions to what they took.
+    """Run a suite of ops, models and training steps, and compare predictions with measurements.
 
     Parameters
     ----------
     device : str or torch.device
-        cpu or cuda.
+        "cpu" or "cuda".
     cases : iterable of Case, optional
-        What is run; by default the suite of the device.
+        Cases to run, by default the suite of the device.
     hardware : str, path-like or Hardware, optional
-        The device that times are held to. By default it is calibrated first, quickly; the vendor's peaks are those of
-        a built-in specification whose device has this name, if there is one.
+        Device for predicted times. By default a quick calibration runs first, with the vendor's peaks from a built-in
+        specification if one has this device name.
     quick : bool
-        The cheap cases alone, and fewer runs.
+        Only cheap cases, with fewer runs.
     progress : bool, optional
-        Whether a line shows how far it is; by default where the standard error is a terminal.
+        Whether to show progress, by default if standard error is a terminal.
     command : str, optional
-        What the record names as the way to measure this again; by default the words this process was started with.
+        Command to record for reproduction, by default this process's command line.
 
     Returns
     -------
     Validation
-        `.rows`, `.table()`, `.plot(directory)`, `.save(path)`; cases that torch refuses are in `.failed`.
+        The result: `.rows`, `.table()`, `.plot(directory)`, `.save(path)`. Cases that fail in torch are in `.failed`.
 
     Raises
     ------
     UnsupportedError
-        If there is no such device.
+        If the device does not exist.
     SpecError
-        If there is no such specification, or it lacks a rate.
+        If the specification does not exist or lacks a rate.
     GraphError
-        If there are no cases, one has an unknown subject, or a setting that its subject does not take.
+        If there are no cases, or a case has an unknown subject or an unsupported setting.
     BindingError
-        If a size is missing, or no positive integer.
+        If a size is missing or not a positive integer.
 
     Examples
     --------
@@ -859,7 +853,7 @@ def validate(
             step(case.name)
             try:
                 rows.append(_row(case, where, device_file, quick=quick))
-            except (RuntimeError, UnsupportedError) as error:  # no memory for it, or no such kernel on this device
+            except (RuntimeError, UnsupportedError) as error:  # out of memory, or no such kernel on this device
                 failed.append(Failed(case, " ".join(str(error).split())[:300]))
             _given_back(where)
     cache = _cache(where, device_file)
@@ -868,7 +862,7 @@ def validate(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep the collector from looking through what was there before, which takes longer than most cases."""
+    """Exempt existing objects from garbage collection, which takes longer than most cases."""
     gc.collect()
     gc.freeze()
     try:
@@ -878,14 +872,14 @@ def _frozen() -> Iterator[None]:
 
 
 def _given_back(device: torch.device) -> None:
-    """Let go of what a case has left, so that the next one does not find its blocks."""
+    """Free the memory of a case, so that the next one finds no cached blocks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _cache(device: torch.device, hardware: Hardware) -> int | None:
-    """Return the largest figure that anyone gives for the last-level cache."""
+    """Return the largest known size of the last-level cache."""
     stated = hardware.last_level_cache
     return max(0 if stated is None else int(stated.value), last_level_cache(device) or 0) or None
 
@@ -910,7 +904,7 @@ def _row(case: Case, device: torch.device, hardware: Hardware, *, quick: bool) -
 
 
 def _traced(case: Case, program: Program, device: str) -> tuple[Predicted | None, str]:
-    """Return what a trace predicts, or why there is none."""
+    """Return the predictions of a trace, or why there are none."""
     if program.dims is None:
         return None, "the lowered graph ran"
     try:
@@ -919,16 +913,16 @@ def _traced(case: Case, program: Program, device: str) -> tuple[Predicted | None
         return None, str(error)[:300]
 
 
-# -- predictions ---------------------------------------------------------------------------------------------------
+# -- validation: predictions -------------------------------------------------------------------------------------------
 
 
 def declared(case: Case, device: str) -> Graph:
-    """Return the declared graph of a case; `device` is cpu or cuda."""
+    """Return the declared graph of a case for device cpu or cuda."""
     return SUBJECTS[case.subject].declare(case, device)
 
 
 def predicted(graph: Graph, sizes: Mapping[str, int], device: str) -> Predicted:
-    """Return what a graph says of FLOPs and bytes at some sizes, of which it may have a part."""
+    """Return a graph's FLOPs and peak bytes; sizes of unused dimensions are ignored."""
     own: dict[str, Any] = {k: v for k, v in sizes.items() if k in known_names(graph)}
     return Predicted(
         flops=int(cg.matmul_flops(graph, count="full", **own)),
@@ -938,9 +932,9 @@ def predicted(graph: Graph, sizes: Mapping[str, int], device: str) -> Predicted:
 
 
 def traced(case: Case, program: Program, device: str) -> Predicted:
-    """Return what the graph says that is traced from the module of a program, the optimizer's step included.
+    """Return the predictions of the graph traced from a program, optimizer step included.
 
-    UnsupportedError if it cannot be traced.
+    Raises UnsupportedError if tracing fails.
     """
     train = program.make is not None
     graph = trace(program.module, *program.inputs, dims=program.dims, train=train, optimizer=program.make)
@@ -948,13 +942,13 @@ def traced(case: Case, program: Program, device: str) -> Predicted:
 
 
 def _uncounted(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Return the FLOPs of products that torch's counter leaves out on a CPU: those of its attention in one kernel."""
+    """Return the matmul FLOPs that torch's counter misses on a CPU: those of fused attention."""
     values = bindings(graph, dict(sizes))
     return int(answer(total(amount.bind(values) for amount in _in_attention(graph))))
 
 
 def _in_attention(graph: Graph) -> Iterator[Poly]:
-    """Yield the products of kernels that attend: by the call that was traced, else by the rule of their gradients."""
+    """Yield the matmul FLOPs of fused attention, found by its traced call, or by its backward rule."""
     kernels = {op for op in graph.walk() if isinstance(op.kind, Kernel) and op.kind.backward == _RULE}
     gradients = tuple(op.name.rpartition("/")[2].replace(".", "_") + "_backward" for op in kernels)
     for op, times, _ in executions(graph):
@@ -968,7 +962,7 @@ def _in_attention(graph: Graph) -> Iterator[Poly]:
 
 
 def modelled(graph: Graph, sizes: Mapping[str, int], hardware: Hardware) -> Modelled:
-    """Return where a graph stands on the roof of a device, and its times at the rates that were measured there."""
+    """Return a graph's roofline on a device, and its times at measured rates."""
     measured = hardware.attained() if "attained" in hardware.tables else hardware
     instead = _instead(hardware)
     found = cg.roofline(
@@ -982,6 +976,6 @@ def modelled(graph: Graph, sizes: Mapping[str, int], hardware: Hardware) -> Mode
 
 
 def _instead(hardware: Hardware) -> dict[str, str]:
-    """Let the fastest rate of a device stand in for one that it lacks: no bound made of it is above a time."""
+    """Substitute a device's fastest rate for missing ones, which keeps lower bounds valid."""
     fastest = max(hardware.peak, key=lambda k: hardware.peak[k].value)
     return {name: f"peak.{fastest}" for name in _NEWEST if name != fastest}

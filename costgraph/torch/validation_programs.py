@@ -1,4 +1,7 @@
-"""Layers of plain torch: norms, perceptrons, rotary positions, attention."""
+"""Programs that a validation or a published benchmark runs: ops, layers, losses and models in plain torch.
+
+Single ops and models also have their declared graph. Published benchmarks are traced with symbolic sizes.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +60,14 @@ __all__ = [
 ]
 
 
-# -- case --------------------------------------------------------------------------------------------------------------
-# What is validated: a subject at some sizes, and the program of torch that runs it.
+# -- cases -------------------------------------------------------------------------------------------------------------
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the suite: what is declared and run, at which sizes, with which settings.
+    """One case of the suite: subject, sizes and settings.
 
     Examples
     --------
@@ -75,29 +77,29 @@ class Case:
     """
 
     subject: str
-    """which of `SUBJECTS`"""
+    """name in `SUBJECTS`"""
     sizes: Annotated[Mapping[str, Size], Rule("sizes by name", bool)] = field(hash=False)
-    """of every dimension"""
+    """size of every dimension"""
     dtype: str = "fp32"
-    """number format that is declared"""
+    """declared data type"""
     mode: Annotated[str, one_of(("kernel", "forward", "step"))] = "kernel"
     """kernel, forward or step"""
     attention: str = ""
-    """flash or eager, of a model that attends"""
+    """attention implementation: flash or eager"""
     optimizer: str = ""
-    """of a step, as the library calls it: AdamW"""
+    """optimizer, by the library's name, such as AdamW"""
     implementation: str = ""
-    """of the optimizer: for-loop, foreach or fused"""
+    """optimizer implementation: for-loop, foreach or fused"""
     precision: str = ""
-    """policy of a step; none keeps the format that is declared"""
+    """precision policy; empty keeps `dtype`"""
     checkpoint: str = ""
-    """what a step computes again; nothing by default"""
+    """checkpointing policy; empty for none"""
     program: str = "module"
-    """what runs: a module of plain torch, or the lowered graph where torch has no such policy"""
+    """module: a plain torch module. lowered: the lowered graph, if torch has no such policy"""
 
     @property
     def name(self) -> str:
-        """Words that tell the case from all others."""
+        """Unique description of the case."""
         more = (self.attention, self.optimizer, self.implementation, self.precision, self.checkpoint)
         lowered = "lowered" if self.program == "lowered" else ""
         kind = "" if self.mode == "kernel" else self.mode
@@ -106,7 +108,7 @@ class Case:
 
 
 class Function(nn.Module):
-    """A function of tensors as a module."""
+    """Wraps a function of tensors as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -119,18 +121,18 @@ class Function(nn.Module):
 
 @dataclass
 class Program:
-    """What torch runs: a module on inputs, or a whole step of training with it."""
+    """A torch program: a module with inputs, or a whole training step."""
 
     module: nn.Module
-    """what is called"""
+    """the module"""
     inputs: tuple[torch.Tensor, ...]
-    """what it is called with"""
+    """its inputs"""
     dims: Sequence[Sequence[str | None]] | None
-    """names of the axes of each input for a trace; None: nothing is traced"""
+    """axis names of each input for tracing; None disables tracing"""
     make: Make | None = None
-    """makes the optimizer of a step"""
+    """optimizer factory for a training step"""
     into: Callable[[], Any] | None = None
-    """the same, written into a tensor that is there: a CPU needs longer to get memory than to fill it"""
+    """variant that writes into an existing tensor, because a CPU allocates more slowly than it writes"""
 
     def __post_init__(self) -> None:
         self.optimizer = None if self.make is None else self.make(list(self.module.parameters()))
@@ -147,16 +149,16 @@ class Program:
         return None
 
     def clocked(self) -> Any:
-        """Run what is held against the clock."""
+        """Run the timed variant."""
         if self.into is None:
             return self()
         with torch.no_grad():
             return self.into()
 
     def held(self, device: torch.device) -> int:
-        """Return the bytes that are there throughout: parameters, buffers, inputs, and the state of the optimizer.
+        """Return the persistent bytes: parameters, buffers, inputs, and optimizer states.
 
-        On CUDA each storage takes whole blocks of 512 B.
+        On CUDA every storage occupies whole blocks of 512 B.
         """
         state = [] if self.optimizer is None else [t for s in self.optimizer.state.values() for t in s.values()]
         tensors = [*self.module.parameters(), *self.module.buffers(), *self.inputs, *state]
@@ -169,24 +171,24 @@ class Program:
         return sum(-(-n // block) * block for n in storages.values())
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
-# Models as plain torch modules, written as transformers writes them: what the declared zoo is held to.
+# -- reference models --------------------------------------------------------------------------------------------------
+# Plain torch modules in the style of transformers, as counterparts of the declared models.
 
 Call = Callable[..., Any]
 
 
 def again(call: Call, *arguments: Any) -> Any:
-    """Call, and in the backward pass once more instead of keeping what it saves."""
+    """Call with activation checkpointing."""
     return checkpoint(call, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def direct(call: Call, *arguments: Any) -> Any:
-    """Call."""
+    """Call without activation checkpointing."""
     return call(*arguments)
 
 
 def through(layers: Sequence[nn.Module], policy: str, x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
-    """Run layers one after the other, groups of them computed again where the policy says so."""
+    """Run layers in sequence, with activation checkpointing of groups if the policy says so."""
     size = {"every-block": 1, "every-2": 2}.get(policy, 0)
     if not size:
         for layer in layers:
@@ -205,7 +207,7 @@ def _group(layers: Sequence[nn.Module]) -> Call:
 
 
 def hidden_keys(x: torch.Tensor, kernel: str) -> torch.Tensor | None:
-    """Return a mask of shape (1, 1, S, S) to be added, the least number where the key comes after the query."""
+    """Return an additive causal mask of shape (1, 1, S, S), or None for the flash kernel."""
     if kernel == "flash":
         return None
     S = x.shape[1]
@@ -213,7 +215,7 @@ def hidden_keys(x: torch.Tensor, kernel: str) -> torch.Tensor | None:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attend from q to k, v of shape (B, H, S, K): in one kernel where there is no mask."""
+    """Compute attention for q, k, v of shape (B, H, S, K), fused if there is no mask."""
     if mask is None:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
@@ -223,12 +225,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def merged(y: torch.Tensor) -> torch.Tensor:
-    """Return heads (B, H, S, K) side by side, as (B, S, H*K)."""
+    """Merge heads (B, H, S, K) to (B, S, H*K)."""
     return y.transpose(1, 2).flatten(2)
 
 
 class GPTBlock(nn.Module):
-    """A layer of GPT-2; `policy` "selective" recomputes its attention."""
+    """GPT-2 layer; the policy "selective" recomputes its attention."""
 
     def __init__(self, D: int, H: int, F: int, policy: str = "") -> None:
         super().__init__()
@@ -238,17 +240,17 @@ class GPTBlock(nn.Module):
         self.up, self.down = nn.Linear(D, F), nn.Linear(F, D)
 
     def attention(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return what is added to x."""
+        """Return the residual branch of attention."""
         q, k, v = (t.unflatten(2, (self.H, -1)).transpose(1, 2) for t in self.kqv(self.norm1(x)).chunk(3, 2))
         return self.proj(merged(attend(q, k, v, mask)))  # type: ignore[no-any-return]  # torch's modules return Any
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to x."""
+        """Return the residual branch of the MLP."""
         x = self.up(self.norm2(x))
         return self.down(functional.gelu(x, approximate="tanh"))  # type: ignore[no-any-return]  # as above
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return (B, S, D) for (B, S, D)."""
+        """Map (B, S, D) to (B, S, D)."""
         call = again if self.policy == "selective" else direct
         x = x + call(self.attention, x, mask)
         return x + self.mlp(x)
@@ -272,13 +274,13 @@ class GPT(nn.Module):
 
 
 def half_turned(x: torch.Tensor) -> torch.Tensor:
-    """Return the second half of the last axis, negative, and then the first."""
+    """Rotate by halves: (a, b) to (-b, a) along the last axis."""
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), dim=-1)
 
 
 class LlamaBlock(nn.Module):
-    """A layer of Llama."""
+    """Llama layer."""
 
     def __init__(self, D: int, H: int, G: int, K: int, F: int) -> None:
         super().__init__()
@@ -292,7 +294,7 @@ class LlamaBlock(nn.Module):
     def attention(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return what is added to x."""
+        """Return the residual branch of attention."""
         x = self.norm1(x)
         q, k, v = (f(x).unflatten(2, (-1, self.K)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
@@ -301,23 +303,23 @@ class LlamaBlock(nn.Module):
         return self.proj(merged(attend(q, k, v, mask)))  # type: ignore[no-any-return]  # torch's modules return Any
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to x."""
+        """Return the residual branch of the MLP."""
         x = self.norm2(x)
         return self.down(functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]  # as above
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return (B, S, D) for (B, S, D)."""
+        """Map (B, S, D) to (B, S, D)."""
         x = x + self.attention(x, cos, sin, mask)
         return x + self.mlp(x)
 
 
 def frequencies(K: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the frequencies of the rotary embedding of heads of size K, in fp32."""
+    """Return the fp32 frequencies of rotary embeddings for head size K."""
     return 10000.0 ** -(torch.arange(0, K, 2, device=device, dtype=torch.float32) / K)
 
 
 def rotations(S: int, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the angles of S positions, of shape (S, K)."""
+    """Return cosine and sine of rotary angles for S positions, of shape (S, K)."""
     angles = torch.arange(S, device=frequencies.device)[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -345,7 +347,7 @@ class Llama(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Features (B, D) to logits (B, C)."""
+    """MLP from features (B, D) to logits (B, C)."""
 
     def __init__(self, D: int, F: int, L: int, C: int, policy: str = "") -> None:
         super().__init__()
@@ -360,7 +362,7 @@ class Perceptron(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Images (B, C, X, X) through L convolutions of D channels to logits (B, V)."""
+    """CNN from images (B, C, X, X) through L convolutions with D channels to logits (B, V)."""
 
     def __init__(self, C: int, D: int, L: int, V: int) -> None:
         super().__init__()
@@ -377,14 +379,14 @@ class ConvNet(nn.Module):
 
 
 class Loss(nn.Module):
-    """The cross-entropy of a model's logits, all of it in a region of autocast where a format is given."""
+    """Cross-entropy of a model's logits, optionally under autocast."""
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.model, self.autocast = model, autocast
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return a scalar for what the model takes, and a class for each position."""
+        """Return the loss for model inputs and a class per position."""
         if self.autocast is None:
             return self.loss(x, targets)
         with torch.autocast(x.device.type, self.autocast):
@@ -396,10 +398,9 @@ class Loss(nn.Module):
         return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-# -- program -----------------------------------------------------------------------------------------------------------
-# What a published benchmark calls: a program of plain torch, its tensors, and what else is kept beside them.
+# -- published programs ------------------------------------------------------------------------------------------------
 
-#: Number formats by the names that torch has for them.
+#: Data types by torch name.
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORMATS = FORMATS | {"complex64": torch.complex64}
 _MARKS = {"ids", "fixed", *_FORMATS}
@@ -407,64 +408,63 @@ _MARKS = {"ids", "fixed", *_FORMATS}
 
 @dataclass(frozen=True, eq=False)
 class PublishedProgram:
-    """A call of plain torch, and what it is called with.
+    """A plain torch call from a published benchmark, with its tensors.
 
-    Of tensors the axes are stated by name, in one text; those in parentheses are one, of the product of their sizes. A
-    word among them is a format that the tensor has whatever the program is asked for in, ``ids`` one of indices,
-    ``fixed`` that no gradient is wanted.
+    A text describes each tensor by its axis names. Axes in parentheses are merged. A data type among the words
+    overrides the program's, ``ids`` means indices, and ``fixed`` means no gradient.
     """
 
     subject: str
-    """what limits are stated for"""
+    """group for limits"""
     call: Callable[..., Any]
-    """of the tensors, to one or several results"""
+    """function from tensors to one or more results"""
     tensors: Mapping[str, str]
-    """axes of each, by name"""
+    """axes of each tensor by name"""
     made: Sequence[str] = ()
-    """axes of the results, whose gradients are given; none of a loss"""
+    """axes of the results, whose gradients are inputs; empty for a loss"""
     sizes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """facts that have the size of an axis, of which the first is taken that is stated; `B*T` is a product of two, `H/2`
-    a half. By default it is the fact of the axis' own name"""
+    """facts for the size of each axis, tried in order; by default the one with the axis name. `B*T` is a
+    product, `H/2` a half"""
     format: str = ""
-    """number format where nothing states one"""
+    """default data type"""
     untimed: str = ""
-    """why a time is none of the call; empty where it is one"""
+    """why times are not comparable; empty if they are"""
     given: Mapping[str, object] = field(default_factory=dict)
-    """what facts have to be, where they are stated: with others it is another program"""
+    """required values of facts, if stated; others mean another program"""
     kept: Sequence[str] = ()
-    """tensors that a benchmark keeps beside those of the program: parameters of its other forms"""
+    """additional tensors that a benchmark keeps alive: parameters of its other variants"""
     summed: bool = False
     """whether the backward pass starts from the sum of the result"""
     drawn: bool = False
-    """whether the gradients that are given are drawn in each run, beside its results; by default they are kept"""
+    """whether output gradients are generated in each run; by default they are kept"""
     freed: bool = False
-    """whether the backward pass lets go what it has used; by default it could be run again"""
+    """whether the backward pass frees the graph; by default it is retained"""
     until: str = ""
-    """date from which `later` is run instead, as 2026-05-15; empty where it never is"""
+    """date (such as 2026-05-15) from which `later` runs instead, empty for never"""
     later: PublishedProgram | None = None
-    """what is run from then on"""
+    """program from that date on"""
     before: Callable[..., Any] | None = None
-    """of the tensors: what runs once before, of which only the workspaces of libraries stay"""
+    """function that runs once before; only its library workspaces remain"""
     fresh: bool = False
-    """whether gradients of the run before are let go; by default new ones are added to them"""
+    """whether gradients of the previous run are freed; by default new ones accumulate"""
     returned: bool = False
-    """whether gradients are returned, and let go"""
+    """whether gradients are returned and freed instead of stored in `.grad`"""
     refused: str = ""
-    """why a peak of memory is none of this program; empty where it is one"""
+    """why peaks are not comparable; empty if they are"""
 
     def at(self, date: str) -> PublishedProgram:
-        """Return what was run on a date."""
+        """Return the program that ran on a date."""
         return self if self.later is None or date < self.until else self.later.at(date)
 
     def since(self, date: str, **changes: Any) -> PublishedProgram:
-        """Return a program that runs alone from a date on: no other form is kept, and gradients are drawn."""
+        """Return a program that, from a date on, runs without other variants and generates gradients in each run."""
         alone: dict[str, Any] = {"kept": (), "drawn": True, "freed": False} | changes
         return replace(self, until=date, later=replace(self, **alone))
 
     def bound(self, facts: Mapping[str, object]) -> dict[str, int]:
-        """Return the size of each axis from facts of a record.
+        """Return the size of each axis from a record's facts.
 
-        UnsupportedError if one is missing or no positive whole number, or a fact is that of another program.
+        Raises UnsupportedError if one is missing, invalid, or belongs to another program.
         """
         for name, value in self.given.items():
             if facts.get(name) not in (None, value):
@@ -474,12 +474,12 @@ class PublishedProgram:
 
 
 def axes_of(text: str) -> list[str]:
-    """Return the names of axes, those of a stated size left out."""
+    """Return axis names, except for fixed sizes."""
     return [word for word in names_of(text) if word is not None]
 
 
 def names_of(text: str) -> list[str | None]:
-    """Return the name of each axis, None of one of a stated size."""
+    """Return the name of each axis, None for a fixed size."""
     return [None if word.isdigit() else word for word in _words(text) if word not in _MARKS]
 
 
@@ -488,7 +488,7 @@ def _words(text: str) -> list[str]:
 
 
 def joined(text: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose axes in parentheses are one."""
+    """Return a view with the axes in parentheses merged."""
     at, start = 0, 0
     for word in text.replace("(", " ( ").replace(")", " ) ").split():
         if word == "(":
@@ -501,7 +501,7 @@ def joined(text: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def made_of(text: str, sizes: Mapping[str, int], format: torch.dtype) -> torch.Tensor:
-    """Return a tensor of no memory, for a trace."""
+    """Return a meta tensor for tracing."""
     words = _words(text)
     shape = [int(word) if word.isdigit() else sizes[word] for word in words if word not in _MARKS]
     if "ids" in words:
@@ -520,7 +520,7 @@ def _program_size(facts: Mapping[str, object], choices: Sequence[str]) -> int:
 
 
 def _product(facts: Mapping[str, object], words: Sequence[str]) -> int:
-    """Return a product of facts and numbers, 0 if one of them is no size."""
+    """Return a product of facts and numbers, or 0 if one is invalid."""
     found = [int(word) if word.isdigit() else facts.get(word) for word in words]
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < 2**63 for n in found):
         return 0
@@ -528,37 +528,37 @@ def _product(facts: Mapping[str, object], words: Sequence[str]) -> int:
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
-# Single ops, each declared with the public names, and beside it the call of torch that does the same.
+# Single ops: the declaration in the public API, and the equivalent torch call.
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One op on tensors, as it is declared and as torch calls it."""
+    """A single op, as a declaration and as a torch call."""
 
     axes: Mapping[str, str]
-    """names of the axes of each input; `V: N` are N indices below V"""
+    """axis names of each input; `V: N` means N indices below V"""
     build: Callable[..., cg.Tensor]
-    """declares it, given the inputs"""
+    """function that declares the op for given inputs"""
     call: Callable[..., Any]
-    """runs it, given tensors: inputs, then weights"""
+    """torch function of inputs, then weights"""
     into: Callable[..., Any] | None = None
-    """runs it, given its result and the tensors: where torch can write into a tensor that is there"""
+    """variant with a preallocated result as first argument, if torch has one"""
     weights: Mapping[str, str] = field(default_factory=dict)
-    """names of the axes of what the declaration makes itself"""
+    """axis names of parameters that the declaration creates"""
     fixed: tuple[str, ...] = ()
     """sizes that the call needs as numbers"""
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Names of its dimensions."""
+        """Dimension names."""
         parsed = [_parsed(text) for text in (*self.axes.values(), *self.weights.values())]
         names = [name for most, axes in parsed for name in (*axes, most) if name and not name.isdigit()]
         return tuple(dict.fromkeys(names))
 
     def declare(self, case: Case, device: str) -> cg.Graph:
-        """Return the declared graph, its sizes symbols."""
+        """Return the declared graph with symbolic sizes."""
         with cg.Graph(case.subject, dtype=case.dtype) as graph:
             inputs = []
             for name, text in self.axes.items():
@@ -568,7 +568,7 @@ class Kernel:
         return graph
 
     def program(self, case: Case, device: torch.device) -> Program:
-        """Return the call on random numbers."""
+        """Return the torch call with random inputs."""
         parsed = [_parsed(text) for text in (*self.axes.values(), *self.weights.values())]
         values = tuple(_values(most, axes, case, device) for most, axes in parsed)
         names = [[None if a.isdigit() or a in self.fixed else a for a in axes] for _, axes in parsed]
@@ -594,7 +594,7 @@ def _values(most: str, axes: list[str], case: Case, device: torch.device) -> tor
     return torch.randn(shape, device=device).to(TORCH_DTYPES[case.dtype])
 
 
-# -- what is run ---------------------------------------------------------------------------------------------------
+# -- kernels: table ----------------------------------------------------------------------------------------------------
 
 _CELLS = {"x": "R C"}
 _HEADS = {"q": "B H S K", "k": "B H S K", "v": "B H S K"}
@@ -703,11 +703,11 @@ KERNELS: dict[str, Kernel] = {
     "convolution 3x3": _conv(3),
     "convolution depthwise 3x3": _depthwise(3),
 }  # fmt: skip
-"""Subjects that are single ops, by name."""
+"""single-op subjects by name"""
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
-# Losses of plain torch, with the layer that makes their logits or without.
+# Plain torch losses, with or without the output projection.
 
 _ROWS = {"R": ("B*T", "BT", "seq_len"), "V": ("V", "vocab_size")}
 _HEAD = {"R": ("BT", "B*T", "seq_len"), "H": ("H", "hidden_size"), "V": ("V", "vocab_size")}
@@ -718,7 +718,7 @@ def _head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def _divergence(log_q: torch.Tensor, log_p: torch.Tensor, half: float = 0.5) -> torch.Tensor:
-    """Jensen and Shannon's, of two logarithms of probabilities: op by op, as `KLDivLoss` has it."""
+    """Jensen-Shannon divergence of log-probabilities, as with `KLDivLoss`."""
     log_p, log_q = log_p.to(torch.float32), log_q.to(torch.float32)
     m = torch.lerp(torch.exp(log_p), torch.exp(log_q), half)
     first = functional.kl_div(torch.log(m), log_p, reduction="batchmean", log_target=True)
@@ -726,7 +726,7 @@ def _divergence(log_q: torch.Tensor, log_p: torch.Tensor, half: float = 0.5) -> 
 
 
 def _divergence_of_rows(log_q: torch.Tensor, log_p: torch.Tensor, half: float = 0.5) -> torch.Tensor:
-    """The same, summed row by row."""
+    """Jensen-Shannon divergence, summed by row."""
     log_p, log_q = log_p.to(torch.float32), log_q.to(torch.float32)
     m = torch.lerp(torch.exp(log_q), torch.exp(log_p), half)
     first = half * functional.kl_div(torch.log(m), log_p, reduction="none", log_target=True).sum(-1)
@@ -769,7 +769,7 @@ def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 
 def _preferred(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the first half of a batch, and a loss of its log-probabilities over those of the second."""
+    """Cross-entropy on the chosen half of a batch, and a preference loss against the rejected half."""
     half = x.shape[0] // 2
     made = x @ weight.t()
     logits = made.float()
@@ -781,7 +781,7 @@ def _preferred(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def _policy(level: str) -> Callable[..., torch.Tensor]:
-    """A clipped ratio of probabilities to those of a reference, of each token or of a sequence."""
+    """Clipped policy-gradient loss, with probability ratios per token or per sequence."""
 
     def call(
         x: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor,
@@ -808,7 +808,7 @@ def _policy(level: str) -> Callable[..., torch.Tensor]:
 
 
 def _distilled(soft: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Cross-entropy, and a distance of logits from those of a teacher."""
+    """Cross-entropy plus a distillation loss against a teacher."""
 
     def call(
         x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
@@ -828,13 +828,13 @@ def _distilled(soft: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _away(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """One less the cosine of the angle between two rows, in the mean."""
+    """Mean cosine distance between rows."""
     norm, teacher_norm = (functional.normalize(each, p=2, dim=-1) for each in (logits, teacher_logits))
     return (1.0 * (1 - functional.cosine_similarity(norm, teacher_norm, dim=-1))).mean()
 
 
 def _mixed(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """Jensen and Shannon's divergence, as a mixture of probabilities."""
+    """Jensen-Shannon divergence via the mixture of probabilities."""
     log_q, log_p = functional.log_softmax(logits, dim=-1), functional.log_softmax(teacher_logits, dim=-1)
     m = 0.5 * log_q.exp() + (1 - 0.5) * log_p.exp()
     m = m.log()
@@ -899,7 +899,7 @@ LOSSES: dict[str, PublishedProgram] = {
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-# Models, blocks of them and their training steps: the declared zoo, and plain modules of torch.
+# Declared models, with the equivalent torch modules and training steps.
 
 Optimizers = tuple[Callable[..., Any], Callable[..., torch.optim.Optimizer] | None]
 
@@ -915,9 +915,9 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "RMSProp": (cg.RMSProp, torch.optim.RMSprop),
     "Adafactor": (cg.Adafactor, torch.optim.Adafactor),
     "Lion": (cg.Lion, None),
-    "Muon": (lambda **options: cg.Muon(takes=has_matrix, **options), None),  # of the head, too: it has one more size
+    "Muon": (lambda **options: cg.Muon(takes=has_matrix, **options), None),  # includes the head
 }
-"""The library's optimizer and torch's; None where torch has none, or none for parameters that are no matrices."""
+"""library and torch optimizers; None if torch has none, or only for matrices"""
 
 CHECKPOINTS: dict[str, Callable[[], cg.Checkpoint | None]] = {
     "": lambda: None,
@@ -926,7 +926,7 @@ CHECKPOINTS: dict[str, Callable[[], cg.Checkpoint | None]] = {
     "selective": lambda: cg.selective("attention"),
     "from-start": cg.from_start,
 }
-"""What a step computes again."""
+"""checkpointing policies"""
 
 _FLAGS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True},
@@ -936,7 +936,7 @@ _FLAGS: dict[str, dict[str, bool]] = {
 
 
 def make_of(case: Case) -> Make:
-    """Return what makes torch's optimizer of a step."""
+    """Return the factory of a step's torch optimizer."""
     kind = OPTIMIZERS[case.optimizer][1]
     assert kind is not None
     found = kind
@@ -954,7 +954,7 @@ def _in_format(case: Case, device: torch.device, build: Callable[[], nn.Module])
 
 
 def _step(case: Case, graph: cg.Graph, device: str) -> cg.Graph:
-    """Return the declared step of training of a model."""
+    """Return a model's declared training step."""
     ours = OPTIMIZERS[case.optimizer][0](implementation=case.implementation)
     return cg.training_step(
         graph, optimizer=ours, precision=case.precision or None, checkpoint=CHECKPOINTS[case.checkpoint](),
@@ -964,33 +964,33 @@ def _step(case: Case, graph: cg.Graph, device: str) -> cg.Graph:
 
 @dataclass(frozen=True)
 class Model:
-    """A model: what declares it, and the module that is the same."""
+    """A declared model with the equivalent torch module."""
 
     graph: Callable[[Case], cg.Graph]
-    """declares the forward pass"""
+    """function that declares the forward pass"""
     module: Callable[[Case, Mapping[str, int]], nn.Module]
-    """makes the module"""
+    """module factory"""
     inputs: tuple[str, ...]
-    """axes of what it takes: tokens below V, or with D or X among the axes, numbers"""
+    """input axes: floats if D or X is among them, else tokens below V"""
     targets: tuple[str, ...]
-    """axes of the classes of its loss"""
+    """axes of the target classes"""
     classes: str
-    """how many classes there are"""
+    """size symbol of the classes"""
     sizes: tuple[str, ...]
-    """names of its dimensions"""
+    """dimension names"""
     policies: tuple[str, ...] = ("",)
-    """of activation checkpointing that the module knows"""
+    """supported checkpointing policies"""
 
     def declare(self, case: Case, device: str) -> cg.Graph:
-        """Return the declared graph, its sizes symbols."""
+        """Return the declared graph with symbolic sizes."""
         graph = self.graph(case)
-        if case.optimizer == "Muon":  # it turns a matrix so that it is wider than tall
+        if case.optimizer == "Muon":  # Muon transposes tall matrices
             with graph:
                 graph.assume("F >= D", "F >= C")
         return graph if case.mode == "forward" else _step(case, graph, device)
 
     def program(self, case: Case, device: torch.device) -> Program:
-        """Return the module on random data, or a step of training with it."""
+        """Return the module with random inputs, or its training step."""
         if case.program == "lowered":
             return _lowered(self.declare(case, "cpu" if device.type == "cpu" else "cuda"), case, device)
         need_choice(f"validate: {case.subject}: checkpoint", case.checkpoint, self.policies)
@@ -1011,7 +1011,7 @@ class Model:
 
 
 def _open(axes: tuple[str, ...]) -> list[str | None]:
-    # widths are those of weights, which are numbers to torch
+    # widths are weight sizes, which are constants in a trace
     return [a if a in ("B", "S") else None for a in axes]
 
 
@@ -1053,28 +1053,28 @@ def _declared_convolutions(case: Case) -> cg.Graph:
     return g
 
 
-# -- blocks --------------------------------------------------------------------------------------------------------
+# -- models: blocks ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of a model on activations (B, S, D), without gradients."""
+    """One model layer on activations (B, S, D), without gradients."""
 
     graph: Callable[[Case], cg.Graph]
-    """declares it"""
+    """function that declares it"""
     module: Callable[[Mapping[str, int]], nn.Module]
-    """makes the module"""
+    """module factory"""
     tables: bool
-    """whether it takes cosine and sine of the rotary embedding too"""
+    """whether it takes cosine and sine of rotary embeddings"""
     sizes: tuple[str, ...]
-    """names of its dimensions"""
+    """dimension names"""
 
     def declare(self, case: Case, device: str) -> cg.Graph:
-        """Return the declared graph, its sizes symbols."""
+        """Return the declared graph with symbolic sizes."""
         return self.graph(case)
 
     def program(self, case: Case, device: torch.device) -> Program:
-        """Return the module on random data."""
+        """Return the module with random inputs."""
         B, S, D = (case.sizes[n] for n in "BSD")
         module = _in_format(case, device, lambda: self.module(case.sizes))
         x = torch.randn(B, S, D, device=device).to(TORCH_DTYPES[case.dtype])
@@ -1086,7 +1086,7 @@ class Block:
 
 
 class _Unmasked(nn.Module):
-    """A block whose attention is one kernel."""
+    """A block with fused attention."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -1127,7 +1127,7 @@ def _llama_block(case: Case) -> cg.Graph:
 
 
 def _turned(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
-    """Rotate by halves, an op each as eager code does."""
+    """Rotate by halves with separate ops, as in eager code."""
     a, b = cg.ops.split(x, (x.shape[-1] / 2, x.shape[-1] / 2), -1)
     return x * cos + cg.ops.concat((cg.ops.pointwise("neg", b), a), -1) * sin
 
@@ -1158,10 +1158,10 @@ MODELS: dict[str, Model | Block] = {
         tuple("BCXDLV"),
     ),
 }
-"""Subjects that are models or blocks of them, by name."""
+"""model and block subjects by name"""
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 def _normed(h: torch.Tensor) -> torch.Tensor:
@@ -1170,18 +1170,18 @@ def _normed(h: torch.Tensor) -> torch.Tensor:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As `LlamaRMSNorm` of transformers."""
+    """`LlamaRMSNorm` of transformers."""
     return weight * _normed(x.to(torch.float32)).to(x.dtype)
 
 
 def _added_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A residual, and its norm."""
+    """Return RMS norm of a residual sum, and the sum."""
     total = x.to(torch.float32) + residual.to(torch.float32)
     return weight * _normed(total).to(x.dtype), total.to(x.dtype)
 
 
 def _modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A norm times one more than a scale for each element, and a shift."""
+    """RMS norm with elementwise scale (1 + scale) and shift."""
     normed = _normed(x.to(torch.float32)).to(x.dtype) * (0.0 + weight)
     return normed * (1 + scale) + shift
 
@@ -1191,7 +1191,7 @@ def _dynamic_tanh(alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, 
 
 
 def _polynomial_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Norms of three powers, weighted."""
+    """Weighted sum of norms of three powers."""
     h = x.to(torch.float32)
     third, second, first = h**3, h**2, h**1
     cubes, squares, same = _normed(third), _normed(second), _normed(first)
@@ -1203,18 +1203,18 @@ def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 class _RmsNorm(torch.autograd.Function):
-    """A norm of one kernel in each pass, as CUDA has it: what the kernels keep and make."""
+    """Fused RMS norm with the residuals and outputs of the CUDA kernels."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Keep the operands, and the factor of each row in fp32."""
+        """Save the operands and the fp32 scale per row."""
         factors = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(weight, x, factors)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return gradients, made of one that lies row by row."""
+        """Return gradients, after making the incoming one contiguous."""
         weight, x, _ = ctx.saved_tensors
         grad = grad.contiguous()
         return torch.empty_like(weight), torch.empty_like(x)
@@ -1225,7 +1225,7 @@ def _fused_rms_norm(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As `LlamaMLP` of transformers."""
+    """`LlamaMLP` of transformers."""
 
     def call(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         inner = act(functional.linear(x, gate)) * functional.linear(x, up)
@@ -1235,7 +1235,7 @@ def _gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.T
 
 
 def _stepped(x: torch.Tensor, gate: torch.Tensor, *_: torch.Tensor) -> None:
-    """A product and its gradients, of two rows: a backward pass that ran before, in the thread of autograd."""
+    """Run a 2 x 2 matmul forward and backward, which allocates cuBLAS workspaces in the autograd thread too."""
     few = gate[:2, :2].detach().requires_grad_()
     with torch.enable_grad():
         torch.autograd.grad((few @ few).sum(), few)
@@ -1256,14 +1256,14 @@ def _programs_turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `apply_rotary_pos_emb` of transformers, on heads that lie behind positions in memory."""
+    """`apply_rotary_pos_emb` of transformers, on transposed heads."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return tuple(((x * cos) + (_programs_turned(x) * sin)).transpose(1, 2) for x in (q, k))
 
 
 def _sectioned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `apply_multimodal_rotary_pos_emb` of transformers: parts of a head turn by time, height and width."""
+    """`apply_multimodal_rotary_pos_emb` of transformers: sections of a head rotate by time, height and width."""
     part = cos.shape[-1] // 16
     sections = [2 * part, 3 * part, 3 * part] * 2
     first, second = (
@@ -1274,12 +1274,12 @@ def _sectioned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.T
 
 
 def _angles(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Positions times frequencies, as a product of matrices."""
+    """Compute positions times frequencies as a matmul."""
     return sin.float().transpose(1, 2)[:, :, :1] @ cos.float()[:, :1]
 
 
 def _sparsemax(x: torch.Tensor) -> torch.Tensor:
-    """Its threshold from the sorted sums, op by op."""
+    """Sparsemax with a threshold from sorted cumulative sums."""
     ordered, _ = torch.sort(x, dim=-1, descending=True)
     sums = torch.cumsum(ordered, dim=-1)
     size = x.size(-1)
@@ -1293,7 +1293,7 @@ def _sparsemax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs_turned(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `apply_rotary_emb` of Llama 4 in transformers: pairs of numbers are one complex number."""
+    """`apply_rotary_emb` of Llama 4 in transformers: pairs are complex numbers."""
 
     def complex_of(x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
@@ -1309,7 +1309,7 @@ def _turns(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> torch.Tenso
 
 
 def _biased(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A product with a bias as torch ran it up to 2.6: cuBLASLt makes it, with a workspace of its own."""
+    """Linear layer with bias as in torch up to 2.6, through cuBLASLt with its own workspace."""
     workspace = x.new_empty(LT_WORKSPACE // x.element_size())
     made = functional.linear(x, weight, bias)
     del workspace
@@ -1317,7 +1317,7 @@ def _biased(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.
 
 
 def _masked_attention(*parameters: torch.Tensor) -> torch.Tensor:
-    """Attention op by op, under a mask that is made in the call; of weights and biases in turn, input, and heads."""
+    """Eager attention with a mask built in the call. Arguments: weights and biases in turn, input, heads."""
     weights, biases, (x, of) = parameters[:8:2], parameters[1:8:2], parameters[8:]
     b, s, d = x.shape
     heads = of.shape[0]
@@ -1333,7 +1333,7 @@ def _masked_attention(*parameters: torch.Tensor) -> torch.Tensor:
 
 
 def _windowed_attention(scores: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Shares of attention, convolved over queries and keys."""
+    """Attention probabilities, convolved over queries and keys."""
     size = scores.shape[-1]
     mask = torch.tril(torch.ones(size, size, dtype=torch.bool, device=scores.device)).view(1, 1, size, size)
     shares = torch.softmax(scores.masked_fill(~mask, -1e9), dim=-1)
@@ -1398,7 +1398,7 @@ LAYERS: dict[str, PublishedProgram] = {
         {"T": ("T", "seq_len"), "Q": ("num_q_heads",), "G": ("num_kv_heads",),
          "K": ("head_dim", "hidden_size/num_q_heads", "H/num_q_heads")},
         before=_angles, returned=True,
-        # positions, and half as many frequencies as a head is wide, in fp32
+        # position ids, and the fp32 frequencies (half the head size)
         kept=("T ids", "K float16"),
     ),
     "qwen2vl_mrope": PublishedProgram(
@@ -1446,12 +1446,11 @@ LAYERS: dict[str, PublishedProgram] = {
 }  # fmt: skip
 
 
-# -- published ---------------------------------------------------------------------------------------------------------
-# Programs of plain torch whose times and peaks of memory others have published, traced with symbolic sizes.
+# -- published programs: tracing ---------------------------------------------------------------------------------------
 
-#: By the name of the kernel that they are the plain form of.
+#: Programs by the name of the fused kernel that they are the reference for.
 PROGRAMS: Mapping[str, PublishedProgram] = {**LAYERS, **LOSSES}
-#: Kernels that are not traced, and why.
+#: Reasons why kernels are not traced.
 UNTRACED: Mapping[str, str] = {
     "fused_moe": "which tokens an expert has is up to the data",
     "kto_loss": "which rows of logits are chosen is up to the data",
@@ -1460,23 +1459,23 @@ UNTRACED: Mapping[str, str] = {
 
 
 class _Given(torch.autograd.Function):
-    """A loss whose gradients by some tensors are given: neither pass costs anything."""
+    """A loss with prescribed gradients, free in both passes."""
 
     @staticmethod
     def forward(ctx: Any, *both: torch.Tensor) -> torch.Tensor:
-        """Keep the gradients, which are the second half."""
+        """Save the prescribed gradients, the second half of the arguments."""
         ctx.save_for_backward(*both[len(both) // 2 :])
         return both[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return what was given."""
+        """Return the prescribed gradients."""
         given = ctx.saved_tensors
         return (*given, *(None for _ in given))
 
 
 def _results(program: PublishedProgram, found: Any) -> tuple[torch.Tensor, ...]:
-    """Return what a backward pass starts from."""
+    """Return the tensors from which the backward pass starts."""
     if program.summed:
         return (found.sum(),)
     return found if isinstance(found, tuple) else (found,)
@@ -1490,7 +1489,7 @@ class _Called(nn.Module):
         self.program = program
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Call, and start the backward pass from gradients that are given."""
+        """Call the program, with prescribed output gradients."""
         tensors = tuple(map(joined, [*self.program.tensors.values(), *self.program.made], tensors))
         many = len(self.program.tensors)
         results = _results(self.program, self.program.call(*tensors[:many]))
@@ -1500,7 +1499,7 @@ class _Called(nn.Module):
 
 
 class _Benchmarked(nn.Module):
-    """A program as a benchmark of its memory runs it again, when gradients are there from the run before."""
+    """A program in the steady state of a memory benchmark, with gradients from the previous run."""
 
     def __init__(self, program: PublishedProgram, mode: str) -> None:
         super().__init__()
@@ -1508,12 +1507,12 @@ class _Benchmarked(nn.Module):
         learnt = [text for text in program.tensors.values() if not {"ids", "fixed"} & set(text.split())]
         self.had = [] if mode == "forward" or program.fresh or program.returned else learnt
         self.made = program.made if mode == "backward" or (mode == "full" and not program.drawn) else ()
-        # a module is made before it has an input, gradients are there from the run before
+        # `fixed`, because neither parameters of other variants nor previous gradients require gradients
         kept, had, made = ([f"{text} fixed" for text in texts] for texts in (program.kept, self.had, self.made))
         self.texts = [*kept, *program.tensors.values(), *made, *had]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Call, and run the backward pass where it is part of the mode."""
+        """Call the program, with its backward pass if the mode includes it."""
         left = list(tensors[len(self.program.kept) :])
         own = [_leaf(text, left.pop(0)) for text in self.program.tensors.values()]
         given = [joined(text, left.pop(0)) for text in self.made]
@@ -1548,7 +1547,7 @@ class _Benchmarked(nn.Module):
 
 
 def _leaf(text: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the axes that a text states, as one that gradients of a backward pass are kept at."""
+    """Return a leaf tensor with the axes of a text, whose gradient will be stored."""
     own = joined(text, tensor)
     return tensor if own is tensor else own.detach().requires_grad_(tensor.requires_grad)
 
@@ -1561,7 +1560,7 @@ def _format(program: PublishedProgram, format: str) -> torch.dtype:
 
 def _graph(module: nn.Module, texts: list[str], format: torch.dtype, **how: Any) -> Graph:
     axes = dict.fromkeys(axis for text in texts for axis in axes_of(text))
-    # even, as half of an axis may be asked for, and no two alike
+    # even, because a program may use half an axis, and all different
     hints = {axis: 2 * (11 + i) for i, axis in enumerate(axes)}
     tensors = [made_of(text, hints, format) for text in texts]
     return trace(module, *tensors, dims=[names_of(text) for text in texts], device="cuda", **how)
@@ -1569,10 +1568,10 @@ def _graph(module: nn.Module, texts: list[str], format: torch.dtype, **how: Any)
 
 @cache
 def traced(program: PublishedProgram, format: str) -> Graph:
-    """Return forward and backward pass of a program, as it was run on a date, its sizes symbols.
+    """Trace forward and backward pass of a program with symbolic sizes.
 
-    The format is one that torch names, such as bfloat16, or that of the program where it is empty. UnsupportedError if
-    there is no such format, or the call is not what is timed.
+    `format` is a torch dtype name such as bfloat16; empty means the program's default. Raises UnsupportedError for
+    unknown dtypes, and for programs without comparable times.
     """
     if program.untimed:
         raise UnsupportedError(f"time: {program.untimed}")
@@ -1582,10 +1581,10 @@ def traced(program: PublishedProgram, format: str) -> Graph:
 
 @cache
 def benchmarked(program: PublishedProgram, format: str, mode: str, arch: str) -> Graph:
-    """Return what a benchmark of the memory of a program runs and keeps, its sizes symbols.
+    """Trace a program's memory benchmark with symbolic sizes, including the tensors that it keeps alive.
 
-    `mode` is forward, backward (before which the forward pass was run) or full; `arch` the compute capability of the
-    GPU, such as sm_90. UnsupportedError if there is no such format, or no peak is one of this program.
+    `mode` is forward, backward (after an untimed forward pass) or full. `arch` is the compute capability, such as
+    sm_90. Raises UnsupportedError for unknown dtypes, and for programs without comparable peaks.
     """
     if program.refused:
         raise UnsupportedError(f"peak memory: {program.refused}")

@@ -1,4 +1,4 @@
-"""The page with sliders: what a graph costs as data, and the small engine that reads it in a browser."""
+"""Interactive HTML page with sliders for the sizes of a graph."""
 
 from .page import Page, explore
 

@@ -1,4 +1,4 @@
-"""What a page knows of graphs and devices, as JSON has it: formulas by their number in `Tables`."""
+"""Build the self-contained HTML page of `explore`: formulas as data, views of a graph, devices, and markup."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ __all__ = [
 ]
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-# Formulas as data: sums are rows over one table of monomials, nothing in them is code.
+# -- formula tables ----------------------------------------------------------------------------------------------------
+# Formulas are plain data: polynomials are rows over a shared table of monomials.
 
 T = TypeVar("T", bound=Hashable)
-# Above it a number of JavaScript is not exact: such a coefficient is text.
+# JavaScript numbers are exact up to this; larger coefficients are strings
 _LARGEST = 2**53
 _KINDS = {
     Max: "max", Min: "min", sympy.Max: "max", sympy.Min: "min",
@@ -67,7 +67,7 @@ _KINDS = {
 
 
 class Tables:
-    """Polynomials by number, each once, over tables of what they are made of.
+    """Polynomials by index, deduplicated, over shared tables of monomials and generators.
 
     Examples
     --------
@@ -87,14 +87,14 @@ class Tables:
         self._found: dict[str, list[Any]] = {"rows": [], "monomials": [], "generators": []}
 
     def row(self, p: Poly) -> int:
-        """Return the number of a polynomial; UnsupportedError where the engine has no rule for a function in it."""
+        """Return the index of a polynomial; raise UnsupportedError for functions that the engine lacks."""
         if p not in self._rows:
             row = [x for m, c in p.terms.items() for x in (self._monomial(m), _coefficient(c))]
             self._add("rows", self._rows, p, row)
         return self._rows[p]
 
     def data(self) -> dict[str, list[Any]]:
-        """Return the tables as JSON has them."""
+        """Return the tables as JSON data."""
         return self._found
 
     def _add(self, table: str, places: dict[T, int], key: T, entry: object) -> None:
@@ -126,15 +126,14 @@ def _coefficient(value: Rational) -> int | str:
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
-# What a page shows of a graph: it itself, steps of training, passes of inference, the part of one rank or stage.
 
 _PASSES: Mapping[str, Callable[[Graph], Graph]] = {"forward": lambda g: g, "prefill": prefill, "decode": decode}
 _DEGREES = ("dp", "tp", "cp", "ep", "pp")
-#: What `parallelize` takes beside degrees; without a value it is a flag.
+#: Options of `parallelize` besides degrees; those without a value are flags.
 _RANKS = ("zero", "sequence", "context", "reduce_each", "schedule")
 _WORDS = {"zero": ("0", "1", "2", "3"), "reduce_each": ("yes", "no"), "context": CONTEXTS}
 _STEP = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
-#: Steps of the whole model by their options: views of ranks share one.
+#: Training steps by their options, shared between the views of ranks.
 _Steps = dict[frozenset[tuple[str, str]], Graph]
 _DEFAULT = (
     "forward", "train precision=bf16", "train precision=bf16 checkpoint=every-block",
@@ -145,10 +144,10 @@ _DEFAULT = (
 
 
 def views_of(graph: Graph, wanted: object = None) -> dict[str, Graph]:
-    """Return graphs by the name of the view; of the default ones those that the graph has.
+    """Return the graphs to show by view name, by default all standard views that the graph supports.
 
-    Those that are wanted are graphs, or words such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8
-    tp=T zero=3`; an error if a word is none of these, or a transform refuses the graph.
+    `wanted` has graphs, or option strings such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8
+    tp=T zero=3`. Raises if an option is unknown, or a transform rejects the graph.
     """
     if isinstance(wanted, Mapping):
         found = dict(wanted)
@@ -171,7 +170,7 @@ def _those_it_has(graph: Graph) -> Iterable[tuple[str, Graph]]:
     for text in _DEFAULT:
         try:
             yield text, _view(graph, text, steps)
-        except CostGraphError:  # a graph without a loss, without tokens, or that is a step itself
+        except CostGraphError:  # no loss, no tokens, or already a training step
             continue
 
 
@@ -222,19 +221,19 @@ def _rank(found: Graph, options: Mapping[str, str]) -> Graph:
     return parallelize(found, sequence="sequence" in options, micro_batches=micro_batches, **given)
 
 
-# -- collect -----------------------------------------------------------------------------------------------------------
+# -- page data ---------------------------------------------------------------------------------------------------------
 
-# Sizes that a model leaves open start here or at 1: small, so that most devices have room.
+# initial sizes of unbound dimensions, else 1: small enough for most devices
 _START = {"S": 2048}
-#: Of so many others powers of two are tried to find sizes that a view allows.
+#: To find valid sizes, try these powers of two for up to so many dimensions.
 _MOST_TRIED, _TRIED = 4, (1, 2, 4, 8)
 _STAGES = ("first", "middle", "last")
 
 
 def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]) -> dict[str, Any]:
-    """Return all that a page shows: `tables`, `views`, `devices` and the sizes at which the page starts.
+    """Return the page data: `tables`, `views`, `devices` and the initial sizes.
 
-    A device without any rate is shown with its memory alone.
+    Only memory is shown for a device without rates.
     """
     tables = Tables()
     twins = {view: [symbolic(part) for part in stages(graph)] for view, graph in views.items()}
@@ -261,7 +260,7 @@ def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]
 
 
 def _starts(graphs: Sequence[Graph], parts: Sequence[Graph], counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sizes at which a page starts: those of the model, small ones else, which all views allow if any do."""
+    """Return the initial sizes: model defaults or small values, valid in all views if possible."""
     names = sorted(frozenset().union(*map(known_names, parts)))
     given = {name: size for graph in reversed(graphs) for name, size in graph.defaults.items()}
     found = {n: given.get(n, _START.get(n, 1)) for n in names}
@@ -285,7 +284,7 @@ def _allows(part: Graph, sizes: Mapping[str, int]) -> bool:
 
 
 def _of_stages(part: Graph) -> list[tuple[Test, str]]:
-    """Return what makes a stage of a pipeline one."""
+    """Return the conditions on the number of pipeline stages."""
     if part.waiting is None:
         return []
     whole, alike = part.waiting.stages, part.waiting.alike
@@ -298,7 +297,7 @@ def _of_stages(part: Graph) -> list[tuple[Test, str]]:
 def _pipeline(
     part: Graph, known: Waiting, places: Sequence[int], tables: Tables, devices: Sequence[Hardware]
 ) -> dict[str, Any]:
-    """Return what the time of a pipeline needs of one of its stages: its place, and how long what it hands on takes."""
+    """Return a stage's data for the pipeline time: its position, and the times of its sends."""
     row, values = tables.row, bindings(part, {})
     sends = [op for op in part.walk() if isinstance(op.kind, Send)]
 
@@ -349,7 +348,7 @@ def _collect_view(
 
 
 def _asked(graph: Graph) -> list[tuple[Test, str]]:
-    """Return what sizes have to satisfy, with the words of a warning."""
+    """Return the conditions on sizes, with warning texts."""
     return [
         *((Test(r.difference, equal=r.equal, strict=r.strict), r.text) for r in graph.root.relations.relations),
         *((Test(c.formula, c.least, whole=c.whole),
@@ -360,7 +359,7 @@ def _asked(graph: Graph) -> list[tuple[Test, str]]:
 
 
 def _group(graph: Graph) -> str:
-    """Return the words above the views of a kind."""
+    """Return the heading for a group of views."""
     if graph.waiting is not None:
         return "a stage of a pipeline"
     if graph.sharding is not None:
@@ -387,7 +386,7 @@ def _op(
         out["link"] = work.link
     if work.collective is not None:
         out |= {"collective": work.collective.collective, "axis": work.collective.axis or ""}
-        # most collectives of a graph are those of another layer or phase again
+        # most collectives recur in another layer or phase
         kind = work.collective
         key = (kind.collective, kind.axis, kind.ranks, work.times, whole(work.op), work.op.operands[0].storage.pieces)
         if key not in exchanged:
@@ -399,7 +398,7 @@ def _op(
 
 
 def _sent(work: Work, graph: Graph, device: Hardware, row: Callable[[Poly], int]) -> list[Any] | str:
-    """Return the seconds of a collective over its link, and the least of each unit; words where there is no link."""
+    """Return a collective's time, link and lower bound by unit, or an error text if the device has no link."""
     values = bindings(graph, {})
     try:
         rates = Rates(device)
@@ -411,7 +410,7 @@ def _sent(work: Work, graph: Graph, device: Hardware, row: Callable[[Poly], int]
 
 
 def _memory(program: Program, row: Callable[[Poly], int]) -> dict[str, Any]:
-    """Return storages, and the steps at which live memory is looked at."""
+    """Return live ranges, and the steps at which to evaluate live memory."""
     return {
         "lives": [
             [life.role, row(life.bytes), -1 if life.born is None else life.born, life.dies]
@@ -458,26 +457,26 @@ def _rate(p: Poly) -> float:
     return float(Fraction(p.constant or 0))
 
 
-# -- page --------------------------------------------------------------------------------------------------------------
-# One self-contained HTML file: markup, style, engine and data, under a policy that allows nothing else.
+# -- HTML --------------------------------------------------------------------------------------------------------------
+# One self-contained file whose content security policy allows no other source.
 
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """The page of a graph; in a notebook it shows itself."""
+    """An interactive page, displayed inline in notebooks."""
 
     name: str
-    """what it is of"""
+    """title"""
     data: str
-    """JSON: formulas as rows of numbers, and what they are of"""
+    """page data as JSON"""
 
     @property
     def html(self) -> str:
-        """The file: it asks for nothing from anywhere."""
+        """The HTML file, without external resources."""
         style = _asset("uplot.css") + _asset("page.css")
         script = "".join(map(_asset, ("uplot.js", "engine.js", "page.js")))
         policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
-        # packed, no text of a model can end the element that it stands in
+        # compressed, so that no text in a model can close its element
         parts = {
             "policy": policy, "title": html.escape(self.name), "style": style, "script": script,
             "data": base64.b64encode(zlib.compress(self.data.encode(), 9)).decode(), "licence": _asset("uplot-LICENSE"),
@@ -486,7 +485,7 @@ class Page:
         return head + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; FormatError if it cannot be written."""
+        """Write the HTML file; raise FormatError if writing fails."""
         write_file(path, self.html)
 
     def __repr__(self) -> str:
@@ -498,7 +497,7 @@ class Page:
         return f'<iframe title="{title}" width="100%" height="900" style="border: 0" srcdoc="{source}"></iframe>'
 
 
-# uPlot is that of `npm pack uplot@1.6.32`, unchanged: dist/uPlot.iife.min.js, dist/uPlot.min.css and LICENSE
+# uPlot is the unchanged `npm pack uplot@1.6.32`: dist/uPlot.iife.min.js, dist/uPlot.min.css and LICENSE
 @cache
 def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
@@ -509,36 +508,35 @@ def _digest(text: str) -> str:
 
 
 def explore(graph: str | Graph, path: str | os.PathLike[str] | None = None, /, *, views: object = None) -> Page:
-    """Return a page with a slider for every size, which shows what follows from them: no server, no network.
+    """Return a page with a slider for every size that shows costs interactively, without server or network.
 
     Parameters
     ----------
     graph : str or Graph
-        A preset, or the graph of a forward pass; of a step, or the part of one rank, the only view is itself.
+        A preset name, or a forward graph. A training step or sharded graph is its only view.
     path : str or path-like, optional
         HTML file to write.
     views : sequence of str or mapping of str to Graph, optional
-        What can be chosen: words such as `forward`, `decode`, `train optimizer=adamw precision=bf16 dp=8 tp=T zero=3`
-        or `train accumulate=8 pp=4`, or graphs by name. By default the forward pass, steps of training in bf16 with
-        AdamW and SGD, passes of inference, the step of one rank of `dp * tp`, and of one of `dp` at each stage of
-        ZeRO, all open, and the stages of a pipeline of 4, as far as the graph has them. Of a pipeline each stage is a
-        view, with its own memory, and with the time of the whole pipeline.
+        Views to offer: options such as `forward`, `decode`, `train optimizer=adamw precision=bf16 dp=8 tp=T zero=3` or
+        `train accumulate=8 pp=4`, or graphs by name. The default views, if the graph supports them, are: forward,
+        bf16 training with AdamW and SGD, inference, one rank of `dp * tp`, one rank of `dp` for each ZeRO stage, and a
+        pipeline of 4 stages. Degrees are symbolic. Each pipeline stage is a view, with its own memory and the time of
+        the whole pipeline.
 
     Returns
     -------
-    Page
+    The page: `.html`, `.save(path)`, or the last expression of a notebook cell.
         `.html`, `.save(path)`; in a notebook, its last line shows it.
 
     Raises
     ------
     CostGraphError
-        If there is no such preset or view, a formula has a function that the page has no rule for, or the file cannot
-        be written.
+        If a preset or view does not exist, a formula contains an unsupported function, or the file cannot be written.
 
     Notes
     -----
-    The page holds the formulas of `peak_memory`, `flops`, `roofline` and `timeline` with every size open, exactly, and
-    works them out in whole numbers where digits are shown. Times are those of `roofline`, as floats.
+    The page contains the exact symbolic formulas of `peak_memory`, `flops`, `roofline` and `timeline`, and evaluates
+    them with integer arithmetic where it shows digits. Times, as in `roofline`, are floats.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Measurements that others published, and predictions beside them."""
+"""Published measurements, compared with predictions."""
 
 from .fitting import (
     Calibrated,

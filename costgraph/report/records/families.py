@@ -1,4 +1,8 @@
-"""Families of kernels, declared with the library's own blocks: products, convolutions, streams, attention, others."""
+"""Families of published measurements: build the graphs, sizes and phases that each kind of record measured.
+
+Covers matmuls, convolutions, memory streams, attention, collectives, recurrent layers, vision models, training steps,
+text generation and traced torch programs.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +39,15 @@ __all__ = [
 ]
 
 
-# -- case --------------------------------------------------------------------------------------------------------------
-# What a record is of, as graphs: each family of records has a function that says so.
+# -- cases -------------------------------------------------------------------------------------------------------------
 
-#: Of units of time, in seconds.
+#: Time units in seconds.
 _TIMES = {"s": Fraction(1), "ms": Fraction(1, 10**3), "us": Fraction(1, 10**6)}
-#: Of units of memory, in bytes.
+#: Memory units in bytes.
 _BYTES = {
     "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9, "GB (GiB by arithmetic)": 2**30,
 }  # fmt: skip
-#: Of units of rates, in FLOP, bytes, tokens or samples in a second.
+#: Rate units in FLOPs, bytes, tokens or samples per second.
 _RATES = {
     "TFLOP/s": Fraction(10**12), "GB/s": Fraction(10**9), "tok/s": Fraction(1), "samples/s": Fraction(1),
 }  # fmt: skip
@@ -52,21 +55,21 @@ _RATES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A graph with sizes, and how much of what a rate counts is done in one run of it."""
+    """A graph with sizes, and the work of one execution."""
 
     graph: Graph
     sizes: Mapping[str, int]
     work: Fraction = Fraction(1)
-    """FLOP, bytes, tokens or samples; 1 where a time was measured"""
+    """FLOPs, bytes, tokens or samples that a rate counts; 1 for times"""
     phases: tuple[str, ...] = ()
-    """those that were measured; all of the graph where none is named"""
+    """measured phases, by default all"""
     times: int = 1
-    """how often it ran"""
+    """number of executions"""
     then: Run | None = None
-    """what ran behind it, in the same measurement"""
+    """next run in the same measurement"""
 
     def parts(self) -> Iterator[Run]:
-        """Yield it and what ran behind it."""
+        """Yield this run and its followers."""
         part: Run | None = self
         while part is not None:
             yield part
@@ -75,39 +78,39 @@ class Run:
 
 @dataclass(frozen=True)
 class Printed:
-    """A share of a device's peak that a source prints, and what it follows from."""
+    """A printed share of the device's peak rate, and the basis of its computation."""
 
     share: Fraction
-    """of the peak"""
+    """fraction of the peak rate"""
     flops: Fraction
-    """FLOPs for one token or sample of the rate"""
+    """FLOPs per token or sample of the rate"""
     format: str
-    """whose peak it is"""
+    """number format of the peak rate"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a record measured, as it is predicted."""
+    """A record as runs to predict."""
 
     runs: tuple[Run, ...] = ()
-    """what was timed; of several the best one was reported"""
+    """timed alternatives; the best one was reported"""
     repeated: bool = False
-    """whether a run may find in a cache what the run before left there"""
+    """whether a run may find data of the previous one in cache"""
     printed: Printed | None = None
-    """a share of the peak beside the rate"""
+    """printed share of the peak rate"""
     subject: str = ""
-    """what limits are stated for, where it is not that of the family"""
+    """group for limits, by default the family's"""
     peak: Run | None = None
-    """what ran while an allocator counted; nothing is timed then"""
+    """run whose peak memory was measured; nothing is timed"""
     assumed: bool = False
-    """whether some of what ran is not stated and was assumed, so that nothing is fitted to its time"""
+    """whether part of the setup was assumed, which excludes its time from calibration"""
     params: bool = False
-    """whether the bytes are those of its parameters alone"""
+    """whether the measured bytes are parameters only"""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of records: how one of them becomes a case, and what it belongs to."""
+    """A kind of record, and the function that converts it to a case."""
 
     name: str
     subject: str
@@ -119,9 +122,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(*names: str, subject: str) -> Callable[[Callable[[Record], Case]], Callable[[Record], Case]]:
-    """Return a decorator that makes a function the one of families, whose records have the same inputs.
+    """Register a function for families with the same inputs.
 
-    `subject` is what they are measurements of: limits are stated for all families of a subject together.
+    `subject` groups families: limits apply to all families of a subject together.
     """
 
     def registered(case: Callable[[Record], Case]) -> Callable[[Record], Case]:
@@ -136,7 +139,7 @@ def family(*names: str, subject: str) -> Callable[[Callable[[Record], Case]], Ca
 def measured_bytes(record: Record) -> tuple[Fraction, Fraction]:
     """Return the bytes of a record, and its unit in bytes.
 
-    UnsupportedError if the number is none of bytes.
+    Raises UnsupportedError for other units.
     """
     if record.unit not in _BYTES:
         raise UnsupportedError(f"unit: {record.quantity} in {record.unit}, expected one of {', '.join(_BYTES)}")
@@ -144,9 +147,9 @@ def measured_bytes(record: Record) -> tuple[Fraction, Fraction]:
 
 
 def measured_rate(record: Record) -> tuple[bool, Fraction]:
-    """Return whether the number of a record is a rate, and its unit in seconds, or in what is done in a second.
+    """Return whether a record has a rate, and its unit in seconds or per second.
 
-    UnsupportedError if the number is neither a time nor a rate.
+    Raises UnsupportedError for other units.
     """
     for is_rate, units in ((False, _TIMES), (True, _RATES)):
         if record.unit in units:
@@ -155,7 +158,7 @@ def measured_rate(record: Record) -> tuple[bool, Fraction]:
 
 
 def device_of(name: str) -> Hardware:
-    """Return a device of the list: a record is from outside, and names no files."""
+    """Return a built-in device; untrusted records must not name files."""
     if name not in _devices():
         raise UnsupportedError(f"device {name!r} has no specification, {near(name, _devices())}expected one")
     return _devices()[name]
@@ -166,20 +169,19 @@ def _devices() -> dict[str, Hardware]:
     return {name: load_hardware(name) for name in list_hardware()}
 
 
-# -- generation --------------------------------------------------------------------------------------------------------
-# Families of generated text: steps, prompts, requests that are served together, and what is in memory meanwhile.
+# -- text generation ---------------------------------------------------------------------------------------------------
 
-#: Formats by the words of sources, with how many elements share a scale, and its format.
+#: Formats by their published names, with the elements per scale and the scale format.
 _FORMATS: dict[str, tuple[str, int | None, str | None]] = {
     "fp8": ("fp8_e4m3", None, None), "nf4": ("nf4", None, None), "nf4-dq": ("nf4_double", None, None),
 }  # fmt: skip
-#: Of what a rank would hold if all were split evenly, what it may hold: norms, and what is uneven by little.
+#: Maximum ratio between a rank's parameters and an even share; norms are replicated, some axes split unevenly.
 _UNEVEN = 1.1
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model whose weights, activations and caches are in formats of their own, on one device or on several."""
+    """A model with separate formats for weights, activations and KV cache, on one or more devices."""
 
     model: str
     weights: str
@@ -188,17 +190,17 @@ class _Model:
     cache: str = ""
 
     def step(self) -> cg.Graph:
-        """Return one step of one rank."""
+        """Return the decode step of one rank."""
         return _generation(self.model, self.weights, self.activations, self.cache, "", self.tensor_parallel)
 
     def prompts(self, logits: str = "last") -> cg.Graph:
-        """Return the pass over prompts of one rank."""
+        """Return the prefill pass of one rank."""
         return _generation(self.model, self.weights, self.activations, self.cache, logits, self.tensor_parallel)
 
 
 @cache
 def _generation(model: str, weights: str, activations: str, kept: str, logits: str, ranks: int) -> cg.Graph:
-    """Return a model as it generates; formats are named as `int4-g32` is: elements, then those that share a scale."""
+    """Return a model for generation; formats such as `int4-g32` have an element type and a group size."""
     wide = next((name for name in (weights, activations) if name in ("fp16", "bf16", "fp32")), "bf16")
     g = cg.models.load(model, dtype=wide)
     g = cg.prefill(g, logits=logits) if logits else cg.decode(g)
@@ -215,7 +217,7 @@ def _generation(model: str, weights: str, activations: str, kept: str, logits: s
 
 
 def _rank(whole: cg.Graph, ranks: int) -> cg.Graph:
-    """Return what one of several ranks has of a model: heads, the inner width and the vocabulary are split."""
+    """Return one rank's tensor-parallel part: heads, feed-forward width and vocabulary are sharded."""
     g = cg.parallelize(whole, tp=ranks)
     sizes = {"B": 1, "S": 1}
     own, even = (float(cg.param_bytes(each, **sizes)) for each in (g, whole))
@@ -227,12 +229,12 @@ def _rank(whole: cg.Graph, ranks: int) -> cg.Graph:
     return g
 
 
-# -- steps and prompts ---------------------------------------------------------------------------------------------
+# -- decode and prefill ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps(_Model):
-    """Steps of generation; where no prompt is stated the first one, which has no more than any other one."""
+    """Decode steps; without a prompt the first step, which is the cheapest."""
 
     B: Size
     prompt: Count = 0
@@ -241,7 +243,7 @@ class _Steps(_Model):
 
 @family("decode", subject="decode")
 def generated(record: Record) -> Case:
-    """Predict a step of generation, in the middle of what was generated: its cost is linear in the position."""
+    """Predict the middle decode step, because the cost is linear in the position."""
     given = facts(record, _Steps)
     middle = given.prompt + (given.new_tokens + 1) // 2
     run = Run(given.step(), {"B": given.B, "S": middle}, Fraction(given.B))
@@ -250,7 +252,7 @@ def generated(record: Record) -> Case:
 
 @family("decode-memory", subject="memory of generation")
 def held(record: Record) -> Case:
-    """Predict the bytes of a model, or those at the peak of a step of it."""
+    """Predict model size or peak memory of a decode step."""
     given = facts(record, _Steps)
     sizes = {"B": given.B, "S": given.prompt + given.new_tokens}
     return Case(peak=Run(given.step(), sizes), params=record.quantity == "model size")
@@ -265,13 +267,13 @@ class _Prompts(_Model):
 
 @family("prefill", subject="prefill")
 def prompted(record: Record) -> Case:
-    """Predict the pass over a prompt."""
+    """Predict the prefill pass."""
     given = facts(record, _Prompts)
     sizes = {"B": given.B, "S": given.prompt}
     return Case((Run(given.prompts(given.logits), sizes, Fraction(given.B * given.prompt)),))
 
 
-# -- requests ------------------------------------------------------------------------------------------------------
+# -- request batches ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,17 +289,17 @@ class _Batch(_Served):
 
 @family("serving", subject="serving")
 def batch(record: Record) -> Case:
-    """Predict a batch of requests of equal length that begin and end together: the prompts, then step by step."""
+    """Predict a static batch of equal requests: prefill, then all decode steps."""
     given = facts(record, _Batch)
     return _answered(record, given, given.B)
 
 
 @family("serving-max", subject="serving")
 def most(record: Record) -> Case:
-    """Predict as many requests in flight as memory holds, each with half of its answer on average.
+    """Predict the largest number of in-flight requests that fits into memory, each half answered on average.
 
-    What holds them in pages hands out what is in use, so that the average is what decides; no more of them make more
-    tokens in a second, as each reads its own cache and all of them together read the weights once.
+    A paged KV cache allocates only used pages, so the average length counts. Larger batches have a higher throughput,
+    because a step reads the weights once for all requests.
     """
     given = facts(record, _Served)
     sizes = {"S": given.prompt + (given.new_tokens + 1) // 2}
@@ -308,7 +310,7 @@ def most(record: Record) -> Case:
 
 
 def _answered(record: Record, given: _Served, requests: int) -> Case:
-    """Return prompts and all steps; a rate is one of all devices together, or of each."""
+    """Return prefill and all decode steps; a rate is for all devices, or per device."""
     middle = given.prompt + (given.new_tokens + 1) // 2
     steps = Run(given.step(), {"B": requests, "S": middle}, times=given.new_tokens)
     share = given.tensor_parallel if record.quantity.endswith("/GPU") else 1
@@ -316,22 +318,22 @@ def _answered(record: Record, given: _Served, requests: int) -> Case:
     return Case((Run(given.prompts(), {"B": requests, "S": given.prompt}, work, then=steps),), assumed=True)
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- matmuls, convolutions, streams and attention ----------------------------------------------------------------------
 
 
 def format_of(name: str) -> cg.DType:
-    """Return a number format by the name that records use: fp8 alone is E4M3, that of weights and activations."""
+    """Return a number format by its published name; fp8 alone means E4M3, as for weights and activations."""
     return cg.dtype({"fp8": "fp8_e4m3"}.get(name, name))
 
 
 def _sums(operands: cg.DType) -> str:
-    """Return the format of a product: that of libraries, where operands are too narrow to be one."""
+    """Return the output format of a matmul in libraries, which is wider for narrow operands."""
     if operands.kind == "int":
         return "int32"
     return "bf16" if operands.bits == 8 else operands.name
 
 
-# -- products ------------------------------------------------------------------------------------------------------
+# -- matmuls -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -360,32 +362,32 @@ def _product(operands: cg.DType) -> cg.Graph:
 
 
 def _multiplied(name: str, M: int, N: int, K: int) -> Run:
-    # rates of products count 2 for each index point
+    # matmul rates count 2 FLOPs per index point
     return Run(_product(format_of(name)), {"M": M, "N": N, "K": K}, Fraction(2 * M * N * K))
 
 
 @family("squares", "mamf", "azure-gemm", "fp8-gemm", "deepbench-gemm", "simumax-gemm", subject="products")
 def product(record: Record) -> Case:
-    """Predict a product of two matrices, whose layouts change neither FLOPs nor bytes."""
+    """Predict a matmul; layouts change neither FLOPs nor bytes."""
     given = facts(record, _Product)
     return Case((_multiplied(given.dtype, given.M, given.N, given.K),), repeated=True)
 
 
 @family("squares-best", subject="products")
 def best_product(record: Record) -> Case:
-    """Predict the best rate among square products of several sizes."""
+    """Predict the best rate among several square matmuls."""
     given = facts(record, _BestProduct)
     return Case(tuple(_multiplied(given.dtype, n, n, n) for n in dict.fromkeys(given.best_of)), repeated=True)
 
 
-# -- convolutions --------------------------------------------------------------------------------------------------
+# -- convolutions ------------------------------------------------------------------------------------------------------
 
 DIRECTIONS = ("forward", "backward-weights", "backward-inputs")
 
 
 @dataclass(frozen=True)
 class _Convolution:
-    """Of images W by H with C channels, N of them, by K filters of S by R."""
+    """Convolution of N images (W x H, C channels) with K filters (S x R)."""
 
     W: Size
     H: Size
@@ -405,7 +407,7 @@ class _Convolution:
     out_h: Size | None = None
 
     def made(self) -> tuple[int, int]:
-        """Return height and width of the result; UnsupportedError if the source has others."""
+        """Return the output height and width; raise UnsupportedError if the source states other ones."""
         spans = ((self.H, self.pad_h, self.R, self.stride_h), (self.W, self.pad_w, self.S, self.stride_w))
         found = tuple((size + 2 * pad - window) // stride + 1 for size, pad, window, stride in spans)
         stated = (self.out_h or found[0], self.out_w or found[1])
@@ -416,7 +418,7 @@ class _Convolution:
 
 @family("deepbench-conv", subject="convolutions")
 def convolution(record: Record) -> Case:
-    """Predict a convolution, or its gradient by its input or its weights: contractions of the same index points."""
+    """Predict a convolution or its gradient; all three are contractions over the same index points."""
     given = facts(record, _Convolution)
     high, wide = given.made()
     window, stride = (given.R, given.S), (given.stride_h, given.stride_w)
@@ -440,10 +442,10 @@ def convolution(record: Record) -> Case:
     return Case((Run(g, {}, Fraction(points)),), repeated=True)
 
 
-# -- streams -------------------------------------------------------------------------------------------------------
+# -- memory streams ----------------------------------------------------------------------------------------------------
 
 
-#: Streams by name: how many arrays are read, and how many written. What a dot product or a sum writes is one number.
+#: Streams by name, with the number of arrays read and written. Dot products and sums write one number.
 _STREAMS = {
     "init": (0, 1), "read": (1, 0), "dot": (2, 0), "copy": (1, 1), "scale": (1, 1), "mul": (1, 1), "add": (2, 1),
     "triad": (2, 1),
@@ -453,7 +455,7 @@ _STREAMS = {
 @dataclass(frozen=True)
 class _Stream:
     op: Annotated[str, one_of(_STREAMS)]
-    #: what BabelStream takes by default; its rate is that of every size beyond the caches
+    #: BabelStream's default; any size beyond the caches has the same rate
     elements: Size = 2**25
     dtype: str = "fp64"
 
@@ -474,14 +476,14 @@ def _stream(op: str, elements: cg.DType) -> cg.Graph:
 
 @family("bandwidth", subject="streams")
 def stream(record: Record) -> Case:
-    """Predict a stream over arrays, whose rate is that of the bytes it reads and writes."""
+    """Predict a stream, whose rate counts bytes read and written."""
     given = facts(record, _Stream)
     elements = format_of(given.dtype)
     moved = sum(_STREAMS[given.op]) * given.elements * elements.bytes
     return Case((Run(_stream(given.op, elements), {"N": given.elements}, moved),), repeated=True)
 
 
-# -- attention -----------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -510,20 +512,20 @@ def _attention(elements: cg.DType, direction: str, *, causal: bool, shared: bool
 
 @family("attention", subject="attention")
 def fused_attention(record: Record) -> Case:
-    """Predict attention in one kernel; its rate counts the pairs that are seen, half of the square if causal."""
+    """Predict fused attention; its rate counts unmasked pairs, half of the square if causal."""
     given = facts(record, _Attention)
     shared, of_values = given.kv_heads not in (None, given.heads), given.value_dim or given.head_dim
     g = _attention(format_of(given.dtype), given.direction, causal=given.causal, shared=shared)
     sizes = {"B": given.B, "H": given.heads, "S": given.S, "K": given.head_dim, "V": of_values}
     sizes |= {"G": given.kv_heads} if shared and given.kv_heads else {}
-    # Dao 2023 (arXiv 2307.08691), section 4.1: 4*S^2*K a head, 2.5 times that backward
+    # Dao 2023 (arXiv 2307.08691), section 4.1: 4*S^2*K per head, backward 2.5 times as many
     passes = {"forward": Fraction(1), "backward": Fraction(5, 2), "forward+backward": Fraction(7, 2)}[given.direction]
     pairs = Fraction(given.S**2, 2 if given.causal else 1)
     work = 2 * given.B * given.heads * (given.head_dim + of_values) * pairs * passes
     return Case((Run(g, sizes, work, ("backward",) if given.direction == "backward" else ()),), repeated=True)
 
 
-# -- collectives ---------------------------------------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
@@ -541,9 +543,9 @@ class _Collective:
 
 @family("allreduce", subject="collectives")
 def all_reduce(record: Record) -> Case:
-    """Predict an all-reduce, of whose bytes a ring moves 2(n - 1)/n on each of n ranks: its rate counts these.
+    """Predict an all-reduce; the bus bandwidth counts the 2(n - 1)/n of its bytes that a ring sends per rank.
 
-    Sizes of nccl-tests are powers of two, of which sources print the first digits: 65K is 65,536 bytes.
+    Sizes in nccl-tests are powers of two, printed with decimal suffixes: 65K is 65,536 bytes.
     """
     given = facts(record, _Collective)
     printed = int(given.size.rstrip("KMG")) * _SUFFIXES[given.size.lstrip("0123456789")]
@@ -554,19 +556,18 @@ def all_reduce(record: Record) -> Case:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-# Families of whole models of the library's zoo: vision models, and passes of training of a decoder.
 
-#: Policies by the words of sources.
+#: Precision policies by their published names.
 _POLICIES = {
     "fp32": "fp32", "bf16": "bf16", "amp_bf16": "bf16-mixed", "amp_fp16": "fp16-mixed", "amp_fp8": "fp8",
     "bf16 autocast": "bf16-mixed", "fp16 autocast": "fp16-mixed",
 }  # fmt: skip
 
-#: Of the multiply-adds of a model that a source prints and those of the zoo's: sources count norms and biases as well.
+#: Maximum relative difference between published and computed multiply-adds; sources include norms and biases.
 _ANOTHER_MODEL = 0.1
 
 
-# -- vision --------------------------------------------------------------------------------------------------------
+# -- vision models -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -601,7 +602,7 @@ def _vision(name: str, precision: str, phase: str, *, compiled: bool) -> cg.Grap
 
 @family("timm-infer", "timm-train", subject="vision")
 def vision(record: Record) -> Case:
-    """Predict a vision model on square images; how images lie in memory changes neither FLOPs nor bytes."""
+    """Predict a vision model on square images; the memory format changes neither FLOPs nor bytes."""
     given = facts(record, _Vision)
     g = _vision(given.zoo, given.precision, given.phase, compiled=given.compiled)
     stated, own = given.gmacs, _multiply_adds(given.zoo, given.image) / 1e9
@@ -610,12 +611,12 @@ def vision(record: Record) -> Case:
     return Case((Run(g, {"B": given.batch, "R": given.image}, Fraction(given.batch)),))
 
 
-# -- training ------------------------------------------------------------------------------------------------------
+# -- decoder training passes -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Decoder:
-    """A pass of training of a decoder with learned positions, on each of many devices."""
+    """Forward and backward pass of a decoder with learned positions, on each of many devices."""
 
     d_model: Size
     n_heads: Size
@@ -632,7 +633,7 @@ class _Decoder:
 
 @cache
 def _passes(name: str, precision: str, *, checkpointed: bool) -> cg.Graph:
-    """Return forward and backward pass: what the optimizer and the network do is spread over devices."""
+    """Return forward and backward pass, without optimizer and network, which are distributed."""
     g = with_loss(cg.models.load(name, dtype="fp32", symbolic=True))
     policy = cg.every_block() if checkpointed else None
     return cg.backward(cg.apply_precision(g, _POLICIES[precision]), checkpoint=policy)
@@ -640,7 +641,7 @@ def _passes(name: str, precision: str, *, checkpointed: bool) -> cg.Graph:
 
 @family("foundry", subject="training")
 def decoder(record: Record) -> Case:
-    """Predict forward and backward pass of a micro-batch of GPT-2's architecture, which the parameters tell."""
+    """Predict forward and backward pass of a micro-batch of a GPT-2 architecture with the given dimensions."""
     given = facts(record, _Decoder)
     g = _passes("gpt2", given.precision, checkpointed=given.activation_checkpointing)
     sizes = {"D": given.d_model, "H": given.n_heads, "L": given.n_layers, "F": given.d_model * given.expansion,
@@ -657,11 +658,10 @@ def decoder(record: Record) -> Case:
     return Case((Run(g, sizes, tokens),), printed=printed)
 
 
-# -- traced ------------------------------------------------------------------------------------------------------------
-# Families of programs of plain torch: traced, which needs torch, where a record of them is predicted.
+# -- traced torch programs ---------------------------------------------------------------------------------------------
 
 _PHASES = {"forward": ("forward",), "backward": ("backward",), "full": ()}
-#: Who runs the program as it is written; others bring kernels of their own.
+#: Providers that run the program unmodified; others have custom kernels.
 _PLAIN = ("huggingface", "torch")
 
 
@@ -680,7 +680,7 @@ class _Called:
 
 @family("liger", subject="kernels")
 def called(record: Record) -> Case:
-    """Predict a call of plain torch and its backward pass, in eager mode; caches are flushed before each run."""
+    """Predict a call of plain eager torch with its backward pass; caches are flushed before each run."""
     given = facts(record, _Called)
     if given.provider not in _PLAIN:
         raise UnsupportedError(f"inputs: provider {given.provider!r} has kernels of its own, expected plain torch")
@@ -707,43 +707,42 @@ def called(record: Record) -> Case:
     if arch is None:
         raise UnsupportedError(f"device {record.device!r} states no compute capability, expected a GPU of NVIDIA")
     graph = benchmarked(program, given.dtype, given.mode, arch)
-    # what was there before a backward pass is not counted
+    # memory allocated before the backward pass is not counted
     phases = ("backward",) if given.mode == "backward" else ()
     return Case(subject=program.subject, peak=Run(graph, program.bound(record.inputs), phases=phases))
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-# Families of steps of training, of a whole model or one with adapters, on one device or on one of several.
+# -- training steps ----------------------------------------------------------------------------------------------------
 
-#: What a layer of Llama keeps where every other product of it is kept: torchtitan counts them in the order of the
-#: program (q, k, v, back, gate, up, down), keeps the odd ones, and attention (torchtitan/parallelisms/
+#: Residuals of a Llama layer with selective checkpointing of every other matmul: torchtitan counts matmuls in program
+#: order (q, k, v, back, gate, up, down) and saves odd ones and attention (torchtitan/parallelisms/
 #: parallelize_llama.py, `_apply_ac_to_transformer_block`, at the date of its records).
 _KEPT = ("q/matmul", "v/matmul", "layers/attention", "gate/matmul", "down/matmul")
-#: What is computed again, by the words of sources.
+#: Checkpointing policies by their published names.
 _AGAIN = {
     "none": None, "full": cg.every_block(), "every block": cg.every_block(),
     **dict.fromkeys(
         ("selective", "selective (every other matmul)", "per-op selective"), cg.every_block(keep=_KEPT)
     ),
 }  # fmt: skip
-#: Formats of parameters and products: FSDP2 keeps fp32 on each rank, and gathers and multiplies in bf16.
+#: Formats of parameters and matmuls: FSDP2 shards fp32 parameters, and gathers and computes in bf16.
 _TRAINING_POLICIES = {
     "fp32": "fp32", "bf16": "bf16", "bf16-true": "bf16", "bf16 FSDP2 mixed (fp32 params, bf16 compute)": "bf16-master",
 }  # fmt: skip
-#: States in blocks, by the words of an optimizer.
+#: Block-quantized optimizer states by the optimizer's published name.
 _STATES = {
     "bnb 8-bit": "bitsandbytes-8bit", "AdamW8bit": "bitsandbytes-8bit", "ao 8-bit": "torchao-8bit",
     "ao 4-bit": "torchao-4bit",
 }  # fmt: skip
-#: Adapters, where a source does not state them: queries and values, as Hu et al. 2021 (arXiv 2106.09685, section 4.2).
+#: Default LoRA rank and targets: query and value, as in Hu et al. 2021 (arXiv 2106.09685, section 4.2).
 _RANK, _ADAPTED = 8, "*/attention/[qv]"
-#: What is not narrow in a model with adapters.
+#: Modules that stay in high precision with adapters.
 _WIDE = ("head", "lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """A step as its source describes it; batch and rates are those of one device."""
+    """A training step as published; batch and rates are per device."""
 
     model: str
     batch: Size
@@ -764,7 +763,7 @@ class _Trained:
     packed: bool = True
 
     def graph(self, *, timed: bool) -> cg.Graph:
-        """Return the step of one rank; products in float8 are told apart where a time was measured."""
+        """Return the step of one rank; float8 matmuls need their own format only if a time was measured."""
         if not self.packed:
             raise UnsupportedError("inputs: packed False: sequences are as long as those of a set of data, not stated")
         narrow = self.float8 or self.recipe.startswith("float8")
@@ -784,7 +783,7 @@ class _Trained:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of all ranks together."""
+        """Global sizes."""
         return {"B": self.batch * (1 if "CP" in self.sharding else self.gpus), "S": self.seq}
 
 
@@ -792,7 +791,7 @@ class _Trained:
 def _step(
     model: str, policy: str, optimizer: str, method: str, weights: str, again: str, chunks: int, *, at_once: bool
 ) -> cg.Graph:
-    """Return a step on one device."""
+    """Return a single-device step."""
     g = cg.models.load(model, dtype="fp32" if policy == "fp32" else "bf16")
     if method != "full":
         g = cg.lora(g, _RANK, _ADAPTED)
@@ -811,7 +810,7 @@ def _step(
 
 
 def _loss(g: cg.Graph, chunks: int) -> Callable[..., cg.Tensor]:
-    """Return the loss of a model: that of logits in fp32, as torchtitan and torchtune convert them first."""
+    """Return the loss function; torchtitan and torchtune cast logits to fp32 first."""
     if g.loss != "cross_entropy":
         return lambda *made: cg.reduce(made[-1], " ".join(f"a{i}" for i in range(made[-1].ndim)) + " -> ", "mean")
     return cg.chunked_cross_entropy(chunks, dtype="fp32")
@@ -819,7 +818,7 @@ def _loss(g: cg.Graph, chunks: int) -> Callable[..., cg.Tensor]:
 
 @family("training-memory", subject="memory of training")
 def training_memory_of(record: Record) -> Case:
-    """Predict the bytes at the peak of a step, or those of the weights alone."""
+    """Predict peak memory of a step, or weight memory."""
     given = facts(record, _Trained)
     whole = str(record.inputs.get("what", "")).startswith("weights")
     return Case(peak=Run(given.graph(timed=False), given.sizes), params=whole)
@@ -827,7 +826,7 @@ def training_memory_of(record: Record) -> Case:
 
 @family("training-speed", subject="training")
 def timed(record: Record) -> Case:
-    """Predict a whole step of one rank, with what it sends; a rate is that of one device."""
+    """Predict the step time of one rank, with communication; a rate is per device."""
     given = facts(record, _Trained)
     work = given.batch * (1 if record.unit == "samples/s" else given.seq)
     if "CP" in given.sharding:
@@ -837,7 +836,7 @@ def timed(record: Record) -> Case:
 
 @dataclass(frozen=True)
 class _OnHost:
-    """A step whose optimizer runs on the host, with all else split among ranks; each has sequences of its own."""
+    """A step with the optimizer on the host, and everything else sharded; each rank has its own sequences."""
 
     model: str
     B: Size
@@ -852,11 +851,11 @@ class _OnHost:
         return _on_host(self.model, self._chunks() if self.liger else 1, self.gpus, again=self.activation_checkpointing)
 
     def _chunks(self) -> int:
-        """Return the parts that Liger's loss takes (ops/fused_linear_cross_entropy.py): of V/D, to a power of two."""
+        """Return Liger's number of loss chunks (ops/fused_linear_cross_entropy.py): V/D, with power-of-two sizes."""
         sizes, tokens = cg.models.load(self.model).defaults, self.B * self.S
         rows = -(-tokens // -(-sizes["V"] // sizes["D"]))
         found = -(-tokens // 2 ** (rows - 1).bit_length())
-        return next(n for n in range(found, 0, -1) if not self.S % n)  # of equal length, the last one included
+        return next(n for n in range(found, 0, -1) if not self.S % n)  # equal chunks
 
 
 @cache
@@ -870,20 +869,20 @@ def _on_host(model: str, chunks: int, ranks: int, *, again: bool) -> cg.Graph:
 
 @family("stas-zero3", subject="training")
 def on_host(record: Record) -> Case:
-    """Predict a step with its optimizer on the host, of which transfers have a time and updates have none."""
+    """Predict a step with the optimizer on the host; transfers have a time, host updates do not."""
     given = facts(record, _OnHost)
     sizes = {"B": given.B * given.gpus, "S": given.S}
     if record.what == "peak memory":
         return Case(subject="memory of training", peak=Run(given.graph(), sizes))
     one = cg.models.load(given.model)
-    own = Fraction(3 * cg.matmul_flops(one, B=given.B, S=given.S))  # causal halves, without what is computed again
+    own = Fraction(3 * cg.matmul_flops(one, B=given.B, S=given.S))  # causal attention halved, without recomputation
     return Case((Run(given.graph(), sizes, own),), assumed=True)
 
 
-# -- recurrent ---------------------------------------------------------------------------------------------------------
-# Family of recurrent layers, whose input is added to each gate as it is: one product of the state a step.
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+# The input projection is excluded: inputs are added to the gates, and each step has one matmul with the state.
 
-#: Products of the state with matrices of its own size, of which one a gate.
+#: Number of gates, each with a square matrix for the state.
 _GATES = {"vanilla": 1, "gru": 3, "lstm": 4}
 
 
@@ -899,10 +898,10 @@ class _Layer:
 
 @cache
 def _layer(gates: int, elements: cg.DType, direction: str) -> cg.Graph:
-    """Return a pass over all steps; of a step the product, and a kernel that makes a state of its gates."""
+    """Return a pass over all steps: per step a matmul, and a kernel that computes the state from the gates."""
     N, H, T = cg.dims("N H T")
     with cg.Graph("recurrent", dtype=elements.name) as g:
-        if direction == "backward-weights":  # of all steps at once
+        if direction == "backward-weights":  # all steps at once
             states, grads = g.input("states", (T, N, H)), g.input("grads", (T, N, gates, H))
             g.output(cg.einsum(states, grads, "t n h, t n g k -> g h k"))
             return g
@@ -933,7 +932,7 @@ def _layer(gates: int, elements: cg.DType, direction: str) -> cg.Graph:
 
 @family("deepbench-rnn", subject="recurrent layers")
 def recurrent(record: Record) -> Case:
-    """Predict a recurrent layer, or its gradient by its states or its weights."""
+    """Predict a recurrent layer, or its gradient with respect to states or weights."""
     given = facts(record, _Layer)
     g = _layer(_GATES[given.op], format_of(given.dtype), given.direction)
     return Case((Run(g, {"N": given.N, "H": given.hidden, "T": given.timesteps}),), repeated=True)

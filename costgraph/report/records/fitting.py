@@ -1,4 +1,4 @@
-"""A calibrated model of time from a file of records: what they measured, how well it predicts, and the file of it."""
+"""Fit a calibrated time model to published measurements, and cross-validate it."""
 
 from __future__ import annotations
 
@@ -56,41 +56,40 @@ __all__ = [
 ]
 
 
-# -- fitting -----------------------------------------------------------------------------------------------------------
-# The terms of a calibrated model of time, fitted to measurements: least squares of logarithms, large errors damped.
+# -- regression --------------------------------------------------------------------------------------------------------
+# Nonlinear least squares on log times, with Huber weights and L2 regularization.
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-#: Terms that a device of its own has, beside those of all.
+#: Terms per device, in addition to the common ones.
 DEVICE_TERMS = ("matrix unit", "vector unit", "memory", "launch")
-#: Squares of what terms are away from 0 cost as much as that many squares of logarithms: of terms of all devices, of
-#: one device, of pointwise and transcendental FLOPs, of one place.
+#: L2 penalties of common terms, device terms, pointwise and transcendental FLOPs, and reference shapes.
 _OF_ALL, _OF_ONE, _OF_UNITS, _OF_PLACE = 0.3, 3.0, 0.1, 0.1
-#: A device has terms of its own from so many measurements on.
+#: Minimum measurement count for device terms.
 _FEWEST = 3
-#: An error of a logarithm beyond which its weight falls: some measurements are of something else than they say.
+#: Log error above which Huber weights decrease, because some measurements are mislabelled.
 _LARGE = 0.25
-#: Places that ops are compared with, and how far apart they are still alike.
+#: Number of reference shapes, and the kernel width of the similarity.
 _PLACES, WIDTH = 600, 1.5
-#: Ops of a smaller share of a measurement take what they take while the places are fitted; half of it before.
+#: Ops below this share of a measurement keep their time while reference shapes are fitted; half of it before.
 _SHARE = 0.004
-#: Steps at the most, how much of the cost the last one has to gain, and how short one may be made.
+#: Maximum step count, minimum relative gain per step, and maximum damping.
 _STEPS, _ENOUGH, _TOO_CAREFUL = 25, 1e-3, 1e6
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, and the ops that ran."""
+    """Measured times, and the ops that ran."""
 
     seconds: Array
-    """of each measurement"""
+    """time by measurement"""
     devices: NDArray[np.str_]
-    """its device"""
+    """device by measurement"""
     rows: Rows
-    """ops of all measurements, in their order"""
+    """ops of all measurements, in order"""
     of: NDArray[np.intp]
-    """measurement that each op is of"""
+    """index of each op's measurement"""
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -98,7 +97,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Terms by name, as `Calibration` has them, and the logarithms that they predict for all measurements."""
+    """Fitted terms by name, as in `Calibration`, and the predicted log times of all measurements."""
 
     compute: Mapping[str, float]
     memory: Mapping[str, float]
@@ -111,7 +110,7 @@ class Fitted:
 
 
 class _Terms:
-    """The arrays whose sums are logarithms, those of devices among them, and where each is in one vector."""
+    """Design matrices of the model, with device terms, and their layout in the parameter vector."""
 
     def __init__(self, found: Measured, known: Sequence[str]) -> None:
         self.known = known
@@ -127,17 +126,17 @@ class _Terms:
         self.cost = np.array([*costs[0], *costs[1], *costs[2], _OF_UNITS, _OF_UNITS])
 
     def compared(self, near: NDArray[np.float32]) -> None:
-        """Add what ops that are alike took."""
+        """Add the similarity to reference shapes."""
         self.blocks[3] = near
         self.cost = np.concatenate([self.cost, np.full(near.shape[1], _OF_PLACE)])
 
     def split(self, terms: Array) -> list[Array]:
-        """Return the terms of each block, and in the place before the last those of units."""
+        """Split the parameter vector into blocks; unit terms are second to last."""
         ends = np.cumsum([b.shape[1] for b in self.blocks[:3]] + [2])
         return [np.asarray(part, dtype=float) for part in np.split(terms, ends)]
 
     def times(self, rows: Rows, terms: Array) -> Attained:
-        """Return the times of all ops."""
+        """Return all op times."""
         *sums, unit, near = self.split(terms)
         compute, traffic, launch, alike_ones = (b @ t for b, t in zip(self.blocks, [*sums, near], strict=True))
         return attained(rows, compute, traffic, launch, unit.tolist(), alike_ones)
@@ -149,7 +148,7 @@ def _totals(found: Measured, seconds: Array) -> Array:
 
 
 class _Errors:
-    """What some ops of each measurement are asked to add up to; the seconds of its other ops stay as they are."""
+    """Residuals as functions of selected ops; other ops keep their time."""
 
     def __init__(self, found: Measured, terms: _Terms, use: Mask, rest: Array) -> None:
         self.rows, self.terms, self.use = found.rows[use], terms, use
@@ -159,7 +158,7 @@ class _Errors:
         self.blocks = [b[use] for b in terms.blocks]
 
     def at(self, now: Array) -> tuple[Attained, Array, Array, float]:
-        """Return the times, the error of each measurement, the share of each op in it, and the cost of all."""
+        """Return times, errors by measurement, shares by op, and the total cost."""
         *sums, unit, near = self.terms.split(now)
         compute, traffic, launch, alike_ones = (b @ t for b, t in zip(self.blocks, [*sums, near], strict=True))
         found = attained(self.rows, compute, traffic, launch, unit.tolist(), alike_ones)
@@ -171,7 +170,7 @@ class _Errors:
         return found, error, seconds / total[self.of], float(damped.sum() + (self.terms.cost * now**2).sum() / 2)
 
     def slope(self, at: Attained, share: Array, first: int) -> Array:
-        """Return by how much the logarithm of each measurement grows with each term from `first` on."""
+        """Return the Jacobian of log times with respect to terms from `first` on."""
         work = share * at.work
         parts = (work * at.matrix, work * at.memory, share - work, work * at.vector, work * at.special, work)
         of_units = np.ones((len(work), 1))
@@ -186,9 +185,9 @@ class _Errors:
 
 
 def _descend(errors: _Errors, start: Array, first: int = 0) -> Array:
-    """Return the terms that are best: Gauss and Newton's steps, shorter where one does not help.
+    """Minimize the cost with damped Gauss-Newton (Levenberg-Marquardt) steps.
 
-    Those before `first`, which is where a block of them ends, stay as they are.
+    Terms before `first`, a block boundary, stay fixed.
     """
     now, caution = start.copy(), 0.1
     at, error, share, before = errors.at(now)
@@ -215,7 +214,7 @@ def _descend(errors: _Errors, start: Array, first: int = 0) -> Array:
 
 
 def _spread(places: Array, count: int) -> Array:
-    """Return places that are far apart: each next one is that which is farthest from those before."""
+    """Select distant points by farthest-point sampling."""
     left: Array = np.unique(np.round(places, 2), axis=0)
     chosen, apart = [0], ((left - left[0]) ** 2).sum(1)
     while len(chosen) < min(count, len(left)) and apart.max() > 1e-3:
@@ -225,7 +224,7 @@ def _spread(places: Array, count: int) -> Array:
 
 
 def fit(found: Measured, train: Mask) -> Fitted:
-    """Fit the terms to the measurements of `train`, and predict all: what is not in it leaves no trace in them."""
+    """Fit the terms to the measurements in `train` only, and predict all."""
     names, counts = np.unique(found.devices[train], return_counts=True)
     known = [str(name) for name, count in zip(names, counts, strict=True) if count >= _FEWEST]
     terms, seen = _Terms(found, known), train[found.of]
@@ -242,7 +241,7 @@ def fit(found: Measured, train: Mask) -> Fitted:
 
 
 def _shares(found: Measured, terms: _Terms, now: Array, least: float) -> tuple[Array, Mask]:
-    """Return the times of all ops, and which of them are more than a share of what was measured with them."""
+    """Return all op times, and a mask of ops above a share of their measurement."""
     times = terms.times(found.rows, now).seconds
     return times, times * found.rows.times > least * _totals(found, times)[found.of]
 
@@ -260,14 +259,14 @@ def _named(terms: _Terms, found: Array, places: Array, predicted: Array) -> Fitt
     )  # fmt: skip
 
 
-# -- calibrating -------------------------------------------------------------------------------------------------------
+# -- calibration -------------------------------------------------------------------------------------------------------
 
-#: A prediction is near what was measured.
+#: Relative error up to which a prediction counts as near.
 _NEAR = 0.25
 _FOLDS = 10
-#: Of the order of measurements among folds.
+#: Seed for cross-validation folds.
 _SEED = 17
-#: Digits that are written: terms are known to less.
+#: Rounding digits; the terms are less certain.
 _DIGITS = 4
 
 Said = Callable[[str], None]
@@ -275,31 +274,31 @@ Said = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Known:
-    """A record whose time can be predicted."""
+    """A record with a predictable time."""
 
     record: Record
     seconds: float
     rows: Rows
     work: float
-    """FLOPs of products, or bytes where there are none: the same for the same model or shape"""
+    """matmul FLOPs, or bytes without any; equal for equal models or shapes"""
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A model fitted to records, with what it predicts of them."""
+    """A model fitted to records."""
 
     model: Calibration
-    """the terms, with figures where they were asked for"""
+    """the fitted model, with accuracy figures if requested"""
     unpredicted: Mapping[str, int]
-    """how many records have no time, by reason"""
+    """records without a time, counted by reason"""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as JSON, which `load_calibration` reads.
+        """Write the model as JSON for `load_calibration`.
 
         Raises
         ------
         FormatError
-            If the file cannot be written, or does not end in .json.
+            If the file cannot be written or has no .json extension.
         """
         own = {f.name: getattr(self.model, f.name) for f in fields(Calibration)}
         own["figures"] = None if self.model.figures is None else asdict(self.model.figures)
@@ -311,27 +310,27 @@ class Calibrated:
 
 
 def calibrate(*paths: str | os.PathLike[str], validate: bool = True, say: Said | None = None) -> Calibrated:
-    """Fit a calibrated model of time to files of records.
+    """Fit a calibrated time model to files of measurements.
 
     Parameters
     ----------
     *paths : str or path-like
-        JSON, as `read_records` reads it: one or several.
+        One or more JSON files, as for `read_records`.
     validate : bool
-        Also fit with a tenth of the records left out, with a tenth of shapes, and without each device, and say how well
-        what was left out is predicted.
+        Cross-validate: hold out a tenth of the records, a tenth of the shapes, and each device, and report the accuracy
+        on them.
     say : callable, optional
-        Is told in words how far it is.
+        Callback for progress messages.
 
     Returns
     -------
     Calibrated
-        `.model.seconds(...)`, `.model.figures`, `.save(path)`.
+        The fitted model: `.model.seconds(...)`, `.model.figures`, `.save(path)`.
 
     Raises
     ------
     FormatError
-        If a file cannot be read or is no list of records, or they have fewer than two times that can be predicted.
+        If a file cannot be read or is invalid, or fewer than two times are predictable.
     """
     said = say or (lambda text: None)
     reasons: dict[str, int] = {}
@@ -353,18 +352,18 @@ def calibrate(*paths: str | os.PathLike[str], validate: bool = True, say: Said |
 
 
 def _short(value: object) -> str:
-    """Return a value as JSON on one line; zeros of a row without a fraction."""
+    """Return a value as one line of JSON; whole numbers in a row lose their fraction."""
     row = [int(x) if x == int(x) else x for x in value] if isinstance(value, list) and value else value
     return json.dumps(row, separators=(",", ":"))
 
 
-# -- records -------------------------------------------------------------------------------------------------------
+# -- training data -----------------------------------------------------------------------------------------------------
 
 
 def _known(
     records: Sequence[Record], reasons: dict[str, int], typical: dict[str, float], said: Said
 ) -> Iterator[_Known]:
-    """Yield the records that have a time; reasons why others have none are counted."""
+    """Yield the records with a predictable time, and count the reasons for the others."""
     timed: list[tuple[Record, float, Asked, list[Load]]] = []
     for i, record in enumerate(records):
         if not i % 250:
@@ -383,7 +382,7 @@ def _known(
 
 
 def _timed(record: Record) -> tuple[float, Asked, list[Load]]:
-    """Return the seconds of what ran, and its ops."""
+    """Return the measured seconds and the ops that ran."""
     family = FAMILIES.get(record.family)
     if family is None:
         raise UnsupportedError(f"family {record.family!r}: expected one that has a prediction")
@@ -406,24 +405,24 @@ def _timed(record: Record) -> tuple[float, Asked, list[Load]]:
 
 
 def _fastest(case: Case, hardware: Hardware) -> Run:
-    """Return the run of which the best rate was reported: that with the best rate by the estimate."""
+    """Return the run with the best estimated rate, to which a reported best rate belongs."""
     if len(case.runs) == 1:
         return case.runs[0]
     return min(case.runs, key=lambda run: times_of(run, hardware, resident=case.repeated)[0] / float(run.work))
 
 
 def _typical(devices: Sequence[Hardware] | Mapping[Hardware, None]) -> dict[str, float]:
-    """Return the facts of a device in the middle; of what no specification has 0."""
+    """Return median device properties; 0 if no specification has one."""
     facts = [facts_of(device) for device in devices]
     values = {name: [each[name] for each in facts if name in each] for name in DEVICE}
     return {name: round(float(np.median(known)), _DIGITS) if known else 0.0 for name, known in values.items()}
 
 
-# -- figures -------------------------------------------------------------------------------------------------------
+# -- accuracy ----------------------------------------------------------------------------------------------------------
 
 
 def _figures(found: Sequence[_Known], measured: Measured, fitted: Fitted, said: Said) -> Figures:
-    """Return how many predictions are near, of what was fitted and of what was left out."""
+    """Return the share of near predictions, for fitted and for held-out records."""
     order = np.random.default_rng(_SEED)
     wanted = np.log(measured.seconds)
     devices = np.unique(measured.devices, return_inverse=True)[1]
@@ -449,7 +448,7 @@ def _share(near: NDArray[np.bool_]) -> float:
 
 
 def _left_out(measured: Measured, group: NDArray[np.intp], name: str, said: Said) -> NDArray[np.float64]:
-    """Return logarithms of times, of each group by a model that was fitted to the others; NaN where there are none."""
+    """Return held-out log times: each group is predicted by a model fitted to the others, NaN without others."""
     predicted = np.full(len(measured), np.nan)
     kinds = np.unique(group)
     for i, kind in enumerate(kinds):

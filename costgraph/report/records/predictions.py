@@ -1,4 +1,4 @@
-"""A file of records held to predictions: every record a row, ratios by family and device, and limits."""
+"""Compare published measurements with predictions: one row per record, ratios by family, and limits."""
 
 from __future__ import annotations
 
@@ -44,49 +44,48 @@ __all__ = [
 ]
 
 
-# -- predicting --------------------------------------------------------------------------------------------------------
-# One record and what is predicted of it: a time and its lower bound, a share of the peak, or why there is none.
+# -- prediction --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """A record beside its prediction."""
+    """A record with its prediction."""
 
     record: Record
-    """what was measured"""
+    """the measurement"""
     subject: str
-    """what limits are stated for"""
+    """group for limits"""
     reason: str = ""
-    """why nothing is predicted; empty where something is"""
+    """reason for a missing prediction, else empty"""
     seconds: float | None = None
-    """measured, of one run"""
+    """measured time of one run"""
     estimate: float | None = None
-    """seconds, as declared"""
+    """estimated time"""
     bound: float | None = None
-    """seconds that no run is below"""
+    """lower bound of the time"""
     violated: bool = False
-    """whether the measured time is below the bound by more than its last printed digit tells"""
+    """whether the measured time is below the bound by more than its printed precision"""
     printed: float | None = None
-    """share of the peak that the source prints, over the one derived from its rate"""
+    """printed share of the peak rate, divided by the share derived from the printed rate"""
     bytes: int | None = None
-    """measured, at the peak"""
+    """measured peak memory"""
     peak: int | None = None
-    """bytes that are predicted there"""
+    """predicted peak memory in bytes"""
     notes: tuple[str, ...] = ()
-    """rates that stand in for missing ones"""
+    """rates used in place of missing ones"""
     ops: int | None = None
-    """how many ops, iterations of loops counted, do something in what was timed"""
+    """timed ops that do work, counting loop iterations"""
 
     @property
     def ratio(self) -> float | None:
-        """Measured time over the estimate."""
+        """Measured over estimated time."""
         return None if self.seconds is None or not self.estimate else self.seconds / self.estimate
 
 
 def predict(record: Record, last: Decimal) -> Row:
-    """Predict what a record measured; the row has a reason where there is no prediction.
+    """Predict a record's measurement; the row has a reason if there is no prediction.
 
-    `last` is one in the last digit that its source prints.
+    `last` is one unit of the last digit that the source prints.
     """
     found = FAMILIES.get(record.family)
     subject = "" if found is None else found.subject
@@ -116,7 +115,7 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
         return Row(record, subject, bytes=round(counted), peak=int(found))
     is_rate, unit = measured_rate(record)
     value = Fraction(record.value)
-    # what was printed may have been the slower by half of its last digit
+    # slowest time that rounds to the printed number
     slowest = max(value - last / 2, value / 2) if is_rate else value + last / 2
     times = [_times(run, hardware, resident=case.repeated) for run in case.runs]
     works = [float(run.work) for run in case.runs]
@@ -129,7 +128,7 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
 
 
 def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...], int]:
-    """Return estimate and lower bound of a run and of what ran behind it, rates that stand in, and how many ops."""
+    """Return estimate, lower bound, substitute rates and op count for a run and its followers."""
     parts = [(part.times, times_of(part, hardware, resident=resident)) for part in run.parts()]
     taken = sum(n * found[0] for n, found in parts)
     bound = sum(n * found[1] for n, found in parts)
@@ -138,9 +137,9 @@ def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, floa
 
 
 def _peak(run: Run, hardware: Hardware) -> int:
-    """Return the bytes at the peak of a run, as torch's allocator counts them on a device."""
+    """Return a run's peak memory as torch's device allocator counts it."""
     how: dict[str, Any] = dict(run.sizes)
-    if hardware.arch:  # else tensors alone
+    if hardware.arch:  # otherwise tensors only
         how |= {"device": "cuda", "arch": hardware.arch}
     if run.phases and (found := timeline(run.graph, **how).phase) not in run.phases:
         raise UnsupportedError(f"peak memory: {found} before it has more than the {run.phases[0]} counted")
@@ -148,14 +147,14 @@ def _peak(run: Run, hardware: Hardware) -> int:
 
 
 def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:
-    """Return the share of the peak that a rate is."""
+    """Return the share of the peak rate."""
     return printed.flops * rate / Fraction(hardware.rate(printed.format).number)
 
 
 def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...], int]:
-    """Return estimate and lower bound in seconds, the rates that stand in, and the number of ops.
+    """Return estimate and lower bound in seconds, substitute rates and op count.
 
-    `resident` says whether the last-level cache may hold what a run before left in it: those bytes need no memory.
+    With `resident`, data that a previous run left in the last-level cache need no memory traffic.
     """
     asked = ask(run.graph, hardware, None, run.sizes, "records")
     asked.need_numbers("records")
@@ -163,9 +162,9 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
         asked = Asked(run.graph, asked.rates, asked.values, [w for w in asked.works if w.op.phase in run.phases])
     taken = estimate((spent(work, asked) for work in asked.works), run.graph.root.relations)
     busy = {unit: _number(time, asked) for unit, time in unit_times(asked).items()}
-    if run.phases:  # what moves between phases is not known to reach memory
+    if run.phases:  # data between phases may stay in a cache
         del busy["memory"]
-    elif resident:  # where nothing is known of a cache, it may hold all
+    elif resident:  # a cache of unknown size may hold everything
         cache = hardware.last_level_cache
         kept = 0.0 if cache is None else busy["memory"] - float(cache) / float(hardware.bandwidth)
         busy["memory"] = max(0.0, kept)
@@ -179,36 +178,35 @@ def _number(time: Poly, asked: Asked) -> float:
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
-# What is asked of a whole file of records.
 
-#: Of measured over estimated time, in the median of a subject: launches and attained rates take up to twice the time.
+#: Range of the median measured over estimated time per subject; launches and attained rates may double the time.
 _LEAST, _MOST = 0.9, 2.0
-#: Subjects whose times are those of large work, for which the estimate is meant.
+#: Subjects with large workloads, for which estimates are valid.
 _TIMED = ("products", "mlp", "vision", "decode", "training")
-#: Printed over derived shares of the peak.
+#: Maximum relative difference between printed and derived shares of the peak rate.
 _PRINTED = 0.04
-#: What is counted to the byte, as totals of whole processes and of what is reserved are not.
+#: Quantity that is exact to the byte, unlike process totals and reserved memory.
 _COUNTED = "max_memory_allocated"
-#: Bytes that a predicted peak may be off by, which are a few small blocks, and the share of rows that has to be.
+#: Maximum error in bytes of a predicted peak (a few small blocks), and share of the rows that must satisfy it.
 _NEAR, _MOST_OFTEN = 4 * 2**10, 0.95
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One thing that is asked, and what was found."""
+    """A limit with the result of its check."""
 
     asked: str
-    """what, and within which limits"""
+    """description, with thresholds"""
     found: str
-    """in words"""
+    """result as text"""
     holds: bool
-    """whether it is so"""
+    """whether the limit holds"""
 
     def __str__(self) -> str:
         return f"{self.asked}: {self.found}"
 
     def facts(self) -> dict[str, object]:
-        """Return what it says, by name."""
+        """Return its data by name."""
         return {"asked": self.asked, "found": self.found, "holds": self.holds}
 
 
@@ -250,36 +248,36 @@ def _peaks(rows: Sequence[Row]) -> Iterator[Limit]:
         yield Limit(asked, found, near >= _MOST_OFTEN * len(known))
 
 
-#: Each reads all rows and says what they come to; of what no row measures nothing is asked.
+#: Each checks all rows, and yields nothing without relevant measurements.
 LIMITS: tuple[Callable[[Sequence[Row]], Iterator[Limit]], ...] = (_bounds, _medians, _shares, _peaks)
 
 
-# -- held --------------------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 SCHEMA = "costgraph/held/1"
-"""What the JSON of this version calls itself; another number means other keys."""
+"""schema of the JSON; changes when keys change"""
 
 
 @dataclass(frozen=True)
 class Group:
-    """What the records of one family on one device come to."""
+    """Results for one family on one device."""
 
     family: str
     device: str
     rows: int
-    """records"""
+    """record count"""
     predicted: int
-    """those of them with a prediction"""
+    """predicted records"""
     violations: int
     """times below the lower bound"""
     p10: float | None
-    """measured over estimate: what a tenth is below"""
+    """10th percentile (measured over estimated time)"""
     median: float | None
     p90: float | None
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Return what a tenth, a half and nine tenths of some numbers are below; None of none."""
+    """Return the 10th, 50th and 90th percentile, or None without numbers."""
     if len(ratios) < 2:
         return (ratios[0],) * 3 if ratios else (None,) * 3
     tenths = quantiles(ratios, n=10, method="inclusive")
@@ -288,19 +286,19 @@ def spread(ratios: Sequence[float]) -> tuple[float, float, float] | tuple[None, 
 
 @dataclass(frozen=True, repr=False)
 class Held(Table):
-    """Records of measurements and what is predicted of each.
+    """Measurements with their predictions.
 
-    `.rows` are the families by device, `.records` a row for each record, `.save(path)` writes all of it as JSON.
+    `.rows` has the families by device, `.records` a row per record. `.save(path)` writes everything as JSON.
     """
 
     name: str
-    """of the file"""
+    """file name"""
     records: tuple[Row, ...]
-    """in the order of the file"""
+    """rows in file order"""
 
     @cached_property
     def rows(self) -> tuple[Group, ...]:
-        """Families by device, in the order of the file."""
+        """Families by device, in file order."""
         groups: dict[tuple[str, str], list[Row]] = {}
         for row in self.records:
             groups.setdefault((row.record.family, row.record.device), []).append(row)
@@ -308,12 +306,12 @@ class Held(Table):
 
     @cached_property
     def reasons(self) -> Mapping[tuple[str, str], int]:
-        """How many records of a family are not predicted, by family and reason."""
+        """Counts of missing predictions by family and reason."""
         return Counter((row.record.family, row.reason) for row in self.records if row.reason)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """What is asked of the whole file, and whether it holds."""
+        """Limits for the whole file, with their results."""
         return tuple(found for ask in LIMITS for found in ask(self.records))
 
     @property
@@ -322,12 +320,12 @@ class Held(Table):
         return all(limit.holds for limit in self.limits)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write every record with its prediction, or the reason that there is none, as JSON.
+        """Write every record with its prediction or reason as JSON.
 
         Raises
         ------
         FormatError
-            If the file cannot be written, or does not end in .json.
+            If the file cannot be written or has no .json extension.
         """
         whole = {
             "schema": SCHEMA, "records": self.name, "limits": [limit.facts() for limit in self.limits],
@@ -359,7 +357,7 @@ def _group(family: str, device: str, rows: Sequence[Row]) -> Group:
 
 
 def _facts(row: Row) -> dict[str, object]:
-    """Return what a row says, by name: what it has nothing to say of left out."""
+    """Return a row's data by name, without empty values."""
     own = {
         name: getattr(row, name)
         for name in ("subject", "reason", "seconds", "estimate", "bound", "printed", "bytes", "peak")
@@ -370,25 +368,25 @@ def _facts(row: Row) -> dict[str, object]:
 
 
 def hold(path: str | os.PathLike[str]) -> Held:
-    """Predict every record of a file.
+    """Predict all records of a file.
 
     Parameters
     ----------
     path : str or path-like
-        JSON, as `read_records` reads it.
+        JSON file, as for `read_records`.
 
     Returns
     -------
     Held
-        A row for each record: a prediction, or the reason that there is none.
+        A row per record, with a prediction or a reason.
 
     Raises
     ------
     FormatError
-        If the file cannot be read, or is no list of records.
+        If the file cannot be read or is invalid.
     """
     found = read_records(path)
     last = last_digits(found)
-    # a list first: a trace looks at all that refers to tensors, and a tuple that is still made may not be looked at
+    # not a generator in `tuple()`: traces search the objects that refer to tensors and would find the unfinished tuple
     rows = [predict(record, last[column(record)]) for record in found]
     return Held(os.path.basename(os.fspath(path)), tuple(rows))

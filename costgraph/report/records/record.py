@@ -1,4 +1,4 @@
-"""What others measured: a file of records, each with its source, device, inputs and one number."""
+"""Read published measurements: records with source, device, inputs and one number."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Amount", "Record", "column", "facts", "last_digits", "read_records"]
 T = TypeVar("T")
 
 _MOST_BYTES = 2**25
-# no run takes longer or is faster, and floats made of these are finite
+# limits of plausible times and rates; floats computed from these stay finite
 _LEAST, _MOST = Decimal("1e-30"), Decimal("1e30")
 
 
 def _is_amount(value: object) -> bool:
-    """Whether a value is a positive number that a measurement can give."""
+    """Whether a value is a plausible positive number."""
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
         return False
     return Decimal(value).is_finite() and _LEAST <= value <= _MOST
 
 
-#: A number as it is printed, digit by digit.
+#: A number with the printed digits.
 Amount = Annotated[int | Decimal, Rule("a number above 0, from 1e-30 to 1e30", _is_amount)]
 _Inputs = Annotated[
     Mapping[str, object], Rule("facts by name", lambda found: all(isinstance(name, str) for name in found))
@@ -43,28 +43,28 @@ _Inputs = Annotated[
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement, as its source prints it."""
+    """One published measurement."""
 
     id: Text
-    """name, of which a file has one"""
+    """name, unique in its file"""
     source: Text
-    """where it was published: repository, path and commit, or address"""
+    """publication: repository, path and commit, or URL"""
     device: Text
-    """name of the device, as `costgraph hardware` lists them"""
+    """device name, as in `costgraph hardware`"""
     family: Text
-    """what was measured how; all records of a family have the same inputs"""
+    """benchmark; records of a family have the same inputs"""
     what: Text
-    """in words: kernel, training step, peak memory"""
+    """description: kernel, training step, peak memory"""
     inputs: _Inputs
-    """sizes, formats and settings of what ran"""
+    """sizes, formats and settings"""
     quantity: Text
-    """what the number is"""
+    """measured quantity"""
     unit: Text
-    """unit of the number"""
+    """unit"""
     value: Amount
-    """the number, digit by digit"""
+    """the number, with the printed digits"""
     note: str = ""
-    """what else the source says"""
+    """further remarks"""
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
@@ -73,17 +73,17 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     Parameters
     ----------
     path : str or path-like
-        JSON: a list of records with the fields of `Record`. Numbers keep the digits that they are printed with.
+        JSON file: a list of objects with `Record` fields. Numbers keep their printed digits.
 
     Returns
     -------
     tuple of Record
-        In the order of the file.
+        In file order.
 
     Raises
     ------
     FormatError
-        If it cannot be read or is no such list: the text names the record, the key, its value, and what was expected.
+        If the file cannot be read or its content is invalid. The message names the record, key and value.
     """
     place = place_of(path)
     given = _parsed(path, place)
@@ -111,9 +111,9 @@ def _parsed(path: str | os.PathLike[str], place: str) -> object:
 
 
 def facts(record: Record, kind: type[T]) -> T:
-    """Read those inputs of a record that a prediction depends on; one that is null was not stated.
+    """Read the inputs that a prediction needs into a dataclass; null means unknown.
 
-    UnsupportedError if one of them is missing, not stated, or none that can be predicted.
+    Raises UnsupportedError if an input is missing, unknown or unsupported.
     """
     own: Any = kind
     names = [field.name for field in fields(own)]
@@ -122,19 +122,19 @@ def facts(record: Record, kind: type[T]) -> T:
 
 
 def last_digits(records: Iterable[Record]) -> Mapping[tuple[str, ...], Decimal]:
-    """Return the last printed digit of each column of numbers: those of one family, device, quantity and unit.
+    """Return the last printed digit's unit by column (family, device, quantity, unit).
 
-    A number of its own may have lost the zeros at its end, so that the finest of a column is that of all.
+    Single numbers may have lost trailing zeros, so a column uses its most precise number.
     """
     found: dict[tuple[str, ...], Decimal] = {}
     for record in records:
         exponent = Decimal(record.value).as_tuple().exponent
-        assert isinstance(exponent, int)  # a number that was read is finite
+        assert isinstance(exponent, int)  # numbers in records are finite
         last = Decimal(1).scaleb(exponent)
         found[column(record)] = min(last, found.get(column(record), last))
     return found
 
 
 def column(record: Record) -> tuple[str, ...]:
-    """Return what the numbers of one column have in common."""
+    """Return the key of a record's column."""
     return record.family, record.device, record.quantity, record.unit

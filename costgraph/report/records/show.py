@@ -1,4 +1,4 @@
-"""Published measurements against predictions, as a picture; needs matplotlib."""
+"""Show published measurements against predictions, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ __all__ = [
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
-# Records and predictions as text for a terminal or a pipe; needs rich.
 
 _LONGEST_REASON = 200
 
 
 def render_held(held: Held, width: int | None = None, *, color: bool = False) -> str:
-    """Return the families by device, what is not predicted and why, and the limits, as text; the rest as in `draw`."""
+    """Return ratios by family and device, reasons for missing predictions, and limits as text, as in `draw`."""
     title = f"{clean(held.name)}: {len(held.records):,} records, measured over estimated times"
     parts = [listing(title, held._columns(), held.rows, whole=("family", "device"))]
     if held.reasons:
@@ -39,7 +38,7 @@ def render_held(held: Held, width: int | None = None, *, color: bool = False) ->
 
 
 def render_calibrated(found: Calibrated, width: int | None = None, *, color: bool = False) -> str:
-    """Return how well a calibrated model predicts, by family, as text: `width` and `color` as `draw`."""
+    """Return the accuracy of a calibrated model by family as text; `width` and `color` as in `draw`."""
     figures = found.model.figures
     left = sum(found.unpredicted.values())
     if figures is None:
@@ -57,17 +56,17 @@ def render_calibrated(found: Calibrated, width: int | None = None, *, color: boo
     return draw([listing(title, columns, cells, whole=("family",)), legend], width, color=color)
 
 
-# -- picture -----------------------------------------------------------------------------------------------------------
+# -- plot --------------------------------------------------------------------------------------------------------------
 
-#: Families beyond these colours share those of the first with another mark.
+#: More families reuse the colors with another marker.
 _COLORS = (*(PALETTE[name] for name in ("blue", "vermilion", "green", "purple", "orange", "sky")), FAINT)
 _MARKS = ("o", "s", "^", "D")
 
 
 def plot_held(held: Held, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw `times.png` in a directory, which is made if it is not there.
+    """Write `times.png` to a directory, created if missing.
 
-    UnsupportedError if matplotlib is missing; FormatError if the file cannot be written.
+    Raises UnsupportedError if matplotlib is missing, FormatError if writing fails.
     """
     folder = Path(directory)
     try:
@@ -80,9 +79,9 @@ def plot_held(held: Held, directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def plot_times(held: Held, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw measured against estimated times, both logarithmic, one colour a family.
+    """Plot measured against estimated times on log axes, one color per family.
 
-    Points on the line are exact; the dashed lines are a factor of 2 away from it. The file is a .png, .svg or .pdf.
+    The solid line is exact agreement, the dashed lines are a factor of 2. The file is a .png, .svg or .pdf.
     """
     figure = new_figure(7.5, 6.5)
     axes = figure.subplots()
