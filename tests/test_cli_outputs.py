@@ -19,7 +19,7 @@ from costgraph.cli import app as cli
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from costgraph.cli.app import COMMANDS
+from costgraph.cli.registry import COMMANDS
 
 B, D = cg.dims("B D")
 COMMAND = [sys.executable, "-m", "costgraph"]

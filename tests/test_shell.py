@@ -103,7 +103,7 @@ def test_other_shells_are_answered_too(completed, shell):
 
 
 def test_completing_a_command_imports_no_command(completed, monkeypatch):
-    monkeypatch.setattr("costgraph.cli.app.import_module", None)
+    monkeypatch.setattr("costgraph.cli.registry.import_module", None)
     assert "report" in completed("costgraph ").split()
 
 

@@ -1,33 +1,30 @@
-"""Commands that report costs, list models and devices, and read checkpoints."""
+"""Commands that report costs and read checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import sympy
 import typer
-from rich.console import RenderableType
 from rich.markup import escape
 
 from ..algebra.symbols import shorten
 from ..analysis.checkpoint_files import compare_weights
 from ..analysis.crossover import crossover
 from ..analysis.memory import peak_cases
-from ..errors import BindingError, FormatError, SpecError
+from ..errors import BindingError, FormatError
 from ..files.checkpoints import read_weights
-from ..hardware.specs import Hardware, list_hardware, load_hardware
-from ..hardware.units import Quantity, format_bytes
 from ..ir.graph import Graph, bindings
 from ..report import report, text
 from ..report.explore import explore
 from ..report.files import to_csv, to_json
-from ..report.formatting import QUANTITIES, quantity_of, show
+from ..report.formatting import QUANTITIES, quantity_of
 from ..report.formula import formula_text, shared, write_formula
-from ..report.text import clean, draw, grid, listing, texts
 from . import options as opt
-from .app import check_files, command, draw_report, say, screen, write_files
 from .options import load_model
+from .output import check_files, draw_report, say, screen, write_files
+from .registry import command
 
 __all__ = [
     "crossover_command",
@@ -35,11 +32,6 @@ __all__ = [
     "report_command",
     "explore_command",
     "weights_command",
-    "device",
-    "devices",
-    "hardware_command",
-    "models",
-    "models_command",
 ]
 
 
@@ -218,79 +210,3 @@ def weights_command(
     say(str(compared))
     if not compared.agree:
         raise typer.Exit(1)
-
-
-# -- models and hardware -----------------------------------------------------------------------------------------------
-
-
-def models() -> RenderableType:
-    """Return a table of the presets: name, parameters, published sizes."""
-    from ..models.registry import published
-
-    rows = []
-    for name, parameters, sizes in published():
-        rows.append((name, show(parameters, "1"), " ".join(f"{k}={v}" for k, v in sizes.items())))
-    columns = texts("model", "parameters", "published sizes", amounts=["parameters"])
-    return listing("", columns, rows, whole=["model"])
-
-
-def devices() -> RenderableType:
-    """Return a table of the devices: bf16 matrix rate, memory, bandwidth and ridge point."""
-    rows = []
-    for name in list_hardware():
-        found = load_hardware(name)
-        try:
-            bf16, ridge = str(found.rate("bf16")), f"{float(found.ridge('bf16')):.0f}"
-        except SpecError:
-            bf16, ridge = "none", ""
-        rows.append((name, bf16, str(found.memory), str(found.bandwidth), ridge))
-    head = ("device", "dense bf16", "memory", "bandwidth", "ridge [FLOP/B]")
-    return listing("", texts(*head, amounts=head[1:]), rows)
-
-
-def device(found: Hardware) -> Iterator[RenderableType]:
-    """Yield a full specification: quantities, units, sources and disagreements between sources."""
-    yield f"[bold]{clean(found.name)}[/bold]"
-    rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
-    rows += [] if found.arch is None else [("arch", clean(found.arch))]
-    rows += [(f"{table} type", clean(text)) for table, text in found.types.items()]
-    yield grid(rows)
-    said = [(place, _value(q), "; ".join(t for t in (q.source, q.note) if t)) for place, q in found.rows]
-    columns = texts("quantity", "value", "sources and notes")
-    yield listing("\nquantities", columns, said, whole=["quantity"], wide={"sources and notes": 1})
-    if found.disagreements:
-        yield "\n[bold]disagreements between sources[/bold]"
-        yield grid([("-", clean(note, 2000)) for note in found.disagreements])
-    yield "\n[bold]sources[/bold]"
-    yield grid([(clean(key), clean(text, 2000)) for key, text in found.sources.items()])
-
-
-def _value(q: Quantity) -> str:
-    return format_bytes(q.value) if q.unit == "B" else str(q)
-
-
-@command("models")
-def models_command() -> None:
-    """List the presets with their parameters and published sizes."""
-    width, color = screen()
-    say(draw([models()], width, color=color), styled=color)
-
-
-@command("hardware")
-def hardware_command(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="A device, or the .toml file of one.", autocompletion=opt.one_of(opt.devices)
-        ),
-    ] = None,
-) -> None:
-    """List the devices; with a name, print every quantity with unit, sources and disagreements between sources.
-
-    Examples
-    --------
-      costgraph hardware h100-sxm
-    """
-    width, color = screen()
-    found = [devices()] if name is None else device(load_hardware(name))
-    say(draw(found, width, color=color), styled=color)

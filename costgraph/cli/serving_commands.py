@@ -28,13 +28,9 @@ from ..transforms.quantize import quantize
 from ..transforms.shard.parallelize import parallelize
 from . import options
 from . import options as opt
-from .app import (
-    check_files,
-    command,
-    say,
-    write_files,
-)
 from .options import load_model
+from .output import check_files, say, write_files
+from .registry import command
 
 __all__ = ["LATENCY_SCHEMA", "THROUGHPUT_SCHEMA", "decode_command", "latency_command"]
 

@@ -23,7 +23,8 @@ from ..report import report, text
 from ..report.plots import new_figure
 from ..text_file import target_of
 from . import options as opt
-from .app import command, say, screen
+from .output import say, screen
+from .registry import command
 
 __all__ = [
     "calibrate_command",

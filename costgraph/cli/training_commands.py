@@ -27,8 +27,9 @@ from ..transforms.precision import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
 from . import options as ranks
-from .app import check_files, command, draw_report, say, screen, write_files
 from .options import load_model
+from .output import check_files, draw_report, say, screen, write_files
+from .registry import command
 
 __all__ = [
     "plan_command",
