@@ -48,7 +48,7 @@ from .nn import (
     softmax,
     tanh,
 )
-from .notation.lazy_imports import later as _later
+from .notation.lazy_imports import lazy_getattr as _later
 from .notation.validation import guard as _guard
 from .ops.einsum import einsum
 from .ops.layout import rearrange

@@ -11,7 +11,7 @@ import costgraph as cg
 from costgraph.algebra.dominance import NOTHING_KNOWN
 from costgraph.algebra.polynomial import poly
 from costgraph.analysis.step_time import (
-    Alike,
+    EqualStages,
     one_by_one,
 )
 
@@ -113,7 +113,7 @@ def test_one_by_one_of_stages_that_differ_takes_what_its_events_do(many):
             cg.plan.schedule("1f1b", len(each), m), forward=[r[2] for r in each],
             backward_input=[r[3] for r in each], backward_weight=0,
         )  # fmt: skip
-        found = one_by_one([Alike(*map(poly, run)) for run in runs], poly(m), NOTHING_KNOWN)
+        found = one_by_one([EqualStages(*map(poly, run)) for run in runs], poly(m), NOTHING_KNOWN)
         assert found.constant == events.makespan, (runs, m)
 
 
@@ -122,7 +122,7 @@ def test_one_by_one_with_open_ranks_and_micro_batches_is_one_formula():
     for _ in range(40):
         times = [tuple(poly(random.randint(1, 20)) for _ in range(2)) for _ in range(3)]
         ends = ((poly(0), poly(0)), (poly(1), last - 1), (last, last))
-        formula = one_by_one([Alike(*e, *t) for e, t in zip(ends, times, strict=True)], many, NOTHING_KNOWN)
+        formula = one_by_one([EqualStages(*e, *t) for e, t in zip(ends, times, strict=True)], many, NOTHING_KNOWN)
         for ranks in (3, 4, 7):
             each = [times[0], *[times[1]] * (ranks - 2), times[2]]
             for count in (2 * ranks, 3 * ranks + 1):

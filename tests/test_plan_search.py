@@ -22,7 +22,7 @@ from costgraph.plan import (
     strategy_search,
     strategy_templates,
 )
-from costgraph.plan.strategy_templates import Family
+from costgraph.plan.strategy_templates import PlanFamily
 
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
@@ -429,14 +429,14 @@ def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
 
 def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_so(model, monkeypatch):
     limits = {**FEW, "zero": 1, "accumulate": 3, "tp": (1, 2), "sequence": True}
-    expected, derived = cg.plan.search(model, **limits), Family.forms
+    expected, derived = cg.plan.search(model, **limits), PlanFamily.forms
 
     def only_bound(family, structure):
         if structure.dp is None:
             raise cg.ShapeError("dp is open")
         return derived(family, structure)
 
-    monkeypatch.setattr(Family, "forms", only_bound)
+    monkeypatch.setattr(PlanFamily, "forms", only_bound)
     found = cg.plan.search(model, **limits)
     assert [p.memory for p in found.rows] == [p.memory for p in expected.rows]
     assert [p.seconds for p in found.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
@@ -519,9 +519,9 @@ def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch
     asked, derived, forms = (
         {**MANY, "devices": 6, "B": 12, "cp": None, "zero": (0, 3), "sequence": True},
         [],
-        Family.forms,
+        PlanFamily.forms,
     )
-    monkeypatch.setattr(Family, "forms", lambda family, s: derived.append(s) or forms(family, s))
+    monkeypatch.setattr(PlanFamily, "forms", lambda family, s: derived.append(s) or forms(family, s))
     found, few = cg.plan.search(lm(), **asked, checkpoint="none"), len(derived)
     monkeypatch.setattr(strategy_search, "whole", lambda *_: True)
     every = cg.plan.search(lm(), **asked, checkpoint="none")

@@ -29,8 +29,8 @@ from costgraph.ops.collectives import (
     Send,
 )
 from costgraph.testing.interpreter import whole
-from costgraph.transforms.pipeline_schedules import Order
-from costgraph.transforms.pipeline_stages import Halves, planned
+from costgraph.transforms.pipeline_schedules import RankOrder
+from costgraph.transforms.pipeline_stages import SplitBackward, planned
 
 GROUPS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}
 SMALL = {"B": 2, "S": 3, "D": 4, "F": 5, "H": 2, "K": 2, "V": 7}
@@ -104,7 +104,7 @@ def states(name, p, m, v, rank):
 
 @each(("name", "p", "m", "v"), LISTS)
 def test_what_waits_is_what_is_counted(name, p, m, v):
-    order = Order(name, poly(p), poly(m), poly(v))
+    order = RankOrder(name, poly(p), poly(m), poly(v))
     for rank in range(p):
         folded = name in ("zbv", "dualpipev", "dualpipe")
         at = min(rank, p - 1 - rank) if name == "dualpipe" else rank  # both halves do the same, the one mirrored
@@ -136,7 +136,7 @@ def after(name, p, m, v, rank):
 
 @each(("name", "p", "m", "v"), LISTS)
 def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
-    order = Order(name, poly(p), poly(m), poly(v))
+    order = RankOrder(name, poly(p), poly(m), poly(v))
     for rank in range(p):
         at = min(rank, p - 1 - rank) if name == "dualpipe" else rank
         held = [h[0] + h[1] for h in order.held(poly(at), first=False, last=False, later=True)]
@@ -146,7 +146,7 @@ def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
 
 @each(("name", "p", "m", "v"), [case for case in LISTS if case[3] > 1])
 def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
-    order, both = Order(name, poly(p), poly(m), poly(v)), name == "dualpipe"
+    order, both = RankOrder(name, poly(p), poly(m), poly(v)), name == "dualpipe"
     folded, half = both or name in ("zbv", "dualpipev"), p // 2 if both else p
     for rank in {0, half - 1}:
         first, last = rank == 0, rank == (0 if folded else half - 1)
@@ -236,7 +236,7 @@ def test_a_step_of_one_micro_batch_is_cut_with_its_updates(optimizer):
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block()], ids=["kept", "checkpoint"])
 def test_halves_of_a_backward_pass_make_the_same_numbers(checkpoint):
     before = step(checkpoint=checkpoint)
-    after = Halves(planned(before)).run(before)
+    after = SplitBackward(planned(before)).run(before)
     assert len(behind(planned(after).home)) > len(behind(planned(before).home))
     one, two = (testing.run(g, M=2, L=2, **SMALL) for g in (before, after))
     assert [b.name for b in one.buffers] == [b.name for b in two.buffers]

@@ -23,10 +23,10 @@ from .solving import solve
 from .symbols import shown, symbol
 
 __all__ = [
-    "Asked",
+    "Requirement",
     "Condition",
     "Conditions",
-    "Counts",
+    "LoopCounts",
     "Validity",
     "conditioned",
     "held_by",
@@ -40,7 +40,7 @@ __all__ = [
 _MOST_LOOKED_AT = 16
 
 
-class Asked(NamedTuple):
+class Requirement(NamedTuple):
     """Requirement on an amount: at least `least`, optionally strict, equal or whole."""
 
     amount: Poly
@@ -176,7 +176,7 @@ def _value(p: Poly) -> str:
     return shown(p.constant) if isinstance(p.constant, int) else str(p)
 
 
-class Counts:
+class LoopCounts:
     """Trip counts for which a closed form holds; smaller ones are tested on demand.
 
     Parameters
@@ -221,14 +221,14 @@ class Counts:
             f"asked of the graph with {name} bound"
         )
 
-    def __deepcopy__(self, memo: object) -> Counts:
+    def __deepcopy__(self, memo: object) -> LoopCounts:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._holds is not None and prod(self.sure.values()) <= _MOST_LOOKED_AT:
             for counts in product(*(range(1, most) for most in self.sure.values())):
                 self.hold(dict(zip(self.sure, counts, strict=True)))
-        return Counts, (self.sure, None, self._known)
+        return LoopCounts, (self.sure, None, self._known)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Validity:
     """requirements of the graph"""
     values: tuple[tuple[str, Poly | None], ...] = ()
     """values of its symbols: numbers, formulas in other symbols, None for invalid sizes"""
-    counts: Counts | None = None
+    counts: LoopCounts | None = None
     """trip counts, for closed forms over loops"""
 
     @cached_property
@@ -296,20 +296,20 @@ class Validity:
         sure = self.counts.sure if self.counts else {}
         return {name: put.get(name, poly(symbol(name))) for name in sure if dict(self.values).get(name, 1) is not None}
 
-    def tests(self) -> list[Asked]:
+    def tests(self) -> list[Requirement]:
         """Return the requirements on open symbols, except trip counts."""
         known, unknown = self.settled(), {k for k, v in self.values if v is None}
         put = {k: v for k, v in self.values if v is not None and k not in known}
-        made = [Asked(c.formula, c.least, whole=c.whole) for c in self.conditions.declared]
-        made += [Asked(r.difference, equal=r.equal, strict=r.strict) for r in self.conditions.relations]
+        made = [Requirement(c.formula, c.least, whole=c.whole) for c in self.conditions.declared]
+        made += [Requirement(r.difference, equal=r.equal, strict=r.strict) for r in self.conditions.relations]
         # values of symbols, and sizes implied by equalities, are sizes as well
-        made += [Asked(poly(symbol(k)), 1, whole=True) for k in (*known, *put)]
+        made += [Requirement(poly(symbol(k)), 1, whole=True) for k in (*known, *put)]
         inside = [a._replace(amount=a.amount.bind(known)) for a in made]
         seen = [a._replace(amount=a.amount.bind(put)) for a in inside if unknown.isdisjoint(a.amount.names())]
         return [a for a in dict.fromkeys(seen) if a.amount.constant is None and not _always(a)]
 
 
-def _always(asked: Asked) -> bool:
+def _always(asked: Requirement) -> bool:
     whole = all(
         isinstance(c, int) and all(e > 0 and (k[0] != "~" or generator(k).is_integer) for k, e in m)
         for m, c in asked.amount.terms.items()

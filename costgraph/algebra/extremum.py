@@ -21,9 +21,9 @@ from .polynomial import Poly, Rational, generator, poly
 from .symbols import FUNCTIONS, is_dimension, is_number_like, shown
 
 __all__ = [
-    "AtOnce",
-    "Chosen",
-    "Remade",
+    "SimultaneousSubstitution",
+    "SelectedBranch",
+    "Rebuilder",
     "as_known",
     "eventually",
     "no_inverse",
@@ -43,7 +43,7 @@ __all__ = [
 # Derivatives, Piecewise forms and limits of an extremum.
 
 
-class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+class SimultaneousSubstitution(sympy.Expr):  # type: ignore[misc]  # sympy has no types
     """Substitutes many numbers in a single pass, where sympy takes one pass per symbol."""
 
     __slots__ = ()
@@ -56,7 +56,7 @@ class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
         return super().subs(*args, **kwargs)
 
 
-class Chosen(AtOnce):
+class SelectedBranch(SimultaneousSubstitution):
     """Value at the extreme key, the first among equals: the derivative of an extremum.
 
     `sign` is 1 for the largest key, -1 for the smallest; there is one value per key.
@@ -80,15 +80,15 @@ class Chosen(AtOnce):
             keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
         except ShapeError:  # not representable in the algebra
             return None
-        return Chosen(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
+        return SelectedBranch(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         sign, keys, values = self.args
         slopes = sympy.Tuple(*(slope(v, symbol) for v in values))
         if any(slopes) or symbol not in keys.free_symbols:
-            return Chosen(sign, keys, slopes)
+            return SelectedBranch(sign, keys, slopes)
         # zero except for the step where the case changes; `solve` would treat a plain 0 as constant
-        return sympy.Expr.__new__(Chosen, sign, keys, slopes)
+        return sympy.Expr.__new__(SelectedBranch, sign, keys, slopes)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int | sympy.Integer):
@@ -139,7 +139,7 @@ def slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
     return (Poly({m: c * powers[m] for m, c in p.terms.items() if powers[m]}) / Poly({((symbol.name, 1),): 1})).expr
 
 
-class Remade:
+class Rebuilder:
     """Constructor that keeps an extremum's owners; sympy's printers read its `__name__`."""
 
     def __init__(self, kind: Callable[..., sympy.Expr], owners_of: Callable[..., Sequence[object] | None]) -> None:
@@ -262,7 +262,7 @@ class Owner(NamedTuple):
         return self.op or "", self.phase or "", self.label, tuple((role, p.sort_key()) for role, p in self.roles)
 
 
-class _Extremum(AtOnce):
+class _Extremum(SimultaneousSubstitution):
     """Base class for Max and Min; arguments are pruned on construction."""
 
     __slots__ = ("owners",)
@@ -298,7 +298,7 @@ class _Extremum(AtOnce):
         """Constructor that keeps the owners, for sympy's traversals."""
         if not any(o.op or o.phase for o in self.owners):
             return type(self)
-        return Remade(type(self), self._owners_of)
+        return Rebuilder(type(self), self._owners_of)
 
     def _owners_of(self, args: Sequence[sympy.Expr]) -> list[Owner] | None:
         """Return the owners for replaced arguments; changed arguments lose their summands."""
@@ -348,7 +348,7 @@ class _Extremum(AtOnce):
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         # the derivative of the extreme argument
         slopes = sympy.Tuple(*(slope(a, symbol) for a in self.args))
-        return Chosen(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
+        return SelectedBranch(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
 
     def _eval_is_positive(self) -> bool | None:
         found = [a.is_positive for a in self.args]
@@ -367,7 +367,7 @@ class _Extremum(AtOnce):
     def _eval_rewrite_as_Piecewise(self, *args: sympy.Expr, **hints: object) -> sympy.Expr:  # noqa: N802  # sympy's naming
         return piecewise(args, args, largest=self._largest)
 
-    _smtlib = Chosen._smtlib
+    _smtlib = SelectedBranch._smtlib
 
     def inverse(self, argindex: int = 1) -> None:
         """Raise UnsupportedError; `sympy.solve` calls it."""

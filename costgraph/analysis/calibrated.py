@@ -25,7 +25,7 @@ from ..notation.validation import Rule, Text, read_record
 from ..ops.einsum import Einsum
 from ..text_file import place_of, read_text
 from .costs import compute_dtype, executions
-from .work import Asked, Rates, Work
+from .work import DeviceQuestion, Rates, Work
 
 __all__ = [
     "CLASSES",
@@ -534,7 +534,7 @@ def alike(places: Array, others: Array, width: float) -> Array:
     return found
 
 
-def loads_of(asked: Asked, phases: Sequence[str] = ()) -> list[Load]:
+def loads_of(asked: DeviceQuestion, phases: Sequence[str] = ()) -> list[Load]:
     """Return the loads of a graph's ops with sizes bound, optionally only for some phases."""
     works = [work for work in asked.works if not phases or work.op.phase in phases]
     return [load_of(work, asked.values) for work in works if work.times]

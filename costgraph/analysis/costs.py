@@ -41,8 +41,8 @@ from ..notation.grammar import parse_relation
 from ..notation.validation import guarded
 from ..ops.access_footprint import at_least
 from ..ops.einsum import Einsum
-from ..ops.grouped import Grouped as GroupedMatmul
-from ..ops.loops import Absent, Accumulate, taken
+from ..ops.grouped import GroupedMatmul as GroupedMatmul
+from ..ops.loops import Accumulate, Undef, taken
 from ..ops.rules import Flops
 from ..ops.uses import elements_read, together
 from .collecting import collection_paused
@@ -552,7 +552,7 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
         if op.loop is not None:
             yield from _iterations(op.loop, times, moves, absent)
             continue
-        if isinstance(op.kind, Absent):
+        if isinstance(op.kind, Undef):
             absent[op.results[0]] = times
             continue
         runs = times

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from ..algebra.conditions import Asked
+from ..algebra.conditions import Requirement
 from ..algebra.dominance import NOTHING_KNOWN
 from ..algebra.polynomial import ONE, Poly, total
 from ..algebra.solving import solve
@@ -134,14 +134,14 @@ def _allowed(graph: Graph, values: Mapping[str, Poly], symbol: str) -> _Sizes:
     return out
 
 
-def _asked(graph: Graph, values: Mapping[str, Poly]) -> Iterator[Asked]:
+def _asked(graph: Graph, values: Mapping[str, Poly]) -> Iterator[Requirement]:
     for r in graph.root.relations.relations:
-        yield Asked(r.difference.bind(values), equal=r.equal, strict=r.strict)
+        yield Requirement(r.difference.bind(values), equal=r.equal, strict=r.strict)
     for c in conditions(graph):
-        yield Asked(c.formula.bind(values), c.least)
+        yield Requirement(c.formula.bind(values), c.least)
 
 
-def _meeting(asked: Asked, symbol: str) -> _Sizes:
+def _meeting(asked: Requirement, symbol: str) -> _Sizes:
     """Return the interval in which a condition holds; all sizes if none is found."""
     if asked.equal:
         found = solve(asked.amount, [symbol])

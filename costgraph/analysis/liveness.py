@@ -16,25 +16,25 @@ from operator import mul
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
-from ..algebra.conditions import Condition, Conditions, Counts, Validity
+from ..algebra.conditions import Condition, Conditions, LoopCounts, Validity
 from ..algebra.dominance import prune, reached_by
 from ..algebra.extremum import Owner, extremum
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, as_poly, poly, total
 from ..algebra.symbols import symbol
-from ..ir.graph import FORWARD, Bindings, Graph, Loop, Op, Storage, Tensor, Waiting, is_pass, loops
+from ..ir.graph import FORWARD, Bindings, Graph, InFlightMicroBatches, Loop, Op, Storage, Tensor, is_pass, loops
 from ..ir.strides import numel
-from ..ops.keep_alive import Keep
-from ..ops.loops import Env, Player, Turn
+from ..ops.keep_alive import KeepAlive
+from ..ops.loops import Env, LoopExecutor, PlayedIteration
 from .collecting import collection_paused
 from .params import cached
-from .pipeline_buffers import Handed
+from .pipeline_buffers import PipelineBuffers
 from .saved import handed_back, left, left_for_weights
 
 __all__ = [
-    "Family",
+    "LoopStorages",
     "Held",
-    "Life",
-    "Rest",
+    "LiveRange",
+    "UnplayedIterations",
     "piece",
     "corners",
     "Copies",
@@ -55,7 +55,7 @@ __all__ = [
 
 
 @dataclass(eq=False, slots=True)
-class Life:
+class LiveRange:
     """The live range of a storage."""
 
     name: str
@@ -75,24 +75,24 @@ class Life:
     host: bool = False
     """whether it is in host memory"""
 
-    def every(self) -> Iterator[Life]:
+    def every(self) -> Iterator[LiveRange]:
         """Yield itself; a family yields its members."""
         yield self
 
 
-class Family:
+class LoopStorages:
     """Per-iteration storages that a loop stacks: one live range per unrolled iteration, and the rest as one."""
 
-    def __init__(self, slots: Sequence[Held], rest: list[Life]) -> None:
+    def __init__(self, slots: Sequence[Held], rest: list[LiveRange]) -> None:
         self.slots = slots
         self.rest = rest
 
-    def every(self) -> Iterator[Life]:
+    def every(self) -> Iterator[LiveRange]:
         """Yield the live ranges of all members."""
         yield from self.played()
         yield from self.rest
 
-    def played(self) -> Iterator[Life]:
+    def played(self) -> Iterator[LiveRange]:
         """Yield the live ranges that belong to unrolled iterations."""
         for slot in self.slots:
             if slot is not None:
@@ -100,16 +100,16 @@ class Family:
 
 
 # The storage behind a tensor; None for an accumulator before its first term.
-Held = Life | Family | None
+Held = LiveRange | LoopStorages | None
 
 
 def piece(held: Held, i: int) -> Held:
     """Return the member of a family that iteration `i` reads, or the storage that all iterations share."""
-    return held.slots[i] if isinstance(held, Family) else held
+    return held.slots[i] if isinstance(held, LoopStorages) else held
 
 
 @dataclass
-class Rest:
+class UnplayedIterations:
     """Per-iteration storages for the iterations of a loop that are not unrolled."""
 
     start: int
@@ -124,18 +124,18 @@ class Rest:
     """iteration that represents them, in execution order"""
     read: Sequence[Held] = ()
     """families that the loop reads"""
-    lives: dict[tuple[object, ...], Life] = field(default_factory=dict)
+    lives: dict[tuple[object, ...], LiveRange] = field(default_factory=dict)
 
-    def family(self, slots: Sequence[Held], *, reverse: bool) -> Family:
+    def family(self, slots: Sequence[Held], *, reverse: bool) -> LoopStorages:
         """Return the family behind a result whose slices from unrolled iterations are `slots`."""
         member = slots[-1 - self.middle if reverse else self.middle] if self.count and slots else None
         rest = [life for m in member.every() for life in self.others(m)] if member is not None else []
-        return Family(slots, list(dict.fromkeys(rest)))
+        return LoopStorages(slots, list(dict.fromkeys(rest)))
 
-    def others(self, member: Life) -> Iterator[Life]:
+    def others(self, member: LiveRange) -> Iterator[LiveRange]:
         """Yield the entries that represent a storage in the iterations that are not unrolled."""
         for family in self.read:  # a slice updated in place
-            if isinstance(family, Family) and any(member is life for life in family.played()):
+            if isinstance(family, LoopStorages) and any(member is life for life in family.played()):
                 yield from family.rest
                 return
         if member.born is None or member.born < self.start:
@@ -148,7 +148,7 @@ class Rest:
             name = getattr(storage, "name", "") + "".join(map(str, label))
             bytes_, many = member.bytes * self.count, member.many * self.count
             made = (storage, *label)
-            self.lives[key] = Life(name, member.role, bytes_, self.turn, self.turn, many, made, member.host)
+            self.lives[key] = LiveRange(name, member.role, bytes_, self.turn, self.turn, many, made, member.host)
         yield self.lives[key]
 
 
@@ -231,9 +231,9 @@ class Program:
 
     steps: list[Step] = field(default_factory=list)
     """Ops in order."""
-    lives: list[Life] = field(default_factory=list)
+    lives: list[LiveRange] = field(default_factory=list)
     """Device storages, those that live throughout first."""
-    away: list[Life] = field(default_factory=list)
+    away: list[LiveRange] = field(default_factory=list)
     """Host storages."""
 
 
@@ -289,7 +289,7 @@ def _period(loop: Loop) -> int:
     return out
 
 
-class _Player(Player[tuple[str, ...]]):
+class _Player(LoopExecutor[tuple[str, ...]]):
     """Records the first and last use of each storage. The place of an op is the list of enclosing iterations."""
 
     def __init__(self, copies: Copies, values: Mapping[str, Poly]) -> None:
@@ -299,7 +299,7 @@ class _Player(Player[tuple[str, ...]]):
         self.program = Program()
         self.passes: list[int] = []
         """first steps of the micro-batches of a pipeline stage"""
-        self.rests: list[Rest] = []
+        self.rests: list[UnplayedIterations] = []
         """for each enclosing loop, the storages of iterations that are not unrolled"""
 
     def key(self, t: Tensor) -> Storage:
@@ -310,7 +310,7 @@ class _Player(Player[tuple[str, ...]]):
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
                 many = times * numel(t.sizes[: t.storage.pieces])
-                life = env[t.storage] = Life(t.name, t.role, t.storage.bytes * times, None, None, many)
+                life = env[t.storage] = LiveRange(t.name, t.role, t.storage.bytes * times, None, None, many)
                 life.host = t.storage.host
                 self.program.lives.append(life)
         for op in graph.ops:
@@ -328,11 +328,11 @@ class _Player(Player[tuple[str, ...]]):
         workspace = ZERO if op.on_host else op.workspace
         self.program.steps.append(Step(op, op.name + "".join(place), workspace))
 
-    def birth(self, t: Tensor, place: tuple[str, ...], phase: str) -> Life:
+    def birth(self, t: Tensor, place: tuple[str, ...], phase: str) -> LiveRange:
         role, now = "activation" if phase == "forward" else "temporary", len(self.program.steps)
         many = numel(t.sizes[: t.storage.pieces])
         made = (t.storage, *place)
-        life = Life(t.name + "".join(place), role, t.storage.bytes, now, now, many, made, t.storage.host)
+        life = LiveRange(t.name + "".join(place), role, t.storage.bytes, now, now, many, made, t.storage.host)
         self.program.lives.append(life)
         return life
 
@@ -343,11 +343,11 @@ class _Player(Player[tuple[str, ...]]):
                 life.dies = max(life.dies, now)
 
     def loop(self, loop: Loop, env: Env, place: tuple[str, ...]) -> None:
-        self.rests.append(Rest(len(self.program.steps), len(place)))
+        self.rests.append(UnplayedIterations(len(self.program.steps), len(place)))
         super().loop(loop, env, place)
         self.program.lives += self.rests.pop().lives.values()
 
-    def turns(self, loop: Loop, xs: Sequence[Held]) -> Iterator[Turn]:
+    def turns(self, loop: Loop, xs: Sequence[Held]) -> Iterator[PlayedIteration]:
         rest = self.rests[-1]
         count, times = loop.count.bind(self.values), self.copies(loop)
         if loop.until:
@@ -357,9 +357,9 @@ class _Player(Player[tuple[str, ...]]):
         for i in range(times):
             if i == middle:
                 rest.turn = len(self.program.steps)
-                for life in (life for held in xs if isinstance(held, Family) for life in held.rest):
+                for life in (life for held in xs if isinstance(held, LoopStorages) for life in held.rest):
                     self.touch(life, rest.turn - 1)  # iterations that are not unrolled read their slices
-            yield Turn(times - 1 - i if loop.reverse else i, times, count)
+            yield PlayedIteration(times - 1 - i if loop.reverse else i, times, count)
 
     def before(self, loop: Loop) -> tuple[Poly, int]:
         """Return how many iterations of the enclosing loop precede the current one, and how many to unroll."""
@@ -373,19 +373,21 @@ class _Player(Player[tuple[str, ...]]):
         # allocated before the first slice is written; if several loops write into it, before all of them
         return env.get(t.storage) or self.birth(t, place, loop.op.phase)
 
-    def slice(self, loop: Loop, value: Held, turn: Turn, place: tuple[str, ...]) -> Held:
+    def slice(self, loop: Loop, value: Held, turn: PlayedIteration, place: tuple[str, ...]) -> Held:
         return piece(value, turn.at)
 
     def inside(self, env: Env) -> Env:
         return {**env}
 
-    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Held], place: tuple[str, ...]) -> None:
+    def iteration(
+        self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Held], place: tuple[str, ...]
+    ) -> None:
         env |= {t.storage: life for t, life in zip(loop.ys, stacks, strict=True)}
         if not place and loop.op.phase == "forward":
             self.passes.append(len(self.program.steps))
         self.play(loop.body.ops, env, (*place, f"[{_iteration(turn)}]"))
 
-    def hold(self, graph: Graph, waiting: Waiting) -> None:
+    def hold(self, graph: Graph, waiting: InFlightMicroBatches) -> None:
         """Add the tensors that other in-flight micro-batches hold, before and after the first gradients exist.
 
         A pass runs through all layer groups of a rank, but only one group is unrolled and the others count as held.
@@ -394,7 +396,7 @@ class _Player(Player[tuple[str, ...]]):
         """
         if waiting.schedule == FORWARD:  # each batch has its own caches
             many = cached(graph) * (waiting.micro_batches - 1)
-            self.program.lives.append(Life("other batches", "cache", many, 0, len(self.program.steps) - 1))
+            self.program.lives.append(LiveRange("other batches", "cache", many, 0, len(self.program.steps) - 1))
             return
         loop = next((op.loop for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), None)
         if loop is None:
@@ -403,14 +405,14 @@ class _Player(Player[tuple[str, ...]]):
         each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
         each[:2] = (p / waiting.groups for p in each[:2])
         steps, loops = self.program.steps, {*loop.body.ops}
-        lasts = {op for op in loop.body.ops if isinstance(op.kind, Keep)}  # saved tensors may live until these
+        lasts = {op for op in loop.body.ops if isinstance(op.kind, KeepAlive)}  # saved tensors may live until these
         once = handed_back(loop.body) / waiting.groups
         twice = once * (waiting.groups - 1)
         handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
         end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
-        handed = Handed(loop, waiting) if waiting.handed else None
+        handed = PipelineBuffers(loop, waiting) if waiting.handed else None
         if handed is not None:
-            self.program.lives.append(Life("received", "buffer", handed.buffers, None, None))
+            self.program.lives.append(LiveRange("received", "buffer", handed.buffers, None, None))
         for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
             times = waiting.later if i else waiting.first
             turn = next((k for k in range(start, stop) if steps[k].op.phase != "forward"), stop)
@@ -421,23 +423,23 @@ class _Player(Player[tuple[str, ...]]):
                 if handed is not None:
                     found = [n + handed.beside(held, later=bool(i)) for n, held in zip(found, times, strict=True)]
                 many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
-                self.program.lives.append(Life("waiting", "activation", many, begin, last - 1))
+                self.program.lives.append(LiveRange("waiting", "activation", many, begin, last - 1))
             inside = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)
             behind = max(inside, default=stop)
             if waiting.groups != ONE and behind + 1 < stop:
                 again = each[0] * (waiting.groups - 1)
-                self.program.lives.append(Life("other groups", "activation", again, behind + 1, stop - 1))
+                self.program.lives.append(LiveRange("other groups", "activation", again, behind + 1, stop - 1))
             if waiting.groups != ONE and twice:
                 hands = [k for k in range(start, stop) if steps[k].op.graph.owner in handing]
                 first = steps[hands[0]].where.removeprefix(steps[hands[0]].op.name)
                 begin = next((k for k in hands if not steps[k].where.endswith(first)), hands[-1])
-                self.program.lives.append(Life("other groups", "temporary", -twice, begin, behind))
+                self.program.lives.append(LiveRange("other groups", "temporary", -twice, begin, behind))
 
     def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
         return self.rests[-1].family(rows, reverse=loop.reverse)
 
 
-def _iteration(turn: Turn) -> str:
+def _iteration(turn: PlayedIteration) -> str:
     """Name an iteration by its index, symbolically where the trip count is a symbol."""
     i, times, count = turn.at, turn.times, turn.count
     if count.constant == times or i < times // 2:
@@ -448,7 +450,7 @@ def _iteration(turn: Turn) -> str:
 
 def play(
     graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({}),
-    waiting: Waiting | None = None,
+    waiting: InFlightMicroBatches | None = None,
 ) -> Program:  # fmt: skip
     """Unroll a graph into a program; `copies` returns the number of iterations to unroll for each loop.
 
@@ -606,7 +608,7 @@ def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity,
         # the graph may have changed since
         return graph.cache.get(key) is counts and _same(graph, values, chosen, view)
 
-    counts: Counts = graph.cache.setdefault(key, Counts(sure, holds))
+    counts: LoopCounts = graph.cache.setdefault(key, LoopCounts(sure, holds))
     return (replace(values.validity, conditions=asked, counts=counts),)
 
 

@@ -17,11 +17,11 @@ from ..algebra.polynomial import ONE, Monomial, Poly, Rational, as_poly, total
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, bound_answer, need_bound, number, outside, plan
 from ..hardware.tables import Column, Fact, Table
-from ..ir.graph import Bindings, Graph, Waiting, bindings, loops, need_choice, need_graph, of_stages
+from ..ir.graph import Bindings, Graph, InFlightMicroBatches, bindings, loops, need_choice, need_graph, of_stages
 from ..notation.validation import guarded
 from .allocator import CachingAllocator
 from .collecting import collection_paused
-from .liveness import Copies, Life, Program, View, closed, copies_for, holds_from, live_bytes, live_cases, play
+from .liveness import Copies, LiveRange, Program, View, closed, copies_for, holds_from, live_bytes, live_cases, play
 from .regimes import Range, Regime, narrowed, ranges, regime
 from .registrations import plotter
 from .workspaces import on_device
@@ -37,7 +37,7 @@ __all__ = [
     "timeline",
     "Array",
     "Programs",
-    "Values",
+    "PointValues",
     "peaks",
     "refused",
 ]
@@ -480,7 +480,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Programs: TypeAlias = dict[tuple[object, ...], Program]
 
 
-class Values:
+class PointValues:
     """Evaluates formulas at arrays of sizes, caching each formula, monomial and generator."""
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
@@ -522,7 +522,10 @@ def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
 
 @collection_paused()
 def peaks(
-    graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = None, programs: Programs | None = None
+    graph: Graph,
+    sizes: Mapping[str, Array],
+    waiting: InFlightMicroBatches | None = None,
+    programs: Programs | None = None,
 ) -> Array:
     """Return the peak memory at arrays of sizes, equal to `peak_memory` at each point.
 
@@ -531,12 +534,12 @@ def peaks(
     """
     out = np.zeros(np.broadcast_shapes(*(np.shape(n) for n in sizes.values())))
     for at, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):
-        out[at] = _most(program, Values({name: n if np.ndim(n) == 0 else n[at] for name, n in sizes.items()}))
+        out[at] = _most(program, PointValues({name: n if np.ndim(n) == 0 else n[at] for name, n in sizes.items()}))
     return out
 
 
 def _programs(
-    graph: Graph, sizes: Mapping[str, Array], many: int, waiting: Waiting | None, programs: Programs
+    graph: Graph, sizes: Mapping[str, Array], many: int, waiting: InFlightMicroBatches | None, programs: Programs
 ) -> Iterator[tuple[Array, Program]]:
     """Yield programs with a mask of the points that each applies to."""
     every = list(loops(graph))
@@ -555,10 +558,10 @@ def _programs(
         yield np.isin(place.reshape(-1), like), programs[key]
 
 
-def _most(program: Program, value: Values) -> Any:
+def _most(program: Program, value: PointValues) -> Any:
     """Return the maximum of live bytes."""
-    births: dict[int | None, list[Life]] = {}
-    deaths: dict[int | None, list[Life]] = {}
+    births: dict[int | None, list[LiveRange]] = {}
+    deaths: dict[int | None, list[LiveRange]] = {}
     for life in program.lives:
         births.setdefault(life.born, []).append(life)
         deaths.setdefault(life.dies, []).append(life)
@@ -573,5 +576,5 @@ def _most(program: Program, value: Values) -> Any:
     return most
 
 
-def _bytes(lives: Iterable[Life], value: Values) -> Any:
+def _bytes(lives: Iterable[LiveRange], value: PointValues) -> Any:
     return sum((value(life.bytes) for life in lives), np.float64(0))

@@ -15,7 +15,7 @@ from ..ir.graph import (
 )
 from ..ops.collectives import Merge
 from ..ops.elementwise import Pointwise
-from ..ops.grouped import Dispatch, Grouped
+from ..ops.grouped import Dispatch, GroupedMatmul
 from ..ops.index import Gather
 from ..ops.layout import Rearrange
 from ..ops.opaque import Opaque
@@ -44,7 +44,7 @@ def _met_by(op: Op, t: Tensor) -> Poly:
     if op.body is not None:
         inside = (_met(op.body, f) for f, outer in zip(op.body.formals, op.operands, strict=True) if outer is t)
         return next((p for p in inside if p != ONE), ONE)
-    if isinstance(op.kind, Grouped) and op.operands[1] is t:
+    if isinstance(op.kind, GroupedMatmul) and op.operands[1] is t:
         return op.kind.chosen / t.sizes[0]
     sender = op.operands[1].producer if isinstance(op.kind, Gather) else None
     if sender is not None and isinstance(sender.kind, Dispatch):  # a table row for the expert of each row

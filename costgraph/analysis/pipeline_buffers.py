@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ..algebra.extremum import smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, total
-from ..ir.graph import Graph, Held, Loop, Op, Waiting
+from ..ir.graph import Graph, Held, InFlightMicroBatches, Loop, Op
 from ..ops.collectives import Receive, Send
 
 __all__ = [
-    "Handed",
+    "PipelineBuffers",
 ]
 
 
@@ -28,7 +28,7 @@ class _Way(NamedTuple):
         return self.each * groups - self.lacking * without
 
 
-class Handed:
+class PipelineBuffers:
     """Communication buffer bytes in torch's pipeline stages, derived from the send and receive ops in one pass.
 
     Each stage allocates receive buffers for every micro-batch, in both directions, before the first step
@@ -38,7 +38,7 @@ class Handed:
     pass in 1F1B, after all passes of a direction in GPipe, and at the end of the step in all other schedules.
     """
 
-    def __init__(self, passes: Loop, waiting: Waiting) -> None:
+    def __init__(self, passes: Loop, waiting: InFlightMicroBatches) -> None:
         self.waiting, self.count = waiting, passes.count
         ways = [_way(passes.body, kind, back, waiting.groups) for kind in (Receive, Send) for back in (False, True)]
         self.received, self.sent = ways[:2], ways[2:]

@@ -37,7 +37,7 @@ from .step_time import (
     warn_of,
     which,
 )
-from .work import Asked, Fallback, Work
+from .work import DeviceQuestion, Fallback, Work
 
 __all__ = ["Roofline", "RooflineRow", "bound_roofline", "roofline"]
 
@@ -334,7 +334,7 @@ def bound_roofline(
     return found
 
 
-def _of_all(graph: Graph, stages: Sequence[Asked], overlap: str = "none") -> Roofline:
+def _of_all(graph: Graph, stages: Sequence[DeviceQuestion], overlap: str = "none") -> Roofline:
     """Return the roofline of a graph; for a pipeline, of its slowest or last stage."""
     if not graph.parts:
         return _placed(stages[0], overlap)
@@ -345,7 +345,7 @@ def _of_all(graph: Graph, stages: Sequence[Asked], overlap: str = "none") -> Roo
     return replace(slowest, graph=graph.name, estimate=whole, lower_bound=in_total(least(stages), stages))
 
 
-def _placed(asked: Asked, overlap: str = "none") -> Roofline:
+def _placed(asked: DeviceQuestion, overlap: str = "none") -> Roofline:
     graph, held = asked.graph, asked.values.held
     times = [spent(work, asked) for work in asked.works]
     sums: dict[tuple[str, str], Poly] = {}
@@ -375,7 +375,7 @@ def _unit(kind: str, dtype: str) -> str:
     return f"matmul {dtype}" if kind == "matmul" else "vector fp64" if dtype == "fp64" else "vector"
 
 
-def _ridge(sums: Mapping[tuple[str, str], Poly], asked: Asked) -> Formula:
+def _ridge(sums: Mapping[tuple[str, str], Poly], asked: DeviceQuestion) -> Formula:
     """Return the ridge point for the main kind of FLOPs."""
     if not sums:
         return 0.0
@@ -391,7 +391,7 @@ def _main(amounts: Mapping[tuple[str, str], Poly], known: Relations) -> tuple[st
     return min(kept, key=lambda key: key[0] != "matmul")
 
 
-def _row(work: Work, times: Sequence[Spent], asked: Asked) -> RooflineRow:
+def _row(work: Work, times: Sequence[Spent], asked: DeviceQuestion) -> RooflineRow:
     known, held = asked.graph.root.relations, asked.values.held
     named: dict[str, list[Spent]] = {}
     for found in times:

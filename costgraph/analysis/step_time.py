@@ -27,12 +27,12 @@ from ..ir.graph import (
     FORWARD,
     Bindings,
     Graph,
+    InFlightMicroBatches,
     Loop,
     Op,
     OpKind,
     Storage,
     Tensor,
-    Waiting,
     is_pass,
     known_names,
     loops,
@@ -48,7 +48,7 @@ from .collective_time import exchange, group_of, least_busy, whole
 from .costs import compulsory
 from .saved import behind
 from .tiling import unavoidable
-from .work import Asked, Fallback, Work, ask, exact
+from .work import DeviceQuestion, Fallback, Work, ask, exact
 
 __all__ = [
     "finished",
@@ -67,8 +67,8 @@ __all__ = [
     "unit_times",
     "warn_of",
     "which",
-    "Alike",
-    "Shares",
+    "EqualStages",
+    "StageSeconds",
     "most",
     "of_batches",
     "of_few",
@@ -474,7 +474,7 @@ def _common(parts: Sequence[Poly]) -> Poly:
     return Poly({tuple(shared): number})
 
 
-def spent(work: Work, asked: Asked) -> list[Spent]:
+def spent(work: Work, asked: DeviceQuestion) -> list[Spent]:
     """Return an op's time on each resource; the op takes the largest.
 
     Names are compute, link, memory or a cache, and interconnect or network for collectives. With memory levels,
@@ -490,7 +490,7 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
     return list(dict.fromkeys(out))
 
 
-def in_place(work: Work, asked: Asked) -> list[Spent]:
+def in_place(work: Work, asked: DeviceQuestion) -> list[Spent]:
     """Return the times of an op except those on links between ranks; parameters as in `spent`."""
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, work.unit)]
@@ -507,7 +507,7 @@ def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
     return total(largest(found, known) * count for found, count in alike.items())
 
 
-def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Poly:
+def together(times: Sequence[Sequence[Spent]], asked: DeviceQuestion, overlap: str) -> Poly:
     """Return a graph's time with communication: a sum, the larger of communication and the rest, or a makespan.
 
     Times are as in `spent`; `overlap` is one of `OVERLAPS`.
@@ -531,7 +531,7 @@ def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Po
     return largest([(p, name) for name, p in parts.items()], known)
 
 
-def lower_bound(asked: Asked) -> Poly:
+def lower_bound(asked: DeviceQuestion) -> Poly:
     """Return a lower bound in seconds: the busiest unit, or the traffic that no fusion avoids.
 
     A missing rate is replaced by the highest one of the device, which keeps the bound valid.
@@ -544,7 +544,7 @@ def lower_bound(asked: Asked) -> Poly:
     return kept[0][0] if len(kept) == 1 else poly(extremum([(p, Owner(unit)) for p, unit in kept]))
 
 
-def unit_times(asked: Asked) -> dict[str, Poly]:
+def unit_times(asked: DeviceQuestion) -> dict[str, Poly]:
     """Return the least busy seconds of each unit in use: vector, matmul, links and memory."""
     units: dict[str, list[Poly]] = {}
     for work in asked.works:
@@ -561,7 +561,7 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
     return found
 
 
-def memory_time(asked: Asked) -> Poly:
+def memory_time(asked: DeviceQuestion) -> Poly:
     """Return the least seconds that memory is busy."""
     moved = compulsory(asked.graph).bind(asked.values)
     if asked.resident:
@@ -569,13 +569,13 @@ def memory_time(asked: Asked) -> Poly:
     return moved / asked.rates.bandwidth
 
 
-def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
+def _by_unit(work: Work, asked: DeviceQuestion) -> Iterator[tuple[str, Poly]]:
     for (kind, dtype), amount in work.least.items():
         unit = "vector" if asked.rates.shares_unit(kind, dtype) else "matmul"
         yield unit, amount / (asked.rates.of(kind, dtype, highest=True) * asked.rates.headroom)
 
 
-def _of_collective(op: Op, kind: OpKind, asked: Asked) -> Iterator[tuple[str, Poly]]:
+def _of_collective(op: Op, kind: OpKind, asked: DeviceQuestion) -> Iterator[tuple[str, Poly]]:
     """Yield the least busy time of each link for one execution; a switch may do the reduction."""
     assert isinstance(kind, Collective)
     group = group_of(op, asked.graph, asked.values, asked.hardware)
@@ -589,7 +589,7 @@ def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:
         warnings.warn(f"hardware {hardware.id}: {'; '.join(texts)}", StandInWarning, stacklevel=5)
 
 
-def in_seconds(value: Poly, asked: Asked) -> Formula:
+def in_seconds(value: Poly, asked: DeviceQuestion) -> Formula:
     """Return a time as a float, or as a formula while a name is unbound."""
     return as_seconds(value, asked.values)
 
@@ -605,7 +605,7 @@ def as_seconds(value: Poly, values: Bindings) -> Formula:
 T = TypeVar("T", bound=Any)
 
 
-class Alike(NamedTuple):
+class EqualStages(NamedTuple):
     """Neighbouring pipeline ranks whose stages take equal times."""
 
     first: Poly
@@ -621,7 +621,7 @@ class _Rank(NamedTuple):
     at: Poly
 
 
-def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
+def one_by_one(runs: Sequence[EqualStages], m: Poly, known: Relations) -> Poly:
     """Return the seconds of a 1F1B step with `m` micro-batches, without sends.
 
     If the number of micro-batches or ranks is open, there are at least two micro-batches per rank.
@@ -687,7 +687,7 @@ class _Way(Generic[T]):
 class _Paths:
     """Segments of critical paths through all ranks."""
 
-    def __init__(self, runs: Sequence[Alike], known: Relations) -> None:
+    def __init__(self, runs: Sequence[EqualStages], known: Relations) -> None:
         self.runs, self.p = runs, runs[-1].last + 1
         self.times = [[run.forward for run in runs], [run.backward for run in runs]]
         # slowest time among the ranks up to each run
@@ -732,7 +732,7 @@ def _ahead(a: _Rank, s: _Rank) -> bool:
 # -- all schedules -----------------------------------------------------------------------------------------------------
 
 
-class Shares(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of a pipeline stage: per micro-batch for each pass, and once per step."""
 
     forward: Poly
@@ -742,7 +742,9 @@ class Shares(NamedTuple):
     once: Poly
 
 
-def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+def of_shares(
+    facts: Sequence[InFlightMicroBatches], shares: Sequence[StageSeconds], send: Poly, known: Relations = NOTHING_KNOWN
+) -> Poly:
     """Return the seconds per pipeline step, given the times per stage and the time per send.
 
     `facts` describes the pipeline as seen from each kind of stage.
@@ -763,7 +765,7 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
     n = m + p - 1
     waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
     runs = [
-        Alike(*run, forward, back)
+        EqualStages(*run, forward, back)
         for fact, (forward, back, *_) in zip(facts, shares, strict=True)
         for run in fact.ranks
     ]
@@ -772,13 +774,13 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
     return one_by_one(runs, m, known) + waits * send + once
 
 
-def of_batches(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
+def of_batches(facts: Sequence[InFlightMicroBatches], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
     """Return the period of a batch in a forward-only pipeline, from one visit to a stage to the next."""
     through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
     return most([through, facts[0].micro_batches * most(times, known)], known)
 
 
-def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
+def _idle(facts: InFlightMicroBatches, shares: Sequence[StageSeconds], known: Relations) -> Poly:
     """Return the bubble of the slowest rank, with each layer group as slow as the slowest one."""
     # with both directions, each rank has half the micro-batches in each, which visit one of its stages
     groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
@@ -802,7 +804,7 @@ def most(times: Iterable[Poly], known: Relations) -> Poly:
 # -- time per step -----------------------------------------------------------------------------------------------------
 
 #: Returns the seconds for a subset of a graph's ops.
-Timing: TypeAlias = Callable[[Asked], Poly]
+Timing: TypeAlias = Callable[[DeviceQuestion], Poly]
 
 
 def seconds(
@@ -915,7 +917,7 @@ def seconds(
     return in_total(found, stages, () if which == "lower" else holds_for(stages))
 
 
-def in_total(found: Poly, stages: Sequence[Asked], more: Sequence[Validity] = ()) -> Formula:
+def in_total(found: Poly, stages: Sequence[DeviceQuestion], more: Sequence[Validity] = ()) -> Formula:
     """Return the time of all stages as a float, or as a formula while a name is unbound."""
     held = (*(v for asked in stages for v in asked.values.held), *more)
     return answer(found, held) if found.constant is None else real(Fraction(found.constant))
@@ -924,7 +926,7 @@ def in_total(found: Poly, stages: Sequence[Asked], more: Sequence[Validity] = ()
 def stages_asked(
     graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mapping[str, object], question: str, *,
     hierarchical: bool = False, network: str | Network | None = None,
-) -> list[Asked]:  # fmt: skip
+) -> list[DeviceQuestion]:  # fmt: skip
     """Return each pipeline stage on its device with its sizes; other graphs as a single stage."""
     if not graph.parts:
         return [ask(graph, hardware, fallback, dims, question, hierarchical=hierarchical, network=network)]
@@ -932,20 +934,23 @@ def stages_asked(
     return [ask(g, hardware, fallback, own, question, hierarchical=hierarchical, network=network) for g, own in parts]
 
 
-def least(stages: Sequence[Asked]) -> Poly:
+def least(stages: Sequence[DeviceQuestion]) -> Poly:
     """Return the lower bound in seconds; for several stages, of the busiest one."""
     first = _knows(stages[0]) if stages[0].graph.waiting is not None else None
     many = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
     return many * most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
 
 
-def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
+def as_declared(stages: Sequence[DeviceQuestion], overlap: str) -> Poly:
     """Return the estimate: a sum over ops as declared, for a pipeline with bubbles and sends."""
     return _overlapping(stages, overlap, _declared, _declared_beside)
 
 
 def _overlapping(
-    stages: Sequence[Asked], overlap: str, alone_timing: Timing, beside_timing: Callable[[Asked, str], Poly]
+    stages: Sequence[DeviceQuestion],
+    overlap: str,
+    alone_timing: Timing,
+    beside_timing: Callable[[DeviceQuestion, str], Poly],
 ) -> Poly:
     """Return the time of all stages, combining times without overlap and with `overlap`."""
     if len(stages) == 1:
@@ -967,15 +972,15 @@ def between(work: Work) -> bool:
     return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
 
 
-def _declared(asked: Asked) -> Poly:
+def _declared(asked: DeviceQuestion) -> Poly:
     return estimate([spent(w, asked) for w in asked.works], asked.graph.root.relations)
 
 
-def _declared_beside(asked: Asked, overlap: str) -> Poly:
+def _declared_beside(asked: DeviceQuestion, overlap: str) -> Poly:
     return together([spent(w, asked) for w in asked.works], asked, overlap)
 
 
-def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
+def of_pipeline(stages: Sequence[DeviceQuestion], timing: Timing) -> Poly:
     """Return the seconds per pipeline step, from one stage of each kind."""
     facts = [_knows(asked) for asked in stages]
     known = stages[0].graph.root.relations
@@ -986,7 +991,7 @@ def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
     return of_shares(facts, shares, send, known)
 
 
-def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
+def holds_for(stages: Sequence[DeviceQuestion]) -> tuple[Validity, ...]:
     """Return the conditions on a pipeline's time: open sizes of 1F1B with unequal stages."""
     facts = _knows(stages[0]) if len(stages) > 1 else None
     if facts is None or facts.schedule != "1f1b":
@@ -997,7 +1002,7 @@ def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
     return (Validity(Conditions((), (asked,))),) if over.names() else ()
 
 
-def _knows(asked: Asked) -> Waiting:
+def _knows(asked: DeviceQuestion) -> InFlightMicroBatches:
     """Return the pipeline facts of a stage with sizes bound."""
     known, values = asked.graph.waiting, asked.values
     assert known is not None
@@ -1007,18 +1012,18 @@ def _knows(asked: Asked) -> Waiting:
     )  # fmt: skip
 
 
-def shares_of(asked: Asked, timing: Timing, m: Poly) -> Shares:
+def shares_of(asked: DeviceQuestion, timing: Timing, m: Poly) -> StageSeconds:
     """Return the times of one pipeline stage in a step with `m` micro-batches."""
     assert asked.graph.waiting is not None
-    parts: dict[str, list[Work]] = {name: [] for name in Shares._fields}
+    parts: dict[str, list[Work]] = {name: [] for name in StageSeconds._fields}
     for work, part in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):
         parts[part].append(work)
     forward, back, weights, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
-    return Shares(forward / m, back / m, weights / m, once)
+    return StageSeconds(forward / m, back / m, weights / m, once)
 
 
-def by_pass(asked: Asked, schedule: str) -> Iterator[str]:
-    """Yield the pass that each work in a stage belongs to, as a field name of `Shares`."""
+def by_pass(asked: DeviceQuestion, schedule: str) -> Iterator[str]:
+    """Yield the pass that each work in a stage belongs to, as a field name of `StageSeconds`."""
     apart = schedule not in ("gpipe", "1f1b", "interleaved")
     graphs = asked.graph.bodies()
     late = {op for g in graphs if is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
@@ -1052,14 +1057,14 @@ def _reduces(op: Op) -> bool:
     return graph.owner is None or graph.owner.loop is None or reached.isdisjoint(graph.owner.loop.nexts)
 
 
-def _sends(asked: Asked) -> Iterator[Poly]:
+def _sends(asked: DeviceQuestion) -> Iterator[Poly]:
     """Yield the time per send in a stage."""
     for op in asked.graph.walk():
         if isinstance(op.kind, Send):
             yield exchange(op, asked.graph, asked.values, asked.hardware)[0]
 
 
-def _need_calibrated(asked: Asked) -> None:
+def _need_calibrated(asked: DeviceQuestion) -> None:
     """Raise for graphs without a calibrated time."""
     question = "seconds, calibrated,"
     if asked.levels:
@@ -1070,12 +1075,12 @@ def _need_calibrated(asked: Asked) -> None:
         work.seconds(asked.rates)  # raises if a rate is missing
 
 
-def _calibrated(asked: Asked) -> Poly:
+def _calibrated(asked: DeviceQuestion) -> Poly:
     """Return the calibrated seconds without overlap, for bound sizes."""
     return poly(sum(_seen(asked), Fraction(0)))
 
 
-def _calibrated_beside(asked: Asked, overlap: str) -> Poly:
+def _calibrated_beside(asked: DeviceQuestion, overlap: str) -> Poly:
     """Return the calibrated seconds with overlapping collectives."""
     if overlap == "none":
         return _calibrated(asked)
@@ -1083,7 +1088,7 @@ def _calibrated_beside(asked: Asked, overlap: str) -> Poly:
     return together(times, asked, overlap)
 
 
-def _seen(asked: Asked) -> list[Fraction]:
+def _seen(asked: DeviceQuestion) -> list[Fraction]:
     """Return the calibrated time of each op.
 
     Links between devices and hosts are not calibrated: their ops take the estimated time. A kernel with ring sends
@@ -1104,5 +1109,5 @@ def _seen(asked: Asked) -> list[Fraction]:
     return found
 
 
-def _of_links(asked: Asked, work: Work) -> Poly:
+def _of_links(asked: DeviceQuestion, work: Work) -> Poly:
     return total(exchange(op, asked.graph, asked.values, asked.hardware)[0] for op in work.rings) * work.times

@@ -30,7 +30,7 @@ from ..ops.opaque import Transfer
 from .costs import compute_dtype, executions
 from .tiling import parts_of_traffic
 
-__all__ = ["Asked", "Fallback", "Rates", "Work", "ask", "exact", "need_other_names", "works"]
+__all__ = ["DeviceQuestion", "Fallback", "Rates", "Work", "ask", "exact", "need_other_names", "works"]
 
 
 Fallback = str | Mapping[str, str] | None
@@ -182,7 +182,7 @@ def _works(graph: Graph, through: tuple[Level, ...]) -> list[Work]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DeviceQuestion:
     """A graph on a device, with sizes bound as far as given."""
 
     graph: Graph
@@ -221,7 +221,7 @@ def ask(
     *,
     hierarchical: bool = False,
     network: str | Network | None = None,
-) -> Asked:
+) -> DeviceQuestion:
     """Return a graph on a device; BindingError if a dimension has the name of a hardware symbol."""
     need_flag(question, hierarchical=hierarchical)
     device = joined(hardware, network)
@@ -229,13 +229,15 @@ def ask(
     need_other_names(graph, device, question)
     if hierarchical:
         found = levels(device)
-        return Asked(graph, Rates(device, fallback), values, [w.bound(values) for w in works(graph, found)], found)
+        return DeviceQuestion(
+            graph, Rates(device, fallback), values, [w.bound(values) for w in works(graph, found)], found
+        )
     # the last binding is cached, since devices are compared at equal sizes
     kept: tuple[object, list[Work]] = graph.cache.get("bound works", (None, []))
     if kept[0] != values:
         kept = values, [w.bound(values) for w in works(graph)]
         graph.cache["bound works"] = kept
-    return Asked(graph, Rates(device, fallback), values, kept[1])
+    return DeviceQuestion(graph, Rates(device, fallback), values, kept[1])
 
 
 def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:

@@ -24,7 +24,7 @@ from ..ops.elementwise import Pointwise
 from ..ops.index import Sort
 from ..ops.loops import Kernel
 from ..ops.reduce import Reduce
-from .liveness import Life, Program, View
+from .liveness import LiveRange, Program, View
 
 __all__ = ["LT_WORKSPACE", "blas_workspace", "on_device", "temporary"]
 
@@ -71,7 +71,7 @@ def _on_cuda(arch: Arch) -> View:
     def view(graph: Graph, program: Program) -> Program:
         multiplying = (step.op.phase in _IN_AUTOGRAD for step in program.steps if _multiplies(step.op))
         threads = {"cuBLAS (autograd)" if inside else "cuBLAS": None for inside in multiplying}
-        libraries = [Life(name, "workspace", workspace, None, None) for name in threads]
+        libraries = [LiveRange(name, "workspace", workspace, None, None) for name in threads]
         extra = {op: ZERO if op.on_host else temporary(op) for op in {step.op: None for step in program.steps}}
         steps = [replace(s, workspace=s.workspace + extra[s.op]) if extra[s.op] else s for s in program.steps]
         return Program(steps, [*libraries, *program.lives], program.away)

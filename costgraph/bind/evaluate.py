@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import sympy
 
-from ..algebra.conditions import Asked, Counts, Validity, conditioned, held_by, plain
+from ..algebra.conditions import LoopCounts, Requirement, Validity, conditioned, held_by, plain
 from ..algebra.extremum import Max, Min, as_expr
 from ..algebra.polynomial import Monomial, Poly, Rational, as_poly, cached, generator, poly
 from ..algebra.symbols import check_symbol, is_number_like, shorten, shown, symbol
@@ -350,7 +350,7 @@ class _NotWholeError(Exception):
     """A formula that cannot be evaluated in integers."""
 
 
-def outside(asked: Iterable[Asked], arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
+def outside(asked: Iterable[Requirement], arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
     """Return a broadcastable mask of points that violate a requirement, or None if there are none.
 
     Requirements on sizes that are not given are skipped.
@@ -367,7 +367,7 @@ def outside(asked: Iterable[Asked], arrays: Mapping[str, np.ndarray[Any, Any]]) 
 
 
 def too_few(
-    counts: Counts, amounts: Mapping[str, Poly], arrays: Mapping[str, np.ndarray[Any, Any]]
+    counts: LoopCounts, amounts: Mapping[str, Poly], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> np.ndarray[Any, Any] | None:
     """Return a broadcastable mask of points with too few loop iterations for a closed form, or None."""
     given = {name: p for name, p in amounts.items() if p.names() <= arrays.keys()}
@@ -385,7 +385,7 @@ def too_few(
     return None if all(held) else ~np.array(held)[place.reshape(np.shape(code))]
 
 
-def _passed(asked: Asked, arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _passed(asked: Requirement, arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """Test sizes exactly: in float64 or int64 if they are large enough, else in Python integers."""
     if not all(array.size for array in arrays.values()):
         return np.ones((), dtype=bool)
@@ -657,7 +657,7 @@ class Compiled:
             self._plan = lambdified(plain(self.formula))
 
     @cached_property
-    def _asked(self) -> list[Asked]:
+    def _asked(self) -> list[Requirement]:
         return [a for v in self._held for a in v.tests()]
 
     def __reduce__(self) -> tuple[object, ...]:

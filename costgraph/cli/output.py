@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..algebra.symbols import printable
 from ..errors import FormatError
 from ..ir.graph import Graph
 from ..notation.progress import hush

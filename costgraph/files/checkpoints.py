@@ -27,7 +27,7 @@ __all__ = [
     "FILE_TYPES",
     "FORMATS",
     "Gguf",
-    "Stored",
+    "StoredTensor",
     "read_gguf",
     "Weight",
     "Weights",
@@ -69,7 +69,7 @@ _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Tensor in a GGUF file; the shape is outermost axis first, as in torch."""
 
     name: str
@@ -84,7 +84,7 @@ class Gguf:
 
     fields: Mapping[str, Any]
     lengths: Mapping[str, int]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
 
 
 class _Reader:
@@ -160,7 +160,7 @@ def read_gguf(path: str) -> Gguf:
     return Gguf(found, lengths, tuple(t for t, _ in placed))
 
 
-def _tensor(reader: _Reader) -> tuple[Stored, int]:
+def _tensor(reader: _Reader) -> tuple[StoredTensor, int]:
     name, dims = reader.text(), reader.number("I")
     place = f"{reader.place}: {shorten(name)}"
     if dims > _MOST_DIMS:
@@ -172,10 +172,12 @@ def _tensor(reader: _Reader) -> tuple[Stored, int]:
         raise FormatError(
             f"{place}: type {kind} of sizes {shown(shape)}, expected a known type, and whole blocks of {elements} first"
         )
-    return Stored(name, tuple(reversed(shape)), format_, prod(shape) // elements * size), start
+    return StoredTensor(name, tuple(reversed(shape)), format_, prod(shape) // elements * size), start
 
 
-def _check_places(placed: list[tuple[Stored, int]], fields: Mapping[str, Any], end: int, size: int, place: str) -> None:
+def _check_places(
+    placed: list[tuple[StoredTensor, int]], fields: Mapping[str, Any], end: int, size: int, place: str
+) -> None:
     """Raise FormatError if tensors share a name, overlap, or exceed the file."""
     step = fields.get("general.alignment", 32)
     if type(step) is not int or not 0 < step <= _LARGEST:

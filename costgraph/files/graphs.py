@@ -27,6 +27,7 @@ from ..ir.graph import (
     Call,
     Domain,
     Graph,
+    InFlightMicroBatches,
     Mesh,
     Op,
     OpKind,
@@ -34,7 +35,6 @@ from ..ir.graph import (
     Repeat,
     Sharding,
     Tensor,
-    Waiting,
     hints,
     need_name,
     opened,
@@ -46,7 +46,7 @@ from ..notation.pattern import Pattern, parse_pattern
 from ..notation.validation import Rule, rule
 from ..ops.elementwise import FUNCTIONS, Function
 from ..ops.index import Gather, Indexed
-from ..ops.opaque import Backward
+from ..ops.opaque import OpaqueBackward
 from ..ops.registry import KINDS
 from ..text_file import place_of, read_text, unique, write_file
 
@@ -153,7 +153,7 @@ def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
             **{key: {name: _placement_data(at, encode) for name, at in at_.items()} for key, at_ in placed.items()},
         }
     if graph.waiting is not None:
-        out["waiting"] = {f.name: encode(getattr(graph.waiting, f.name)) for f in fields(Waiting)}
+        out["waiting"] = {f.name: encode(getattr(graph.waiting, f.name)) for f in fields(InFlightMicroBatches)}
     return out
 
 
@@ -187,7 +187,7 @@ def read_ranks(graph: Graph, facts: Mapping[str, Any], decode: Encode) -> None:
             replicated=tuple(map(_text, own["replicated"])),
         )
     if "waiting" in facts:
-        graph.waiting = Waiting(**{name: decode(value) for name, value in facts["waiting"].items()})
+        graph.waiting = InFlightMicroBatches(**{name: decode(value) for name, value in facts["waiting"].items()})
 
 
 def _text(value: Any) -> str:
@@ -224,7 +224,7 @@ _MOST_ASSUMPTIONS = 1000  # they are compared pairwise
 _MOST_STATES = 64  # prefixes of the assumptions to try: each is derived from scratch
 
 
-class Known:
+class KnownAssumptions:
     """Assumptions that may have been stated before an op was built: prefixes of the list.
 
     Most programs state all of them before their ops or after, so these two come first; others follow on demand.
@@ -256,7 +256,7 @@ class Reader:
         self.place, self.version = place, version
         if len(assumptions) > _MOST_ASSUMPTIONS:
             raise self.error(f"top: {len(assumptions)} assumptions, expected at most {_MOST_ASSUMPTIONS}")
-        self.known = Known(list(map(parse_relation, assumptions)))
+        self.known = KnownAssumptions(list(map(parse_relation, assumptions)))
         self.depth = self.repeats = self.terms = 0
         self.sizes: dict[str, Poly] = {}
 
@@ -597,7 +597,7 @@ def _encode(value: Any) -> Any:
         return {"domain": [value.causal, _encode(value.window), *map(_encode, value.ranks)]}
     if isinstance(value, Graph):
         return {"graph": _graph_data(value)}
-    if isinstance(value, Backward):
+    if isinstance(value, OpaqueBackward):
         return _encode(value._asdict())
     if isinstance(value, tuple | list):
         return {"tuple": [_encode(v) for v in value]}

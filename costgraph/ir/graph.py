@@ -46,7 +46,7 @@ __all__ = [
     "Placement",
     "Sharding",
     "Split",
-    "Waiting",
+    "InFlightMicroBatches",
     "agree",
     "blocks",
     "distributed",
@@ -57,7 +57,7 @@ __all__ = [
     "Node",
     "filled",
     "reduced",
-    "Place",
+    "BuildContext",
     "base_name",
     "building",
     "close",
@@ -94,9 +94,9 @@ __all__ = [
     "sizes",
     "sizes_of",
     "FACTS",
-    "Carried",
+    "GraphAttribute",
     "Journal",
-    "Stated",
+    "CheckedAttribute",
     "append",
     "carry_facts",
     "changing",
@@ -147,12 +147,12 @@ __all__ = [
     "export",
     "formal",
     "Call",
-    "Bodied",
+    "BodyKind",
     "Flops",
     "Op",
     "OpKind",
     "Result",
-    "Working",
+    "WorkspaceKind",
     "itself",
     "Loop",
     "Repeat",
@@ -253,7 +253,7 @@ FORWARD = "forward"
 
 
 @dataclass(frozen=True)
-class Waiting:
+class InFlightMicroBatches:
     """One rank's pipeline schedule, with its in-flight micro-batches."""
 
     first: tuple[Held, ...]
@@ -569,7 +569,7 @@ def _node(graph: Graph, place: int) -> Node:
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each is closed on its own
-class Place:
+class BuildContext:
     """Target for new ops."""
 
     graph: Graph | None = None
@@ -587,10 +587,10 @@ class Place:
 _SUFFIX = re.compile(r"(?:\.(?:(?:i|cut|part)\d+|(?:first|last)\d*))+(?=(?:_\d+)*$)")
 
 #: Stack of open places, innermost last. Generators may close an outer one first.
-_OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
+_OPEN: ContextVar[tuple[BuildContext, ...]] = ContextVar("costgraph_open", default=(BuildContext(),))
 
 
-def here() -> Place:
+def here() -> BuildContext:
     """Return the innermost open place."""
     return _OPEN.get()[-1]
 
@@ -607,14 +607,14 @@ def current_graph(of: Graph | None = None) -> Graph:
     return of.root
 
 
-def enter(**facts: Any) -> Place:
+def enter(**facts: Any) -> BuildContext:
     """Open a copy of the innermost place with some fields replaced."""
     place = replace(here(), **facts)
     _OPEN.set((*_OPEN.get(), place))
     return place
 
 
-def close(place: Place) -> bool:
+def close(place: BuildContext) -> bool:
     """Close a place, innermost or not; return whether it was the innermost."""
     inmost = here() is place
     _OPEN.set(tuple(p for p in _OPEN.get() if p is not place))
@@ -1249,7 +1249,7 @@ def append(graph: Graph, tensors: list[Tensor], tensor: Tensor) -> None:
     graph.note(lambda: tensors.__delitem__(slice(length, None)))
 
 
-class Carried(Generic[T]):
+class GraphAttribute(Generic[T]):
     """Attribute stored in the dictionary that networkx passes to copies, views and reversed graphs."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -1264,7 +1264,7 @@ class Carried(Generic[T]):
         graph.graph.facts[self.name] = value
 
 
-class Stated(Carried[T]):
+class CheckedAttribute(GraphAttribute[T]):
     """Carried attribute that users may set: its values are validated."""
 
     def __set__(self, graph: Graph, value: T) -> None:
@@ -2039,7 +2039,7 @@ class OpKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Working(OpKind):
+class WorkspaceKind(OpKind):
     """Kind of op with a workspace: temporary memory besides operands and results."""
 
     workspace: Amount = ZERO
@@ -2047,7 +2047,7 @@ class Working(OpKind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bodied(OpKind):
+class BodyKind(OpKind):
     """Kind of op that runs a body graph."""
 
     body: Graph
@@ -2075,7 +2075,7 @@ class Op(Node):
     @property
     def body(self) -> Graph | None:
         """Body of a fused kernel or loop."""
-        return self.kind.body if isinstance(self.kind, Bodied) else None
+        return self.kind.body if isinstance(self.kind, BodyKind) else None
 
     @property
     def loop(self) -> Loop | None:
@@ -2085,7 +2085,7 @@ class Op(Node):
     @property
     def workspace(self) -> Poly:
         """Temporary bytes needed while it runs, besides operands and results."""
-        return self.kind.workspace if isinstance(self.kind, Working) else ZERO
+        return self.kind.workspace if isinstance(self.kind, WorkspaceKind) else ZERO
 
     @property
     def on_host(self) -> bool:
@@ -2110,7 +2110,7 @@ _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeat(Bodied):
+class Repeat(BodyKind):
     """Run a body `count` times; operands and outputs are ordered as in `Loop`."""
 
     name = "repeat"
@@ -2644,23 +2644,23 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     frozen = False
     """Whether it is finished; the attribute that `networkx.is_frozen` reads."""
     graph_attr_dict_factory = Attributes
-    dtype = Carried[DType]()
-    outputs = Carried[list[Tensor]]()
-    relations = Carried[Relations]()
-    defaults = Stated[dict[str, int]]()
-    gradients = Carried[dict[Tensor, Tensor]]()
+    dtype = GraphAttribute[DType]()
+    outputs = GraphAttribute[list[Tensor]]()
+    relations = GraphAttribute[Relations]()
+    defaults = CheckedAttribute[dict[str, int]]()
+    gradients = GraphAttribute[dict[Tensor, Tensor]]()
     """Gradients of parameters and inputs; they live from the first contribution to the end."""
-    loss = Stated[str | None]()
-    handed = Carried[dict[Storage, tuple[Storage, Poly]]]()
+    loss = CheckedAttribute[str | None]()
+    handed = GraphAttribute[dict[Storage, tuple[Storage, Poly]]]()
     """Carry storages that loops forward unchanged, each with the initial storage and an offset."""
-    sharding = Carried[Sharding | None]()
+    sharding = GraphAttribute[Sharding | None]()
     """Mesh and placements in a per-rank graph."""
-    parts = Carried[tuple["Graph", ...]]()
-    waiting = Carried[Waiting | None]()
+    parts = GraphAttribute[tuple["Graph", ...]]()
+    waiting = GraphAttribute[InFlightMicroBatches | None]()
     """Schedule and in-flight micro-batches in a pipeline stage."""
-    matmul_dtype = Stated[str | None]()
+    matmul_dtype = CheckedAttribute[str | None]()
     """Dtype in which the precision policy runs matmuls; None for the declared one."""
-    layers = Carried[frozenset[str]]()
+    layers = GraphAttribute[frozenset[str]]()
     """Scopes that are one layer each, if a loop iterates over a period with several layers."""
 
     add_nodes_from = changing(nx.DiGraph.add_nodes_from)
@@ -2687,7 +2687,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """Sizes such as D/H that are integers only by assumption; stored on the root graph."""
         self.modules: set[str] = set()
         """Scopes taken by a layer or a Repeat."""
-        self._places: list[Place] = []
+        self._places: list[BuildContext] = []
         self.journal = Journal()
         # networkx calls the constructor without arguments, or with data to copy
         super().__init__(None if isinstance(name, str) else name, **attr)

@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    "later",
+    "lazy_getattr",
 ]
 
 
-def later(
+def lazy_getattr(
     package: str, names: Mapping[str, str], entered: Callable[[Any], Any] = lambda found: found
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package.

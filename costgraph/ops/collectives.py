@@ -34,16 +34,16 @@ from ..notation.validation import Rule
 from . import rules
 from . import sharding_rule as splits
 from .access_footprint import carried_parts
-from .fill import Fresh
+from .fill import DenseFactory
 from .registry import register
 
 __all__ = [
     "COLLECTIVES",
     "REDUCING",
-    "Around",
+    "Unshard",
     "Collective",
     "Meshed",
-    "Part",
+    "LocalShard",
     "collective",
     "need_of_all",
     "Receive",
@@ -150,7 +150,7 @@ class Collective(Meshed):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Part(Meshed):
+class LocalShard(Meshed):
     """Local shard: a view if it is contiguous, else a copy."""
 
     name = "part"
@@ -180,7 +180,7 @@ class Part(Meshed):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Around(Meshed):
+class Unshard(Meshed):
     """Full tensor around a contiguous local shard: a view, uninitialized outside the shard."""
 
     name = "around"
@@ -238,7 +238,7 @@ def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Receive(Fresh):
+class Receive(DenseFactory):
     """Tensor received from a neighbouring pipeline stage."""
 
     name = "receive"

@@ -31,7 +31,7 @@ from ..ir.graph import (
     Shape,
     Split,
     Tensor,
-    Working,
+    WorkspaceKind,
     apply,
     current_graph,
     is_amount,
@@ -50,7 +50,7 @@ from .reduce import reduce
 from .registry import register
 
 __all__ = [
-    "Orders",
+    "ContractionOrders",
     "best_orders",
     "Einsum",
     "Restricted",
@@ -70,7 +70,7 @@ Path = tuple[tuple[int, int], ...]
 Tree = tuple["Tree", "Tree"] | int
 
 
-class Orders(NamedTuple):
+class ContractionOrders(NamedTuple):
     """Contraction orders that no other order dominates."""
 
     paths: list[Path]
@@ -83,7 +83,7 @@ class Orders(NamedTuple):
 
 def best_orders(
     axes: Sequence[frozenset[str]], result: frozenset[str], extents: Mapping[str, Poly], relations: Relations
-) -> Orders:
+) -> ContractionOrders:
     """Find the best orders by dynamic programming over subsets, pruned by dominance.
 
     Raise GraphError if there are too many operands to search; the caller has to give the order.
@@ -117,7 +117,7 @@ def best_orders(
     top = best[everything]
     flops = top[0][0] if len(top) == 1 else atom(Min(*(p.expr for p, _ in top)))
     spaces = [_space(tree, axes, kept, extents)[1] for tree in _ordinary(top)]
-    return Orders([_path(tree, n) for _, tree in top], flops, poly(Max(*(s.expr for s in spaces))))
+    return ContractionOrders([_path(tree, n) for _, tree in top], flops, poly(Max(*(s.expr for s in spaces))))
 
 
 def _ordinary(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
@@ -173,7 +173,7 @@ def _is_restriction(value: object) -> bool:
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Einsum(Working):
+class Einsum(WorkspaceKind):
     """Contraction over named axes."""
 
     name = "einsum"

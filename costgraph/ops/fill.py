@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
 __all__ = [
-    "Fresh",
+    "DenseFactory",
     "Assign",
     "Fill",
     "Pad",
-    "Revised",
+    "SliceUpdate",
     "assign",
     "fill",
     "pad",
@@ -62,7 +62,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fresh(OpKind):
+class DenseFactory(OpKind):
     """Kind of op that creates a contiguous tensor from a shape and dtype, without operands."""
 
     sizes: Shape
@@ -83,7 +83,7 @@ class Fresh(OpKind):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Fill(Fresh):
+class Fill(DenseFactory):
     """Tensor filled with one value."""
 
     name = "fill"
@@ -122,7 +122,7 @@ class Assign(OpKind):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Revised(OpKind):
+class SliceUpdate(OpKind):
     """Tensor after a write to some of its positions along given axes: a rename that depends on the write."""
 
     name = "revised"

@@ -157,7 +157,7 @@ class Fourier(OpKind):
         return _around(op, op.operands[0].ndim, self.axes)
 
 
-class Laid(Protocol):
+class Layout(Protocol):
     """Layout: sizes, strides and dtype, from a tensor or a tensor specification."""
 
     @property
@@ -168,7 +168,7 @@ class Laid(Protocol):
     def dtype(self) -> DType: ...
 
 
-def joined(operand: Laid, axes: Sequence[int]) -> Poly:
+def joined(operand: Layout, axes: Sequence[int]) -> Poly:
     """Return the bytes for a transform's contiguous copy of its operand, 0 if none is needed.
 
     No copy is needed if the other axes can be merged into one. Expanded operands are always copied.

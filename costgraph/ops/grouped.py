@@ -48,7 +48,8 @@ from . import (
 from .registry import register
 
 __all__ = [
-    "ROUTINGS", "Dispatch", "Dispatched", "Grouped", "GroupedOuter", "TopK", "dispatch", "grouped", "grouped_outer",
+    "ROUTINGS", "Dispatch", "Dispatched", "GroupedMatmul", "GroupedOuter", "TopK", "dispatch", "grouped",
+    "grouped_outer",
     "top_k",
 ]  # fmt: skip
 
@@ -150,7 +151,7 @@ def _products(kind: OpKind, op: Op) -> Flops:
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Grouped(OpKind):
+class GroupedMatmul(OpKind):
     """Grouped matmul: rows (R, D), sorted by expert, times the expert matrices (E, D, F)."""
 
     name = "grouped"
@@ -378,7 +379,7 @@ def grouped(
     """
     need_tensor("grouped", rows, weights, ends)
     need_choice("grouped: routing", routing, ROUTINGS)
-    kind = Grouped(routing=routing, chosen=positive("grouped: chosen", chosen))
+    kind = GroupedMatmul(routing=routing, chosen=positive("grouped: chosen", chosen))
     return apply(kind, [rows, weights, ends], name)[0]
 
 

@@ -14,7 +14,7 @@ from . import sharding_rule as splits
 from .registry import register
 
 __all__ = [
-    "Keep",
+    "KeepAlive",
     "StopGradient",
     "keep",
     "stop_gradient",
@@ -23,7 +23,7 @@ __all__ = [
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Keep(OpKind):
+class KeepAlive(OpKind):
     """View of its first operand that keeps the others alive until here."""
 
     name = "keep"
@@ -106,7 +106,7 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
     (12*B*D, 16*B*D)
     """
     need_tensor("keep", x, *others)
-    return apply(Keep(), [x, *others], name)[0]
+    return apply(KeepAlive(), [x, *others], name)[0]
 
 
 def stop_gradient(x: Tensor, *, name: str = "stop_gradient") -> Tensor:

@@ -31,7 +31,7 @@ from ..ir.strides import distinct, numel
 from ..notation.pattern import Affine, PatternText, parse_pattern
 from . import rules
 from . import sharding_rule as splits
-from .fill import Fresh
+from .fill import DenseFactory
 from .registry import register
 
 __all__ = [
@@ -65,7 +65,7 @@ class Cache(OpKind):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class InitialState(Fresh):
+class InitialState(DenseFactory):
     """Initial recurrent state: zeros in training, the previous step's state in inference."""
 
     name = "initial_state"

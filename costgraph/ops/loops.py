@@ -15,7 +15,7 @@ from ..dtypes import DType
 from ..errors import GraphError, ShapeError
 from ..ir.graph import (
     Amount,
-    Bodied,
+    BodyKind,
     Flag,
     Graph,
     Index,
@@ -27,7 +27,7 @@ from ..ir.graph import (
     Shape,
     Storage,
     Tensor,
-    Working,
+    WorkspaceKind,
     all_of,
     amount,
     apply,
@@ -52,7 +52,7 @@ from . import rules
 from . import sharding_rule as splits
 from .access_footprint import alike, larger
 from .elementwise import Pointwise, pointwise
-from .fill import Fresh
+from .fill import DenseFactory
 from .functions import FUNCTIONS
 from .layout import DomainAxes, contiguous_copy, need_places
 from .registry import register
@@ -62,17 +62,17 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
 __all__ = [
-    "Absent",
+    "Undef",
     "Accumulate",
-    "absent",
+    "undef",
     "accumulate",
     "slice_of",
     "taken",
     "Empty",
     "Stacked",
     "Env",
-    "Player",
-    "Turn",
+    "LoopExecutor",
+    "PlayedIteration",
     "Carry",
     "Kernel",
     "Repeat",
@@ -92,7 +92,7 @@ __all__ = [
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Absent(Fresh):
+class Undef(DenseFactory):
     """Uninitialized loop accumulator: it takes no memory, and the first term becomes the sum."""
 
     name = "absent"
@@ -103,7 +103,7 @@ class Absent(Fresh):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the accumulator."""
-        return [replace(made, pieces=self.pieces, domain=self.domain) for made in Fresh.infer(self, operands)]
+        return [replace(made, pieces=self.pieces, domain=self.domain) for made in DenseFactory.infer(self, operands)]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the domain against the shape."""
@@ -138,9 +138,9 @@ class Accumulate(OpKind):
         return (0,)
 
 
-def absent(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
+def undef(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
     """Return an uninitialized accumulator, a carry for `accumulate`; it takes no memory."""
-    return apply(Absent(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
+    return apply(Undef(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
 
 
 def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = "accumulate") -> Tensor:
@@ -172,7 +172,7 @@ def slice_of(body: Graph, t: Tensor, name: str) -> Tensor:
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Empty(Fresh):
+class Empty(DenseFactory):
     """Uninitialized stack, before any slice is written."""
 
     name = "empty"
@@ -219,7 +219,7 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True)
-class Turn:
+class PlayedIteration:
     """One executed iteration."""
 
     at: int
@@ -233,7 +233,7 @@ class Turn:
 Env = dict[Any, Any]
 
 
-class Player(Generic[P]):
+class LoopExecutor(Generic[P]):
     """Base of interpreters: runs a graph's ops in program order, and loop bodies once per executed iteration.
 
     Subclasses define values and how ops compute them; values are stored by `key`. An uninitialized accumulator is None,
@@ -242,7 +242,7 @@ class Player(Generic[P]):
     """
 
     def __init__(self) -> None:
-        self.around: list[Turn] = [Turn(0, 1)]
+        self.around: list[PlayedIteration] = [PlayedIteration(0, 1)]
         """Enclosing iterations; the first entry stands for none."""
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Player(Generic[P]):
         """Run an op that is not a loop."""
         raise NotImplementedError
 
-    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterable[Turn]:
+    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterable[PlayedIteration]:
         """Yield the iterations in execution order."""
         raise NotImplementedError
 
@@ -263,7 +263,7 @@ class Player(Generic[P]):
         """Return a result's stack before any slice is written."""
         raise NotImplementedError
 
-    def slice(self, loop: Loop, value: Any, turn: Turn, place: P) -> Any:
+    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: P) -> Any:
         """Return an operand's slice for one iteration."""
         raise NotImplementedError
 
@@ -271,7 +271,7 @@ class Player(Generic[P]):
         """Return the environment for one iteration."""
         return {}
 
-    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: P) -> None:
+    def iteration(self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], place: P) -> None:
         """Run the body once."""
         raise NotImplementedError
 
@@ -298,7 +298,7 @@ class Player(Generic[P]):
         """Run one op; accumulation onto an uninitialized accumulator makes the term the sum."""
         if op.loop is not None:
             self.loop(op.loop, env, place)
-        elif isinstance(op.kind, Absent):
+        elif isinstance(op.kind, Undef):
             env[self.key(op.results[0])] = None
         elif isinstance(op.kind, Accumulate) and env[self.key(op.operands[0])] is None:
             if op.kind.lent:
@@ -356,7 +356,7 @@ def _are_strides(value: object) -> bool:
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Kernel(Working, Bodied):
+class Kernel(WorkspaceKind, BodyKind):
     """Fused kernel: its body's intermediates never reach memory."""
 
     name = "kernel"

@@ -24,7 +24,7 @@ from ..ir.graph import (
     Shape,
     Split,
     Tensor,
-    Working,
+    WorkspaceKind,
     all_of,
     amount,
     apply,
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
 __all__ = [
-    "Backward",
+    "OpaqueBackward",
     "Opaque",
-    "Stated",
+    "StatedCosts",
     "Transfer",
     "opaque",
     "transfer",
@@ -75,7 +75,7 @@ def _is_output(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all_of(is_size)(value[0]) and isinstance(value[1], DType)
 
 
-class Backward(NamedTuple):
+class OpaqueBackward(NamedTuple):
     """Costs of the backward pass of an opaque op, as one op."""
 
     matmul: Poly
@@ -95,8 +95,8 @@ class Backward(NamedTuple):
 
 
 def _is_backward(value: object) -> bool:
-    """Return whether a value is a `Backward`, or its mapping as loaded from a file."""
-    found = value if isinstance(value, Backward) else _read(value) if isinstance(value, Mapping) else None
+    """Return whether a value is a `OpaqueBackward`, or its mapping as loaded from a file."""
+    found = value if isinstance(value, OpaqueBackward) else _read(value) if isinstance(value, Mapping) else None
     return (
         found is not None
         and all(map(is_amount, (found.matmul, found.pointwise, found.transcendental, found.workspace)))
@@ -105,12 +105,12 @@ def _is_backward(value: object) -> bool:
     )
 
 
-def _read(value: Mapping[str, Any]) -> Backward | None:
-    return Backward(**value) if value.keys() == set(Backward._fields) else None
+def _read(value: Mapping[str, Any]) -> OpaqueBackward | None:
+    return OpaqueBackward(**value) if value.keys() == set(OpaqueBackward._fields) else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stated(Working):
+class StatedCosts(WorkspaceKind):
     """Kind of op whose costs are fields."""
 
     takes_complex = True
@@ -145,14 +145,14 @@ class Stated(Working):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Opaque(Stated):
+class Opaque(StatedCosts):
     """Op with stated shapes and costs, for ops that no other kind expresses."""
 
     name = "opaque"
     restricted = True
     outputs: Annotated[tuple[tuple[Shape, DType], ...], Rule("a tuple of shapes with formats", all_of(_is_output))]
     backward: Annotated[
-        Backward | None,
+        OpaqueBackward | None,
         optional("the costs of a backward pass", _is_backward),
         Limit(0, whole=False, words="backward pass of"),
     ] = None
@@ -162,9 +162,9 @@ class Opaque(Stated):
         """Normalize `backward`, which files and rewriters pass as a mapping or a tuple."""
         stated: Any = self.backward
         if isinstance(stated, Mapping):
-            object.__setattr__(self, "backward", Backward(**stated))
+            object.__setattr__(self, "backward", OpaqueBackward(**stated))
         elif stated is not None:
-            object.__setattr__(self, "backward", Backward(*stated))
+            object.__setattr__(self, "backward", OpaqueBackward(*stated))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the stated outputs."""
@@ -295,7 +295,7 @@ def _flops(place: str, flops: object) -> dict[str, Any]:
     return {kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS}
 
 
-def _backward(place: str, stated: object, inputs: int, outputs: int) -> Backward:
+def _backward(place: str, stated: object, inputs: int, outputs: int) -> OpaqueBackward:
     """Return the stated costs of a backward pass."""
     known = ("flops", "saves", "reads", "writes", "workspace")
     if not isinstance(stated, Mapping) or not {"flops", "saves"} <= set(stated) <= set(known):
@@ -311,7 +311,7 @@ def _backward(place: str, stated: object, inputs: int, outputs: int) -> Backward
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count for i in places):
             raise GraphError(f"{place}: saves {what} {places!r}, expected places below {count}")
     read = outputs + sum(map(len, kept.values()))
-    return Backward(
+    return OpaqueBackward(
         **_flops(place, stated["flops"]),
         **kept,
         reads=_in_all_or_each(f"{place}: reads", stated.get("reads"), read),
@@ -387,7 +387,7 @@ def _foreign_is_output(value: object) -> bool:
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Foreign(Stated):
+class Foreign(StatedCosts):
     """External call without a kind of its own: a cost rule gives its FLOPs and bytes for this call."""
 
     name = "foreign"
@@ -420,7 +420,7 @@ class Foreign(Stated):
 
     def flops(self, op: Op) -> Flops:
         """Return the recorded FLOPs, masked ones included."""
-        return replace(Stated.flops(self, op), full=self.full)
+        return replace(StatedCosts.flops(self, op), full=self.full)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check amounts against the operands and results."""

@@ -20,7 +20,7 @@ from ..ir.graph import (
     Result,
     Split,
     Tensor,
-    Working,
+    WorkspaceKind,
     need,
 )
 from ..ir.strides import (
@@ -39,13 +39,13 @@ from .registry import register
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Pool", "Unpool", "Windowed"]
+__all__ = ["Pool", "Unpool", "PoolingBase"]
 
 _POOLING = Rule("max or mean", lambda v: v in ("max", "mean"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windowed(OpKind):
+class PoolingBase(OpKind):
     """Base class for a pooling and its gradient."""
 
     pattern: Pattern
@@ -94,7 +94,7 @@ class Windowed(OpKind):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Pool(Windowed):
+class Pool(PoolingBase):
     """Maximum or mean of each window."""
 
     name = "pool"
@@ -124,7 +124,7 @@ class Pool(Windowed):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Unpool(Windowed, Working):
+class Unpool(PoolingBase, WorkspaceKind):
     """Pooling gradient, from the incoming gradient, the input and, for a maximum, the indices."""
 
     name = "unpool"

@@ -30,7 +30,7 @@ from .registry import register
 
 __all__ = [
     "ADD_PRODUCT", "ADD_QUOTIENT", "ADD_SCALED", "ADD_SCALED_PRODUCT", "ADD_SCALED_QUOTIENT", "NON_FINITE",
-    "FusedUpdate", "Step", "Unscale", "ZeroGrad",
+    "FusedUpdate", "RegisterStep", "Unscale", "ZeroGrad",
 ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ ADD_SCALED_QUOTIENT = Function(
 NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no number, else 0")
 
 
-class Step(NamedTuple):
+class RegisterStep(NamedTuple):
     """Elementwise function on registers and scalars."""
 
     function: Function
@@ -125,7 +125,7 @@ class FusedUpdate(OpKind):
     """Fused elementwise steps over several tensors; registers are the operands, then the intermediates."""
 
     name = "fused_update"
-    steps: Annotated[tuple[Step, ...], Rule("a tuple of steps", lambda v: isinstance(v, tuple))]
+    steps: Annotated[tuple[RegisterStep, ...], Rule("a tuple of steps", lambda v: isinstance(v, tuple))]
     changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))]
     """Operands that are mutated."""
     updated: Count
@@ -135,7 +135,9 @@ class FusedUpdate(OpKind):
 
     def __post_init__(self) -> None:
         """Normalize steps, which files and rewriters pass as tuples; `infer` rejects invalid ones."""
-        steps = (Step(*s) if isinstance(s, tuple) and len(s) == len(Step._fields) else s for s in self.steps)
+        steps = (
+            RegisterStep(*s) if isinstance(s, tuple) and len(s) == len(RegisterStep._fields) else s for s in self.steps
+        )
         object.__setattr__(self, "steps", tuple(steps))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -173,7 +175,7 @@ class FusedUpdate(OpKind):
 
 
 def _is_step(step: object, registers: int) -> bool:
-    if not isinstance(step, Step) or not isinstance(step.function, Function):
+    if not isinstance(step, RegisterStep) or not isinstance(step.function, Function):
         return False
     record, scalars, places, target = step
     if not isinstance(scalars, tuple) or not isinstance(places, tuple):

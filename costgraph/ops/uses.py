@@ -11,7 +11,7 @@ from ..ir.graph import Graph, Loop, Op, Tensor
 from .access_footprint import at_least, larger, points
 from .kv_cache import Append
 from .layout import Slice
-from .opaque import Stated
+from .opaque import StatedCosts
 
 __all__ = [
     "elements_read",
@@ -52,7 +52,7 @@ def _read_by(op: Op, tensor: Tensor) -> Poly:
     most = ZERO
     amounts: Sequence[Poly] = () if op.loop is not None else op.kind.reads(op)
     # stated bytes may count repeated reads of the same elements
-    stated = isinstance(op.kind, Stated) and op.kind.bytes_read is not None
+    stated = isinstance(op.kind, StatedCosts) and op.kind.bytes_read is not None
     for i, t in enumerate(op.operands):
         if t is not tensor:
             continue

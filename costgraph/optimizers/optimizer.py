@@ -29,7 +29,7 @@ from ..ir.strides import Sizes, numel, windows_along
 from ..ops.elementwise import FUNCTIONS, Function, Pointwise, cast, pointwise
 from ..ops.fill import assign
 from ..ops.fourier import view_as
-from ..ops.keep_alive import Keep, keep
+from ..ops.keep_alive import KeepAlive, keep
 from ..ops.loops import each, fused
 from ..ops.reduce import reduce
 from ..ops.updates import (
@@ -39,7 +39,7 @@ from ..ops.updates import (
     ADD_SCALED_PRODUCT,
     ADD_SCALED_QUOTIENT,
     FusedUpdate,
-    Step,
+    RegisterStep,
 )
 
 __all__ = [
@@ -522,17 +522,17 @@ def fused_update(update: Update, group: Column, beside: Column = (), *, name: st
     return tuple(made.get(i, t) for i, t in enumerate(group))
 
 
-def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+def _steps(update: Update, group: Column) -> tuple[tuple[RegisterStep, ...], tuple[int, ...]]:
     """Record an update as steps on registers, the first of which hold the operands."""
     with Graph("update") as scratch:
         scratch.relations = group[0].graph.root.relations
         given = [scratch.input(f"operand{i}", t.sizes, t.dtype) for i, t in enumerate(group)]
         update(Calls(listed=False), *((t,) for t in given))
     registers = {t: i for i, t in enumerate(given)}
-    steps: list[Step] = []
+    steps: list[RegisterStep] = []
     free = len(given)
     for op in scratch.ops:
-        if isinstance(op.kind, Keep):  # no effect in registers
+        if isinstance(op.kind, KeepAlive):  # no effect in registers
             registers[op.results[0]] = registers[op.operands[0]]
             continue
         if not isinstance(op.kind, Pointwise):
@@ -541,7 +541,7 @@ def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, 
         target = places[0] if op.kind.overwrites() else free
         free += target == free
         registers[op.results[0]] = target
-        steps.append(Step(op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
+        steps.append(RegisterStep(op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
     written = {step.target for step in steps}
     return tuple(steps), tuple(i for i in range(len(given)) if i in written)
 

@@ -15,8 +15,8 @@ from ..errors import BindingError
 from ..hardware.tables import Column, Table
 from ..ir.graph import dimension_size as size_of
 from ..notation.validation import READ, guarded
-from .strategy_search import TIE, Plan, Point, Search, columns
-from .strategy_templates import CHOICES, Family, Forms, Structure
+from .strategy_search import TIE, Plan, PlanPoint, Search, columns
+from .strategy_templates import CHOICES, PlanFamily, RankCosts, Structure
 
 __all__ = [
     "Crossing",
@@ -80,14 +80,14 @@ class Crossovers(Table):
 class _Curves:
     """Plans with a common structure, as functions of one size."""
 
-    family: Family
+    family: PlanFamily
     symbol: str
     structure: Structure
     plans: Sequence[Plan]
 
     def __post_init__(self) -> None:
-        self.points = [Point(*(getattr(p, name) for name in Point._fields)) for p in self.plans]
-        self.forms: Forms = self.family.forms(self.structure)
+        self.points = [PlanPoint(*(getattr(p, name) for name in PlanPoint._fields)) for p in self.plans]
+        self.forms: RankCosts = self.family.forms(self.structure)
 
     def at(self, sizes: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return peak bytes and seconds of each plan at each size, NaN if the model rejects the size."""
@@ -177,7 +177,7 @@ def _pair(place: str, within: object) -> tuple[Any, Any]:
     return within[0], within[1]
 
 
-def _grouped(family: Family, plans: Sequence[Plan]) -> Mapping[Structure, list[Plan]]:
+def _grouped(family: PlanFamily, plans: Sequence[Plan]) -> Mapping[Structure, list[Plan]]:
     """Group plans by structure, as in a search."""
     out: dict[Structure, list[Plan]] = {}
     tensor = {tp: family.tensor(tp) for tp in {p.tp for p in plans}}

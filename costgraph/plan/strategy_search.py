@@ -34,15 +34,15 @@ from ..transforms.pipeline_schedules import SCHEDULES, asked
 from ..transforms.precision import find_policy
 from ..transforms.shard.parallelize import SYSTEMS, System
 from .capacity import Bytes, memory_limit
-from .strategy_templates import CHOICES, DEGREES, Fallback, Family, Forms, Policies, Structure, batch_of, whole
+from .strategy_templates import CHOICES, DEGREES, Fallback, PlanFamily, Policies, RankCosts, Structure, batch_of, whole
 
 __all__ = [
     "TIE",
     "Plan",
     "Search",
-    "Fit",
-    "Point",
-    "Work",
+    "FittingPlan",
+    "PlanPoint",
+    "StructureWorker",
     "search",
 ]
 
@@ -130,7 +130,7 @@ class Search(Table):
     """degrees that the network has no links for, and structures whose formulas hold for single degrees only"""
     unit: str = "tokens"
     """unit of throughput: tokens or samples"""
-    family: Family | None = field(default=None, compare=False)
+    family: PlanFamily | None = field(default=None, compare=False)
     """the searched family, for further questions"""
     policies: str = ""
     """policies of all plans, in words"""
@@ -221,7 +221,7 @@ def _longer(before: Plan, plan: Plan) -> str:
 # Derive structures, sequentially or in parallel, evaluate them over arrays of degrees, and keep plans that fit.
 
 
-class Point(NamedTuple):
+class PlanPoint(NamedTuple):
     """Degrees and sizes of a plan within its structure."""
 
     dp: int
@@ -234,11 +234,11 @@ class Point(NamedTuple):
     virtual: int = 1
 
 
-class Fit(NamedTuple):
+class FittingPlan(NamedTuple):
     """A plan that fits."""
 
     structure: Structure
-    point: Point
+    point: PlanPoint
     stages: tuple[int, ...]
     """bytes by stage"""
     seconds: float
@@ -246,10 +246,10 @@ class Fit(NamedTuple):
     """seconds by part"""
 
 
-class Done(NamedTuple):
+class WorkerResult(NamedTuple):
     """Results of a structure from another process."""
 
-    fitting: list[Fit]
+    fitting: list[FittingPlan]
     derived: int
     notes: list[str]
     error: CostGraphError | None
@@ -258,12 +258,12 @@ class Done(NamedTuple):
 
 
 @dataclass
-class Work:
+class StructureWorker:
     """Derives structures and collects plans that fit."""
 
-    family: Family
+    family: PlanFamily
     limit: float
-    fitting: list[Fit] = field(default_factory=list)
+    fitting: list[FittingPlan] = field(default_factory=list)
     tried: int = 0
     derived: int = 0
     notes: list[str] = field(default_factory=list)
@@ -273,10 +273,10 @@ class Work:
     """the smallest memory, or lower bound of memory, above the limit"""
     refused: str = ""
     """why the first rejected plan does not fit the model's sizes"""
-    apart: tuple[Structure, list[Point]] | None = None
+    apart: tuple[Structure, list[PlanPoint]] | None = None
     """the first plans that do not divide the sharded axes; derived only to report why"""
 
-    def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None, executor: Executor | None) -> None:
+    def do(self, groups: Mapping[Structure, list[PlanPoint]], progress: bool | None, executor: Executor | None) -> None:
         """Evaluate all points, with structures in parallel if there is an executor."""
         self.tried += sum(map(len, groups.values()))
         likely = {structure: found for structure, points in groups.items() if (found := self.likely(structure, points))}
@@ -293,7 +293,7 @@ class Work:
             raise self.error
 
     def tries(
-        self, likely: Mapping[Structure, list[Point]], executor: Executor | None
+        self, likely: Mapping[Structure, list[PlanPoint]], executor: Executor | None
     ) -> Iterator[Callable[[], CostGraphError | None]]:
         """Yield a callable for each structure, which evaluates it and returns the error if it cannot be derived."""
         if executor is None:
@@ -307,7 +307,7 @@ class Work:
             for future in futures:  # pending after an error
                 future.cancel()
 
-    def gathered(self, future: Future[Done]) -> CostGraphError | None:
+    def gathered(self, future: Future[WorkerResult]) -> CostGraphError | None:
         """Collect the results of another process."""
         fitting, derived, notes, error, over, refused = future.result()
         self.fitting += fitting
@@ -316,7 +316,7 @@ class Work:
         self.over, self.refused = min(self.over, over), self.refused or refused
         return error
 
-    def likely(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
+    def likely(self, structure: Structure, points: Sequence[PlanPoint]) -> list[PlanPoint]:
         """Return the points whose parameters, gradients and states fit; others need not be derived."""
         if self.limit == inf:
             return [*points]
@@ -324,7 +324,7 @@ class Work:
         self.over = least.min(where=least > self.limit, initial=self.over)
         return [p for p, ok in zip(points, (least <= self.limit).tolist(), strict=True) if ok]
 
-    def whole(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
+    def whole(self, structure: Structure, points: Sequence[PlanPoint]) -> list[PlanPoint]:
         """Return the points whose degrees divide all sharded axes; others need not be derived."""
         ok = np.broadcast_to(whole(self.family, structure, columns(points)), len(points)).tolist()
         if self.apart is None and not all(ok):
@@ -341,7 +341,7 @@ class Work:
         if not (self.tried or self.family.unsplit or apart):
             yield "no plan: no degrees within the limits divide the devices and the batch"
 
-    def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
+    def one(self, structure: Structure, points: Sequence[PlanPoint]) -> CostGraphError | None:
         """Evaluate a structure; bind its degrees if the graph cannot be derived symbolically."""
         try:
             forms = self.family.forms(structure)
@@ -357,7 +357,7 @@ class Work:
         self.evaluate(structure, forms, points)
         return None
 
-    def bound(self, structure: Structure, points: Sequence[Point], error: CostGraphError) -> CostGraphError | None:
+    def bound(self, structure: Structure, points: Sequence[PlanPoint], error: CostGraphError) -> CostGraphError | None:
         """Evaluate a structure for each value of one degree, and note why."""
         name = next((d for d in DEGREES if not isinstance(getattr(structure, d), int)), None)
         if name is None:
@@ -368,7 +368,7 @@ class Work:
             last = self.one(replace(structure, **{name: n}), [p for p in points if getattr(p, name) == n]) or last
         return last
 
-    def evaluate(self, structure: Structure, forms: Forms, points: Sequence[Point]) -> None:
+    def evaluate(self, structure: Structure, forms: RankCosts, points: Sequence[PlanPoint]) -> None:
         """Evaluate the closed forms at all points, and keep plans that fit."""
         self.derived += len(points)
         degrees = columns(points)
@@ -385,25 +385,25 @@ class Work:
         for i in np.flatnonzero(fits).tolist():
             own = {name: float(values[i]) for name, values in found.parts.items() if values[i]}
             each = tuple(round(float(p)) for p in stages[:, i] if p)
-            self.fitting.append(Fit(structure, points[i], each, float(found.seconds[i]), own))
+            self.fitting.append(FittingPlan(structure, points[i], each, float(found.seconds[i]), own))
 
 
 @lru_cache(maxsize=1)
-def _received(sent: bytes) -> tuple[Family, float]:
+def _received(sent: bytes) -> tuple[PlanFamily, float]:
     """Unpickle a family and a memory limit, once for each process."""
-    found: tuple[Family, float] = pickle.loads(sent)
+    found: tuple[PlanFamily, float] = pickle.loads(sent)
     return found
 
 
-def _elsewhere(sent: bytes, structure: Structure, points: Sequence[Point]) -> Done:
+def _elsewhere(sent: bytes, structure: Structure, points: Sequence[PlanPoint]) -> WorkerResult:
     """Evaluate a structure in another process, which caches training steps."""
-    work = Work(*_received(sent))
+    work = StructureWorker(*_received(sent))
     error = work.one(structure, points)
-    return Done(work.fitting, work.derived, work.notes, error, work.over, work.refused)
+    return WorkerResult(work.fitting, work.derived, work.notes, error, work.over, work.refused)
 
 
-def columns(points: Sequence[Point]) -> dict[str, np.ndarray[Any, Any]]:
-    return dict(zip(Point._fields, np.array(points, dtype=np.int64).T, strict=True))
+def columns(points: Sequence[PlanPoint]) -> dict[str, np.ndarray[Any, Any]]:
+    return dict(zip(PlanPoint._fields, np.array(points, dtype=np.int64).T, strict=True))
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -577,7 +577,7 @@ def search(
     policies = Policies(
         overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each
     )
-    family = Family(model, named, device, fallback, policies, system, hold, options, precisions, others)
+    family = PlanFamily(model, named, device, fallback, policies, system, hold, options, precisions, others)
     amount, unit = family.goes_over(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
@@ -587,7 +587,7 @@ def search(
         _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual", virtual),
         _offloads(f"{place}: offload", offload),
     )  # fmt: skip
-    work = Work(family, limit)
+    work = StructureWorker(family, limit)
     apart: list[str] = []
     work.do(_grouped(family, _points(family, count, batch, allowed, apart), choices), progress, executor)
     rows = ordered(_plan(fit, amount) for fit in work.fitting)
@@ -677,8 +677,8 @@ def _degrees(devices: int, allowed: Sequence[set[int] | None]) -> Iterator[tuple
 
 
 def _points(
-    family: Family, devices: int, batch: int, allowed: dict[str, set[int] | None], notes: list[str]
-) -> Iterator[Point]:
+    family: PlanFamily, devices: int, batch: int, allowed: dict[str, set[int] | None], notes: list[str]
+) -> Iterator[PlanPoint]:
     """Yield the allowed degrees that divide devices and batch; note those that the network has no links for."""
     depth = None if family.layers is None else family.size(family.layers)
     if allowed["pp"] is None:
@@ -697,7 +697,7 @@ def _points(
             if all(
                 (ns := allowed[key]) is None or n in ns for key, n in (("micro_batch", micro), ("accumulate", times))
             ):
-                yield Point(dp, tp, pp, cp, ep, micro, times)
+                yield PlanPoint(dp, tp, pp, cp, ep, micro, times)
 
 
 def _apart(device: Hardware, degrees: Mapping[str, int]) -> str:
@@ -726,7 +726,7 @@ class _Choices(NamedTuple):
     """allowed model chunks of a rank, None for all divisors"""
     away: Sequence[tuple[str, ...]]
 
-    def orders(self, family: Family, point: Point) -> Iterator[tuple[str, Point]]:
+    def orders(self, family: PlanFamily, point: PlanPoint) -> Iterator[tuple[str, PlanPoint]]:
         """Yield the schedules and model chunks that have action lists for the degrees of a point."""
         if point.pp == 1:
             yield "", point
@@ -758,13 +758,13 @@ def _runs(schedule: str, pp: int, micro_batches: int, virtual: int) -> bool:
     return True
 
 
-def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict[Structure, list[Point]]:
+def _grouped(family: PlanFamily, points: Iterable[PlanPoint], choices: _Choices) -> dict[Structure, list[PlanPoint]]:
     """Group points by structure.
 
     If an axis has one rank, only the first of the choices that split along it is tried. Structures that share graphs
     are adjacent.
     """
-    out: dict[Structure, list[Point]] = {}
+    out: dict[Structure, list[PlanPoint]] = {}
     tensor: dict[int, int | str | None] = {}
     for p in points:
         if p.tp not in tensor:
@@ -782,7 +782,7 @@ def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict
     return dict(sorted(out.items(), key=lambda pair: alike.index(pair[0].like())))
 
 
-def _plan(fit: Fit, amount: int) -> Plan:
+def _plan(fit: FittingPlan, amount: int) -> Plan:
     how = {name: getattr(fit.structure, name) for name in CHOICES}
     return Plan(
         **fit.point._asdict(), **how, seconds=fit.seconds, throughput=amount / fit.seconds,

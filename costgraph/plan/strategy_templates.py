@@ -18,10 +18,10 @@ from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..algebra.symbols import symbol
 from ..analysis.collecting import collection_paused
 from ..analysis.collective_time import exchange, message, placed, ranks_apart, taken
-from ..analysis.memory import Array, Programs, Values, peaks, refused
+from ..analysis.memory import Array, PointValues, Programs, peaks, refused
 from ..analysis.step_time import (
-    Shares,
     Spent,
+    StageSeconds,
     between,
     by_pass,
     finished,
@@ -34,19 +34,19 @@ from ..analysis.step_time import (
 )
 from ..analysis.training import goes_over
 from ..analysis.training_memory import StateBytes, state_bytes
-from ..analysis.work import Asked, Fallback, Work, ask, exact
+from ..analysis.work import DeviceQuestion, Fallback, Work, ask, exact
 from ..bind.evaluate import Plan as Evaluated
 from ..bind.evaluate import plan
 from ..errors import BindingError, CostGraphError, GraphError, SpecError, UnsupportedError
 from ..hardware.specs import Hardware
-from ..ir.graph import Graph, Op, Waiting, bindings, known_names, loops
+from ..ir.graph import Graph, InFlightMicroBatches, Op, bindings, known_names, loops
 from ..ir.graph import dimension_size as size_of
 from ..ir.graph import stages as stages_of
 from ..ops.collectives import Send
 from ..optimizers import AdamW
 from ..transforms.checkpoint import read_checkpoint
-from ..transforms.pipeline_schedules import SCHEDULES, Order
-from ..transforms.pipeline_stages import Kind as Stage
+from ..transforms.pipeline_schedules import SCHEDULES, RankOrder
+from ..transforms.pipeline_stages import EqualRanks as Stage
 from ..transforms.pipeline_stages import waiting_of
 from ..transforms.shard.parallelize import parallelize, shares
 from ..transforms.training import training_step
@@ -54,14 +54,14 @@ from ..transforms.training import training_step
 __all__ = [
     "Rings",
     "IDLE",
-    "Cut",
-    "Forms",
-    "Found",
-    "Kind",
+    "StageKind",
+    "RankCosts",
+    "PlanCosts",
+    "RankCost",
     "CHOICES",
     "DEGREES",
     "Fallback",
-    "Family",
+    "PlanFamily",
     "Policies",
     "Structure",
     "batch_of",
@@ -84,7 +84,7 @@ class Rings:
     why: str = ""
     """why the first of these has no ring"""
 
-    def seconds(self, op: Op, asked: Asked, value: Values, shape: tuple[int, ...]) -> Array:
+    def seconds(self, op: Op, asked: DeviceQuestion, value: PointValues, shape: tuple[int, ...]) -> Array:
         """Return the seconds that a collective or send takes at each point; NaN if there are no rings for it."""
         times, what, size = message(op, asked.values)
         group = (np.broadcast_to(value(p.bind(asked.values)), shape) for p in ranks_apart(op, asked.graph))
@@ -117,7 +117,7 @@ _CHUNK = 1 << 14
 COMPUTE, MEMORY, IDLE, SENT = "compute", "memory traffic", "idle", "send over pp"
 
 
-class Cut(NamedTuple):
+class StageKind(NamedTuple):
     """Pipeline stages with equal graphs, over an array of pipelines."""
 
     layers: Array
@@ -127,11 +127,11 @@ class Cut(NamedTuple):
 
 
 @dataclass
-class Kind:
+class RankCost:
     """Costs of one rank, or of all ranks with the same graph."""
 
-    asked: Asked
-    waiting: Waiting | None = None
+    asked: DeviceQuestion
+    waiting: InFlightMicroBatches | None = None
     """position and schedule of a pipeline stage"""
     rings: Rings | None = None
     """ring times in a torus"""
@@ -151,7 +151,7 @@ class Kind:
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
         self.least: list[Poly] = []
 
-    def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> Kind:
+    def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> RankCost:
         """Return a copy with the given communication overlap, for one search."""
         out = copy(self)
         out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
@@ -163,7 +163,7 @@ class Kind:
 
     def at(self, sizes: Mapping[str, Any]) -> _Taken:
         """Return the costs at points; NaN if the graph rejects the sizes."""
-        value, shape = Values(sizes), _shape(sizes)
+        value, shape = PointValues(sizes), _shape(sizes)
         asked = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
         whole = {name: np.asarray(n, dtype=np.int64) for name, n in asked.items()}
         wrong = refused(self.asked.values.held, {name: np.asarray(n) for name, n in sizes.items()})
@@ -178,9 +178,9 @@ class Kind:
         peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting, self.programs))
         return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
 
-    def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[Any, Any], ...]:
+    def added(self, value: PointValues, shape: tuple[int, ...]) -> tuple[dict[Any, Any], ...]:
         """Return seconds by pass, by part, by overlap class and by op."""
-        passes: dict[str, Any] = dict.fromkeys(Shares._fields, np.float64(0))
+        passes: dict[str, Any] = dict.fromkeys(StageSeconds._fields, np.float64(0))
         parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
         kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
         ops: dict[Any, Any] = {}
@@ -204,7 +204,7 @@ class Kind:
                 ops[work.op] = ops.get(work.op, 0) + taken
         return passes, parts, kinds, ops
 
-    def played(self, ops: Mapping[Op, Array], value: Values, shape: tuple[int, ...]) -> Array:
+    def played(self, ops: Mapping[Op, Array], value: PointValues, shape: tuple[int, ...]) -> Array:
         """Return when all streams finish; points with equal loop counts are simulated together."""
         graph, (many,) = self.asked.graph, shape
         every = [loop for loop in loops(graph) if not loop.until]
@@ -223,7 +223,7 @@ class Kind:
                 out[at] = np.sum([np.broadcast_to(t, shape)[at] for t in ops.values()], axis=0)
         return out
 
-    def around(self, ops: Sequence[Op], value: Values, shape: tuple[int, ...]) -> list[Array]:
+    def around(self, ops: Sequence[Op], value: PointValues, shape: tuple[int, ...]) -> list[Array]:
         """Return the seconds of each message in a torus; an empty list for other networks."""
         return [] if self.rings is None else [self.rings.seconds(op, self.asked, value, shape) for op in ops]
 
@@ -244,7 +244,7 @@ class _Taken(NamedTuple):
     """`apart` by part"""
 
 
-class Found(NamedTuple):
+class PlanCosts(NamedTuple):
     """Costs of plans."""
 
     peaks: Mapping[str, Array]
@@ -255,25 +255,26 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Forms:
+class RankCosts:
     """A structure's closed forms; a pipeline has several kinds of ranks."""
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, RankCost]
     """by name, as in cuts"""
     names: Mapping[str, str]
     """dimension names by degree"""
     layers: str | None = None
     """dimension name of the layers"""
 
-    def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
+    def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind]) -> PlanCosts:
         """Evaluate at points with known degrees, in chunks that stay in cache."""
         (many,) = _shape(sizes)
         if many > _CHUNK:
             places = [slice(i, i + _CHUNK) for i in range(0, many, _CHUNK)]
             each = [
-                self.at(_some(sizes, p), {k: Cut(c.layers[p], c.alike[p]) for k, c in cuts.items()}) for p in places
+                self.at(_some(sizes, p), {k: StageKind(c.layers[p], c.alike[p]) for k, c in cuts.items()})
+                for p in places
             ]
-            return Found(
+            return PlanCosts(
                 {name: np.concatenate([f.peaks[name] for f in each]) for name in each[0].peaks},
                 np.concatenate([f.seconds for f in each]),
                 {name: np.concatenate([f.parts[name] for f in each]) for name in each[0].parts},
@@ -281,10 +282,10 @@ class Forms:
         if "all" in cuts:
             one = self.kinds["all"].at(sizes)
             parts = {name: np.broadcast_to(v, one.peak.shape) for name, v in one.parts.items()}
-            return Found({"all": one.peak}, one.busy, parts)
+            return PlanCosts({"all": one.peak}, one.busy, parts)
         return self.of_pipeline(sizes, cuts)
 
-    def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut], at: int) -> str:
+    def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind], at: int) -> str:
         """Return why a graph rejects the sizes of a point, an empty string if it does not."""
         for name, cut in cuts.items():
             asked, own = self.kinds[name].asked, sizes if "all" in cuts else self.of_stage(sizes, cut)
@@ -296,7 +297,7 @@ class Forms:
                 return str(error)
         return ""
 
-    def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
+    def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, StageKind]) -> PlanCosts:
         """Evaluate the stages, and combine them by the schedule."""
         there = np.array([cut.alike > 0 for cut in cuts.values()])
         taken = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
@@ -305,7 +306,7 @@ class Forms:
         for i, (t, cut) in enumerate(zip(taken, cuts.values(), strict=True)):
             squeezed = np.where(there[i], t.busy / t.apart, 0)  # overlap shortens each pass by the same factor
             env |= {f"{name}{i}": share * squeezed for name, share in t.shares.items()} | {f"n{i}": cut.alike}
-            env |= {f"{name}{i}": env[f"{name}{i}"] / m for name in Shares._fields[:3]}
+            env |= {f"{name}{i}": env[f"{name}{i}"] / m for name in StageSeconds._fields[:3]}
         env["send"] = np.max([np.where(there[i], t.send, 0) for i, t in enumerate(taken)], axis=0)
         waiting = self.kinds["first"].waiting
         assert waiting is not None
@@ -325,9 +326,9 @@ class Forms:
         parts[SENT] = parts.get(SENT, 0) + waited
         parts[IDLE] = np.maximum(seconds - np.take_along_axis(busy, slowest[None], 0)[0] - waited, 0)
         peaks_ = {name: np.where(at, t.peak, 0) for name, at, t in zip(cuts, there, taken, strict=True)}
-        return Found(_by_place(peaks_), seconds, parts)
+        return PlanCosts(_by_place(peaks_), seconds, parts)
 
-    def of_stage(self, sizes: Mapping[str, Array], cut: Cut) -> dict[str, Array]:
+    def of_stage(self, sizes: Mapping[str, Array], cut: StageKind) -> dict[str, Array]:
         """Return the sizes for a stage; its graph takes the total number of layers."""
         assert self.layers is not None
         return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
@@ -354,10 +355,10 @@ def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
 def _whole_step(schedule: str, kinds: int) -> Evaluated:
     """Return the seconds of a pipelined step in terms of its stages' seconds."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
-    facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
+    facts = [InFlightMicroBatches((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
     starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
     facts = [replace(f, ranks=((at, at + f.alike - 1),)) for f, at in zip(facts, starts, strict=True)]
-    shares = [Shares(*(poly(symbol(f"{name}{i}")) for name in Shares._fields)) for i in range(kinds)]
+    shares = [StageSeconds(*(poly(symbol(f"{name}{i}")) for name in StageSeconds._fields)) for i in range(kinds)]
     return plan(of_shares(facts, shares, poly(symbol("send"))))
 
 
@@ -376,8 +377,8 @@ def _of_few(env: dict[str, Any], kinds: int) -> Array:
 def _waits(schedule: str) -> Evaluated:
     """Return the number of exposed sends: the step time if stages take no time."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
-    facts = Waiting((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
-    return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
+    facts = InFlightMicroBatches((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
+    return plan(of_shares([facts], [StageSeconds(*(poly(0) for _ in StageSeconds._fields))], poly(1)))
 
 
 def _sent_as(work: Work) -> str | None:
@@ -432,26 +433,26 @@ class Structure:
 def _differs(schedule: str) -> tuple[bool, ...]:
     """Return the graph-relevant traits of a schedule: split backward, virtual stages, folded, bidirectional."""
     made = SCHEDULES[schedule]
-    return Order(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
+    return RankOrder(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
 
 
-class _Last(dict[Structure, list[Kind]]):
+class _Last(dict[Structure, list[RankCost]]):
     """Keeps the most recent entries: graphs are large."""
 
-    def __setitem__(self, key: Structure, value: list[Kind]) -> None:
+    def __setitem__(self, key: Structure, value: list[RankCost]) -> None:
         super().__setitem__(key, value)
         if len(self) > _MOST_KEPT:
             del self[next(iter(self))]
 
 
 @dataclass
-class Derived:
+class DerivedStructures:
     """Results cached on the model for one family."""
 
     steps: dict[tuple[str, str, int | None], Graph] = field(default_factory=dict)
     states: dict[str, StateBytes] = field(default_factory=dict)
     """bytes by precision"""
-    kinds: dict[Structure, list[Kind]] = field(default_factory=_Last)
+    kinds: dict[Structure, list[RankCost]] = field(default_factory=_Last)
     """costs by structure, for structures with different graphs"""
 
 
@@ -468,7 +469,7 @@ class Policies:
 
 
 @dataclass
-class Family:
+class PlanFamily:
     """Training steps for one model and one device type, with closed forms by structure."""
 
     model: Graph
@@ -495,16 +496,16 @@ class Family:
     """why the model cannot be split over `tp` ranks, by degree"""
 
     @cached_property
-    def derived(self) -> Derived:
+    def derived(self) -> DerivedStructures:
         """Cached results, shared with earlier searches; a loss function may build another graph on each call."""
         if callable(self.options["loss"]):
-            return Derived()
+            return DerivedStructures()
         asked = self.batch, self.hardware, self.fallback, self.system, self.policies.reduce_each, self.hold
         stated = self.model.defaults, self.options, self.precisions, self.dims
         key = (*self.model.outputs,), deepcopy((asked, stated))
-        kept: tuple[object, Derived] = self.model.cache.get("search", (None, Derived()))
+        kept: tuple[object, DerivedStructures] = self.model.cache.get("search", (None, DerivedStructures()))
         if kept[0] != key:
-            kept = self.model.cache["search"] = key, Derived()
+            kept = self.model.cache["search"] = key, DerivedStructures()
         return kept[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -547,22 +548,22 @@ class Family:
         found: Array = np.maximum(pp - np.maximum(-(-self.depth // pp) * pp - self.depth, 2), 1)
         return found
 
-    def cuts(self, structure: Structure, pp: Array) -> dict[str, Cut]:
+    def cuts(self, structure: Structure, pp: Array) -> dict[str, StageKind]:
         """Return the kinds of stages, each with layers per stage and number of stages.
 
         If the stages do not divide the layers, the last stage has one layer less, then the first (both have other work
         as well), then middle stages from the last.
         """
         if structure.pp == 1:
-            return {"all": Cut(np.ones_like(pp), np.ones_like(pp))}
+            return {"all": StageKind(np.ones_like(pp), np.ones_like(pp))}
         most, few = -(-self.depth // pp), np.minimum(pp, 1)
         missing = most * pp - self.depth
         less = np.maximum(missing - 2, 0)
         found = {
-            "first": Cut(most - (missing >= 2), few),
-            "middle": Cut(most, np.maximum(pp - 2 - less, 0)),
-            "less": Cut(most - 1, less),
-            "last": Cut(most - (missing >= 1), few),
+            "first": StageKind(most - (missing >= 2), few),
+            "middle": StageKind(most, np.maximum(pp - 2 - less, 0)),
+            "less": StageKind(most - 1, less),
+            "last": StageKind(most - (missing >= 1), few),
         }
         return {name: cut for name, cut in found.items() if cut.alike.any()}
 
@@ -648,7 +649,7 @@ class Family:
         return symbol(self.names[name]) if found is None else found
 
     @collection_paused()
-    def forms(self, structure: Structure) -> Forms:
+    def forms(self, structure: Structure) -> RankCosts:
         """Derive the closed forms of a structure; structures with the same graphs share them."""
         like, kinds = structure.like(), self.derived.kinds
         if like not in kinds:
@@ -658,15 +659,15 @@ class Family:
             kind.beside(self.policies.overlap, self.rings, charge_all=self.policies.charge_all) for kind in kinds[like]
         ]
         if structure.pp == 1:
-            return Forms({"all": own[0]}, self.names)
-        return Forms(dict(self.waiting(structure, own)), self.names, self.layers)
+            return RankCosts({"all": own[0]}, self.names)
+        return RankCosts(dict(self.waiting(structure, own)), self.names, self.layers)
 
-    def waiting(self, structure: Structure, kinds: Sequence[Kind]) -> Any:
+    def waiting(self, structure: Structure, kinds: Sequence[RankCost]) -> Any:
         """Yield the kinds of stages by name, each with its in-flight micro-batches under the schedule."""
         made = SCHEDULES[structure.schedule]
         p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
         turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual"))
-        order = Order(structure.schedule, p, m, groups if made.chunks is None else poly(made.chunks))
+        order = RankOrder(structure.schedule, p, m, groups if made.chunks is None else poly(made.chunks))
         # a folded pipeline ends on its first rank, a bidirectional one on both ends
         both = made.both_ways
         ranks = {
@@ -682,7 +683,7 @@ class Family:
             found.waiting, found.programs = waiting_of(order, ranks[name], torch=self.system == "torch"), {}
             yield name, found
 
-    def formed(self, rank: Graph, structure: Structure) -> Kind:
+    def formed(self, rank: Graph, structure: Structure) -> RankCost:
         """Derive the costs of a rank; the number of layers per stage stays symbolic."""
         known, waiting = known_names(rank), rank.waiting
         left = () if structure.pp == 1 else (self.layers,)
@@ -693,7 +694,7 @@ class Family:
         rank.defaults = {name: n for name, n in rank.defaults.items() if name not in own}
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
         asked = ask(rank, self.hardware, self.fallback, dims, "search")
-        return Kind(asked, waiting, self.rings)
+        return RankCost(asked, waiting, self.rings)
 
     @cached_property
     def rings(self) -> Rings | None:
@@ -782,7 +783,7 @@ def _split(sizes: tuple[float, ...], ranks: int) -> int:
 _AXES = ("dp", "cp", "tp", "ep")
 
 
-def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> Any:
+def whole(family: PlanFamily, structure: Structure, degrees: Mapping[str, Any]) -> Any:
     """Return a mask of degrees that divide all sharded axes."""
     graph = family.step(structure)
     known = {name: poly(n) for name, n in {**graph.defaults, **family.dims}.items()}
@@ -793,7 +794,7 @@ def whole(family: Family, structure: Structure, degrees: Mapping[str, Any]) -> A
     except CostGraphError:  # raised again when the structure is derived
         found = set()
     sizes = family.sizes(degrees, structure)
-    value, out = Values(sizes), np.True_
+    value, out = PointValues(sizes), np.True_
     for p in (p for p in found if p.names() <= sizes.keys()):
         out = out & (value(p) % 1 == 0)
     return out

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..ir.graph import Graph
-from ..notation.lazy_imports import later
+from ..notation.lazy_imports import lazy_getattr
 
 if TYPE_CHECKING:
     from ..hardware.networks import Network
@@ -43,7 +43,7 @@ _LATER = {
 }
 
 if not TYPE_CHECKING:
-    __getattr__ = later(__name__, _LATER)
+    __getattr__ = lazy_getattr(__name__, _LATER)
 
 
 def report(

@@ -9,7 +9,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from ..errors import UnsupportedError
-from ..ir.graph import Bodied, OpKind
+from ..ir.graph import BodyKind, OpKind
 from ..transforms.vjp.table import RULES
 from .interpreter import MEANINGS
 from .properties import check
@@ -56,7 +56,7 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
         "flops": kind.flops is not OpKind.flops,
         "reads": kind.reads is not OpKind.reads,
         "writes": kind.writes is not OpKind.writes,
-        "meaning": kind in MEANINGS or issubclass(kind, Bodied),
+        "meaning": kind in MEANINGS or issubclass(kind, BodyKind),
         "sample": kind in SAMPLES,
         "vjp": kind in RULES,
     }

@@ -28,11 +28,11 @@ from ..notation.pattern import Affine, Axes, Pattern
 from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.index import Arange
-from ..ops.keep_alive import Keep
+from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat, Expand, Rearrange, Slice
-from ..ops.loops import Absent, Accumulate, Empty, Kernel, taken
+from ..ops.loops import Accumulate, Empty, Kernel, Undef, taken
 from ..ops.opaque import Transfer
-from ..ops.pooling import Pool, Unpool, Windowed
+from ..ops.pooling import Pool, PoolingBase, Unpool
 from ..ops.reduce import Reduce
 from ..ops.registry import adding
 from ..transforms.rewrite import flat, members
@@ -470,7 +470,7 @@ def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
     return out
 
 
-def _shares(kind: Windowed, extents: Mapping[str, int], shape: Point) -> dict[Point, int]:
+def _shares(kind: PoolingBase, extents: Mapping[str, int], shape: Point) -> dict[Point, int]:
     """Return the number of elements in each window's mean."""
     found: dict[Point, int] = {}
     for point in _index_points(extents):
@@ -955,12 +955,12 @@ class _Interpreter:
             if (loop := op.loop) is not None:
                 self.loop(loop, env, where)
                 continue
-            if isinstance(op.kind, Absent) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
-                env[op.results[0]] = None if isinstance(op.kind, Absent) else env[op.operands[1]]
-                if isinstance(op.kind, Absent) or not op.kind.lent:
+            if isinstance(op.kind, Undef) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
+                env[op.results[0]] = None if isinstance(op.kind, Undef) else env[op.operands[1]]
+                if isinstance(op.kind, Undef) or not op.kind.lent:
                     continue
                 op = taken(op)
-            if isinstance(op.kind, Keep) and isinstance(env[op.operands[0]], list):  # stacked over iterations
+            if isinstance(op.kind, KeepAlive) and isinstance(env[op.operands[0]], list):  # stacked over iterations
                 env[op.results[0]] = env[op.operands[0]]
                 self.out.events.append(Event(op.name + where, self.new, [v.buffer for v in flat(op, env) if v]))
                 self.new = []

@@ -38,7 +38,7 @@ from ..ir.graph import Graph, Loop, Op, OpKind, Tensor, base_name, bindings, kno
 from ..notation.grammar import parse_formula
 from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
-from ..ops.fill import Assign, Fill, Pad, Revised
+from ..ops.fill import Assign, Fill, Pad, SliceUpdate
 from ..ops.index import Gather
 from ..ops.layout import Concat, Expand, Rearrange, Slice
 from ..ops.loops import Accumulate, Empty, Stacked
@@ -895,7 +895,7 @@ def _is_linear(kind: OpKind, *, together: bool) -> bool:
         case Pool():
             return kind.operation == "mean" and not together
         case _:
-            return isinstance(kind, Concat | Revised | Stacked) or (type(kind) in _LINEAR and not together)
+            return isinstance(kind, Concat | SliceUpdate | Stacked) or (type(kind) in _LINEAR and not together)
 
 
 # -- costs -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..ir.graph import (
     known_names,
     need_graph,
 )
-from ..ops.collectives import Around, Collective, Merge, Part
+from ..ops.collectives import Collective, LocalShard, Merge, Unshard
 from ..ops.elementwise import Dropout
 from ..ops.index import Gather, Scatter
 from ..ops.kv_cache import Append
@@ -167,8 +167,8 @@ class _Rank:
         self.meanings: dict[type[OpKind], Meaning] = {
             **_PLAIN,
             Collective: self.collective,
-            Part: self.part,
-            Around: self.around,
+            LocalShard: self.part,
+            Unshard: self.around,
             Merge: lambda at: merged(at, self.meeting.place(self.me, at.kind.axis)),
             Gather: self.in_part(whole(self.looked_up), _PLAIN[Gather]),
             Scatter: self.in_part(whole(self.scattered), _PLAIN[Scatter]),
@@ -201,7 +201,7 @@ class _Rank:
             at.view(lambda array: array if own is None else _own(array, kind.dim, len(found), own))
         return together(at, found, self.meeting.place(self.me, kind.axis))
 
-    def part(self, at: At[Part]) -> None:
+    def part(self, at: At[LocalShard]) -> None:
         """Take the rank's shard."""
         kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
         me = self.meeting.place(self.me, kind.axis)
@@ -210,7 +210,7 @@ class _Rank:
         else:
             whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, me))(at)
 
-    def around(self, at: At[Around]) -> None:
+    def around(self, at: At[Unshard]) -> None:
         """View the whole buffer around the rank's shard."""
         kind = at.kind
         at.made[0] = _around(at.operands[0], kind.dim, at.of(kind.ranks), self.meeting.place(self.me, kind.axis))

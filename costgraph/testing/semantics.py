@@ -20,16 +20,16 @@ from ..algebra.symbols import dims
 from ..dtypes import DTYPES
 from ..ir.graph import OpKind, Tensor, apply
 from ..nn.conv import pool
-from ..ops.collectives import REDUCING, Around, Collective, Merge, Pack, Part, Receive, Send
+from ..ops.collectives import REDUCING, Collective, LocalShard, Merge, Pack, Receive, Send, Unshard
 from ..ops.elementwise import pointwise
-from ..ops.fill import Assign, Fill, Pad, Revised, assign, fill, pad
-from ..ops.grouped import ROUTINGS, Dispatch, Grouped, GroupedOuter, TopK, dispatch, grouped, grouped_outer, top_k
+from ..ops.fill import Assign, Fill, Pad, SliceUpdate, assign, fill, pad
+from ..ops.grouped import ROUTINGS, Dispatch, GroupedMatmul, GroupedOuter, TopK, dispatch, grouped, grouped_outer, top_k
 from ..ops.index import Gather, Scatter, Sort, arange, gather, sort, take_along
-from ..ops.keep_alive import Keep, StopGradient, keep, stop_gradient
+from ..ops.keep_alive import KeepAlive, StopGradient, keep, stop_gradient
 from ..ops.kv_cache import Append, Cache, InitialState, append, cache, initial_state
 from ..ops.layout import contiguous_copy, expand, slice_axis
-from ..ops.loops import Absent, Accumulate, Empty, Stacked, absent, accumulate
-from ..ops.opaque import Foreign, Opaque, Stated
+from ..ops.loops import Accumulate, Empty, Stacked, Undef, accumulate, undef
+from ..ops.opaque import Foreign, Opaque, StatedCosts
 from ..ops.pooling import Pool, Unpool
 from ..ops.updates import FusedUpdate, Unscale, ZeroGrad
 from ..optimizers.adaptive import Adam
@@ -258,8 +258,8 @@ def _owners(at: At[OpKind], rows: int) -> list[int | None]:
     return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
 
 
-@meaning(Grouped)
-def _grouped(at: At[Grouped]) -> None:
+@meaning(GroupedMatmul)
+def _grouped(at: At[GroupedMatmul]) -> None:
     """Multiply rows by their expert's matrix, and flag rows that differ from the routing assumption."""
     (rows, inner), (experts, _, outer) = at.operands[0].array.shape, at.operands[1].array.shape
     owners = _owners(at, rows)
@@ -359,7 +359,7 @@ def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
     return apply(made, [ends], "merge")
 
 
-@sample(Grouped)
+@sample(GroupedMatmul)
 def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
     routing = s.one_of(ROUTINGS)
     experts, chosen, ends, tokens = _sent(s, 1.25 if routing == "capacity" else None)
@@ -465,7 +465,7 @@ def _scatter(at: At[Scatter]) -> None:
 
 
 @meaning(Foreign, Opaque)
-def _stated(at: At[Stated]) -> None:
+def _stated(at: At[StatedCosts]) -> None:
     """Trust the declared costs: opaque ops have no semantics."""
     kind = at.kind
     full = kind.full if isinstance(kind, Foreign) else kind.matmul
@@ -484,7 +484,7 @@ def _stated(at: At[Stated]) -> None:
             at.stated[direction] = sum(at.of(amounts))
 
 
-def _view(at: At[Stated], i: int) -> None:
+def _view(at: At[StatedCosts], i: int) -> None:
     """Make a result that shares an operand's storage, possibly beyond the operand's own elements."""
     t = at.op.results[i]
     of = next(n for n, x in enumerate(at.op.operands) if x.storage is t.storage)
@@ -570,16 +570,16 @@ def _pack(at: At[Pack]) -> None:
             at.write(at.read(i, *index), *next(places))
 
 
-@meaning(Around)
-def _around(at: At[Around]) -> None:
+@meaning(Unshard)
+def _around(at: At[Unshard]) -> None:
     source, ranks, dim = at.operands[0], at.of(at.kind.ranks), at.kind.dim
     whole = source.buffer.array.reshape(-1)[source.address((0,) * source.array.ndim) // source.array.itemsize :]
     shape = [n * ranks if i == dim else n for i, n in enumerate(source.array.shape)]
     at.made[0] = Value(np.lib.stride_tricks.as_strided(whole, shape, source.array.strides), source.buffer)
 
 
-@meaning(Part)
-def _part(at: At[Part]) -> None:
+@meaning(LocalShard)
+def _part(at: At[LocalShard]) -> None:
     kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
     if blocks == 1:
         lead = (slice(None),) * kind.dim
@@ -653,7 +653,7 @@ def _empty(at: At[Empty]) -> None:
     at.result()
 
 
-@meaning(Stacked, Revised)
+@meaning(Stacked, SliceUpdate)
 def _stacked(at: At[Any]) -> None:
     at.made[0] = at.operands[0]  # the slices are views of it
 
@@ -666,23 +666,23 @@ def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
 
 
-@sample(Revised)
+@sample(SliceUpdate)
 def _drawn_part(s: Sketch) -> Sequence[Tensor]:
     x = fill((poly(3), *s.fresh(s.shape(1)).sizes), 1.0)
     start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
     part = slice_axis(x, 0, start, size)
     written = assign(part, pointwise("copy", part))
-    return list(apply(Revised(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
+    return list(apply(SliceUpdate(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
 
 
-@meaning(Absent)
-def _nothing_yet(at: At[Absent]) -> None:
+@meaning(Undef)
+def _nothing_yet(at: At[Undef]) -> None:
     """Do nothing: an absent tensor has no value until `accumulate` gets its first term."""
 
 
-@sample(Absent)
+@sample(Undef)
 def _nothing(s: Sketch) -> Sequence[Tensor]:
-    absent(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
+    undef(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
     return []
 
 
@@ -728,8 +728,8 @@ def _changeable(s: Sketch) -> Tensor:
     return x if s.may_change(x) and x.touched == x.numel else fill(x.shape, 1.5)
 
 
-@meaning(Keep)
-def _keep(at: At[Keep]) -> None:
+@meaning(KeepAlive)
+def _keep(at: At[KeepAlive]) -> None:
     at.view(np.asarray)
 
 
@@ -743,7 +743,7 @@ def _drawn_stop(s: Sketch) -> Sequence[Tensor]:
     return [stop_gradient(s.tensor())]
 
 
-@sample(Keep)
+@sample(KeepAlive)
 def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
     return [keep(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
 

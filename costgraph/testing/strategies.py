@@ -18,7 +18,7 @@ from ..dtypes import DTYPES, DType
 from ..dtypes import dtype as find_dtype
 from ..errors import CostGraphError, UnsupportedError
 from ..ir.graph import (
-    Bodied,
+    BodyKind,
     Domain,
     Graph,
     Mesh,
@@ -38,10 +38,10 @@ from ..nn.linear import linear
 from ..nn.losses import cross_entropy
 from ..nn.norms import layer_norm, rms_norm
 from ..notation.pattern import parse_pattern
-from ..ops.collectives import COLLECTIVES, Around, Collective, Pack, Part, collective
+from ..ops.collectives import COLLECTIVES, Collective, LocalShard, Pack, Unshard, collective
 from ..ops.einsum import Einsum, contract, einsum
 from ..ops.elementwise import FUNCTIONS, Dropout, Pointwise, cast, dropout, pointwise
-from ..ops.fill import Assign, Pad, Revised, fill
+from ..ops.fill import Assign, Pad, SliceUpdate, fill
 from ..ops.index import Arange, Gather, Scatter, arange
 from ..ops.layout import (
     Concat,
@@ -906,12 +906,12 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
     return apply(made, [x], kind)
 
 
-@sample(Around)
+@sample(Unshard)
 def _around(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     dim = s.number(0, 1)
-    own = apply(Part(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
-    return apply(Around(ranks=poly(ranks), axis="x", dim=dim), own, "around")
+    own = apply(LocalShard(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
+    return apply(Unshard(ranks=poly(ranks), axis="x", dim=dim), own, "around")
 
 
 @sample(Pack)
@@ -922,12 +922,14 @@ def _pack(s: Sketch) -> Sequence[Tensor]:
     return apply(Pack(), [fill((room,), dtype=parts[0].dtype), *parts], "pack")
 
 
-@sample(Part)
+@sample(LocalShard)
 def _part(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     blocks, dim = s.number(1, 2), s.number(0, 1)
     return apply(
-        Part(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)), [_dim(s, ranks, blocks, *[2] * dim)], "part"
+        LocalShard(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)),
+        [_dim(s, ranks, blocks, *[2] * dim)],
+        "part",
     )
 
 
@@ -999,12 +1001,12 @@ def _count(s: Sketch) -> Any:
 
 
 def _usual() -> tuple[type[OpKind], ...]:
-    """Return all kinds with a sample, except `Revised`, which only traces produce."""
-    return tuple(k for k in SAMPLES if k is not Revised)
+    """Return all kinds with a sample, except `SliceUpdate`, which only traces produce."""
+    return tuple(k for k in SAMPLES if k is not SliceUpdate)
 
 
 def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
-    return [k for k in s.kinds or _usual() if s.depth < _DEEPEST or not issubclass(k, Bodied)]
+    return [k for k in s.kinds or _usual() if s.depth < _DEEPEST or not issubclass(k, BodyKind)]
 
 
 def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,19 @@ from ..ir.graph import Graph, Op, Tensor, current_graph, opened
 from ..ops.collectives import need_of_all
 from ..ops.fill import fill
 from .checkpoint import Checkpoint, policy_of
-from .reverse_mode import Hooks, Leaf, Walk, active_in, again, apart, hoist, peel, pull_kernel, pull_loop, with_branches
+from .reverse_mode import (
+    BackwardHooks,
+    Leaf,
+    ReverseMode,
+    active_in,
+    again,
+    apart,
+    hoist,
+    peel,
+    pull_kernel,
+    pull_loop,
+    with_branches,
+)
 
 __all__ = [
     "backward",
@@ -74,14 +86,14 @@ def prepared(graph: Graph, policy: Checkpoint) -> Graph:
 
 def differentiate(
     home: Graph, ops: Sequence[Op], loss: Tensor, leaves: Mapping[Tensor, Leaf], policy: Checkpoint
-) -> Walk:
+) -> ReverseMode:
     """Add the backward pass of `ops` to the graph or body that contains them.
 
     `leaves` maps the tensors to differentiate to how their gradients are stored; the result has these in `final`.
     `policy` selects the recomputed ops.
     """
     with opened(graph=home, levels=(), phase="backward"):
-        walk = Walk(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
+        walk = ReverseMode(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
         walk.put(loss, fill((), 1, loss.dtype, name="ones"))
         walk.run(ops)
     return walk
@@ -96,15 +108,17 @@ def pull_back(
     that computes `made` to the open graph.
     """
     ops = list(made.graph.ops)
-    walk = Walk(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
+    walk = ReverseMode(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
     walk.put(made, grad)
     walk.run(ops)
     return [walk.take(t) for t in wanted]
 
 
-def _hooks(policy: Checkpoint) -> Hooks:
+def _hooks(policy: Checkpoint) -> BackwardHooks:
     within = None if policy.inside is None else _hooks(policy.inside)
-    return Hooks(pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.early_stop, policy.start, within)
+    return BackwardHooks(
+        pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.early_stop, policy.start, within
+    )
 
 
 def loss_of(graph: Graph) -> Tensor:

@@ -17,7 +17,7 @@ from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.fill import Fill
 from ..ops.index import Gather, Scatter
-from ..ops.keep_alive import Keep
+from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat, Expand, Rearrange, Slice
 from ..ops.loops import Kernel
 from ..ops.pooling import Pool
@@ -354,8 +354,8 @@ class _Groups:
 
 
 def _read(op: Op) -> tuple[Tensor, ...]:
-    """Return the operands that an op reads: a `Keep` extends live ranges and reads nothing."""
-    if not isinstance(op.kind, Keep):
+    """Return the operands that an op reads: a `KeepAlive` extends live ranges and reads nothing."""
+    if not isinstance(op.kind, KeepAlive):
         return op.operands
     (made,) = op.results
     return op.operands[:1] if op.graph.out_degree(made) or made in op.graph.outputs else ()
@@ -520,7 +520,7 @@ class _Fuser(_Joiner):
             if len(group) == 1:
                 if written == outside:
                     self.emit(group[0], new, suffix)
-                elif written:  # a `Keep` of the tensors that are in memory
+                elif written:  # a `KeepAlive` of the tensors that are in memory
                     self.add(group[0], group[0].kind, [self.tensors[t] for t in written], new)
                 continue
             self.inside |= {t for op in group for t in op.results} - {*read}

@@ -17,7 +17,7 @@ from ..algebra.extremum import smaller
 from ..algebra.polynomial import ONE, Poly, poly
 from ..algebra.symbols import shown, symbol
 from ..errors import BindingError, GraphError, ShapeError, UnsupportedError
-from ..ir.graph import Bodied, Graph, Loop, Op, OpKind, Tensor, _polys, known_names, need_choice, positive
+from ..ir.graph import BodyKind, Graph, Loop, Op, OpKind, Tensor, _polys, known_names, need_choice, positive
 from ..ir.strides import contiguous, numel
 from ..notation.pattern import Affine, Axes, Pattern
 from ..ops.collectives import need_of_all
@@ -25,7 +25,7 @@ from ..ops.einsum import Einsum
 from ..ops.elementwise import Dropout, Pointwise
 from ..ops.fill import Assign, Pad
 from ..ops.index import Arange, Gather, Scatter
-from ..ops.keep_alive import Keep
+from ..ops.keep_alive import KeepAlive
 from ..ops.kv_cache import Append, Cache, InitialState
 from ..ops.layout import Concat, Expand, Rearrange, Slice
 from ..ops.loops import Kernel, Repeat
@@ -38,7 +38,7 @@ __all__ = [
     "head_of",
     "needed_ops",
     "needed_formals",
-    "Lengths",
+    "SequenceLengths",
     "resized",
     "step_of",
     "tokens_of",
@@ -121,7 +121,7 @@ def head_of(place: str, graph: Graph, positions: str) -> Op:
             break
         if contracts:
             return op
-        if not isinstance(op.kind, Pointwise | Rearrange | Keep | Kernel):
+        if not isinstance(op.kind, Pointwise | Rearrange | KeepAlive | Kernel):
             break
         op = along[0].producer
     raise UnsupportedError(
@@ -137,7 +137,7 @@ K = TypeVar("K", bound=OpKind)
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SequenceLengths:
     """Numbers of positions that replace the sequence length; they differ between ops."""
 
     symbol: str
@@ -152,10 +152,10 @@ class Lengths:
         """Positions before the computed ones."""
         return poly(symbol(self.symbol)) - self.own
 
-    def with_other(self, length: Poly) -> Lengths:
+    def with_other(self, length: Poly) -> SequenceLengths:
         """Return a copy with one more length."""
         known = length in (self.own, *self.others)
-        return self if known else Lengths(self.symbol, self.own, (*self.others, length))
+        return self if known else SequenceLengths(self.symbol, self.own, (*self.others, length))
 
     def of(self, old: Poly, new: Poly, place: str) -> Poly | None:
         """Return the length that turns size `old` into `new`, None if `old` does not depend on positions."""
@@ -177,7 +177,7 @@ class Lengths:
         return bound_record(kind, {self.symbol: self.own if length is None else length})
 
 
-def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
+def resized(op: Op, operands: Sequence[Any], lengths: SequenceLengths) -> OpKind:
     """Return an op's record for resized operands, which are None where no longer computed; bodies are unchanged.
 
     Raises UnsupportedError if the op states a formula in the sequence length that does not tell new positions from
@@ -187,7 +187,7 @@ def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
     return rule(op, op.kind, operands, lengths)
 
 
-def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly | None]]:
+def _axes(op: Op, operands: Sequence[Any], lengths: SequenceLengths) -> list[list[Poly | None]]:
     """Return the length for each axis of each operand, None for axes without positions."""
     return [
         []
@@ -197,7 +197,7 @@ def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly |
     ]
 
 
-def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: Lengths) -> K:
+def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: SequenceLengths) -> K:
     """Bind all stated formulas to the one length that the operands share."""
     if all(lengths.symbol not in p.names() for p in _polys(kind.stated())):
         return kind
@@ -210,7 +210,7 @@ def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: Lengths) -> K:
     return lengths.record(kind)
 
 
-def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: Lengths) -> Einsum:
+def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: SequenceLengths) -> Einsum:
     """Take axis sizes from the operands; the output of a sliding window follows the axis it slides over."""
     if kind.causal and operands[0].sizes[-1] != lengths.own:
         return _after_history(kind, lengths)
@@ -221,13 +221,13 @@ def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: Lengths
     return replace(lengths.record(kind), extents=extents, rooms=lengths.bound(kind.rooms, slid))
 
 
-def _pooled(op: Op, kind: Pool, operands: Sequence[Any], lengths: Lengths) -> Pool:
+def _pooled(op: Op, kind: Pool, operands: Sequence[Any], lengths: SequenceLengths) -> Pool:
     by_name, _ = _by_name(op, kind.pattern, operands, lengths)
     return replace(kind, extents={n: lengths.bound(size, by_name.get(n)) for n, size in kind.extents.items()})
 
 
 def _by_name(
-    op: Op, pattern: Pattern, operands: Sequence[Any], lengths: Lengths
+    op: Op, pattern: Pattern, operands: Sequence[Any], lengths: SequenceLengths
 ) -> tuple[dict[str, Poly | None], Poly | None]:
     """Return the length for each axis of a pattern, and for the sliding axis."""
     by_name: dict[str, Poly | None] = {}
@@ -242,7 +242,7 @@ def _by_name(
     return by_name, slid
 
 
-def _after_history(kind: Einsum, lengths: Lengths) -> Einsum:
+def _after_history(kind: Einsum, lengths: SequenceLengths) -> Einsum:
     """Return a causal convolution over cached and new inputs: no padding, one output per new position."""
     pattern = kind.pattern
     *kept, last = pattern.operands[0]
@@ -254,7 +254,7 @@ def _after_history(kind: Einsum, lengths: Lengths) -> Einsum:
     return replace(lengths.record(kind), pattern=pattern, extents=extents, causal=False, rooms=())
 
 
-def _rearranged(op: Op, kind: Rearrange, operands: Sequence[Any], lengths: Lengths) -> Rearrange:
+def _rearranged(op: Op, kind: Rearrange, operands: Sequence[Any], lengths: SequenceLengths) -> Rearrange:
     (x,), (old,), pattern = operands, op.operands, kind.pattern
     (axes,) = _axes(op, operands, lengths)
     if pattern is None:
@@ -268,7 +268,9 @@ def _rearranged(op: Op, kind: Rearrange, operands: Sequence[Any], lengths: Lengt
     return replace(kind, split=tuple(sizes[n] for n in names), merged=merged)
 
 
-def _reshaped(op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], lengths: Lengths) -> tuple[Poly, ...]:
+def _reshaped(
+    op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], lengths: SequenceLengths
+) -> tuple[Poly, ...]:
     """Return the reshaped sizes if all axes have the same length."""
     found = {n for n in axes if n is not None} or {lengths.own}
     for length in found:
@@ -278,7 +280,7 @@ def _reshaped(op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], l
     raise UnsupportedError(f"op {op.name!r} reshapes {x!r}, expected a rearrange that names its axes")
 
 
-def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: Lengths) -> Slice:
+def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: SequenceLengths) -> Slice:
     """Bind the fields with the length of the sliced axis."""
     length = _axes(op, operands, lengths)[0][kind.axis]
     made = lengths.record(kind, length)
@@ -289,12 +291,12 @@ def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: Lengths) -> Slic
     return replace(made, start=made.start + lengths.earlier, room=room)
 
 
-def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: Lengths) -> Pad:
+def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: SequenceLengths) -> Pad:
     """Bind the fields with the length of the padded axis."""
     return lengths.record(kind, _axes(op, operands, lengths)[0][kind.axis])
 
 
-def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -> Expand:
+def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: SequenceLengths) -> Expand:
     """Keep the sizes of the operand's axes; expanded axes follow a step's positions."""
     (x,), (old,) = operands, op.operands
     sizes = tuple(
@@ -304,19 +306,19 @@ def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -
     return replace(kind, sizes=sizes)
 
 
-def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: Lengths) -> Arange:
+def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: SequenceLengths) -> Arange:
     if kind.context:
         return kind
     made = _bound(op, kind, operands, lengths)
     return made if kind.back else replace(made, start=kind.start + lengths.earlier)
 
 
-def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: Lengths) -> OpKind:
+def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: SequenceLengths) -> OpKind:
     """Return the record unchanged: all sizes come from the operands."""
     return kind
 
 
-def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: Lengths) -> Repeat:
+def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: SequenceLengths) -> Repeat:
     """Set the iteration count to the number of slices."""
     slices = kind.parts(op).slices
     read = (t for f, t in zip(kind.body.formals, operands, strict=True) if f in slices)
@@ -324,7 +326,7 @@ def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: Lengths) -> 
 
 
 #: Returns an op's record for resized operands.
-_Rule = Callable[[Op, Any, Sequence[Any], Lengths], OpKind]
+_Rule = Callable[[Op, Any, Sequence[Any], SequenceLengths], OpKind]
 
 #: Kinds that need a rule per axis; in all others, one length is bound in every field.
 _RULES: dict[type[OpKind], _Rule] = {
@@ -338,7 +340,7 @@ _RULES: dict[type[OpKind], _Rule] = {
     Repeat: _looped,
     Reduce: _as_it_is,
     Concat: _as_it_is,
-    Keep: _as_it_is,
+    KeepAlive: _as_it_is,
     Assign: _as_it_is,
     Dropout: _as_it_is,
     Gather: _as_it_is,
@@ -439,7 +441,7 @@ def positions_of(op: Op) -> Poly | None:
 class Replayer(Rewriter):
     """Copies a forward pass op by op, each with the current sizes of its operands."""
 
-    def __init__(self, place: str, lengths: Lengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
+    def __init__(self, place: str, lengths: SequenceLengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
         super().__init__({lengths.symbol: lengths.own})
         self.place, self.lengths = place, lengths
         self.kept = kept
@@ -590,7 +592,7 @@ class Replayer(Rewriter):
         if isinstance(kind, Einsum) and kind.domain is not None and self.lengths.own == ONE:
             # a single query, at the last position, attends to the whole cache
             kind = replace(kind, domain=None if kind.domain[0].causal else kind.domain)
-        if isinstance(kind, Bodied):
+        if isinstance(kind, BodyKind):
             kind = replace(kind, body=self.inner(op, operands, new))
         given = [t for t in operands if t is not None]
         if self.ends and isinstance(kind, Kernel):
@@ -793,7 +795,7 @@ def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     head = head_of(place, graph, name) if logits == "last" else None
 
     def replayed(own: Poly) -> Graph:
-        return Replayer(place, Lengths(name, own, (context, ONE)), kept, head, writes=writes).run(
+        return Replayer(place, SequenceLengths(name, own, (context, ONE)), kept, head, writes=writes).run(
             graph, f"{graph.name}.{place}"
         )
 

@@ -21,8 +21,8 @@ from ..ir.graph import (
 )
 from ..ir.strides import contiguous
 from ..ops.collectives import Collective, Send
-from ..ops.fill import Fresh
-from ..ops.keep_alive import Keep
+from ..ops.fill import DenseFactory
+from ..ops.keep_alive import KeepAlive
 from ..ops.loops import (
     Empty,
     Kernel,
@@ -167,7 +167,7 @@ class _Offloader(Rewriter):
             elif _is_view(op):
                 for made in op.results if op.operands[0] is t else ():
                     yield from self.readers(made, further=False)
-            elif not isinstance(op.kind, Keep):
+            elif not isinstance(op.kind, KeepAlive):
                 yield op
         owner = t.graph.owner
         if further and owner is not None and owner.loop is not None:
@@ -233,12 +233,12 @@ class _Offloader(Rewriter):
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         if new.fused:
             made = self.copy(op, new, suffix)
-            if self.side and isinstance(made.kind, Fresh):
+            if self.side and isinstance(made.kind, DenseFactory):
                 made.state(host=True)
             return
         if op.loop is not None:
             self.loop(op, op.loop, new)
-        elif _is_view(op) or isinstance(op.kind, Keep):
+        elif _is_view(op) or isinstance(op.kind, KeepAlive):
             self.view(op, new)
         else:
             self.one(op, new)
@@ -256,12 +256,12 @@ class _Offloader(Rewriter):
             self.tensors[t] = self.away[t]
 
     def view(self, op: Op, new: Graph) -> None:
-        """Add a view or `Keep` of a tensor in whichever memory has it; a mere `Keep` fetches nothing."""
+        """Add a view or `KeepAlive` of a tensor in whichever memory has it; a mere `KeepAlive` fetches nothing."""
         operands = [self.found(t, op, new) for t in op.operands]
         phase = "backward" if op.phase in _BACK else op.phase
         operands = [self.copies.get((t, phase, new), t) if t.storage.host else t for t in operands]
         sides = {self.on_host(reader) for t in op.results for reader in self.readers(t)}
-        if len(sides) == 1 and not isinstance(op.kind, Keep) and op.results[0].numel == op.operands[0].numel:
+        if len(sides) == 1 and not isinstance(op.kind, KeepAlive) and op.results[0].numel == op.operands[0].numel:
             operands = [self.at(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all readers are there
         self.add(op, bound_record(op.kind, self.values), operands, new)
 
@@ -282,7 +282,7 @@ class _Offloader(Rewriter):
                 f"offload: {op.name!r} puts a parameter on the host together of parts of all ranks, expected "
                 f"parameters of which each rank has a part (zero=3), or all"
             )
-        if isinstance(kind, Fresh):
+        if isinstance(kind, DenseFactory):
             kind = replace(kind, host=host)
         if isinstance(kind, Kernel):
             kind = replace(kind, body=self.inside(kind.body, operands, new))

@@ -43,7 +43,7 @@ __all__ = [
     "of_end",
     "reached",
     "sends",
-    "Order",
+    "RankOrder",
 ]
 
 
@@ -723,7 +723,7 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
 # -- activations held by a rank ----------------------------------------------------------------------------------------
 
 
-class Order:
+class RankOrder:
     """Execution order of a pipeline, or of one half if micro-batches enter at both ends.
 
     `groups` counts layer groups per rank, `micro_batches` those per step.

@@ -17,11 +17,11 @@ from ..errors import GraphError, UnsupportedError
 from ..ir.graph import (
     FORWARD,
     Graph,
+    InFlightMicroBatches,
     Op,
     OpKind,
     Repeat,
     Tensor,
-    Waiting,
     carry_facts,
     is_pass,
     need_choice,
@@ -30,21 +30,21 @@ from ..ir.graph import (
 )
 from ..ops.collectives import Collective, Receive, Send, need_of_all
 from ..ops.elementwise import FUNCTIONS, Pointwise
-from ..ops.keep_alive import Keep
+from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat
 from ..ops.loops import Accumulate, Kernel
 from ..ops.updates import Unscale
-from .pipeline_schedules import SCHEDULES, Order, asked
+from .pipeline_schedules import SCHEDULES, RankOrder, asked
 from .rewrite import Rewriter, bound, bound_record
 
 __all__ = [
     "BACK",
-    "Plan",
+    "StageCuts",
     "micro_batches_of",
     "planned",
-    "Share",
-    "Halves",
-    "Kind",
+    "StageExtractor",
+    "SplitBackward",
+    "EqualRanks",
     "Stage",
     "in_stages",
     "together",
@@ -59,7 +59,7 @@ BACK = ("backward", "recompute")
 
 
 @dataclass(frozen=True)
-class Plan:
+class StageCuts:
     """Where a step is cut: between a loop's layers, and between this loop and the ops at either end."""
 
     home: Graph
@@ -78,7 +78,7 @@ class Plan:
     added: frozenset[Op] = frozenset()
     """Ops that read these sums."""
     weights: frozenset[Op] = frozenset()
-    """Loops that compute weight gradients later, and the `Keep` ops that extend live ranges until then."""
+    """Loops that compute weight gradients later, and the `KeepAlive` ops that extend live ranges until then."""
 
     @property
     def loops(self) -> frozenset[Op]:
@@ -96,7 +96,7 @@ def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[
     return frozenset(found)
 
 
-def planned(graph: Graph) -> Plan:
+def planned(graph: Graph) -> StageCuts:
     """Find where a graph is cut: at its last loop over layers and that loop's backward loop, if any."""
     both = [op.loop.body for op in graph.ops if op.loop is not None and is_pass(op.loop.body)]
     home = both[0] if both else graph
@@ -107,7 +107,7 @@ def planned(graph: Graph) -> Plan:
     ]  # fmt: skip
     if loops and all(op.phase == "forward" for op in graph.walk()):
         *others, last = loops
-        return Plan(home, last.op, None, _after(home, last.lasts, None), total(f.count for f in others))
+        return StageCuts(home, last.op, None, _after(home, last.lasts, None), total(f.count for f in others))
     if not pairs or len(loops) != 2 * len(pairs):
         raise UnsupportedError(
             f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected loops over "
@@ -124,8 +124,8 @@ def planned(graph: Graph) -> Plan:
     added = _after(home, [t for op in sums for t in op.results], None)
     before = total(f.count for f, _ in pairs[:-1])
     late = {o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs)}
-    late |= {o for o in home.ops if isinstance(o.kind, Keep) and o.operands[0].producer in late}
-    return Plan(home, forward.op, backward.op, behind, before, ahead, sums, added, frozenset(late))
+    late |= {o for o in home.ops if isinstance(o.kind, KeepAlive) and o.operands[0].producer in late}
+    return StageCuts(home, forward.op, backward.op, behind, before, ahead, sums, added, frozenset(late))
 
 
 def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
@@ -152,7 +152,7 @@ def micro_batches_of(graph: Graph) -> Poly:
 # -- the part of a rank ------------------------------------------------------------------------------------------------
 
 
-class Share(Rewriter):
+class StageExtractor(Rewriter):
     """Copies one rank's part of a step; tensors on other ranks map to None.
 
     A rank with several layer groups runs them one after the other, sending its activations and receiving the next
@@ -162,7 +162,7 @@ class Share(Rewriter):
     def __init__(
         self,
         graph: Graph,
-        plan: Plan,
+        plan: StageCuts,
         values: Mapping[str, Poly],
         *,
         first: bool,
@@ -414,7 +414,7 @@ class Share(Rewriter):
     def meet(self, tensors: Sequence[Tensor], operation: str, op: Op, new: Graph) -> None:
         """Mark scalars for an all-reduce over the stages, inserted once all placements are known."""
         for t in tensors:
-            self.tensors[t] = self.step(Keep(), t, f"{t.name}.all_reduce", op, new)
+            self.tensors[t] = self.step(KeepAlive(), t, f"{t.name}.all_reduce", op, new)
             self.meets[self.tensors[t].producer.name] = operation
             self.alike.add(t)
 
@@ -510,14 +510,14 @@ def _fresh(kind: OpKind) -> OpKind | None:
     return replace(kind, inplace=False) if isinstance(kind, Pointwise) and kind.inplace else None
 
 
-class Halves(Rewriter):
+class SplitBackward(Rewriter):
     """Copies a step, splitting each micro-batch's backward pass in two.
 
     The first half computes the layers' input gradients, the second one the weight gradients, each in its own
     loop. The first loop stacks residuals for the second one, with a storage per iteration.
     """
 
-    def __init__(self, plan: Plan, *, whole: bool = False) -> None:
+    def __init__(self, plan: StageCuts, *, whole: bool = False) -> None:
         super().__init__()
         assert plan.backward is not None
         self.back, loop = plan.backward, plan.backward.loop
@@ -546,7 +546,7 @@ class Halves(Rewriter):
                 yield t
             else:
                 self.again.add(op)
-                ahead += op.operands[:1] if isinstance(op.kind, Keep) else op.operands
+                ahead += op.operands[:1] if isinstance(op.kind, KeepAlive) else op.operands
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op; late ops wait for the loop over layers."""
@@ -595,7 +595,7 @@ class Halves(Rewriter):
         for done, saved in ((next(made, None), loop.xs), (next(outside, None), read)):
             kept = [t for t in dict.fromkeys(saved) if t.producer is not None and t.producer.phase == "forward"]
             if done is not None and kept:
-                op = new.add_op(Keep(), [self.tensors[t] for t in (done, *kept)], f"{done.name}.kept", "backward")
+                op = new.add_op(KeepAlive(), [self.tensors[t] for t in (done, *kept)], f"{done.name}.kept", "backward")
                 op.scope = loop.op.scope
                 self.tensors[done] = op.results[0]
 
@@ -615,7 +615,7 @@ class Halves(Rewriter):
         for t in (*carries, *slices, *shared):
             self.tensors[t] = self.formal(t, body)
         for op in ops:
-            if op in self.again and not first and isinstance(op.kind, Keep):
+            if op in self.again and not first and isinstance(op.kind, KeepAlive):
                 self.tensors[op.results[0]] = self.tensors[op.operands[0]]
             elif first:
                 self.emit(op, body)
@@ -647,7 +647,7 @@ class Stage(NamedTuple):
     """Graph of a pipeline rank, and its relation to other ranks."""
 
     graph: Graph
-    waiting: Waiting | None = None
+    waiting: InFlightMicroBatches | None = None
     shared: frozenset[str] = frozenset()
     """parameters that the rank at the other end has too"""
     meets: Mapping[str, str] = MappingProxyType({})
@@ -655,7 +655,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class EqualRanks:
     """Pipeline ranks with identical work."""
 
     name: str
@@ -694,12 +694,12 @@ def in_stages(
     need_of_all("parallelize", graph)
     groups = _groups(schedule, groups, every)
     _, open_ones = asked(schedule, stages.expr, m.expr, groups.expr)
-    order = Order(schedule, stages, m, groups)
+    order = RankOrder(schedule, stages, m, groups)
     plan = planned(graph)
     if plan.backward is None:
         return _passes(graph, plan, order, every)
     if order.splits:
-        graph = Halves(plan, whole=torch).run(graph)
+        graph = SplitBackward(plan, whole=torch).run(graph)
         plan = planned(graph)
     if micro_batches_of(graph) != m:
         raise GraphError(
@@ -727,7 +727,7 @@ def in_stages(
     return list(map(Stage, made, held, ends, (share.meets for share in shares)))
 
 
-def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> list[Stage]:
+def _passes(graph: Graph, plan: StageCuts, order: RankOrder, every: Sequence[int]) -> list[Stage]:
     """Return the graphs for the ranks of a forward pass, with as many batches in flight as micro-batches."""
     if order.name != "1f1b" or order.v != ONE:
         raise UnsupportedError(
@@ -737,7 +737,10 @@ def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> lis
     kinds = _uneven(order, every) if every else _even(order, _count(plan))
     shares, _ = cut(graph, plan, kinds)
     made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
-    return [Stage(g, Waiting((), (), FORWARD, order.p, order.m, k.alike)) for g, k in zip(made, kinds, strict=True)]
+    return [
+        Stage(g, InFlightMicroBatches((), (), FORWARD, order.p, order.m, k.alike))
+        for g, k in zip(made, kinds, strict=True)
+    ]
 
 
 def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
@@ -762,7 +765,7 @@ def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
     return groups
 
 
-def _count(plan: Plan) -> Poly:
+def _count(plan: StageCuts) -> Poly:
     """Return the number of layers, including any of another kind: a single symbol."""
     assert plan.forward.loop is not None
     count = plan.forward.loop.count + plan.before
@@ -772,43 +775,43 @@ def _count(plan: Plan) -> Poly:
     return count
 
 
-def _even(order: Order, count: Poly) -> list[Kind]:
+def _even(order: RankOrder, count: Poly) -> list[EqualRanks]:
     """Return the first, middle and last ranks, with equal numbers of layers."""
     p, folded, between = order.p, order.made.folded, order.v - 1
     share = poly(symbol(*count.names())) / p
     # a folded pipeline turns at its last rank and ends on its first
-    last = Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
+    last = EqualRanks("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
     last = replace(last, runs=((p - 1, p - 1),))
-    kinds = [Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between, runs=((ZERO, ZERO),))]
+    kinds = [EqualRanks("first", (ZERO,), ONE, share, first=True, last=folded, between=between, runs=((ZERO, ZERO),))]
     if p.constant != 2:
         ends = tuple(dict.fromkeys((ONE, p - 2)))
-        kinds.append(Kind("middle", ends, p - 2, share, between=between, runs=((ONE, p - 2),)))
+        kinds.append(EqualRanks("middle", ends, p - 2, share, between=between, runs=((ONE, p - 2),)))
     return [*kinds, last]
 
 
-def _both_ways(order: Order, count: Poly) -> list[Kind]:
+def _both_ways(order: RankOrder, count: Poly) -> list[EqualRanks]:
     """Return the ranks at both ends, which have both ends of the model, and the pairs of ranks between them."""
     p, share = order.p, poly(symbol(*count.names())) / order.p
-    first, last = (Kind(n, (ZERO,), ONE, share, first=True, last=True, between=ONE) for n in ("first", "last"))
-    between = [Kind("middle", tuple(dict.fromkeys((ONE, p - 1))), 2 * p - 2, share, between=ONE)]
+    first, last = (EqualRanks(n, (ZERO,), ONE, share, first=True, last=True, between=ONE) for n in ("first", "last"))
+    between = [EqualRanks("middle", tuple(dict.fromkeys((ONE, p - 1))), 2 * p - 2, share, between=ONE)]
     return [first, *between * (p != ONE), last]
 
 
-def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
+def _uneven(order: RankOrder, every: Sequence[int]) -> list[EqualRanks]:
     """Return the first rank, groups of middle ranks with equal numbers of layers, and the last rank."""
     last = len(every) - 1
-    kinds = [Kind("first", (ZERO,), ONE, poly(every[0]), first=True, runs=((ZERO, ZERO),))]
+    kinds = [EqualRanks("first", (ZERO,), ONE, poly(every[0]), first=True, runs=((ZERO, ZERO),))]
     for n in dict.fromkeys(every[1:last]):
         ranks = [i for i in range(1, last) if every[i] == n]
         ends = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
         name = "middle" if len({*every[1:last]}) == 1 else f"middle of {n}"
         runs = tuple((poly(i), poly(i)) for i in ranks)
-        kinds.append(Kind(name, ends, poly(len(ranks)), poly(n), runs=runs))
+        kinds.append(EqualRanks(name, ends, poly(len(ranks)), poly(n), runs=runs))
     end = poly(last)
-    return [*kinds, Kind("last", (end,), ONE, poly(every[last]), last=True, runs=((end, end),))]
+    return [*kinds, EqualRanks("last", (end,), ONE, poly(every[last]), last=True, runs=((end, end),))]
 
 
-def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
+def waiting_of(order: RankOrder, kind: EqualRanks, *, torch: bool) -> InFlightMicroBatches:
     """Return the in-flight activations for ranks of one kind."""
     # of the middle ranks, the first holds most chunks awaiting a backward pass, the last most awaiting weight gradients
     ranks = kind.ranks if order.splits else kind.ranks[:1]
@@ -817,28 +820,28 @@ def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
         for later in (False, True)
     )
     ends = order.ends(first=kind.first, last=kind.last, turns=kind.name == "last") if torch else (ZERO, ZERO)
-    return Waiting(
+    return InFlightMicroBatches(
         first, later, order.name, *order.whole, kind.alike, order.v, ranks=kind.runs, handed=torch, ends=ends
     )
 
 
 def cut(
-    graph: Graph, plan: Plan, kinds: Sequence[Kind], *, both_ways: bool = False
-) -> tuple[list[Share], frozenset[str]]:
+    graph: Graph, plan: StageCuts, kinds: Sequence[EqualRanks], *, both_ways: bool = False
+) -> tuple[list[StageExtractor], frozenset[str]]:
     """Return the share of each kind of rank, and the parameters that two ranks have: those at both ends, or all."""
     (name,) = _count(plan).names()
     _need_apart(plan, name)
     made = [
-        Share(
+        StageExtractor(
             graph, plan, {name: kind.layers + (ZERO if kind.first else plan.before)},
             first=kind.first, last=kind.last, between=kind.between, half=both_ways,
         )
         for kind in kinds
     ]  # fmt: skip
-    _need_own(plan, Share(graph, plan, {}, first=False, last=True))
+    _need_own(plan, StageExtractor(graph, plan, {}, first=False, last=True))
     if plan.backward is None:  # nothing to reduce
         return made, frozenset()
-    own = made[0].used if made[0].last else Share(graph, plan, {}, first=False, last=False).used
+    own = made[0].used if made[0].last else StageExtractor(graph, plan, {}, first=False, last=False).used
     tied = (made[0].used & made[-1].used) - own
     if both_ways:
         tied = {t for t in graph.tensors if t.role == "param"}
@@ -857,7 +860,7 @@ def cut(
     return made, shared
 
 
-def _need_own(plan: Plan, last: Share) -> None:
+def _need_own(plan: StageCuts, last: StageExtractor) -> None:
     """Raise UnsupportedError if layers read a tensor that only the last stage computes."""
     again = next((op for op in last.kept if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
     if again is not None:
@@ -906,7 +909,7 @@ def together(graph: Graph, stage: Stage) -> Graph:
     return made
 
 
-def _need_apart(plan: Plan, layers: str) -> None:
+def _need_apart(plan: StageCuts, layers: str) -> None:
     """Raise UnsupportedError for sizes outside the layers that depend on their number."""
     for op in {*plan.behind, *plan.ahead}:
         for t in op.results:

@@ -35,7 +35,7 @@ from ..notation.validation import READ, guarded
 from ..ops.einsum import Einsum
 from ..ops.elementwise import FUNCTIONS, Pointwise
 from ..ops.index import Gather, Scatter
-from ..ops.keep_alive import Keep
+from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat, contiguous_copy
 from ..ops.loops import Kernel
 from ..ops.opaque import Opaque, exact, need_declared
@@ -56,8 +56,8 @@ __all__ = [
     "ParamFormats",
     "Policy",
     "find_policy",
-    "Carries",
-    "Records",
+    "CarryDtypes",
+    "KindDtypes",
     "common",
     "is_float",
     "Retyper",
@@ -454,7 +454,7 @@ def _derived(tensors: Sequence[Tensor]) -> DType | None:
         return None  # 8-bit floats do not promote: the result format was given explicitly
 
 
-class Carries:
+class CarryDtypes:
     """Formats of loop carries, found by rewriting until a fixed point."""
 
     def __init__(self) -> None:
@@ -474,7 +474,7 @@ class Carries:
             seen.append(after)
 
 
-class Records:
+class KindDtypes:
     """Updates the formats in op records to match rewritten operands and policy scopes.
 
     `default` is the default format of the old graph, `base` its replacement, and `given` the format of each formal of
@@ -556,14 +556,14 @@ class Records:
 class Retyper(Rewriter):
     """Copies a graph op by op, each in the current formats of its operands."""
 
-    def __init__(self, policy: Policy, old: Graph, carries: Carries) -> None:
+    def __init__(self, policy: Policy, old: Graph, carries: CarryDtypes) -> None:
         super().__init__()
         self.policy, self.carries = policy, carries
         self.default = old.dtype
         self.base = old.dtype if policy.compute is None else DTYPES[policy.compute]
         self.given: dict[Tensor, DType] = {}
         """Format of each formal in the old graph."""
-        self.records = Records(policy, self.default, self.base, self.given)
+        self.records = KindDtypes(policy, self.default, self.base, self.given)
         self.sources: dict[Tensor, Tensor] = {}
         """Outer tensor of a formal, if the same in all iterations."""
         self.slices: dict[Tensor, Tensor] = {}
@@ -687,7 +687,7 @@ class Retyper(Rewriter):
             self._loop(op, op.loop, new)
         elif isinstance(op.kind, Kernel):
             self._kernel(op, op.kind, new)
-        elif isinstance(op.kind, Keep) and op.kind.asked is not None:
+        elif isinstance(op.kind, KeepAlive) and op.kind.asked is not None:
             self._asked(op, op.kind, op.kind.asked, new)
         else:
             self._plain(op, new)
@@ -711,7 +711,7 @@ class Retyper(Rewriter):
             operands = [self.converted(t, own, op, new) if is_float(t) and t.dtype != own else t for t in operands]
         self.add(op, self.records.of(op, operands), operands, new)
 
-    def _asked(self, op: Op, kind: Keep, asked: DType, new: Graph) -> None:
+    def _asked(self, op: Op, kind: KeepAlive, asked: DType, new: Graph) -> None:
         """Add a cast that the program requests; under autocast a default-format request keeps the current format."""
         (t,) = (self.tensors[t] for t in op.operands)
         follows = not kind.fixed and asked == self.default
@@ -853,7 +853,7 @@ class Retyper(Rewriter):
 
 def _made_in_a_format(graph: Graph) -> set[Op]:
     """Return the ops that create floats from nothing, or from integers, in a dtype that the program states."""
-    asking = (op for op in graph.walk() if isinstance(op.kind, Keep) and op.kind.fixed)
+    asking = (op for op in graph.walk() if isinstance(op.kind, KeepAlive) and op.kind.fixed)
     makers = (t.producer for op in asking for t in op.operands)
     return {m for m in makers if m is not None and not any(map(is_float, m.operands))}
 
@@ -1036,7 +1036,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(f"apply_precision: graph {graph.name!r} has more than a forward pass, expected that alone")
     _check_names(graph, found)
-    carries = Carries()
+    carries = CarryDtypes()
     while True:
         carries.changed = False
         made = ScaledRetyper(found, graph, carries).run(graph)

@@ -21,7 +21,7 @@ from ..dtypes import DTYPES, DType
 from ..dtypes import dtype as find_dtype
 from ..errors import BindingError, CostGraphError, FormatError, GraphError, ShapeError, UnsupportedError
 from ..ir.graph import (
-    Bodied,
+    BodyKind,
     Graph,
     Loop,
     Op,
@@ -42,9 +42,9 @@ from ..notation.pattern import Affine, Axes, Pattern
 from ..ops.einsum import Einsum
 from ..ops.elementwise import cast, pointwise
 from ..ops.fill import Assign
-from ..ops.grouped import Grouped
+from ..ops.grouped import GroupedMatmul
 from ..ops.index import Gather, gather
-from ..ops.keep_alive import Keep
+from ..ops.keep_alive import KeepAlive
 from ..ops.kv_cache import Append, Cache
 from ..ops.layout import Concat, Expand, Rearrange, Slice, expand, rearrange
 from ..ops.loops import Kernel, kernel
@@ -64,7 +64,7 @@ __all__ = [
     "row_scaled",
     "unpacked",
     "widened",
-    "Use",
+    "ParamUse",
     "caches_of",
     "left_out",
     "summed_axes",
@@ -75,7 +75,7 @@ __all__ = [
     "ROLES",
     "Mixture",
     "Model",
-    "Narrow",
+    "StorageFormats",
     "activations_format",
     "cache_format",
     "mixture_of",
@@ -180,7 +180,7 @@ def rounded(x: Tensor, outer: Sequence[int], summed: Sequence[int], wanted: DTyp
 
 
 @dataclass(frozen=True)
-class Use:
+class ParamUse:
     """An op's use of a parameter."""
 
     op: Op
@@ -242,11 +242,11 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
     return tuple(frozenset[int]().union(*(places[i] for i in inner)) for inner in axes)
 
 
-def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
+def uses_of(graph: Graph) -> dict[Tensor, list[ParamUse]]:
     """Return each parameter's uses, seen through views and into bodies."""
     need_graph("uses", graph)
     sources = Sources(graph)
-    found: dict[Tensor, list[Use]] = {t: [] for t in graph.params}
+    found: dict[Tensor, list[ParamUse]] = {t: [] for t in graph.params}
     for op in graph.walk():
         if is_view_op(op):
             continue
@@ -259,11 +259,11 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
         for t in body.outputs:
             leaf, _ = sources.of(t)
             if leaf in found and body.owner is not None:
-                found[leaf].append(Use(body.owner, 0, "other"))
+                found[leaf].append(ParamUse(body.owner, 0, "other"))
     for t in graph.outputs:
         leaf, _ = sources.of(t)
         if leaf in found:
-            found[leaf].append(Use(t.producer or next(iter(graph.walk())), 0, "other"))
+            found[leaf].append(ParamUse(t.producer or next(iter(graph.walk())), 0, "other"))
     return {t: uses for t, uses in found.items() if uses}
 
 
@@ -272,7 +272,7 @@ def is_in(name: str, scope: str) -> bool:
     return f"/{scope}/" in f"/{name}/"
 
 
-def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[Use]]:
+def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[ParamUse]]:
     """Return the parameters that can be quantized, with their uses; raise GraphError if there are none.
 
     `kept` are scopes and names to leave out; `embeddings` includes lookup tables.
@@ -293,30 +293,35 @@ def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[T
     return found
 
 
-def summed_axes(t: Tensor, uses: Sequence[Use]) -> tuple[int, ...]:
+def summed_axes(t: Tensor, uses: Sequence[ParamUse]) -> tuple[int, ...]:
     """Return a parameter's axes that products sum over; for a table, the row axes."""
     return next((u.summed for u in uses if u.kind == "product"), tuple(range(1, t.ndim)))
 
 
-def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> Use:
+def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> ParamUse:
     if isinstance(op.kind, Gather) and not op.kind.batch and i == 0 and len(op.operands) == 2:
-        return Use(op, i, "lookup")
-    if isinstance(op.kind, Grouped) and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
-        return Use(op, i, "product", tuple(sorted(axes[1])))
+        return ParamUse(op, i, "lookup")
+    if (
+        isinstance(op.kind, GroupedMatmul)
+        and i == 1
+        and axes is not None
+        and sources.of(op.operands[0])[0].role != "param"
+    ):
+        return ParamUse(op, i, "product", tuple(sorted(axes[1])))
     if not isinstance(op.kind, Einsum) or word(op) != "matmul" or len(op.operands) != 2 or axes is None:
-        return Use(op, i, "other")
+        return ParamUse(op, i, "other")
     other, _ = sources.of(op.operands[1 - i])
     pattern = op.kind.pattern
     kept = set(pattern.result_names)
     summed: set[int] = set()
     for dim, inner in zip(pattern.operands[i], axes, strict=True):
         if set(dim.names) & kept and set(dim.names) - kept:
-            return Use(op, i, "other")
+            return ParamUse(op, i, "other")
         if dim.names and not set(dim.names) & kept:
             summed |= inner
     if other.role == "param" or not summed:
-        return Use(op, i, "other")
-    return Use(op, i, "product", tuple(sorted(summed)))
+        return ParamUse(op, i, "other")
+    return ParamUse(op, i, "product", tuple(sorted(summed)))
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------
@@ -525,7 +530,7 @@ _NO_FP4 = "nvfp4 or mxfp4, whose blocks have scales, or fp4_e2m1 for elements in
 
 
 @dataclass(frozen=True)
-class Narrow:
+class StorageFormats:
     """Storage formats of a quantized graph; None for unchanged."""
 
     weights: DType | None
@@ -638,7 +643,7 @@ def _holds(wide: DType, narrow: DType) -> bool:
     return wide.bits == narrow.bits or (wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa)
 
 
-def need_common(formats: Narrow) -> None:
+def need_common(formats: StorageFormats) -> None:
     """Raise FormatError if weights and activations have no common compute format."""
     assert formats.weights is not None
     assert formats.activations is not None
@@ -954,7 +959,7 @@ def quantize(
     need_graph("quantize", graph)
     need_declared("quantize", graph, "trace the quantized module", floats=True)
     need_flag("quantize", zero=zero, embeddings=embeddings)
-    formats = Narrow(
+    formats = StorageFormats(
         weights_format(weights, group, scale, zero=zero), activations_format(weights, activations), cache_format(cache)
     )
     mixture = mixture_of(weights)
@@ -988,14 +993,14 @@ class _Quantizer(Rewriter):
 
     lies = True
 
-    def __init__(self, formats: Narrow, stored: Mapping[str, DType]) -> None:
+    def __init__(self, formats: StorageFormats, stored: Mapping[str, DType]) -> None:
         super().__init__()
         self.formats = formats
         self.stored = stored
         """Formats by parameter name, from a mixture."""
         self.weights: dict[Tensor, tuple[int, ...]] = {}
         """Quantized parameters, with their summed axes."""
-        self.uses: dict[Op, Use] = {}
+        self.uses: dict[Op, ParamUse] = {}
         """Uses of quantized parameters."""
         self.caches: set[Tensor] = set()
         self.wide: dict[tuple[Tensor, Graph], Tensor] = {}
@@ -1077,7 +1082,7 @@ class _Quantizer(Rewriter):
         if new.fused and isinstance(op.kind, Einsum) and len(narrow) == 1 and len(op.operands) == 2:
             return self.contracted(op, op.kind, narrow[0], new)
         held = 1 if isinstance(op.kind, Append | Assign) else 0
-        passive = is_view_op(op) or isinstance(op.kind, Keep | Cache)
+        passive = is_view_op(op) or isinstance(op.kind, KeepAlive | Cache)
         before = {t: self.tensors[t] for t in op.operands}
         if not passive:
             self.tensors |= {t: self.widened(t, op, new) for t in op.operands[held:]}
@@ -1114,7 +1119,7 @@ class _Quantizer(Rewriter):
     def block(self, op: Op, new: Graph) -> Op:
         """Copy an op with a body, whose formals take the operands' formats."""
         kind, loop = op.kind, op.loop
-        assert isinstance(kind, Bodied)
+        assert isinstance(kind, BodyKind)
         old = kind.body
         body = new.start_body(old.name, fused=old.fused)
         rewritten = loop is None and any(inner in self.uses for inner in old.walk())
@@ -1156,7 +1161,7 @@ class _Quantizer(Rewriter):
     def multiplied(self, op: Op, new: Graph) -> None:
         """Multiply by a quantized weight, in one kernel that dequantizes it."""
         place, kind = 1 - self.uses[op].operand, op.kind
-        assert isinstance(kind, Einsum | Grouped)
+        assert isinstance(kind, Einsum | GroupedMatmul)
         x = self.widened(op.operands[place], op, new)
         if self.formats.activations is not None:
             x, kind = self.quantized(op, kind, x, place, new)
@@ -1170,8 +1175,8 @@ class _Quantizer(Rewriter):
         self.tensors[op.results[0]] = made
 
     def quantized(
-        self, op: Op, kind: Einsum | Grouped, x: Tensor, place: int, new: Graph
-    ) -> tuple[Tensor, Einsum | Grouped]:
+        self, op: Op, kind: Einsum | GroupedMatmul, x: Tensor, place: int, new: Graph
+    ) -> tuple[Tensor, Einsum | GroupedMatmul]:
         """Return the quantized activations, summed axes merged and last, and the matching matmul record; cached."""
         outer, summed = _ROWS
         if isinstance(kind, Einsum):
@@ -1191,12 +1196,12 @@ class _Quantizer(Rewriter):
                 self.narrow[key] = rounded(x, outer, summed, self.formats.activations, fused=home.fused)
         return self.narrow[key], kind
 
-    def product(self, op: Op, kind: Einsum | Grouped, x: Tensor) -> Tensor:
+    def product(self, op: Op, kind: Einsum | GroupedMatmul, x: Tensor) -> Tensor:
         """Add a matmul and its scaling to the open kernel."""
         place, wide, own = self.uses[op].operand, op.results[0].dtype, self.formats.product
         packed: Tensor = self.tensors[op.operands[place]]
         weights, activations = packed.dtype, self.formats.activations
-        if isinstance(kind, Grouped):  # unpacks only the weights of experts that receive rows
+        if isinstance(kind, GroupedMatmul):  # unpacks only the weights of experts that receive rows
             kind, w = replace(kind, unpacked=sum(packing(weights, scaled=own is None))), packed
         else:
             w = unpacked(packed, wide if own is None else self.formats.operand(weights), scaled=own is None)

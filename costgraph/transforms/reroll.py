@@ -17,7 +17,7 @@ from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..algebra.symbols import dims, is_name, shorten, shown
 from ..errors import CostGraphError, GraphError
 from ..ir.graph import (
-    Bodied,
+    BodyKind,
     Graph,
     Op,
     Placement,
@@ -32,25 +32,25 @@ from ..ir.graph import (
     opened,
     same_place,
 )
-from ..ops.fill import Revised
-from ..ops.keep_alive import Keep
+from ..ops.fill import SliceUpdate
+from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat, Slice, permute, reshape, slice_axis
-from ..ops.loops import Absent, Repeat
+from ..ops.loops import Repeat, Undef
 from .rewrite import Rewriter
 
 __all__ = [
-    "Differs",
+    "BlocksDiffer",
     "difference",
     "layout",
     "unlike",
-    "After",
-    "Before",
+    "FinalCarry",
+    "EarlierIteration",
     "Family",
-    "Left",
-    "Made",
+    "EarlierRunSlices",
+    "SameIteration",
     "Member",
-    "Owned",
-    "Shared",
+    "PerBlock",
+    "LoopInvariant",
     "Value",
     "View",
     "FEWEST",
@@ -64,17 +64,17 @@ __all__ = [
     "Plan",
     "as_stored",
     "is_free_view",
-    "Cut",
-    "Cuts",
+    "StridedSlice",
+    "StridedSlices",
     "Join",
     "Path",
-    "Turns",
-    "Around",
+    "LoopTrace",
+    "OutsideReads",
     "Outer",
     "once",
     "with_lists",
-    "Apart",
-    "Beginning",
+    "SlicesApart",
+    "KernelPrologues",
     "Folder",
     "equal_blocks",
     "fold",
@@ -88,7 +88,7 @@ __all__ = [
 Names = Callable[[str], str]
 
 
-class Differs(CostGraphError):  # noqa: N818  # no error that anyone sees
+class BlocksDiffer(CostGraphError):  # noqa: N818  # no error that anyone sees
     """Two neighbouring blocks differ; caught where blocks at the edges are excluded."""
 
     def __init__(self, blocks: tuple[int, int], text: str) -> None:
@@ -181,7 +181,7 @@ def _numbered(graph: Graph) -> dict[Tensor, int]:
 
 
 @dataclass(frozen=True)
-class Made:
+class SameIteration:
     """An op's result in the same iteration."""
 
     at: int
@@ -191,14 +191,14 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Shared:
+class LoopInvariant:
     """A tensor from outside, the same in all iterations."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Owned:
+class PerBlock:
     """Parameters, buffers or states, one per block."""
 
     members: tuple[Tensor, ...]
@@ -206,14 +206,14 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Left:
+class EarlierRunSlices:
     """Stacked residuals from an earlier run, one storage per iteration."""
 
     run: int
-    value: Made | Before
+    value: SameIteration | EarlierIteration
 
 
-Family = Owned | Left
+Family = PerBlock | EarlierRunSlices
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,17 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Before:
+class EarlierIteration:
     """A value from `len(starts)` iterations earlier, which is carried."""
 
-    of: Made | Member
+    of: SameIteration | Member
     starts: tuple[Tensor | None, ...]
     """initial values, read in the first iterations; None if not read"""
 
     @property
-    def nearer(self) -> Before | Made | Member:
+    def nearer(self) -> EarlierIteration | SameIteration | Member:
         """The value one iteration closer, which becomes this one in the next iteration."""
-        return Before(self.of, self.starts[1:]) if len(self.starts) > 1 else self.of
+        return EarlierIteration(self.of, self.starts[1:]) if len(self.starts) > 1 else self.of
 
 
 @dataclass(frozen=True)
@@ -248,14 +248,14 @@ class View:
 
 
 @dataclass(frozen=True)
-class After:
+class FinalCarry:
     """Outside runs: a carry's final value."""
 
     run: int
-    value: Before
+    value: EarlierIteration
 
 
-Value = Made | Shared | Member | Before | View
+Value = SameIteration | LoopInvariant | Member | EarlierIteration | View
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Labels:
             read = {known[t.storage] for t in op.operands if t.storage in known}
             if found is not None:
                 out[op] = int(found.group(1))
-            elif len(read) == 1 and not isinstance(op.kind, Keep):  # a `Keep` follows when memory is freed
+            elif len(read) == 1 and not isinstance(op.kind, KeepAlive):  # a `KeepAlive` follows when memory is freed
                 (out[op],) = read
                 if op.phase == "optimizer":  # an update's later ops read its results
                     stored |= {t.storage: out[op] for t in op.results}
@@ -464,13 +464,13 @@ class Plan:
     number: int
     reads: list[tuple[Value, ...]] = field(default_factory=list)
     """operands at each position in an iteration"""
-    carries: dict[Before, None] = field(default_factory=dict)
+    carries: dict[EarlierIteration, None] = field(default_factory=dict)
     slices: dict[Family, None] = field(default_factory=dict)
-    saved: dict[Made | Before, None] = field(default_factory=dict)
+    saved: dict[SameIteration | EarlierIteration, None] = field(default_factory=dict)
 
-    def carry(self, value: Before) -> Before:
+    def carry(self, value: EarlierIteration) -> EarlierIteration:
         """Carry a value between iterations."""
-        while isinstance(value.nearer, Before):
+        while isinstance(value.nearer, EarlierIteration):
             self.carries[value] = None
             value = value.nearer
         self.carries[value] = None
@@ -478,11 +478,11 @@ class Plan:
             self.slices[value.of.family] = None
         return value
 
-    def ago(self, of: Made | Member, turns: int) -> Before:
+    def ago(self, of: SameIteration | Member, turns: int) -> EarlierIteration:
         """Return a value from some iterations earlier that no iteration reads, for an op after the loop."""
         known = max((c for c in self.carries if c.of == of), key=lambda c: len(c.starts), default=None)
         starts = () if known is None else known.starts[-turns:]
-        out = Before(of, (None,) * (turns - len(starts)) + starts)
+        out = EarlierIteration(of, (None,) * (turns - len(starts)) + starts)
         self.carry(out)
         return out
 
@@ -497,7 +497,7 @@ class Match:
     def __init__(self, graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: range) -> None:
         self.graph, self.labels, self.blocks = graph, labels, blocks
         self.ops = graph.ops
-        self.owners: dict[Tensor, Owned] = {}
+        self.owners: dict[Tensor, PerBlock] = {}
         self.plans: list[Plan] = []
         self.places: dict[Op, tuple[Plan, int, int]] = {}
         for run in runs:
@@ -519,7 +519,7 @@ class Match:
         missing = [b for b in self.blocks if b not in run.blocks]
         if missing:
             low = min(missing[0], self.blocks[-1] - 1)
-            raise Differs((low, low + 1), f"block {missing[0]} has no {run.phase} pass, others have one")
+            raise BlocksDiffer((low, low + 1), f"block {missing[0]} has no {run.phase} pass, others have one")
         plan = Plan(run.within(self.blocks), len(self.plans))
         self.plans.append(plan)
         for turn, start in enumerate(plan.run.starts):
@@ -542,15 +542,15 @@ class Match:
                     text = (
                         f"blocks {a} and {b} differ: block {has} has {found[has].name!r}, block {lacks} nothing like it"
                     )
-                    raise Differs((a, b), text)
+                    raise BlocksDiffer((a, b), text)
                 if _facts(mine) != _facts(other):
                     text = f"blocks {a} and {b} differ: {other.name!r} is {other!r}, {mine.name!r} is {mine!r}"
-                    raise Differs((a, b), text)
+                    raise BlocksDiffer((a, b), text)
             self.own(tuple(found[b] for b in self.blocks))
 
-    def own(self, members: tuple[Tensor, ...]) -> Owned:
+    def own(self, members: tuple[Tensor, ...]) -> PerBlock:
         """Register a family of sources, one per block."""
-        family = Owned(members)
+        family = PerBlock(members)
         self.owners |= dict.fromkeys(members, family)
         return family
 
@@ -566,17 +566,17 @@ class Match:
             for a, b in zip(mine, other, strict=False):
                 text = difference(a, b, (names[0], names[1]))
                 if text is not None:
-                    raise Differs(pair, f"blocks {pair[0]} and {pair[1]} differ: {text}")
+                    raise BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {text}")
             if len(mine) != len(other):
                 found = f"{len(mine)} and {len(other)} ops in their {run.phase} pass"
-                raise Differs(pair, f"blocks {pair[0]} and {pair[1]} differ: {found}")
+                raise BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {found}")
 
     def _leftover(self) -> None:
         """Check that all ops in the blocks belong to runs."""
         for op, block in self.labels.ops.items():
             if block in self.blocks and op not in self.places:
                 low = min(block, self.blocks[-2])
-                raise Differs((low, low + 1), f"{op.name!r} of block {block} stands apart from the rest of it")
+                raise BlocksDiffer((low, low + 1), f"{op.name!r} of block {block} stands apart from the rest of it")
 
     def _consistent(self) -> None:
         """Check that no block-specific source is read by all blocks."""
@@ -602,7 +602,7 @@ class Match:
         """Return the value at one operand position of a run."""
         refs = [self.ref(plan, turn, t) for turn, t in enumerate(tensors)]
         if all(ref == refs[0] for ref in refs) and isinstance(refs[0], _Made) and not refs[0].ago:
-            return Made(refs[0].at, refs[0].result)
+            return SameIteration(refs[0].at, refs[0].result)
         tensors = [as_stored(t) for t in tensors]
         seen = {self.from_outside(t) for t in tensors}
         if len(seen) == 1 and None not in seen:
@@ -630,35 +630,39 @@ class Match:
         result = t.producer.results.index(t)
         if other is plan:
             return _Made(turn - made, at, result)
-        return _Member(Left(other.number, Made(at, result)), other.run.blocks[made] - block)
+        return _Member(EarlierRunSlices(other.number, SameIteration(at, result)), other.run.blocks[made] - block)
 
-    def from_outside(self, t: Tensor) -> Shared | View | None:
+    def from_outside(self, t: Tensor) -> LoopInvariant | View | None:
         """Return the value of a tensor from outside the blocks, or a view of one, whichever block made the view."""
         if t in self.owners:
             return None
         if t.producer is None or t.producer not in self.places:
-            return Shared(t)
+            return LoopInvariant(t)
         of = self.from_outside(t.producer.operands[0]) if is_free_view(t.producer) else None
         plan, _, at = self.places[t.producer]
         return None if of is None else View(of, plan.number, at, 0)
 
-    def at(self, plan: Plan, value: Made, turn: int = -1) -> Tensor:
+    def at(self, plan: Plan, value: SameIteration, turn: int = -1) -> Tensor:
         """Return a value's tensor in an iteration."""
         return self.ops[plan.run.starts[turn] + value.at].results[value.result]
 
     def typical(self, plan: Plan, value: Value | Family) -> Tensor:
         """Return a tensor with the layout of a value."""
-        if isinstance(value, Made):
+        if isinstance(value, SameIteration):
             return self.at(plan, value)
-        if isinstance(value, Before | View):
-            return self.typical(plan, value.of) if isinstance(value, Before) else self._viewed(value)
-        if isinstance(value, Shared):
+        if isinstance(value, EarlierIteration | View):
+            return self.typical(plan, value.of) if isinstance(value, EarlierIteration) else self._viewed(value)
+        if isinstance(value, LoopInvariant):
             return value.tensor
         family = value.family if isinstance(value, Member) else value
-        return self.typical(self.plans[family.run], family.value) if isinstance(family, Left) else family.members[0]
+        return (
+            self.typical(self.plans[family.run], family.value)
+            if isinstance(family, EarlierRunSlices)
+            else family.members[0]
+        )
 
     def _viewed(self, value: View) -> Tensor:
-        return self.at(self.plans[value.run], Made(value.at, value.result))
+        return self.at(self.plans[value.run], SameIteration(value.at, value.result))
 
 
 @dataclass(frozen=True)
@@ -688,22 +692,22 @@ class _Reading:
     tensors: Sequence[Tensor]
     refs: Sequence[_Made | _Member | Tensor]
 
-    def differs(self, turn: int) -> Differs:
+    def differs(self, turn: int) -> BlocksDiffer:
         """Return the error for an iteration that reads another value than the next one."""
         turn = min(turn, len(self.ops) - 2)
         pair = self.plan.run.blocks[turn], self.plan.run.blocks[turn + 1]
         a, b = (f"{self.ops[i].name!r} reads {self.tensors[i].name!r}" for i in (turn, turn + 1))
-        return Differs(pair, f"blocks {pair[0]} and {pair[1]} differ: {b}, {a}")
+        return BlocksDiffer(pair, f"blocks {pair[0]} and {pair[1]} differ: {b}, {a}")
 
     def made(self, typical: _Made) -> Value:
         for turn, ref in enumerate(self.refs):
             regular = ref == typical if turn >= typical.ago else not isinstance(ref, _Made)
             if not regular or layout(self.tensors[turn]) != layout(self.tensors[-1]):
                 raise self.differs(turn)
-        of = Made(typical.at, typical.result)
-        return self.carried(Before(of, tuple(self.tensors[: typical.ago]))) if typical.ago else of
+        of = SameIteration(typical.at, typical.result)
+        return self.carried(EarlierIteration(of, tuple(self.tensors[: typical.ago]))) if typical.ago else of
 
-    def carried(self, value: Before) -> Before:
+    def carried(self, value: EarlierIteration) -> EarlierIteration:
         self.plan.carry(value)
         return value
 
@@ -721,9 +725,9 @@ class _Reading:
 
     def slice(self, family: Family) -> Member:
         self.plan.slices[family] = None
-        if isinstance(family, Left):
+        if isinstance(family, EarlierRunSlices):
             self.match.plans[family.run].saved[family.value] = None
-            if isinstance(family.value, Before):
+            if isinstance(family.value, EarlierIteration):
                 self.match.plans[family.run].carry(family.value)
         return Member(family)
 
@@ -737,20 +741,25 @@ class _Reading:
             return self.view(typical.family) or self.slice(typical.family)
         if shift * self.plan.run.step < 0:
             starts = tuple(self.tensors[: abs(shift)])
-            return self.carried(Before(self.slice(typical.family), starts))
+            return self.carried(EarlierIteration(self.slice(typical.family), starts))
         family = typical.family
-        run = self.match.plans[family.run].run if isinstance(family, Left) else None
+        run = self.match.plans[family.run].run if isinstance(family, EarlierRunSlices) else None
         if run is None or run.step == self.plan.run.step:
             raise self.differs(0)  # computed later in this run, and by no earlier one
-        assert isinstance(family, Left)
-        assert isinstance(family.value, Made)
+        assert isinstance(family, EarlierRunSlices)
+        assert isinstance(family.value, SameIteration)
         starts = tuple(self.tensors[::-1][: abs(shift)])
-        return self.slice(Left(family.run, Before(family.value, starts)))
+        return self.slice(EarlierRunSlices(family.run, EarlierIteration(family.value, starts)))
 
     def view(self, family: Family) -> View | None:
         """Return the value as a view to repeat rather than save, if it is one."""
         op = self.tensors[0].producer
-        if not isinstance(family, Left) or not isinstance(family.value, Made) or op is None or not is_free_view(op):
+        if (
+            not isinstance(family, EarlierRunSlices)
+            or not isinstance(family.value, SameIteration)
+            or op is None
+            or not is_free_view(op)
+        ):
             return None
         makers = [t.producer for t in self.tensors]
         bases = [maker.operands[0] for maker in makers if maker is not None]
@@ -769,7 +778,7 @@ def _lent(value: Value) -> Tensor | None:
     """Return the tensor from outside that a value is or views."""
     while isinstance(value, View):
         value = value.of
-    return value.tensor if isinstance(value, Shared) else None
+    return value.tensor if isinstance(value, LoopInvariant) else None
 
 
 def as_stored(t: Tensor) -> Tensor:
@@ -804,7 +813,7 @@ class Join:
 
 
 @dataclass(eq=False)
-class Turns:
+class LoopTrace:
     """Loops that a program has executed."""
 
     counts: dict[int, Poly] = field(default_factory=dict)
@@ -814,11 +823,11 @@ class Turns:
     paths: dict[Op, Path] = field(default_factory=dict)
     """iterations that an op belongs to"""
     joins: dict[str, Join] = field(default_factory=dict)
-    """joins by placeholder name: a `Keep` of the placeholder represents the join of its other operands"""
+    """joins by placeholder name: a `KeepAlive` of the placeholder represents the join of its other operands"""
 
 
 @dataclass(eq=False)
-class Cut:
+class StridedSlice:
     """Positions along an axis of an outside tensor that advance with the iteration."""
 
     loop: int
@@ -838,10 +847,10 @@ class Cut:
         return self.axis, self.start, self.step, self.size
 
 
-class Cuts:
+class StridedSlices:
     """Finds the slices that advance with the iterations, and the writes into them."""
 
-    def __init__(self, graph: Graph, turns: Turns, group: set[int], depth: int) -> None:
+    def __init__(self, graph: Graph, turns: LoopTrace, group: set[int], depth: int) -> None:
         self.graph, self.turns, self.group, self.depth = graph, turns, group, depth
         self.loops: dict[int, dict[int, list[Op]]] = {}
         """ops of each iteration, by loop"""
@@ -851,10 +860,10 @@ class Cuts:
                 self.loops.setdefault(number, {}).setdefault(turn, []).append(op)
         self.count = turns.counts[min(group)]
         self.played = turns.played[min(group)]
-        self.of: dict[Op, tuple[Cut, int]] = {}
+        self.of: dict[Op, tuple[StridedSlice, int]] = {}
         """cut and iteration of each slice"""
-        self.written: dict[Op, tuple[Cut, int]] = {}
-        """cut and iteration of each `Revised` op, which names the sliced tensor after a write"""
+        self.written: dict[Op, tuple[StridedSlice, int]] = {}
+        """cut and iteration of each `SliceUpdate` op, which names the sliced tensor after a write"""
         self.same: dict[Op, Op] = {}
         """loop-invariant views, mapped to the first of each"""
         self.ahead: dict[int, list[Op]] = {}
@@ -889,7 +898,7 @@ class Cuts:
         after = (r for t in op.results for s in t.graph.successors(t) for r in s.results if s in self.written)
         return any(self.turns.paths.get(t.producer) == self.turns.paths[op] for t in after if t.producer is not None)
 
-    def start(self, cut: Cut, turn: int) -> Poly:
+    def start(self, cut: StridedSlice, turn: int) -> Poly:
         """Return the start of an iteration's slice, in the second half relative to the last iteration."""
         late = turn >= self.played // 2
         return cut.start + cut.step * (self.count - (self.played - turn) if late else poly(turn))
@@ -943,7 +952,7 @@ class Cuts:
 
     def _base(self, t: Tensor, own: Collection[Op | None]) -> Tensor | None:
         """Return an outside tensor as it was before the iterations wrote to it; None for an iteration's results."""
-        while t.producer is not None and t.producer in own and isinstance(t.producer.kind, Revised):
+        while t.producer is not None and t.producer in own and isinstance(t.producer.kind, SliceUpdate):
             t = t.producer.operands[0]
         return None if t.producer in own else self.once(t)
 
@@ -961,7 +970,7 @@ class Cuts:
         if len(longest) + 1 < FEWEST or not steps[longest[0]]:
             return
         first, step = longest[0], steps[longest[0]]
-        cut = Cut(number, base, axis, starts[first] - step * first, step, size)
+        cut = StridedSlice(number, base, axis, starts[first] - step * first, step, size)
         if step * step != size * size and size != ONE:
             raise GraphError(
                 f"turns that take {size} positions of {base.name!r} and go on by {step}, expected as many as they take"
@@ -972,9 +981,9 @@ class Cuts:
 
     def _writes(self, own: Collection[Op]) -> None:
         """Find writes into slices of outside tensors, and check that their other parts are not read meanwhile."""
-        written: dict[Tensor, dict[int, tuple[Op, Cut]]] = {}
+        written: dict[Tensor, dict[int, tuple[Op, StridedSlice]]] = {}
         for op in own:
-            base = self._base(op.operands[0], own) if isinstance(op.kind, Revised) else None
+            base = self._base(op.operands[0], own) if isinstance(op.kind, SliceUpdate) else None
             if base is None:
                 continue
             turn = self.turns.paths[op][-1][1]
@@ -986,7 +995,7 @@ class Cuts:
                     f"{op.operands[1].name!r} is written into {base.name!r}, expected one part in each turn, "
                     f"which goes on with the turns"
                 )
-            cut.unseen |= isinstance(op.kind, Revised) and op.kind.unseen
+            cut.unseen |= isinstance(op.kind, SliceUpdate) and op.kind.unseen
             written.setdefault(base, {})[turn] = op, cut
             self.written[op] = cut, turn
         for op in own if written else ():
@@ -1001,13 +1010,14 @@ class Cuts:
 
 # -- ops outside runs --------------------------------------------------------------------------------------------------
 
-Outer = Shared | View | Member | After
+Outer = LoopInvariant | View | Member | FinalCarry
 
 
-class Around:
+class OutsideReads:
     """Describes operands outside the runs, and records in the plans which values must leave a loop.
 
-    Raises GraphError if a value of one block other than the last is read. A `Keep` may hold the values of some blocks
+    Raises GraphError if a value of one block other than the last is read. A `KeepAlive` may hold the values of some
+    blocks
     if the others are needed later anyway; `exact` ones represent their reader and must hold all.
     """
 
@@ -1038,7 +1048,7 @@ class Around:
 
     def _add(self, op: Op, i: int) -> None:
         """Describe an outside op's operands."""
-        if isinstance(op.kind, Keep):
+        if isinstance(op.kind, KeepAlive):
             at = len(self.match.ops) if op in self.exact else i
             if op in self.exact:
                 self._has_edges(op)
@@ -1056,7 +1066,7 @@ class Around:
             for low in (here[0] - 1, here[-1]):
                 if blocks.start <= low < blocks.stop - 1:
                     pair = low, low + 1
-                    raise Differs(pair, f"{op.name!r} has something of one of blocks {low} and {low + 1} alone")
+                    raise BlocksDiffer(pair, f"{op.name!r} has something of one of blocks {low} and {low + 1} alone")
 
     def _of(self, t: Tensor) -> bool:
         """Whether a tensor is computed or owned by a block."""
@@ -1070,14 +1080,14 @@ class Around:
         if t.producer is None or t.producer not in self.match.places:
             return None
         plan, _, at = self.match.places[t.producer]
-        return Left(plan.number, Made(at, t.producer.results.index(t)))
+        return EarlierRunSlices(plan.number, SameIteration(at, t.producer.results.index(t)))
 
     def members(self, family: Family) -> tuple[Tensor, ...]:
         """Return the tensors of a family in block order."""
-        if not isinstance(family, Left):
+        if not isinstance(family, EarlierRunSlices):
             return family.members
         plan = self.match.plans[family.run]
-        assert isinstance(family.value, Made)
+        assert isinstance(family.value, SameIteration)
         turns = range(len(plan.run.blocks))[:: plan.run.step]
         return tuple(self.match.at(plan, family.value, turn) for turn in turns)
 
@@ -1088,11 +1098,11 @@ class Around:
         return {f for f in families if all(t in among or self._needed(t, i) for t in self.members(f))}
 
     def _needed(self, t: Tensor, i: int) -> bool:
-        """Whether a tensor is an output or read from a position on; `Keep` ops just before it count as part of it."""
+        """Whether a tensor is an output or read from a position on; `KeepAlive` ops just before count as part of it."""
         graph, ops = self.match.graph, self.match.ops
         if i == len(ops):
             return False
-        while i and isinstance(ops[i].kind, Keep):
+        while i and isinstance(ops[i].kind, KeepAlive):
             i -= 1
         return t in graph.outputs or any(self._at[op] >= i for op in graph.successors(t))
 
@@ -1107,14 +1117,14 @@ class Around:
         return out
 
     def _whole(self, family: Family) -> Member:
-        if isinstance(family, Left):
+        if isinstance(family, EarlierRunSlices):
             self.match.plans[family.run].saved[family.value] = None
         return Member(family)
 
     def one(self, t: Tensor, i: int, reader: str) -> Outer:
         """Describe a single tensor for a reader at position `i` of the program."""
         if not self._of(t):
-            return Shared(t)
+            return LoopInvariant(t)
         t = as_stored(t)
         seen = self.match.from_outside(t)
         if seen is not None:
@@ -1124,22 +1134,22 @@ class Around:
             turns, plan, of = found
             known = max((len(c.starts) for c in plan.carries if c.of == of), default=1)
             if turns < known:
-                return After(plan.number, plan.ago(of, turns + 1))
+                return FinalCarry(plan.number, plan.ago(of, turns + 1))
         raise GraphError(
             f"fold of graph {self.match.graph.name!r}: {reader} reads {t.name!r} of one block, expected what the last "
             f"one makes or something of every block"
         )
 
-    def _ends(self, t: Tensor, i: int) -> list[tuple[int, Plan, Made | Member]]:
+    def _ends(self, t: Tensor, i: int) -> list[tuple[int, Plan, SameIteration | Member]]:
         """Return the runs that carry or slice a tensor, with the number of iterations before their end."""
-        out: list[tuple[int, Plan, Made | Member]] = []
+        out: list[tuple[int, Plan, SameIteration | Member]] = []
         family = self.family(t)
         for plan in self.match.plans:
             if plan.run.starts[0] >= i or family is None:
                 continue
-            if isinstance(family, Left) and family.run == plan.number:
+            if isinstance(family, EarlierRunSlices) and family.run == plan.number:
                 assert t.producer is not None
-                assert isinstance(family.value, Made)
+                assert isinstance(family.value, SameIteration)
                 turn = self.match.places[t.producer][1]
                 out.append((len(plan.run.blocks) - 1 - turn, plan, family.value))
             elif family in plan.slices:
@@ -1153,7 +1163,7 @@ class Around:
         for t, g in self.match.graph.gradients.items():
             family = self.family(t)
             if family is None:
-                self.gradients[Shared(t)] = self.one(g, end, f"the gradient of {t.name!r}")
+                self.gradients[LoopInvariant(t)] = self.one(g, end, f"the gradient of {t.name!r}")
             else:
                 seen.setdefault(family, {})[as_stored(t)] = g
         for family, pairs in seen.items():
@@ -1183,7 +1193,7 @@ def once(values: Iterable[Outer]) -> list[Outer]:
 _EDGES = 2
 
 
-def with_lists(graph: Graph, turns: Turns) -> Turns:
+def with_lists(graph: Graph, turns: LoopTrace) -> LoopTrace:
     """Label ops that process a loop's results one by one as iterations of another loop."""
     ops = graph.ops
     counts, played, paths = dict(turns.counts), dict(turns.played), dict(turns.paths)
@@ -1205,16 +1215,16 @@ def with_lists(graph: Graph, turns: Turns) -> Turns:
     return replace(turns, counts=counts, played=played, paths=paths)
 
 
-def _within(op: Op, around: Path, turns: Turns) -> bool:
+def _within(op: Op, around: Path, turns: LoopTrace) -> bool:
     return turns.paths.get(op, ())[: len(around)] == around
 
 
-def _reads(ops: Sequence[Op], turns: Turns) -> dict[tuple[Path, int], list[tuple[int, int]]]:
+def _reads(ops: Sequence[Op], turns: LoopTrace) -> dict[tuple[Path, int], list[tuple[int, int]]]:
     """Return positions and iterations of reads from each loop, by common outer iterations and loop."""
     out: dict[tuple[Path, int], list[tuple[int, int]]] = {}
     for i, op in enumerate(ops):
         around, found = turns.paths.get(op, ()), set[tuple[int, int]]()
-        for t in op.operands if not isinstance(op.kind, Keep) else ():
+        for t in op.operands if not isinstance(op.kind, KeepAlive) else ():
             path = () if t.producer is None else turns.paths.get(t.producer, ())
             if len(path) > len(around) and path[: len(around)] == around:
                 found.add(path[len(around)])
@@ -1256,7 +1266,7 @@ def _parts(
 # Give each iteration its own slices as sources, and move shared values outside.
 
 
-class Beginning(Rewriter):
+class KernelPrologues(Rewriter):
     """Copies kernels whose formals take their operands' offsets."""
 
     def __init__(self, *args: Any) -> None:
@@ -1276,26 +1286,26 @@ class Beginning(Rewriter):
         return made
 
 
-class Apart(Beginning):
+class SlicesApart(KernelPrologues):
     """Copies a graph, giving each iteration its slices as separate sources."""
 
-    def __init__(self, cuts: Cuts) -> None:
+    def __init__(self, cuts: StridedSlices) -> None:
         super().__init__()
         self.cuts = cuts
         self.paths: dict[Op, Path] = {}
         self.labels: dict[Op, int] = {}
         """position of each op's iteration"""
-        self.cut_of: dict[str, tuple[Cut, int]] = {}
+        self.cut_of: dict[str, tuple[StridedSlice, int]] = {}
         """cut and iteration of each slice source, by name"""
         self.after: dict[str, Tensor] = {}
         """base tensor of each placeholder for a written tensor, by name"""
-        self.parts: dict[Tensor, list[tuple[Cut, int, Tensor]]] = {}
+        self.parts: dict[Tensor, list[tuple[StridedSlice, int, Tensor]]] = {}
         """cut, iteration and value of each part written to a tensor"""
-        self._numbers: dict[Cut, int] = {}
+        self._numbers: dict[StridedSlice, int] = {}
         self._begun: set[int] = set()
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, except slices and `Revised` ops."""
+        """Copy an op, except slices and `SliceUpdate` ops."""
         number = self.cuts.loop(op)
         if number is not None and number not in self._begun:
             self._begun.add(number)
@@ -1368,7 +1378,7 @@ class Apart(Beginning):
         before = op.operands[0].producer
         return before is not None and self.cuts.turn(before) == self.cuts.turn(op)
 
-    def _written(self, op: Op, cut: Cut, turn: int, new: Graph) -> None:
+    def _written(self, op: Op, cut: StridedSlice, turn: int, new: Graph) -> None:
         """Record a written part; after the last one, add a placeholder for the whole."""
         parts = self.parts.setdefault(cut.base, [])
         if parts and parts[-1][1] == turn:
@@ -1381,7 +1391,7 @@ class Apart(Beginning):
         name = f"after.{len(self.after)}"
         self.after[name] = cut.base
         whole = self._source(new, name, cut.base, cut.base.offset)
-        held = new.add_op(Keep(), [whole, *(t for *_, t in parts)], "written", op.phase)
+        held = new.add_op(KeepAlive(), [whole, *(t for *_, t in parts)], "written", op.phase)
         held.scope = op.scope
         self.paths[held] = self.cuts.turns.paths[op][:-1]
         self.tensors[op.results[0]] = held.results[0]
@@ -1401,26 +1411,26 @@ class Folder(Rewriter):
 
     keeps_suffixes = False
 
-    def __init__(self, match: Match, around: Around, count: Poly) -> None:
+    def __init__(self, match: Match, around: OutsideReads, count: Poly) -> None:
         super().__init__()
         self.match, self.around, self.count = match, around, count
         self.families: dict[Family, Tensor] = {}
         """New tensor for a family, with one storage per block."""
-        self.ends: dict[After, Tensor] = {}
+        self.ends: dict[FinalCarry, Tensor] = {}
         self.views: dict[View, Tensor] = {}
         self.first = {match.ops[plan.run.starts[0]]: plan for plan in match.plans}
         self.inside = self._inside()
 
-    def _inside(self) -> dict[Owned, Plan]:
+    def _inside(self) -> dict[PerBlock, Plan]:
         """Return the families declared in a loop body, because no other loop or op reads them."""
-        readers: dict[Owned, list[Plan | None]] = {f: [] for f in dict.fromkeys(self.match.owners.values())}
+        readers: dict[PerBlock, list[Plan | None]] = {f: [] for f in dict.fromkeys(self.match.owners.values())}
         for plan in self.match.plans:
             for family in plan.slices:
-                if isinstance(family, Owned):
+                if isinstance(family, PerBlock):
                     readers[family].append(plan)
         around = [*self.around.reads.values(), self.around.outputs, self.around.gradients]
         for value in (v for values in around for v in values):
-            if isinstance(value, Member) and isinstance(value.family, Owned):
+            if isinstance(value, Member) and isinstance(value.family, PerBlock):
                 readers[value.family].append(None)
         home = {f: (found[0] if found else self.match.plans[0]) for f, found in readers.items() if len(found) < 2}
         return {f: plan for f, plan in home.items() if plan is not None and not f.members[0].storage.pieces}
@@ -1476,7 +1486,7 @@ class Folder(Rewriter):
 
     def owned(self, family: Family, new: Graph) -> Tensor:
         """Return the tensor for a family, declared where it is first needed."""
-        if isinstance(family, Owned) and family not in self.families:
+        if isinstance(family, PerBlock) and family not in self.families:
             old = family.members[0]
             self.families[family] = self.declare(old, new, (self.count, *old.sizes), old.storage.pieces + 1)
         return self.families[family]
@@ -1507,15 +1517,15 @@ class Folder(Rewriter):
 
     def outer(self, value: Outer) -> Tensor:
         """Return the tensor for a value read outside."""
-        if isinstance(value, After):
+        if isinstance(value, FinalCarry):
             return self.ends[value]
         if isinstance(value, Member):
             return self.owned(value.family, self.new)
-        if isinstance(value, Shared):
+        if isinstance(value, LoopInvariant):
             found: Tensor = self.tensors[value.tensor]
             return found
         if value not in self.views:
-            assert isinstance(value.of, Shared | View)
+            assert isinstance(value.of, LoopInvariant | View)
             self.views[value] = self.viewed(value, self.outer(value.of), self.new)
         return self.views[value]
 
@@ -1534,13 +1544,13 @@ class Folder(Rewriter):
     def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""
         kind = op.kind
-        if isinstance(kind, Bodied):
+        if isinstance(kind, BodyKind):
             kind = replace(kind, body=self.body(kind.body, new, ""))
         made = self.add(op, kind, operands, new, name)
         made.scope = self.match.labels.plain(op.scope)
         made.call = op.call if len(operands) == len(op.operands) else None
         for t, copy in zip(op.results, made.results, strict=True):
-            held = isinstance(kind, Keep) and not op.graph.out_degree(t)  # may hold values of all iterations
+            held = isinstance(kind, KeepAlive) and not op.graph.out_degree(t)  # may hold values of all iterations
             if not held and self.laid_out(t) != self.laid_out(copy):
                 raise GraphError(
                     f"fold: {copy!r} of {made.name!r} lies otherwise in memory than {t!r}, expected the same"
@@ -1572,16 +1582,16 @@ class Folder(Rewriter):
         op = new.add_op(kind, (*operands, *body.captured), name, self.match.ops[plan.run.starts[0]].phase)
         body.owner = op
         results = iter(op.results)
-        self.ends |= {After(plan.number, c): next(results) for c in inner.carries}
-        self.families |= {Left(plan.number, v): next(results) for v in plan.saved}
+        self.ends |= {FinalCarry(plan.number, c): next(results) for c in inner.carries}
+        self.families |= {EarlierRunSlices(plan.number, v): next(results) for v in plan.saved}
 
-    def start(self, plan: Plan, carry: Before, new: Graph) -> Tensor:
+    def start(self, plan: Plan, carry: EarlierIteration, new: Graph) -> Tensor:
         """Return a carry's initial value, absent if no iteration reads it."""
         t = carry.starts[0]
         if t is not None:
             return self.outer(self.around.starts[plan.number, t])
         like = self.match.typical(plan, carry)
-        nothing = Absent(sizes=like.sizes, dtype=like.dtype, pieces=like.storage.pieces)
+        nothing = Undef(sizes=like.sizes, dtype=like.dtype, pieces=like.storage.pieces)
         return new.add_op(nothing, [], "absent", self.match.ops[plan.run.starts[0]].phase).results[0]
 
 
@@ -1592,7 +1602,7 @@ class _Inner:
         self.folder, self.plan, self.body = folder, plan, body
         self.values: dict[Value, Tensor] = {}
         self.carries = list(plan.carries)
-        self.slices = [f for f in plan.slices if not (isinstance(f, Owned) and folder.inside.get(f) is plan)]
+        self.slices = [f for f in plan.slices if not (isinstance(f, PerBlock) and folder.inside.get(f) is plan)]
         match = folder.match
         for i, value in enumerate(self.carries):
             self.values[value] = self.formal(match.typical(plan, value), f"carry{i}")
@@ -1616,14 +1626,14 @@ class _Inner:
         for at, op in enumerate(match.ops[start : start + plan.run.length]):
             operands = [self.tensor(v) for v in plan.reads[at]]
             made = self.folder.again(op, operands, self.body, match.labels.plain(op.name))
-            self.values |= {Made(at, i): t for i, t in enumerate(made.results)}
+            self.values |= {SameIteration(at, i): t for i, t in enumerate(made.results)}
         handed = [self.tensor(c.nearer) for c in self.carries]
         self.body.outputs += [*handed, *map(self.tensor, plan.saved)]
 
     def tensor(self, value: Value) -> Tensor:
         """Return the tensor for a value."""
         if value not in self.values:
-            if isinstance(value, Shared):
+            if isinstance(value, LoopInvariant):
                 self.values[value] = self.body.adopt(self.folder.tensors[value.tensor])
             elif isinstance(value, View):
                 of, phase = self.tensor(value.of), self.plan.run.phase
@@ -1702,7 +1712,7 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default
     labels, match = _matched(graph, scope)
     outside, rest = labels.count - len(match.blocks), labels.layers % labels.period
     around = labels.period * outside - (labels.period - rest if rest else 0)  # the last block may be incomplete
-    new = Folder(match, Around(match), (poly(dims(count)) - around) / labels.period).run(graph)
+    new = Folder(match, OutsideReads(match), (poly(dims(count)) - around) / labels.period).run(graph)
     with new:
         if around:
             new.assume(f"{count} >= {around + labels.period}")
@@ -1756,11 +1766,11 @@ def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: ra
     while True:
         try:
             return Match(graph, labels, runs, blocks)
-        except Differs as error:
+        except BlocksDiffer as error:
             blocks = without_an_edge(graph, blocks, error)
 
 
-def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
+def without_an_edge(graph: Graph, blocks: range, error: BlocksDiffer) -> range:
     """Return the blocks on the larger side of a difference; raise GraphError if it is too small."""
     after = error.low + 1
     front = after - blocks.start <= blocks.stop - after
@@ -1776,7 +1786,7 @@ def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
 # -- executed iterations -----------------------------------------------------------------------------------------------
 
 
-def fold_turns(graph: Graph, turns: Turns) -> Graph:
+def fold_turns(graph: Graph, turns: LoopTrace) -> Graph:
     """Reroll all executed iterations into Repeats, inner loops first.
 
     Raises GraphError if iterations differ, or one accesses an outside tensor other than through its own slice.
@@ -1793,27 +1803,27 @@ def fold_turns(graph: Graph, turns: Turns) -> Graph:
             graph, turns = _folded(graph, turns, group, depth)
 
 
-def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Graph, Turns]:
+def _folded(graph: Graph, turns: LoopTrace, group: set[int], depth: int) -> tuple[Graph, LoopTrace]:
     """Reroll loops with the same count at the same depth."""
     played = turns.played[min(group)]
     if played < FEWEST:
         raise GraphError(
             f"has too few turns at the sizes that were given ({played}), expected {FEWEST} at least: give larger ones"
         )
-    cuts = Cuts(graph, turns, group, depth)
-    apart = Apart(cuts)
+    cuts = StridedSlices(graph, turns, group, depth)
+    apart = SlicesApart(cuts)
     plain = apart.run(graph)
     labels = _Labels(apart, cuts)
     runs, blocks = labels.runs(plain), range(labels.count)
     standing = {
-        op for op in plain.ops if isinstance(op.kind, Keep) and op.operands[0].name in (apart.after | turns.joins)
+        op for op in plain.ops if isinstance(op.kind, KeepAlive) and op.operands[0].name in (apart.after | turns.joins)
     }
     while True:
         match = equal_blocks(plain, labels, runs, blocks)
         try:
-            around = Around(match, standing)
+            around = OutsideReads(match, standing)
             break
-        except Differs as error:  # a list lacks values of the first or last iterations, which then stay outside
+        except BlocksDiffer as error:  # a list lacks values of the first or last iterations, which then stay outside
             blocks = without_an_edge(plain, match.blocks, error)
     folder = _Folder(match, around, cuts, apart)
     made = folder.run(plain)
@@ -1831,7 +1841,7 @@ class _Labels:
 
     scope = ""
 
-    def __init__(self, apart: Apart, cuts: Cuts) -> None:
+    def __init__(self, apart: SlicesApart, cuts: StridedSlices) -> None:
         self.cuts, self.apart = cuts, apart
         self.ops = apart.labels
         self.count = cuts.played
@@ -1862,10 +1872,10 @@ class _Labels:
         return unnumbered(name)
 
 
-class _Folder(Beginning, Folder):
+class _Folder(KernelPrologues, Folder):
     """Copies a graph with loops in place of iterations; their slices are views of the original tensors."""
 
-    def __init__(self, match: Match, around: Around, cuts: Cuts, apart: Apart) -> None:
+    def __init__(self, match: Match, around: OutsideReads, cuts: StridedSlices, apart: SlicesApart) -> None:
         super().__init__(match, around, cuts.count - (cuts.played - len(match.blocks)))
         self.cuts, self.apart = cuts, apart
         self.made_of: dict[Op, Op] = {}
@@ -1875,7 +1885,7 @@ class _Folder(Beginning, Folder):
         self.wholes: dict[Tensor, Tensor] = {}
         """tensors after the writes so far"""
 
-    def _inside(self) -> dict[Owned, Plan]:
+    def _inside(self) -> dict[PerBlock, Plan]:
         return {}
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
@@ -1890,12 +1900,12 @@ class _Folder(Beginning, Folder):
 
     def owned(self, family: Family, new: Graph) -> Tensor:
         """Return an outside tensor as a view whose first axis counts iterations."""
-        if isinstance(family, Owned) and family not in self.families:
+        if isinstance(family, PerBlock) and family not in self.families:
             cut, _ = self.apart.cut_of[family.members[0].name]
             self.families[family] = self._in_turns(cut)
         return self.families[family]
 
-    def _in_turns(self, cut: Cut) -> Tensor:
+    def _in_turns(self, cut: StridedSlice) -> Tensor:
         x, axis, count = self._now(cut.base), cut.axis, self.count
         start, step = self._span(cut)
         if step != cut.size:  # single positions with gaps between them
@@ -1906,7 +1916,7 @@ class _Folder(Beginning, Folder):
         x = reshape(x, (*x.sizes[:axis], count, cut.size, *x.sizes[axis + 1 :]))
         return permute(x, (axis, *(i for i in range(x.ndim) if i != axis)))
 
-    def _span(self, cut: Cut) -> tuple[Poly, Poly]:
+    def _span(self, cut: StridedSlice) -> tuple[Poly, Poly]:
         """Return the first position of the loop's slices, and the step."""
         # in a reversed loop, the last iteration has the first position
         last = cut.start + cut.step * (self.cuts.count - 1 - self.match.blocks.start)
@@ -1916,7 +1926,7 @@ class _Folder(Beginning, Folder):
 
     def outer(self, value: Any) -> Tensor:
         """Return the tensor for a value read outside, such as the slice of an iteration outside the loop."""
-        if isinstance(value, Shared) and value.tensor.name in self.apart.cut_of:
+        if isinstance(value, LoopInvariant) and value.tensor.name in self.apart.cut_of:
             t = value.tensor
             if self.tensors[t] is None:
                 cut, turn = self.apart.cut_of[t.name]
@@ -1927,7 +1937,7 @@ class _Folder(Beginning, Folder):
 
     def outside(self, op: Op, new: Graph) -> None:
         """Copy an op, or replace a placeholder by a join or a written tensor."""
-        name = op.operands[0].name if isinstance(op.kind, Keep) else ""
+        name = op.operands[0].name if isinstance(op.kind, KeepAlive) else ""
         if name in self.apart.after:
             self.tensors[op.results[0]] = self._now(self.apart.after[name])
         elif name and self._joins(op.operands[0]):
@@ -1953,7 +1963,7 @@ class _Folder(Beginning, Folder):
             start, step = (self.cuts.start(cut, turn), cut.size) if family is None else self._span(cut)
             part = made if family is None else self._merged(made, cut.axis)
             by = 1 if step == cut.size else int(step.constant or 1)
-            kind = Revised(axes=(cut.axis,), starts=(start,), steps=(by,), unseen=cut.unseen)
+            kind = SliceUpdate(axes=(cut.axis,), starts=(start,), steps=(by,), unseen=cut.unseen)
             whole = self.new.add_op(kind, [whole, part], "revised", "forward").results[0]
             del left[: 1 if family is None else len(self.match.blocks)]
         self.wholes[base] = whole

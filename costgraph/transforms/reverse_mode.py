@@ -21,18 +21,18 @@ from ..ir.graph import Graph, Loop, Op, Storage, Tensor, apply, building, curren
 from ..ir.strides import contiguous, dense_in, has_blas_layout, is_contiguous_in, memory_format, memory_order
 from ..ops.einsum import Einsum
 from ..ops.elementwise import Pointwise, cast, pointwise
-from ..ops.fill import Revised, assign, fill
+from ..ops.fill import SliceUpdate, assign, fill
 from ..ops.functions import FUNCTIONS, names_in
-from ..ops.keep_alive import Keep, keep
+from ..ops.keep_alive import KeepAlive, keep
 from ..ops.layout import Concat, Expand, Rearrange, Slice, concat, contiguous_copy, copied_into, slice_axis, split
-from ..ops.loops import Absent, Accumulate, Empty, Kernel, Repeat, Stacked, accumulate, kernel, slice_of
+from ..ops.loops import Accumulate, Empty, Kernel, Repeat, Stacked, Undef, accumulate, kernel, slice_of
 from ..ops.opaque import Foreign
 from ..ops.pooling import Pool
 from ..optimizers import Optimizer, Slot
 from .rewrite import Rewriter, flat
 from .shard.partial_sums import origin
-from .vjp.kernels import INSIDE, KERNELS, Inside
-from .vjp.table import Pull, Rule, is_alone, restricted, rule_of, vjp, whole
+from .vjp.kernels import INSIDE, KERNELS, KernelBackward
+from .vjp.table import Rule, VJPContext, is_alone, restricted, rule_of, vjp, whole
 
 __all__ = [
     "active_in",
@@ -45,9 +45,9 @@ __all__ = [
     "apart",
     "overwritten",
     "peel",
-    "Hooks",
+    "BackwardHooks",
     "Leaf",
-    "Walk",
+    "ReverseMode",
     "is_view_op",
     "scoped",
     "stack_of",
@@ -65,7 +65,7 @@ __all__ = [
 def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op] = ()) -> set[Tensor]:
     """Return the active tensors: `start` and the tensors computed from them.
 
-    `standing` are `Keep` ops that replace an op whose result is saved; all their operands count.
+    `standing` are `KeepAlive` ops that replace an op whose result is saved; all their operands count.
     """
     active = set(start)
     for op in ops:
@@ -80,12 +80,12 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op
 
 def is_leaf(op: Op) -> bool:
     """Whether an op makes an autograd leaf, which gets a gradient whatever its operand is."""
-    return isinstance(op.kind, Keep) and op.kind.leaf
+    return isinstance(op.kind, KeepAlive) and op.kind.leaf
 
 
 def _before(op: Op) -> Sequence[Tensor]:
     """Return the operands that can receive a gradient: not those only kept alive, nor unseen writes."""
-    alone = isinstance(op.kind, Keep) or (isinstance(op.kind, Revised) and op.kind.unseen)
+    alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, SliceUpdate) and op.kind.unseen)
     return op.operands[:1] if alone else op.operands
 
 
@@ -299,7 +299,7 @@ def apart(graph: Graph) -> Graph:
 def _is_unseen(op: Op) -> bool:
     """Whether an in-place write is hidden from autograd: all readers see the tensor as it was."""
     readers = [o.kind for o in op.graph.successors(op.results[0])]
-    return bool(readers) and all(isinstance(kind, Revised) and kind.unseen for kind in readers)
+    return bool(readers) and all(isinstance(kind, SliceUpdate) and kind.unseen for kind in readers)
 
 
 class _Beside(Rewriter):
@@ -513,7 +513,7 @@ class _Peeler(Rewriter):
             return [part.pieces[k] for part in made]
         whole, at = self.tensors[x], ZERO
         for part in made:
-            kind = Revised(axes=(0,), starts=(at,), steps=(1,))
+            kind = SliceUpdate(axes=(0,), starts=(at,), steps=(1,))
             (whole,) = new.add_op(kind, [whole, part.pieces[k]], f"{old.pieces[k].name}.part", old.op.phase).results
             at = at + part.count
         return whole
@@ -559,14 +559,14 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class BackwardHooks:
     """How a walk treats ops with a body, and recomputed ops."""
 
     fused: Pullers
     """differentiates a kernel"""
     repeated: Pullers
     """differentiates a loop"""
-    again: Callable[[Walk, Sequence[Op]], None]
+    again: Callable[[ReverseMode, Sequence[Op]], None]
     """recomputes a run of ops and walks back over it"""
     runs: Callable[[Sequence[Op]], Sequence[Sequence[Op]]]
     """returns the recomputed runs among the ops in a graph or body"""
@@ -576,11 +576,11 @@ class Hooks:
     """whether recomputation stops after the last op of a run that the backward pass reads"""
     start: bool = False
     """whether carries-in of a loop are recomputed from its initial carry"""
-    within: Hooks | None = None
+    within: BackwardHooks | None = None
     """hooks for ops already being recomputed; None if nothing is recomputed twice"""
 
 
-Pullers = Callable[["Walk", Op, Sequence["Tensor | None"], Sequence[bool]], Sequence["Tensor | None"]]
+Pullers = Callable[["ReverseMode", Op, Sequence["Tensor | None"], Sequence[bool]], Sequence["Tensor | None"]]
 
 
 def scoped(op: Op) -> AbstractContextManager[None]:
@@ -597,7 +597,7 @@ def is_view_op(op: Op) -> bool:
     )
 
 
-class Walk:
+class ReverseMode:
     """Reverse walk over one graph or body, with the gradients of its tensors.
 
     `active` are the tensors that need gradients, and `saved` maps a forward tensor to the graph being
@@ -608,7 +608,7 @@ class Walk:
 
     def __init__(
         self,
-        hooks: Hooks,
+        hooks: BackwardHooks,
         active: set[Tensor],
         saved: Callable[[Tensor], Tensor],
         *,
@@ -668,7 +668,7 @@ class Walk:
     def writable(self, grad: Tensor) -> bool:
         """Whether a gradient may be written in place: nothing else holds it, and it is not a view."""
         origin = grad.producer
-        while origin is not None and isinstance(origin.kind, Keep):
+        while origin is not None and isinstance(origin.kind, KeepAlive):
             origin = origin.operands[0].producer
         if origin is not None and is_view_op(origin) and grad not in self.carried:
             return False
@@ -703,7 +703,7 @@ class Walk:
     # -- ops --------------------------------------------------------------------------------------------------------
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Walk back over ops in reverse order."""
+        """ReverseMode back over ops in reverse order."""
         self.readers.update(t for op in ops for t in dict.fromkeys(op.operands) if t in self.leaves)
         runs = {run[-1]: run for run in self.hooks.runs(ops)}
         left = list(ops)
@@ -770,7 +770,7 @@ class Walk:
                 self.put(t, grad)
 
     def write_back(self, op: Op, write: Op, grad: Tensor) -> None:
-        """Walk back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
+        """ReverseMode back over an op that wrote into a slice of a tensor, as torch's `CopySlices`.
 
         The whole gradient is copied. The slice's gradient is cloned and passed to the op, whose result overwrites
         the slice.
@@ -817,7 +817,7 @@ class Walk:
     def pulled(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Dispatch to an op's rule."""
         if op in self.rules:
-            return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
+            return self.rules[op](VJPContext(op, tuple(grads), needs, self.saved))
         if op.body is not None:
             return (self.hooks.fused if isinstance(op.kind, Kernel) else self.hooks.repeated)(self, op, grads, needs)
         _keep_places(op)
@@ -840,7 +840,7 @@ class Walk:
             for place in op.kind.saved_operands:
                 if needs[place] or not isinstance(op.kind, Concat):  # a part is needed only for its own gradient
                     saved(op.operands[place])
-        made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
+        made = list(rule(VJPContext(op, tuple(grads), tuple(needs), saved)))
         if self.fused:
             return made
         added = [n for n in islice(graph, before, None) if isinstance(n, Op) and not is_view_op(n)]
@@ -869,7 +869,7 @@ def _in_own_format(op: Op, made: Tensor, order: Sequence[int], grad: Tensor) -> 
     residuals saved in another format.
     """
     maker = made.producer
-    while maker is not None and isinstance(maker.kind, Keep):
+    while maker is not None and isinstance(maker.kind, KeepAlive):
         maker = maker.operands[0].producer
     if maker is None:
         return made
@@ -882,8 +882,8 @@ def _in_own_format(op: Op, made: Tensor, order: Sequence[int], grad: Tensor) -> 
 
 
 def _write_of(op: Op) -> Op | None:
-    """Return the in-place op that wrote the slice of a `Revised` tensor, None for other ops."""
-    if not isinstance(op.kind, Revised) or op.kind.unseen:
+    """Return the in-place op that wrote the slice of a `SliceUpdate` tensor, None for other ops."""
+    if not isinstance(op.kind, SliceUpdate) or op.kind.unseen:
         return None
     write = op.operands[1].producer
     while write is not None and is_view_op(write):
@@ -934,7 +934,7 @@ def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | 
     return apply(Stacked(), [stack, *parts], "stacked")[0]
 
 
-def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
+def stack_of(walk: ReverseMode, t: Tensor, dtype: DType) -> None:
     """Let loops that read parts of a tensor write their gradients into one preallocated stack."""
     cut = t.producer
     if cut is None or not isinstance(cut.kind, Slice) or not cut.kind.split or cut.kind.axis:
@@ -952,7 +952,7 @@ def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
 # autograd saves tensors for them, and frees these with the last tensor of the branch.
 
 
-def with_branches(graph: Graph, hooks: Hooks) -> Graph:
+def with_branches(graph: Graph, hooks: BackwardHooks) -> Graph:
     """Return a forward graph that keeps the saved tensors of gradient-free branches alive until the branch is freed.
 
     Recomputed ops save nothing.
@@ -985,7 +985,7 @@ def _is_dead(op: Op, active: Collection[Tensor], graded: Collection[Tensor]) -> 
     return not op.kind.no_grad and any(t in active for t in op.results) and not any(t in graded for t in op.results)
 
 
-def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
+def _saved(op: Op, active: set[Tensor], hooks: BackwardHooks) -> list[Tensor]:
     """Return the tensors that an op's gradient rule reads; none if it has no rule."""
     scratch = Graph("saved")
     scratch.relations = op.graph.root.relations
@@ -1002,7 +1002,7 @@ def _saved(op: Op, active: set[Tensor], hooks: Hooks) -> list[Tensor]:
 
     grads = [stand_in(t) if t in active else None for t in op.results]
     with opened(graph=scratch, levels=(), phase="backward"), suppress(UnsupportedError):
-        Walk(hooks, active, saved).gradients(op, grads, tuple(t in active for t in op.operands))
+        ReverseMode(hooks, active, saved).gradients(op, grads, tuple(t in active for t in op.operands))
     return list(asked)
 
 
@@ -1014,10 +1014,10 @@ class _Holding(Rewriter):
         self.held = held
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Copy an op, followed by a `Keep` of the tensors that live until it."""
+        """Copy an op, followed by a `KeepAlive` of the tensors that live until it."""
         super().emit(op, new, suffix)
         if op in self.held:
-            new.add_op(Keep(), [self.tensors[t] for t in self.held[op]], "keep", op.phase)
+            new.add_op(KeepAlive(), [self.tensors[t] for t in self.held[op]], "keep", op.phase)
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
@@ -1025,7 +1025,7 @@ class _Holding(Rewriter):
 Made = Mapping[Tensor, Tensor]
 
 
-def again(walk: Walk, run: Sequence[Op]) -> None:
+def again(walk: ReverseMode, run: Sequence[Op]) -> None:
     """Recompute a run of ops from its inputs and walk back over the copies.
 
     As in torch's non-reentrant checkpoint, the ops run in order and stop after the last one whose result the backward
@@ -1057,7 +1057,7 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
             return t
         return copier.tensors[t] if t in copier.tensors else walk.saved(t)
 
-    back = Walk(hooks, active, saved, leaves=leaves)
+    back = ReverseMode(hooks, active, saved, leaves=leaves)
     back.rules = {copier.tensors[op.results[0]].producer: _forward_rule(back, op) for op in kept}
     back.active |= {t for op in kept for t in op.operands if copier.tensors[t] in active}
     _walk_back(walk, back, run, copies, copier.tensors, inputs)
@@ -1070,9 +1070,14 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
 
 
 def _walk_back(
-    walk: Walk, back: Walk, run: Sequence[Op], copies: Sequence[Op], made: Made, inputs: Mapping[Tensor, Tensor]
+    walk: ReverseMode,
+    back: ReverseMode,
+    run: Sequence[Op],
+    copies: Sequence[Op],
+    made: Made,
+    inputs: Mapping[Tensor, Tensor],
 ) -> None:
-    """Walk back over the recomputed ops, from gradients of results to gradients of inputs."""
+    """ReverseMode back over the recomputed ops, from gradients of results to gradients of inputs."""
     back.held, back.carried = walk.held, walk.carried
     # a gradient is complete here if no op outside is still to contribute
     back.readers.update({m: walk.readers[t] - sum(t in op.operands for op in run) for t, m in inputs.items()})
@@ -1094,7 +1099,7 @@ def _walk_back(
             walk.keep(t, grad)
 
 
-def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
+def _hold(walk: ReverseMode, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
     """Keep the inputs and saved results of a run alive until a gradient leaves it, like torch's checkpoint frame."""
     last = next((t for t in inputs if t in walk.grads and t not in walk.leaves), None)
     if left and last is not None:
@@ -1103,7 +1108,7 @@ def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
         walk.keep(last, keep(grad, *left))
 
 
-def _kept(walk: Walk, op: Op) -> Tensor:
+def _kept(walk: ReverseMode, op: Op) -> Tensor:
     """Return an op's saved result from the forward pass."""
     if len(op.results) > 1:
         raise GraphError(f"keep: {op.name!r} has {len(op.results)} results, expected an op with one")
@@ -1111,14 +1116,14 @@ def _kept(walk: Walk, op: Op) -> Tensor:
 
 
 def _recall(copier: Rewriter, op: Op, kept: Tensor, graph: Graph) -> Op:
-    """Add a `Keep` in place of an op whose result is saved; its operands are recomputed."""
-    return copier.add(op, Keep(), [kept, *(copier.tensors[t] for t in op.operands)], graph)
+    """Add a `KeepAlive` in place of an op whose result is saved; its operands are recomputed."""
+    return copier.add(op, KeepAlive(), [kept, *(copier.tensors[t] for t in op.operands)], graph)
 
 
-def _forward_rule(back: Walk, op: Op) -> Rule[Any]:
-    """Return the rule for a `Keep` that replaces a saved op: that op's own."""
+def _forward_rule(back: ReverseMode, op: Op) -> Rule[Any]:
+    """Return the rule for a `KeepAlive` that replaces a saved op: that op's own."""
 
-    def rule(pull: Pull[Any]) -> Sequence[Tensor | None]:
+    def rule(pull: VJPContext[Any]) -> Sequence[Tensor | None]:
         return [None, *back.gradients(op, pull.grads, pull.needs[1:])]
 
     return rule
@@ -1171,7 +1176,7 @@ class _Reverse:
 
     forward: Loop
     """the forward loop"""
-    outer: Walk
+    outer: ReverseMode
     """walk over the graph that contains the loop"""
     body: Graph
     """body of the backward loop"""
@@ -1229,7 +1234,7 @@ class _Reverse:
             return self.body.adopt(around.adopt(self.outer.saved(loop.shared[loop.captured.index(t)])))
         if t in loop.carries and self.outer.hooks.start:
             return self.from_start()[loop.carries.index(t)]
-        if t.producer is not None and isinstance(t.producer.kind, Keep):  # liveness of the forward pass only
+        if t.producer is not None and isinstance(t.producer.kind, KeepAlive):  # liveness of the forward pass only
             return self.saved(t.producer.operands[0])
         if t.producer is not None and is_view_op(t.producer):
             base = self.saved(t.producer.operands[0])
@@ -1267,14 +1272,14 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
     return op.results[-1]
 
 
-def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
+def pull_loop(walk: ReverseMode, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
     """Add the backward loop for a loop and return its operands' gradients."""
     loop = op.loop
     assert loop is not None
     made = _Reverse(loop, walk, current_graph().start_body(f"{loop.body.name}_backward", fused=False))
     active = active_inside(op, walk.active)
     with building(made.body):
-        back = Walk(walk.hooks, active, made.saved)
+        back = ReverseMode(walk.hooks, active, made.saved)
         carried = _seed(made, back, grads)
         sums = _start_sums(made, back, needs)
         back.run(loop.body.ops)
@@ -1287,7 +1292,7 @@ def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
     return _close(walk, out, grads, sums)
 
 
-def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
+def _seed(made: _Reverse, back: ReverseMode, grads: Grads) -> list[int]:
     """Seed the gradients of a body's outputs; return the indices of carries with a gradient."""
     loop = made.forward
     once = loop.count == ONE
@@ -1316,7 +1321,7 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
     return carried
 
 
-def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, tuple[Tensor, Tensor | None]]:
+def _start_sums(made: _Reverse, back: ReverseMode, needs: Sequence[bool]) -> dict[int, tuple[Tensor, Tensor | None]]:
     """Start the gradient sums for captured operands, and continue existing ones for slices."""
     loop, walk = made.forward, made.outer
     sums: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -1351,7 +1356,7 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
 class _Out:
     """Results of the backward loop under construction."""
 
-    def __init__(self, made: _Reverse, back: Walk, carried: list[int]) -> None:
+    def __init__(self, made: _Reverse, back: ReverseMode, carried: list[int]) -> None:
         self.made = made
         self.back = back
         self.carried = carried
@@ -1410,7 +1415,7 @@ class _Out:
                 self.stacks.append((i, contiguous_copy(grad)))
 
 
-def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Tensor | None]]) -> Grads:
+def _close(walk: ReverseMode, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Tensor | None]]) -> Grads:
     """Append the backward loop and return operand gradients."""
     made, old, op = out.made, out.made.forward, out.made.forward.op
     body, graph = made.body, made.body.parent
@@ -1454,7 +1459,7 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
 
 
 def _start(
-    walk: Walk, graph: Graph, body: Graph, f: Tensor, start: Tensor | None, *, begun: bool, shared: bool
+    walk: ReverseMode, graph: Graph, body: Graph, f: Tensor, start: Tensor | None, *, begun: bool, shared: bool
 ) -> Tensor:
     """Return a carry's initial value: absent if the first iteration only accumulates into it, else zeros."""
     if start is None:
@@ -1463,7 +1468,7 @@ def _start(
         absent = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
         absent = absent or _passed_on(body, f)
         if absent:
-            nothing = Absent(sizes=f.sizes, dtype=f.dtype, pieces=f.storage.pieces, domain=f.domain)
+            nothing = Undef(sizes=f.sizes, dtype=f.dtype, pieces=f.storage.pieces, domain=f.domain)
             return graph.add_op(nothing, [], "absent").results[0]
         return restricted(fill(f.shape, dtype=f.dtype), f)
     start = graph.adopt(start)
@@ -1494,7 +1499,7 @@ def _passed_on(body: Graph, f: Tensor) -> bool:
 
 
 @vjp(Stacked)
-def _unstacked(pull: Pull[Stacked]) -> Grads:
+def _unstacked(pull: VJPContext[Stacked]) -> Grads:
     """Split a stack's gradient into its parts: one index per unrolled part, a slice per loop."""
     grad, at, out = pull.grads[0], ZERO, list[Tensor | None]([None])
     assert grad is not None
@@ -1506,12 +1511,12 @@ def _unstacked(pull: Pull[Stacked]) -> Grads:
 
 
 @vjp(Accumulate)
-def _added(pull: Pull[Accumulate]) -> Grads:
+def _added(pull: VJPContext[Accumulate]) -> Grads:
     return [pull.grads[0] if need else None for need in pull.needs]
 
 
-@vjp(Absent)
-def _absent(pull: Pull[Absent]) -> Grads:
+@vjp(Undef)
+def _absent(pull: VJPContext[Undef]) -> Grads:
     return []
 
 
@@ -1526,8 +1531,8 @@ class _Inside:
     """Saved or recomputed tensors from a kernel's body in its backward pass."""
 
     op: Op
-    walk: Walk
-    own: Inside
+    walk: ReverseMode
+    own: KernelBackward
     graph: Graph = field(default_factory=current_graph)
     """where ops are recomputed: a backward loop inside the kernel reads slices of tensors there"""
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -1576,7 +1581,7 @@ class _Inside:
             if out is t:
                 value = self.walk.saved(result)
                 for op in moves:  # the gradient rule of a rearrangement inverts it
-                    (moved,) = rule_of(op)(Pull(op, (value,), (True,), self.saved))
+                    (moved,) = rule_of(op)(VJPContext(op, (value,), (True,), self.saved))
                     assert moved is not None
                     value = moved
                 return value
@@ -1648,7 +1653,7 @@ def _mark(ops: Iterable[Op]) -> None:
         op.state(again=True)
 
 
-def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
+def pull_kernel(walk: ReverseMode, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
     """Add a kernel's backward pass and return its operands' gradients.
 
     The kernel's field `backward` selects it: `ops` for separate ops, the name of a special rule, or empty for a single
@@ -1658,7 +1663,7 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     how = op.kind.backward
     if how in KERNELS:
         return walk.asked(KERNELS[how], op, grads, needs)
-    own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
+    own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else KernelBackward()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
     operands = (op.operands[i] for i in op.kind.saved_operands)
@@ -1714,14 +1719,14 @@ def _view_outside(body: Graph, t: Tensor) -> Tensor | None:
     return None if source is None else apply(t.producer.kind, [source], t.producer.kind.name)[0]
 
 
-def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *, fused: bool) -> Grads:
+def _pulled(walk: ReverseMode, inside: _Inside, grads: Grads, needs: Sequence[bool], *, fused: bool) -> Grads:
     op, body = inside.op, inside.op.body
     assert body is not None
     # recomputation inside a kernel is the kernel's own choice
     hooks = replace(walk.hooks, runs=lambda ops: ())
     active = active_inside(op, walk.active) | active_in(body.ops, inside.own.joint)
     needs = [need or f in inside.own.joint for f, need in zip(body.formals, needs, strict=True)]
-    back = Walk(hooks, active, inside.saved, fused=fused, rules=inside.own.rules)
+    back = ReverseMode(hooks, active, inside.saved, fused=fused, rules=inside.own.rules)
     back.held = walk.held
     for t, grad in zip(body.outputs, grads, strict=False):
         if grad is not None:

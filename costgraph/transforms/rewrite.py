@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..algebra.polynomial import Poly
 from ..errors import UnsupportedError
 from ..ir.graph import (
-    Bodied,
+    BodyKind,
     Call,
     Domain,
     Graph,
@@ -170,7 +170,7 @@ class Rewriter:
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op with its body."""
         kind = bound_record(op.kind, self.values)
-        if isinstance(kind, Bodied):
+        if isinstance(kind, BodyKind):
             if op.loop is None:
                 self.given_of |= dict(zip(kind.body.formals, op.operands, strict=True))
             kind = replace(kind, body=self.body(kind.body, new, suffix))

@@ -23,8 +23,8 @@ from ..ops.collectives import need_of_all
 from ..ops.elementwise import pointwise
 from ..ops.loops import (
     Repeat,
-    absent,
     slice_of,
+    undef,
     written_slices,
 )
 from ..optimizers import Optimizer, Slot, clip_grad_norm, optimizer_of, over, source_like, unscale, zero_grad
@@ -301,7 +301,7 @@ def _accumulated(
     body.formals[:] = [
         *(totals[t] for t in params), *(given[t] for t in inputs), *map(body.capture, body.captured),
     ]  # fmt: skip
-    starts = [buffers[t] or absent(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
+    starts = [buffers[t] or undef(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
     kind = Repeat(body=body, count=times, carries=len(params), xs=len(inputs))
     loop = new.add_op(kind, (*starts, *(sources[t] for t in inputs), *body.captured), "microbatches")
     body.owner = loop

@@ -17,7 +17,7 @@ from ..ir.graph import (
     same_suffix,
 )
 from ..ir.strides import Sizes
-from ..ops.fill import Revised
+from ..ops.fill import SliceUpdate
 from ..ops.layout import (
     Rearrange,
     Slice,
@@ -25,9 +25,9 @@ from ..ops.layout import (
 from ..ops.loops import (
     Empty,
     Env,
-    Player,
+    LoopExecutor,
+    PlayedIteration,
     Stacked,
-    Turn,
 )
 from .rewrite import Rewriter, flat
 from .selection import layers_of
@@ -83,14 +83,14 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
 _Place = tuple[Graph, str]
 
 
-class _Unroller(Rewriter, Player[_Place]):
+class _Unroller(Rewriter, LoopExecutor[_Place]):
     """Executes loops. A tensor with one storage per iteration becomes a list, an absent sum None."""
 
     lies = True
 
     def __init__(self, values: Mapping[str, Poly]) -> None:
         Rewriter.__init__(self, values)
-        Player.__init__(self)
+        LoopExecutor.__init__(self)
         self.layers = set[str]()
         """layer scopes, with their iterations"""
         self._whole: dict[Tensor, Any] = {}
@@ -142,10 +142,10 @@ class _Unroller(Rewriter, Player[_Place]):
 
     # -- loops -------------------------------------------------------------------------------------------------------
 
-    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[Turn]:
+    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[PlayedIteration]:
         count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
         for turn in range(count):
-            yield Turn(count - 1 - turn if loop.reverse else turn, count)
+            yield PlayedIteration(count - 1 - turn if loop.reverse else turn, count)
 
     def stack(self, loop: Loop, t: Tensor, env: Env, place: _Place) -> Tensor | None:
         if _is_part(t):
@@ -154,13 +154,13 @@ class _Unroller(Rewriter, Player[_Place]):
         (made,) = place[0].add_op(empty, [], _beside(loop.op, t), loop.op.phase).results
         return made
 
-    def slice(self, loop: Loop, value: Any, turn: Turn, place: _Place) -> Any:
+    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: _Place) -> Any:
         return _slice(value, turn.at, place[0], loop.op)
 
     def inside(self, env: Env) -> Env:
         return env
 
-    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: _Place) -> None:
+    def iteration(self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], place: _Place) -> None:
         own = f"{place[1]}.i{self.before(loop) + turn.at}"
         self.layers |= layers_of(loop.op, own)
         self.fill(loop.body, place[0], own)
@@ -195,7 +195,7 @@ class _Unroller(Rewriter, Player[_Place]):
         for at, row in enumerate(rows):
             of = Rearrange(split=row.sizes, order=tuple(range(row.ndim)), merged=(ONE, *row.sizes))
             (part,) = place[0].add_op(of, [row], f"{base_name(row.name)}.part", row.producer.phase).results
-            kind = Revised(axes=(0,), starts=(as_poly(at),), steps=(1,))
+            kind = SliceUpdate(axes=(0,), starts=(as_poly(at),), steps=(1,))
             (made,) = place[0].add_op(kind, [made, part], f"{base_name(row.name)}.written", row.producer.phase).results
         return made
 

@@ -18,11 +18,11 @@ def loaded() -> dict[str, Any]:
     """Return the commands by name, with their parameters."""
     from typer.main import get_command
 
-    from costgraph.cli import frame
+    from costgraph.cli import registry
 
-    for module, _ in frame.COMMANDS.values():
+    for module, _ in registry.COMMANDS.values():
         import_module(f"costgraph.cli.{module}")
-    return {name: get_command(frame._APPS[name]) for name in frame.COMMANDS}
+    return {name: get_command(registry._APPS[name]) for name in registry.COMMANDS}
 
 
 def paragraphs(text: str) -> list[nodes.Node]:

@@ -386,7 +386,7 @@ TRAINING = "training"
 LOSSES = ("training",)
 
 
-@fault(TRAINING, "a second contribution to a gradient is dropped", (reverse_mode.Walk, "add"), LOSSES)
+@fault(TRAINING, "a second contribution to a gradient is dropped", (reverse_mode.ReverseMode, "add"), LOSSES)
 def _(right, self, before, grad):
     return before
 

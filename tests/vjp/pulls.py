@@ -7,9 +7,9 @@ import numpy as np
 from costgraph import Graph
 from costgraph.algebra.polynomial import Poly
 from costgraph.ops.elementwise import pointwise
-from costgraph.ops.keep_alive import Keep
+from costgraph.ops.keep_alive import KeepAlive
 from costgraph.testing import run
-from costgraph.transforms.vjp.table import Pull, rule_of
+from costgraph.transforms.vjp.table import VJPContext, rule_of
 
 
 def walk(results, seeds, wanted, saved=lambda t: t):
@@ -26,7 +26,7 @@ def walk(results, seeds, wanted, saved=lambda t: t):
         if all(g is None for g in given):
             continue
         needs = tuple(t.dtype.kind == "float" for t in op.operands)
-        for t, g in zip(op.operands, rule_of(op)(Pull(op, given, needs, saved)), strict=True):
+        for t, g in zip(op.operands, rule_of(op)(VJPContext(op, given, needs, saved)), strict=True):
             if g is not None:
                 assert g.sizes == t.sizes, (op, t, g)
                 assert g.dtype == t.dtype, (op, t, g)
@@ -73,7 +73,7 @@ def gradients(build, arrays, *, dtypes=None, dims=None, saved=lambda t: t, seed=
     done = iter(run(graph, value, **dims).outputs[len(results) :])
     mine = [np.zeros(value[x.name].shape) if f is None else next(done) for x, f in zip(floats, found, strict=True)]
     expected = [differences(loss, x.name, value[x.name]) for x in floats] if numeric else []
-    return mine, expected, graph, [op for op in graph.ops[forward:] if not isinstance(op.kind, Keep)]
+    return mine, expected, graph, [op for op in graph.ops[forward:] if not isinstance(op.kind, KeepAlive)]
 
 
 def _polys(dims):

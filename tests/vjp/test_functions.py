@@ -65,7 +65,7 @@ def test_functions_of_steps_have_none(name):
     with cg.Graph("g", dtype="fp64") as g:
         xs = [g.input(f"x{i}", a.shape) for i, a in enumerate(arrays)]
         y = pointwise(name, *xs)
-        pull = cg.transforms.vjp.table.Pull(y.producer, (g.input("g", (3,)),), (True,) * len(xs), lambda t: t)
+        pull = cg.transforms.vjp.table.VJPContext(y.producer, (g.input("g", (3,)),), (True,) * len(xs), lambda t: t)
         from costgraph.transforms.vjp.table import rule_of
 
         assert list(rule_of(y.producer)(pull)) == [None] * len(xs)

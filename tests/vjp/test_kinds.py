@@ -8,7 +8,7 @@ import pytest
 from pulls import built, check, gradients, walk
 
 import costgraph as cg
-from costgraph.ir.graph import Bodied, apply
+from costgraph.ir.graph import BodyKind, apply
 from costgraph.ops.elementwise import pointwise
 from costgraph.ops.fill import assign, fill, pad
 from costgraph.ops.layout import index
@@ -28,7 +28,7 @@ def kinds(ops):
 
 
 def test_every_kind_has_a_rule_or_a_reason():
-    bodies = {name for name, kind in KINDS.items() if issubclass(kind, Bodied)}
+    bodies = {name for name, kind in KINDS.items() if issubclass(kind, BodyKind)}
     own = {name for name, kind in KINDS.items() if not kind.infer.__module__.startswith("costgraph.")}
     told = {kind.name for kind in (*RULES, *NOT_DIFFERENTIABLE)}
     assert sorted(set(KINDS) - bodies - own - told) == []
@@ -313,11 +313,11 @@ def test_stated_bytes_of_a_backward_pass():
 
 def test_only_gradients_that_are_wanted_are_made():
     graph, _, results, seeds = stated(flops=0, saves={}, reads=[8, 16], writes=[8, 16])
-    from costgraph.transforms.vjp.table import Pull, rule_of
+    from costgraph.transforms.vjp.table import VJPContext, rule_of
 
     op = results[0].producer
     with graph:
-        first, second = rule_of(op)(Pull(op, (None, seeds[1]), (False, True), lambda t: t))
+        first, second = rule_of(op)(VJPContext(op, (None, seeds[1]), (False, True), lambda t: t))
     assert first is None
     made = second.producer
     assert len(made.results) == 1

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import costgraph as cg
 from costgraph.torch.lowering import lower, random_inputs
-from costgraph.torch.lowering.context import Leaves, Numbers
+from costgraph.torch.lowering.context import ConcreteSizes, Leaves
 
 RANKS = 4
 KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
@@ -92,7 +92,7 @@ def run(case, mesh, expected):
     sharded, sharding = case.sharded, case.sharded.sharding
     module = lower(sharded, mesh=mesh, **case.sizes, **case.symbols)
     rank = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-    numbers = Numbers(sharded, case.sizes | case.symbols)
+    numbers = ConcreteSizes(sharded, case.sizes | case.symbols)
 
     def own(array, dims):
         return part(array, dims, numbers, case.degrees, rank)

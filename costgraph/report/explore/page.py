@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import sympy
 
 from ... import models
-from ...algebra.conditions import Asked as Test
+from ...algebra.conditions import Requirement as Test
 from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Monomial, Poly, Rational, generator, poly, total
 from ...algebra.symbols import shorten, shown, size_or_name
@@ -30,11 +30,11 @@ from ...analysis.liveness import Program, copies_for, holds_from, live_bytes, pl
 from ...analysis.memory import peak_cases
 from ...analysis.params import param_bytes, param_count
 from ...analysis.step_time import unit_times, when
-from ...analysis.work import Asked, Rates, Work, works
+from ...analysis.work import DeviceQuestion, Rates, Work, works
 from ...errors import CostGraphError, FormatError, SpecError, UnsupportedError
 from ...hardware.file import LINK_KINDS
 from ...hardware.specs import Hardware, list_hardware, load_hardware
-from ...ir.graph import SHOWN, Graph, Waiting, bindings, conditions, known_names, need_choice, stages
+from ...ir.graph import SHOWN, Graph, InFlightMicroBatches, bindings, conditions, known_names, need_choice, stages
 from ...notation.progress import progressing
 from ...ops.collectives import Send
 from ...optimizers import OPTIMIZERS
@@ -295,7 +295,7 @@ def _of_stages(part: Graph) -> list[tuple[Test, str]]:
 
 
 def _pipeline(
-    part: Graph, known: Waiting, places: Sequence[int], tables: Tables, devices: Sequence[Hardware]
+    part: Graph, known: InFlightMicroBatches, places: Sequence[int], tables: Tables, devices: Sequence[Hardware]
 ) -> dict[str, Any]:
     """Return a stage's data for the pipeline time: its position, and the times of its sends."""
     row, values = tables.row, bindings(part, {})
@@ -403,7 +403,7 @@ def _sent(work: Work, graph: Graph, device: Hardware, row: Callable[[Poly], int]
     try:
         rates = Rates(device)
         once, link = exchange(work.op, graph, values, device)
-        least = unit_times(Asked(graph, rates, values, [work]))
+        least = unit_times(DeviceQuestion(graph, rates, values, [work]))
     except SpecError as error:
         return str(error)
     return [row(once * work.times), link, {unit: row(p) for unit, p in least.items() if unit != "memory"}]

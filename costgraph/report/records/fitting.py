@@ -30,7 +30,7 @@ from ...analysis.calibrated import (
     loads_of,
     rows_of,
 )
-from ...analysis.work import Asked, ask
+from ...analysis.work import DeviceQuestion, ask
 from ...errors import CostGraphError, FormatError, UnsupportedError
 from ...hardware.specs import Hardware
 from ...ops.collectives import Collective
@@ -364,7 +364,7 @@ def _known(
     records: Sequence[Record], reasons: dict[str, int], typical: dict[str, float], said: Said
 ) -> Iterator[_Known]:
     """Yield the records with a predictable time, and count the reasons for the others."""
-    timed: list[tuple[Record, float, Asked, list[Load]]] = []
+    timed: list[tuple[Record, float, DeviceQuestion, list[Load]]] = []
     for i, record in enumerate(records):
         if not i % 250:
             said(f"record {i} of {len(records)}")
@@ -381,7 +381,7 @@ def _known(
         yield _Known(record, seconds, rows_of(loads, asked.rates, typical), round(products or moved))
 
 
-def _timed(record: Record) -> tuple[float, Asked, list[Load]]:
+def _timed(record: Record) -> tuple[float, DeviceQuestion, list[Load]]:
     """Return the measured seconds and the ops that ran."""
     family = FAMILIES.get(record.family)
     if family is None:

@@ -17,7 +17,7 @@ from ...algebra.polynomial import Poly
 from ...analysis.memory import peak_memory, timeline
 from ...analysis.params import param_bytes
 from ...analysis.step_time import estimate, in_seconds, spent, unit_times
-from ...analysis.work import Asked, ask
+from ...analysis.work import DeviceQuestion, ask
 from ...errors import CostGraphError, UnsupportedError
 from ...hardware.specs import Hardware
 from ...hardware.tables import Column, Fact, Table
@@ -159,7 +159,9 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
     asked = ask(run.graph, hardware, None, run.sizes, "records")
     asked.need_numbers("records")
     if run.phases:
-        asked = Asked(run.graph, asked.rates, asked.values, [w for w in asked.works if w.op.phase in run.phases])
+        asked = DeviceQuestion(
+            run.graph, asked.rates, asked.values, [w for w in asked.works if w.op.phase in run.phases]
+        )
     taken = estimate((spent(work, asked) for work in asked.works), run.graph.root.relations)
     busy = {unit: _number(time, asked) for unit, time in unit_times(asked).items()}
     if run.phases:  # data between phases may stay in a cache
@@ -173,7 +175,7 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
     return _number(taken, asked), max(busy.values(), default=0.0), notes, ops
 
 
-def _number(time: Poly, asked: Asked) -> float:
+def _number(time: Poly, asked: DeviceQuestion) -> float:
     return float(in_seconds(time, asked))
 
 

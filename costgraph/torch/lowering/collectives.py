@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.collectives import REDUCING, Around, Collective, Pack, Part
+from ...ops.collectives import REDUCING, Collective, LocalShard, Pack, Unshard
 from .context import (
-    Site,
+    LoweringContext,
     lowering,
     strided,
 )
@@ -115,7 +115,7 @@ def _beside(parts: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 @lowering(Collective)
-def _collective(site: Site[Collective]) -> None:
+def _collective(site: LoweringContext[Collective]) -> None:
     group = site.shared.groups.get(site.kind.axis)
     if group is None:
         _alone(site)
@@ -146,7 +146,7 @@ def _collective(site: Site[Collective]) -> None:
         site.settle(site.call(all_to_all, x, dim, blocks, *source, *there, like=like))
 
 
-def _around(site: Site[Any]) -> Any:
+def _around(site: LoweringContext[Any]) -> Any:
     """Return the tensor around a rank's part; without a group, the operand is the first part."""
     (x,), (t,), dim = site.operands, site.op.results, site.kind.dim
     group, sizes, strides = site.shared.groups.get(site.kind.axis), site.sizes(t), site.numbers.of(t.strides)
@@ -154,19 +154,19 @@ def _around(site: Site[Any]) -> Any:
     return site.call(strided, x, sizes, strides, -before)
 
 
-@lowering(Around)
-def _whole(site: Site[Around]) -> None:
+@lowering(Unshard)
+def _whole(site: LoweringContext[Unshard]) -> None:
     site.settle(_around(site))
 
 
-def _in_place(site: Site[Collective]) -> Any:
+def _in_place(site: LoweringContext[Collective]) -> Any:
     """Return the tensor around a rank's part after an all-gather."""
     (x,), dim, group = site.operands, site.kind.dim, site.shared.groups[site.kind.axis]
     whole = _around(site)
     return site.call(gather_in_place, x, whole, dim, group.ranks, group.name, like=site.shadow(whole))
 
 
-def _alone(site: Site[Collective]) -> None:
+def _alone(site: LoweringContext[Collective]) -> None:
     """Simulate one rank among identical ranks: a sum is a multiple, an all-gather repeats."""
     kind, ranks, x = site.kind, site.of(site.kind.ranks), site.operands[0]
     sizes, aten = site.sizes(site.op.results[0]), torch.ops.aten
@@ -183,20 +183,20 @@ def _alone(site: Site[Collective]) -> None:
         site.own(torch.clone, site.call(aten.reshape, made, sizes))
 
 
-def _own(site: Site[Any], x: Any, dim: int, blocks: int, ranks: int, rank: int) -> Any:
+def _own(site: LoweringContext[Any], x: Any, dim: int, blocks: int, ranks: int, rank: int) -> Any:
     """Return a rank's part of each block."""
     parts = site.call(torch.ops.aten.unflatten, x, dim, (blocks, ranks, -1))
     return site.call(torch.flatten, site.call(torch.select, parts, dim + 1, rank), dim, dim + 1)
 
 
-def _repeated(site: Site[Any], x: Any, dim: int, blocks: int, ranks: int) -> Any:
+def _repeated(site: LoweringContext[Any], x: Any, dim: int, blocks: int, ranks: int) -> Any:
     """Repeat each block once per rank."""
     parts = site.call(torch.ops.aten.unflatten, x, dim, (blocks, 1, -1))
     return site.call(torch.flatten, site.call(torch.cat, [parts] * ranks, dim + 1), dim, dim + 2)
 
 
-@lowering(Part)
-def _part(site: Site[Part]) -> None:
+@lowering(LocalShard)
+def _part(site: LoweringContext[LocalShard]) -> None:
     """Return the rank's own part; the first one without a group."""
     kind, ranks, x = site.kind, site.of(site.kind.ranks), site.operands[0]
     group = site.shared.groups.get(kind.axis)
@@ -215,5 +215,5 @@ def packed(buffer: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
 
 
 @lowering(Pack)
-def _pack(site: Site[Pack]) -> None:
+def _pack(site: LoweringContext[Pack]) -> None:
     site.alias(site.call(packed, *site.operands))

@@ -18,12 +18,12 @@ from ...dtypes import DType
 from ...errors import BindingError, GraphError, UnsupportedError
 from ...ir.graph import Domain, Graph, Op, OpKind, Tensor, bindings, known_names
 from ...ir.strides import numel
-from ...ops.collectives import Around, Collective, Merge, Meshed, Pack, Part
+from ...ops.collectives import Collective, LocalShard, Merge, Meshed, Pack, Unshard
 from ...ops.elementwise import Pointwise
-from ...ops.fill import Assign, Fill, Revised
+from ...ops.fill import Assign, Fill, SliceUpdate
 from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed, Sort
-from ...ops.keep_alive import Keep, StopGradient
+from ...ops.keep_alive import KeepAlive, StopGradient
 from ...ops.kv_cache import Append, Cache
 from ...ops.layout import Concat, Expand, Rearrange, Slice
 from ...ops.loops import Stacked
@@ -36,7 +36,7 @@ __all__ = [
     "FORMATS",
     "torch_dtype",
     "Emitter",
-    "Numbers",
+    "ConcreteSizes",
     "Leaf",
     "Leaves",
     "numbers_for",
@@ -44,8 +44,8 @@ __all__ = [
     "Group",
     "Groups",
     "groups_of",
-    "Shared",
-    "Site",
+    "LoweringState",
+    "LoweringContext",
     "laid_out",
     "strided",
     "LOWERINGS",
@@ -87,7 +87,7 @@ def torch_dtype(place: str, dtype: DType) -> torch.dtype:
 # -- emitter -----------------------------------------------------------------------------------------------------------
 
 
-class Numbers:
+class ConcreteSizes:
     """Values of a graph's formulas at the given sizes.
 
     BindingError if a size is missing or invalid.
@@ -286,18 +286,18 @@ _MOVES = (
     | Slice
     | Expand
     | Concat
-    | Keep
+    | KeepAlive
     | StopGradient
     | Cache
     | Append
     | Transfer
-    | Around
+    | Unshard
     | Collective
-    | Part
+    | LocalShard
     | Pack
     | Gather
     | Stacked
-    | Revised
+    | SliceUpdate
     | Assign
 )
 
@@ -318,7 +318,7 @@ class _Origin:
 class Indices:
     """Static bounds on a graph's integers, propagated through views, copies, fused bodies and loops."""
 
-    def __init__(self, graph: Graph, numbers: Numbers) -> None:
+    def __init__(self, graph: Graph, numbers: ConcreteSizes) -> None:
         self._numbers = numbers
         self._mesh = graph.sharding.mesh if graph.sharding is not None else None
         self._limits: dict[Tensor, int] = {}
@@ -440,7 +440,7 @@ class Group:
 Groups = Mapping[str, Group]
 
 
-def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
+def groups_of(graph: Graph, mesh: object, numbers: ConcreteSizes) -> Groups:
     """Return the process groups that a graph needs.
 
     GraphError if a sharded graph has no mesh, or the mesh lacks an axis or has another degree.
@@ -459,7 +459,7 @@ def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
     return found
 
 
-def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]:
+def _degrees(graph: Graph, numbers: ConcreteSizes) -> Iterator[tuple[str, int | None]]:
     """Yield the axes along which ranks communicate, with their degrees."""
     for op in graph.walk():
         if isinstance(op.kind, Indexed | Append) and op.kind.part:
@@ -517,12 +517,12 @@ def laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Shared:
+class LoweringState:
     """State shared by all lowerings in a graph."""
 
     emitter: Emitter
     """emitter that appends calls"""
-    numbers: Numbers
+    numbers: ConcreteSizes
     """formula values"""
     indices: Indices
     """integer bounds"""
@@ -535,11 +535,11 @@ class Shared:
 
 
 @dataclass
-class Site(Generic[K_co]):
+class LoweringContext(Generic[K_co]):
     """Context in which one op is lowered."""
 
     op: Op
-    shared: Shared
+    shared: LoweringState
     operands: list[Any]
     """operand nodes"""
     places: Mapping[Tensor, Any] = field(default_factory=dict)
@@ -553,7 +553,7 @@ class Site(Generic[K_co]):
         return self.shared.emitter
 
     @property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> ConcreteSizes:
         """Formula values."""
         return self.shared.numbers
 
@@ -691,7 +691,7 @@ class Site(Generic[K_co]):
 # -- registry ----------------------------------------------------------------------------------------------------------
 
 #: Appends one op's calls and sets its results.
-Lowering = Callable[[Site[Any]], None]
+Lowering = Callable[[LoweringContext[Any]], None]
 K = TypeVar("K", bound=OpKind)
 
 _lowerings: dict[type[OpKind], Lowering] = {}
@@ -699,7 +699,7 @@ _lowerings: dict[type[OpKind], Lowering] = {}
 LOWERINGS: Mapping[type[OpKind], Lowering] = MappingProxyType(_lowerings)
 
 
-def lowering(kind: type[K]) -> Callable[[Callable[[Site[K]], None]], Callable[[Site[K]], None]]:
+def lowering(kind: type[K]) -> Callable[[Callable[[LoweringContext[K]], None]], Callable[[LoweringContext[K]], None]]:
     """Register a lowering for an op kind.
 
     Parameters
@@ -710,7 +710,8 @@ def lowering(kind: type[K]) -> Callable[[Callable[[Site[K]], None]], Callable[[S
     Returns
     -------
     callable
-        Decorator for a function of `Site`, which appends torch calls and sets every result. `site.kind` is the op kind;
+        Decorator for a function of `LoweringContext`, which appends torch calls and sets every result. `site.kind` is
+        the op kind;
         `site.of(site.kind.size)` evaluates one of its fields.
 
     Raises

@@ -13,12 +13,12 @@ import torch
 from ...ir.graph import Op, OpKind
 from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.einsum import Einsum
-from ...ops.pooling import Pool, Unpool, Windowed
-from .context import Site, lowering, strided
+from ...ops.pooling import Pool, PoolingBase, Unpool
+from .context import LoweringContext, lowering, strided
 from .elementwise import held, item, mask_of
 
 __all__ = [
-    "Sliding",
+    "ConvWindows",
     "convolution",
     "sliding",
     "linear",
@@ -28,7 +28,7 @@ __all__ = [
 # -- convolutions and pooling ------------------------------------------------------------------------------------------
 
 
-class Sliding:
+class ConvWindows:
     """Convolution parameters found in a pattern."""
 
     def __init__(self, batch: int, groups: int, indices: Sequence[Affine]) -> None:
@@ -52,7 +52,7 @@ def _role(dims: Sequence[Axes | Affine]) -> str:
     return "weight" if len(dims) > 1 and len(dims[0].names) == 2 and len(dims[1].names) == 1 else "output"
 
 
-def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Sequence[int]]) -> Sliding | None:
+def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Sequence[int]]) -> ConvWindows | None:
     """Return the parameters if input, weight and output form a torch convolution, else None."""
     parts = {_role(d): d for d in (*pattern.operands, pattern.result)}
     if set(parts) != {"input", "weight", "output"} or len(pattern.operands) != 2:
@@ -73,7 +73,7 @@ def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Seque
     )
     if not all(expected):
         return None
-    found = Sliding(batch, extents[str(group)], indices)
+    found = ConvWindows(batch, extents[str(group)], indices)
     for d, n in zip(indices, sizes["input"][batch + 1 :], strict=True):
         (o, step), (k, gap) = d.terms
         if (n - 2 * d.offset - gap * (extents[k] - 1) - 1) // step + 1 != extents[o]:
@@ -84,7 +84,9 @@ def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Seque
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
-def convolution(site: Site[OpKind], einsum: Op | None = None, operands: Sequence[Any] = (), bias: Any = None) -> bool:
+def convolution(
+    site: LoweringContext[OpKind], einsum: Op | None = None, operands: Sequence[Any] = (), bias: Any = None
+) -> bool:
     """Lower a contraction as a convolution or a convolution gradient; return whether it is one."""
     op = site.op if einsum is None else einsum
     assert isinstance(op.kind, Einsum)
@@ -125,7 +127,7 @@ def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch
 # -- pooling -----------------------------------------------------------------------------------------------------
 
 
-def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
+def _spans(site: LoweringContext[PoolingBase]) -> tuple[list[int], list[int], list[int], int]:
     """Return window, stride and padding per sliding axis, and how many other axes there are."""
     extents, dims = site.of(site.kind.extents), site.kind.pattern.operands[0]
     indices = [d for d in dims if isinstance(d, Affine)]
@@ -133,14 +135,14 @@ def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
     return window, [d.terms[0][1] for d in indices], [-d.offset for d in indices], len(dims) - len(indices)
 
 
-def _flat(site: Site[OpKind], node: Any, other: int) -> Any:
+def _flat(site: LoweringContext[OpKind], node: Any, other: int) -> Any:
     """View a tensor as batched single channels for torch's pooling."""
     sizes = tuple(site.shadow(node).shape)
     return site.shaped(node, (prod(sizes[:other]), 1, *sizes[other:]))
 
 
 @lowering(Pool)
-def _pool(site: Site[Pool]) -> None:
+def _pool(site: LoweringContext[Pool]) -> None:
     window, stride, padding, other = _spans(site)
     x = _flat(site, site.operands[0], other)
     sizes = (site.shadow(x).shape[0], 1, *site.sizes(site.op.results[0])[other:])
@@ -153,7 +155,7 @@ def _pool(site: Site[Pool]) -> None:
         site.settle(site.call(mean_pool, x, window, stride, padding, site.kind.inside, like=like))
 
 
-def _pooled(site: Site[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pooled(site: LoweringContext[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = site.dtype(site.op.results[0])
     return torch.empty(sizes, dtype=dtype, device="meta"), torch.empty(sizes, dtype=torch.int64, device="meta")
 
@@ -186,7 +188,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 @lowering(Unpool)
-def _unpool(site: Site[Unpool]) -> None:
+def _unpool(site: LoweringContext[Unpool]) -> None:
     window, stride, padding, other = _spans(site)
     x = _flat(site, site.operands[1], other)
     nodes = [_flat(site, v, other) for v in (site.operands[0], *site.operands[2:])]
@@ -231,7 +233,7 @@ Dims = Sequence[Axes | Affine]
 
 
 @dataclass(frozen=True)
-class Labelled:
+class NamedAxesNode:
     """A node with one axis per name."""
 
     node: Any
@@ -239,7 +241,7 @@ class Labelled:
 
 
 @lowering(Einsum)
-def _einsum(site: Site[Einsum]) -> None:
+def _einsum(site: LoweringContext[Einsum]) -> None:
     if convolution(site):
         return
     pattern, extents = site.kind.pattern, site.of(site.kind.extents)
@@ -254,7 +256,7 @@ def _einsum(site: Site[Einsum]) -> None:
         dtype = torch.float32
     elif dtype == torch.bool:
         dtype = torch.uint8
-    operands = [Labelled(site.cast(o.node, dtype), o.names) for o in operands]
+    operands = [NamedAxesNode(site.cast(o.node, dtype), o.names) for o in operands]
     while len(operands) > 2:
         operands = _paired(site, operands, kept, extents)
     if scattered:
@@ -267,12 +269,12 @@ def _einsum(site: Site[Einsum]) -> None:
         product(site, operands, kept, extents, place=True)
 
 
-def labelled(site: Site[OpKind], node: Any, dims: Dims, extents: Mapping[str, int]) -> Labelled:
+def labelled(site: LoweringContext[OpKind], node: Any, dims: Dims, extents: Mapping[str, int]) -> NamedAxesNode:
     """View an operand with one axis per name: split merged axes, and extract windows and diagonals by strides."""
     names = tuple(dict.fromkeys(n for d in dims for n in d.names))
     plain = all(isinstance(d, Axes) for d in dims) and len(names) == sum(len(d.names) for d in dims)
     if plain:
-        return Labelled(site.shaped(node, tuple(extents[n] for n in names)), names)
+        return NamedAxesNode(site.shaped(node, tuple(extents[n] for n in names)), names)
     shadow = site.shadow(node)
     pads, starts = [], []
     for d, size in zip(dims, shadow.shape, strict=True):
@@ -288,7 +290,7 @@ def labelled(site: Site[OpKind], node: Any, dims: Dims, extents: Mapping[str, in
         for n, factor in _factors(d, extents):
             strides[n] += factor * step
     offset = sum(s * step for s, step in zip(starts, shadow.stride(), strict=True))
-    return Labelled(
+    return NamedAxesNode(
         site.call(strided, node, tuple(extents[n] for n in names), tuple(strides[n] for n in names), offset), names
     )
 
@@ -333,8 +335,8 @@ def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: in
 
 
 def _masked(
-    site: Site[Einsum], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
-) -> list[Labelled]:
+    site: LoweringContext[Einsum], operands: list[NamedAxesNode], kept: Sequence[str], extents: Mapping[str, int]
+) -> list[NamedAxesNode]:
     """Multiply by a domain's mask if one domain axis is summed."""
     if site.kind.domain is None:
         return operands
@@ -343,12 +345,12 @@ def _masked(
         return operands  # elements outside the domain are never read
     sizes = extents[query], extents[key]
     node = site.call(mask_like, operands[0].node, *sizes, *site.seen(domain, *sizes))
-    return [*operands, Labelled(node, (query, key))]
+    return [*operands, NamedAxesNode(node, (query, key))]
 
 
 def _paired(
-    site: Site[OpKind], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
-) -> list[Labelled]:
+    site: LoweringContext[OpKind], operands: list[NamedAxesNode], kept: Sequence[str], extents: Mapping[str, int]
+) -> list[NamedAxesNode]:
     """Contract the two operands that minimize the total cost."""
 
     def after(left: list[tuple[str, ...]], i: int, j: int) -> tuple[list[tuple[str, ...]], int]:
@@ -371,7 +373,7 @@ def _paired(
     return [*rest, product(site, [operands[i], operands[j]], costs[i, j][0][-1], extents)]
 
 
-def linear(site: Site[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
+def linear(site: LoweringContext[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
     """Lower a matmul with a bias as one call; return whether it is one."""
     assert isinstance(einsum.kind, Einsum)
     pattern, extents = einsum.kind.pattern, site.of(einsum.kind.extents)
@@ -388,7 +390,7 @@ def linear(site: Site[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -
     fits = kept == (*rows, *columns) and columns and {*rows, *columns, *summed} == every
     if not fits or tuple(site.shadow(bias).shape) != shape or dtype.itemsize == 1 or not dtype.is_floating_point:
         return False
-    left, right = (Labelled(site.cast(o.node, dtype), o.names) for o in (left, right))
+    left, right = (NamedAxesNode(site.cast(o.node, dtype), o.names) for o in (left, right))
     row = site.cast(site.shaped(bias, (prod(shape),)), dtype)
     _matmul(site, left, right, kept, extents, place=True, bias=row)
     return True
@@ -398,13 +400,13 @@ def linear(site: Site[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -
 
 
 def product(
-    site: Site[OpKind],
-    operands: list[Labelled],
+    site: LoweringContext[OpKind],
+    operands: list[NamedAxesNode],
     kept: Sequence[str],
     extents: Mapping[str, int],
     *,
     place: bool = False,
-) -> Labelled:
+) -> NamedAxesNode:
     """Contract one or two operands; with `place`, into the op's result."""
     operands = [_summed(site, o, kept, [p.names for p in operands if p is not o]) for o in operands]
     names = [set(o.names) for o in operands]
@@ -414,20 +416,22 @@ def product(
     function = torch.mul if len(views) == 2 else torch.clone
     if place:
         site.own(function, *views, shape=tuple(extents[n] for n in kept))
-        return Labelled(site.made[0], tuple(kept))
-    return Labelled(site.call(function, *views), tuple(kept))
+        return NamedAxesNode(site.made[0], tuple(kept))
+    return NamedAxesNode(site.call(function, *views), tuple(kept))
 
 
-def _summed(site: Site[OpKind], o: Labelled, kept: Sequence[str], others: Sequence[Sequence[str]]) -> Labelled:
+def _summed(
+    site: LoweringContext[OpKind], o: NamedAxesNode, kept: Sequence[str], others: Sequence[Sequence[str]]
+) -> NamedAxesNode:
     """Sum over axes that neither the result nor another operand has."""
     gone = [i for i, n in enumerate(o.names) if n not in kept and not any(n in names for names in others)]
     if not gone:
         return o
     left = tuple(n for i, n in enumerate(o.names) if i not in gone)
-    return Labelled(site.call(torch.sum, o.node, gone, dtype=site.shadow(o.node).dtype), left)
+    return NamedAxesNode(site.call(torch.sum, o.node, gone, dtype=site.shadow(o.node).dtype), left)
 
 
-def _aligned(site: Site[OpKind], o: Labelled, kept: Sequence[str]) -> Any:
+def _aligned(site: LoweringContext[OpKind], o: NamedAxesNode, kept: Sequence[str]) -> Any:
     """Permute axes into the result's order, with size 1 for missing ones."""
     there = [n for n in kept if n in o.names]
     node = site.permuted(o.node, [o.names.index(n) for n in there])
@@ -438,15 +442,15 @@ def _aligned(site: Site[OpKind], o: Labelled, kept: Sequence[str]) -> Any:
 
 
 def _matmul(
-    site: Site[OpKind],
-    a: Labelled,
-    b: Labelled,
+    site: LoweringContext[OpKind],
+    a: NamedAxesNode,
+    b: NamedAxesNode,
     kept: tuple[str, ...],
     extents: Mapping[str, int],
     *,
     place: bool,
     bias: Any = None,
-) -> Labelled:
+) -> NamedAxesNode:
     """Contract by a batched matmul, in the result's axis order if possible."""
     batch = [n for n in kept if n in a.names and n in b.names]
     rows = [n for n in kept if n in a.names and n not in b.names]
@@ -461,16 +465,16 @@ def _matmul(
     shape = (*site.shadow(left).shape[:-1], site.shadow(right).shape[-1])
     if bias is not None:
         site.own(torch.addmm, bias, left, right, shape=shape)
-        return Labelled(site.made[0], kept)
+        return NamedAxesNode(site.made[0], kept)
     if place and names == kept:
         site.own(function, left, right, shape=shape)
-        return Labelled(site.made[0], kept)
+        return NamedAxesNode(site.made[0], kept)
     node = site.shaped(site.call(function, left, right), tuple(extents[n] for n in names))
     node = site.permuted(node, [names.index(n) for n in kept])
     if place:
         site.settle(node, fresh=False)
         node = site.made[0]
-    return Labelled(node, kept)
+    return NamedAxesNode(node, kept)
 
 
 def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tuple[int, ...]:
@@ -479,13 +483,17 @@ def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tupl
     return sizes if groups[0] else sizes[1:]
 
 
-def _matrix(site: Site[OpKind], o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> Any:
+def _matrix(
+    site: LoweringContext[OpKind], o: NamedAxesNode, groups: Sequence[Sequence[str]], extents: Mapping[str, int]
+) -> Any:
     order = [o.names.index(n) for names in groups for n in names]
     node = site.permuted(o.node, order)
     return site.shaped(node, _groups(groups, extents))
 
 
-def _is_matrix(site: Site[OpKind], o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> bool:
+def _is_matrix(
+    site: LoweringContext[OpKind], o: NamedAxesNode, groups: Sequence[Sequence[str]], extents: Mapping[str, int]
+) -> bool:
     """Whether an operand is a matrix without a copy."""
     shadow = site.shadow(o.node).permute([o.names.index(n) for names in groups for n in names])
     try:
@@ -496,9 +504,9 @@ def _is_matrix(site: Site[OpKind], o: Labelled, groups: Sequence[Sequence[str]],
 
 
 def _order_of_sum(
-    site: Site[OpKind],
-    a: Labelled,
-    b: Labelled,
+    site: LoweringContext[OpKind],
+    a: NamedAxesNode,
+    b: NamedAxesNode,
     parts: tuple[list[str], list[str], list[str]],
     extents: Mapping[str, int],
 ) -> list[str]:

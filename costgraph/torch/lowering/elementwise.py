@@ -13,7 +13,7 @@ from ...errors import UnsupportedError
 from ...ir.graph import OpKind
 from ...ops.elementwise import Dropout, Pointwise
 from ...ops.reduce import Reduce
-from .context import Site, lowering
+from .context import LoweringContext, lowering
 
 __all__ = [
     "FLEXIBLE",
@@ -323,7 +323,7 @@ def hidden(x: Tensor, query: int, key: int, causal: bool, window: int | None, fi
 # -- elementwise ops ---------------------------------------------------------------------------------------------------
 
 
-def held(site: Site[OpKind], i: int, fill: float) -> Any:
+def held(site: LoweringContext[OpKind], i: int, fill: float) -> Any:
     """Return an operand with `fill` outside its domain."""
     t, x = site.op.operands[i], site.operands[i]
     if t.domain is None:
@@ -334,7 +334,7 @@ def held(site: Site[OpKind], i: int, fill: float) -> Any:
 
 
 @lowering(Pointwise)
-def _pointwise(site: Site[Pointwise]) -> None:
+def _pointwise(site: LoweringContext[Pointwise]) -> None:
     record, name = site.kind.function, site.kind.function.name
     if name.startswith("causal_mask"):
         _masked(site, 0.0 if name.endswith("backward") else float("-inf"))
@@ -361,14 +361,14 @@ def _as_it_is(number: Any) -> Any:
     return number
 
 
-def _cast(site: Site[Pointwise], x: Any) -> None:
+def _cast(site: LoweringContext[Pointwise], x: Any) -> None:
     if site.kind.overwrites():
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], x))
     else:
         site.own(torch.ops.aten._to_copy, x, dtype=site.dtype(site.op.results[0]))
 
 
-def _masked(site: Site[Pointwise], fill: float) -> None:
+def _masked(site: LoweringContext[Pointwise], fill: float) -> None:
     x, old = site.operands[0], site.op.operands[0]
     # a gradient is zero outside the domain of its operand
     domain = old.domain[0] if site.kind.masked is None and old.domain is not None and not fill else site.kind.masked
@@ -381,7 +381,7 @@ def _masked(site: Site[Pointwise], fill: float) -> None:
     _place(site, "causal_mask", function, given)
 
 
-def _place(site: Site[OpKind], name: str, function: Callable[..., Any], given: list[Any]) -> None:
+def _place(site: LoweringContext[OpKind], name: str, function: Callable[..., Any], given: list[Any]) -> None:
     if not site.kind.overwrites():
         site.own(function, *given)
         return
@@ -405,7 +405,7 @@ def chosen(name: str, given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
     return KERNELS[name], given
 
 
-def _taken(site: Site[OpKind], name: str, given: list[Any]) -> list[Any]:
+def _taken(site: LoweringContext[OpKind], name: str, given: list[Any]) -> list[Any]:
     """Return operands in a dtype that torch's kernel supports, expanded if it does not broadcast."""
     result = site.dtype(site.op.results[0])
     shadows = [None if isinstance(v, int | float | complex) else site.shadow(v) for v in given]
@@ -424,7 +424,7 @@ def _taken(site: Site[OpKind], name: str, given: list[Any]) -> list[Any]:
     return [_full(site, v, sizes, dtype) for v in given] if name.endswith("_backward") else given
 
 
-def _full(site: Site[OpKind], v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _full(site: LoweringContext[OpKind], v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
     if isinstance(v, int | float | complex):
         v = site.call(torch.full, (), v, dtype=dtype, device=site.emitter.device)
     v = site.cast(v, dtype)
@@ -462,7 +462,7 @@ def dropped(x: torch.Tensor, p: float, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 @lowering(Dropout)
-def _dropout(site: Site[Dropout]) -> None:
+def _dropout(site: LoweringContext[Dropout]) -> None:
     x, p = site.operands[0], site.kind.p
     mask = site.dtype(site.op.results[1])
     shadow = site.shadow(x)
@@ -485,7 +485,7 @@ _NOTHING = {"sum": 0.0, "mean": 0.0, "max": -inf, "min": inf, "prod": 1.0, "any"
 
 
 @lowering(Reduce)
-def _reduce(site: Site[Reduce]) -> None:
+def _reduce(site: LoweringContext[Reduce]) -> None:
     pattern, operation = site.kind.pattern, site.kind.operation
     names = [a.names[0] if a.names else None for a in pattern.operands[0]]
     kept = [a.names[0] for a in pattern.result if a.names]

@@ -13,7 +13,7 @@ from ...dtypes import DType
 from ...errors import UnsupportedError
 from ...ir.graph import Call, OpKind
 from ...ops.opaque import Opaque
-from .context import Site, lowering, torch_dtype
+from .context import LoweringContext, lowering, torch_dtype
 from .elementwise import item, leaf
 
 __all__ = [
@@ -30,7 +30,7 @@ _OF_A_CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "C
 _REFUSED = ("from_file",)
 
 
-def replay(site: Site[OpKind], call: Call) -> None:
+def replay(site: LoweringContext[OpKind], call: Call) -> None:
     """Append the traced call of an op."""
     arguments = [_argument(site, v) for v in call.arguments]
     keywords = {k: _argument(site, v) for k, v in call.keywords.items()}
@@ -63,13 +63,13 @@ def runs_on(call: Call, device: torch.device) -> bool:
     return any(found(full, key) for key in _OF_A_CPU)
 
 
-def _stored(site: Site[OpKind], node: Any, i: int) -> Any:
+def _stored(site: LoweringContext[OpKind], node: Any, i: int) -> Any:
     """Return the whole storage of a result that is larger than its tensor, as a row of elements."""
     sizes = site.sizes(site.op.results[i])
     return node if site.shadow(node).numel() == prod(sizes) else site.call(torch.as_strided, node, sizes, (1,), 0)
 
 
-def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:
+def _overload(site: LoweringContext[OpKind], target: str) -> Callable[..., Any]:
     """Return a torch op by name, with its namespace unless it is aten."""
     *space, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
@@ -79,7 +79,7 @@ def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:
     return found
 
 
-def _argument(site: Site[OpKind], value: Any) -> Any:
+def _argument(site: LoweringContext[OpKind], value: Any) -> Any:
     """Convert an argument to torch."""
     if isinstance(value, tuple):
         return [_argument(site, v) for v in value]
@@ -95,7 +95,7 @@ def _argument(site: Site[OpKind], value: Any) -> Any:
     return _named(site, value["torch"])
 
 
-def _named(site: Site[OpKind], text: str) -> Any:
+def _named(site: LoweringContext[OpKind], text: str) -> Any:
     """Return a device, a memory format, a layout or a complex number."""
     if text == "device":
         return site.emitter.device
@@ -109,7 +109,7 @@ def _named(site: Site[OpKind], text: str) -> Any:
 # -- opaque ops --------------------------------------------------------------------------------------------------------
 
 
-def _function(site: Site[Opaque]) -> Callable[..., Any]:
+def _function(site: LoweringContext[Opaque]) -> Callable[..., Any]:
     """Return the caller's function for an opaque op, by name with or without scope and number."""
     last = site.op.name.rpartition("/")[2]
     names = (site.op.name, last, re.sub(r"_\d+\Z", "", last))
@@ -137,7 +137,7 @@ def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[An
 
 
 @lowering(Opaque)
-def _opaque(site: Site[Opaque]) -> None:
+def _opaque(site: LoweringContext[Opaque]) -> None:
     outputs = tuple((site.sizes(t), site.dtype(t)) for t in site.op.results)
     like = [torch.empty(sizes, dtype=dtype, device="meta") for sizes, dtype in outputs]
     made = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)

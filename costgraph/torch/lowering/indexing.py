@@ -11,15 +11,15 @@ import torch
 from ...errors import GraphError
 from ...ir.graph import OpKind
 from ...ops.collectives import Merge
-from ...ops.grouped import Dispatch, Grouped, GroupedOuter, TopK
+from ...ops.grouped import Dispatch, GroupedMatmul, GroupedOuter, TopK
 from ...ops.index import Gather, Scatter, Sort
-from .context import Site, lowering
+from .context import LoweringContext, lowering
 from .elementwise import item
 
 # -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
-def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
+def _ids(site: LoweringContext[Gather | Scatter], rows: int, place: int = 0) -> Any:
     """Return the indices, modulo the row count if they may be out of range.
 
     For a sharded table they are relative to the rank's first row; other ranks' rows are out of range.
@@ -70,7 +70,7 @@ def add_others(
     return target
 
 
-def _each(site: Site[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
+def _each(site: LoweringContext[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
     """Return the indices per indexed axis."""
     count = len(site.kind.places(site.op.operands))
     return [site.cast(_ids(site, sizes[k], k), torch.int64) for k in range(count)]
@@ -82,7 +82,7 @@ def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @lowering(Gather)
-def _gather(site: Site[Gather]) -> None:
+def _gather(site: LoweringContext[Gather]) -> None:
     sizes, batch = site.sizes(site.op.operands[0]), site.kind.batch
     if len(site.operands) > 2:
         site.own(torch.ops.aten.index, site.operands[0], _each(site, sizes))
@@ -95,7 +95,7 @@ def _gather(site: Site[Gather]) -> None:
     site.alias(site.call(zero_others, site.made[0], ids, rows))
 
 
-def _look_up(site: Site[Gather], ids: Any) -> None:
+def _look_up(site: LoweringContext[Gather], ids: Any) -> None:
     """Look up rows by indices within the table."""
     table, sizes, batch = site.operands[0], site.sizes(site.op.operands[0]), site.kind.batch
     if batch and batch == len(sizes) - 1 == len(site.sizes(site.op.operands[1])) - 1:
@@ -115,7 +115,9 @@ def _look_up(site: Site[Gather], ids: Any) -> None:
         site.own(torch.index_select, table, 0, flat, shape=shape)
 
 
-def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...], *, by_row: bool) -> tuple[Any, int]:
+def _flat(
+    site: LoweringContext[Gather | Scatter], ids: Any, sizes: tuple[int, ...], *, by_row: bool
+) -> tuple[Any, int]:
     """Return the indices with a single axis after the batch axes, broadcastable over rows, and their number."""
     batch = site.kind.batch
     count = prod(site.sizes(site.op.operands[1])[batch:])
@@ -133,7 +135,7 @@ _ALONG: Mapping[str, Callable[..., Any]] = {
 
 
 @lowering(Scatter)
-def _scatter(site: Site[Scatter]) -> None:
+def _scatter(site: LoweringContext[Scatter]) -> None:
     target, *_, updates = site.operands
     sizes, batch, mode = site.sizes(site.op.operands[0]), site.kind.batch, site.kind.mode
     if not site.kind.overwrites():
@@ -165,14 +167,14 @@ def _scatter(site: Site[Scatter]) -> None:
 
 
 @lowering(TopK)
-def _top_k(site: Site[TopK]) -> None:
+def _top_k(site: LoweringContext[TopK]) -> None:
     made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1, not site.kind.smallest)
     for i in (0, 1):
         site.settle(site.call(item, made, i), i)
 
 
 @lowering(Sort)
-def _sort(site: Site[Sort]) -> None:
+def _sort(site: LoweringContext[Sort]) -> None:
     made = site.call(torch.sort, site.operands[0], -1, site.kind.descending)
     for i in (0, 1):
         site.settle(site.call(item, made, i), i)
@@ -205,7 +207,7 @@ def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) 
 
 
 @lowering(Dispatch)
-def _dispatch(site: Site[Dispatch]) -> None:
+def _dispatch(site: LoweringContext[Dispatch]) -> None:
     """Lower a dispatch; expert indices that may be out of range are taken modulo their number."""
     ids, experts = site.operands[0], site.of(site.kind.experts)
     if not site.shared.indices.within(site.op.operands[0], experts):
@@ -232,7 +234,7 @@ def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -
 
 
 @lowering(Merge)
-def _merge(site: Site[Merge]) -> None:
+def _merge(site: LoweringContext[Merge]) -> None:
     kind, like = site.kind, [torch.empty(site.sizes(t), dtype=site.dtype(t), device="meta") for t in site.op.results]
     group = site.shared.groups.get(kind.axis)
     facts = (site.of(kind.ranks), site.of(kind.rows), kind.owners, 0 if group is None else group.rank)
@@ -274,22 +276,22 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch
     return out
 
 
-def _made(site: Site[Grouped | GroupedOuter], function: Any) -> None:
+def _made(site: LoweringContext[GroupedMatmul | GroupedOuter], function: Any) -> None:
     result = site.op.results[0]
     like = torch.empty(site.sizes(result), dtype=_common(site), device="meta")
     site.settle(site.call(function, *site.operands, like=like))
 
 
-def _common(site: Site[OpKind]) -> torch.dtype:
+def _common(site: LoweringContext[OpKind]) -> torch.dtype:
     a, b = (site.shadow(n).dtype for n in site.operands[:2])
     return torch.promote_types(a, b)
 
 
-@lowering(Grouped)
-def _grouped(site: Site[Grouped]) -> None:
+@lowering(GroupedMatmul)
+def _grouped(site: LoweringContext[GroupedMatmul]) -> None:
     _made(site, grouped)
 
 
 @lowering(GroupedOuter)
-def _grouped_outer(site: Site[GroupedOuter]) -> None:
+def _grouped_outer(site: LoweringContext[GroupedOuter]) -> None:
     _made(site, grouped_outer)

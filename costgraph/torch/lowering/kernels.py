@@ -12,7 +12,7 @@ from ...ops.einsum import Einsum
 from ...ops.elementwise import Dropout, Pointwise
 from ...ops.loops import Kernel
 from ...ops.reduce import Reduce
-from .context import Site, lowering
+from .context import LoweringContext, lowering
 from .contraction import convolution, linear
 from .elementwise import item, mask_of
 
@@ -48,7 +48,7 @@ K = TypeVar("K", bound=OpKind)
 #: Tensors by name in a pattern.
 Bound = dict[str, Tensor]
 #: Lowers a matched kernel, or returns False if its sizes, dtypes or results do not fit.
-Rule = Callable[[Site[Kernel], Bound], bool]
+Rule = Callable[[LoweringContext[Kernel], Bound], bool]
 
 
 def label_of(op: Op) -> str:
@@ -88,14 +88,14 @@ def match(body: Graph, text: str) -> Bound | None:
     return found
 
 
-def named_results(site: Site[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
+def named_results(site: LoweringContext[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
     """Return a name per kernel result; None if one is unnamed, or two have the same name."""
     by_tensor = {found[n]: n for n in names}
     out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.kind.body.outputs)}
     return out if out and all(out.values()) and len(set(out.values())) == len(out) else None
 
 
-def given_node(site: Site[Kernel], t: Tensor) -> Any:
+def given_node(site: LoweringContext[Kernel], t: Tensor) -> Any:
     """Return the operand node of a formal, None for other tensors."""
     formals = dict(zip(site.kind.body.formals, site.operands, strict=True))
     return formals.get(t)
@@ -109,7 +109,7 @@ def record_of(found: Bound, name: str, kind: type[K]) -> K:
     return op.kind
 
 
-def number_of(site: Site[Kernel], found: Bound, name: str) -> float:
+def number_of(site: LoweringContext[Kernel], found: Bound, name: str) -> float:
     """Return the scalar operand of the elementwise op that produces a named tensor."""
     return next(float(n) for n in site.of(record_of(found, name, Pointwise).scalars) if n is not None)
 
@@ -126,7 +126,7 @@ def whole(found: Mapping[str, Tensor]) -> bool:
     return all(t.domain is None for t in found.values())
 
 
-def narrow(site: Site[Kernel], node: Any) -> bool:
+def narrow(site: LoweringContext[Kernel], node: Any) -> bool:
     """Whether torch's kernels lack a node's dtype."""
     dtype = site.shadow(node).dtype
     return dtype.itemsize == 1 or not dtype.is_floating_point
@@ -238,7 +238,7 @@ _SOFTMAX = "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z"
 _KEEPING = f"{_SOFTMAX}; l = log z; t = add m l"
 
 
-def flash(site: Site[Kernel], found: Bound) -> bool:
+def flash(site: LoweringContext[Kernel], found: Bound) -> bool:
     """Lower flash attention."""
     scores, reduced = (record_of(found, n, Einsum) for n in "sy")
     inner = record_of(found, "p", Kernel).body
@@ -276,12 +276,14 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _seen(site: Site[Kernel], scores: Einsum, queries: int, keys: int) -> tuple[bool, int | None, int]:
+def _seen(site: LoweringContext[Kernel], scores: Einsum, queries: int, keys: int) -> tuple[bool, int | None, int]:
     """Return whether later keys are masked, the window, and the position of the first query."""
     return (False, None, 0) if scores.domain is None else site.seen(scores.domain[0], queries, keys)
 
 
-def _pairs(site: Site[Kernel], q: Any, k: Any, v: Any, scores: Einsum) -> tuple[bool] | tuple[bool, Pairs] | None:
+def _pairs(
+    site: LoweringContext[Kernel], q: Any, k: Any, v: Any, scores: Einsum
+) -> tuple[bool] | tuple[bool, Pairs] | None:
     """Return torch's `is_causal`, with a mask for a rank's split queries; None if torch's kernels support neither."""
     queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
     size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
@@ -296,7 +298,7 @@ def _pairs(site: Site[Kernel], q: Any, k: Any, v: Any, scores: Einsum) -> tuple[
     return (causal and queries > 1,)
 
 
-def flash_backward(site: Site[Kernel], found: Bound) -> bool:
+def flash_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
     """Lower the gradient of flash attention, which recomputes scores."""
     scores, grads = (record_of(found, n, Einsum) for n in "sa")
     patterns = str(scores.pattern), str(grads.pattern)
@@ -321,7 +323,7 @@ def flash_backward(site: Site[Kernel], found: Bound) -> bool:
 def norm(statistics: str) -> Rule:
     """Return the rule of a norm with these optional results: reciprocal deviation r and, for a layer norm, mean m."""
 
-    def rule(site: Site[Kernel], found: Bound) -> bool:
+    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
         made, x = named_results(site, found, "y", *statistics), given_node(site, found["x"])
         last = reduced_axis(found, "v") == found["x"].ndim - 1
         if made is None or x is None or not last or not whole(found) or narrow(site, x):
@@ -393,7 +395,7 @@ ROOT_BACKWARD = (
 )
 
 
-def norm_backward(site: Site[Kernel], found: Bound) -> bool:
+def norm_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
     """Lower the gradient of a norm with a weight along the last axis."""
     names: list[str] = [n for n in ("y", "sw", "sb") if n in found]
     made = named_results(site, found, *names)
@@ -437,7 +439,7 @@ def _reduction(found: Bound) -> int:
     return 1 if "m" in found or "d" in found else 2 if "u" in found or "e" in found else 0
 
 
-def _classes(site: Site[Kernel], node: Any) -> Any:
+def _classes(site: LoweringContext[Kernel], node: Any) -> Any:
     """Return targets with all negative values set to -1."""
     return site.call(torch.clamp, node, min=-1)
 
@@ -447,7 +449,7 @@ def _counted(targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (targets >= 0).sum().to(dtype)
 
 
-def nll(site: Site[Kernel], found: Bound) -> bool:
+def nll(site: LoweringContext[Kernel], found: Bound) -> bool:
     """Lower the loss; a mean is over targets that are not ignored."""
     x, targets, made = given_node(site, found["x"]), given_node(site, found["t"]), named_results(site, found, *"yw")
     if x is None or targets is None or made is None or not whole(found) or narrow(site, x) or found["x"].ndim != 2:
@@ -458,7 +460,7 @@ def nll(site: Site[Kernel], found: Bound) -> bool:
     return True
 
 
-def nll_backward(site: Site[Kernel], found: Bound) -> bool:
+def nll_backward(site: LoweringContext[Kernel], found: Bound) -> bool:
     """Lower the gradient of the loss, zero for ignored targets."""
     grad, targets, shape = given_node(site, found["g"]), given_node(site, found["t"]), site.sizes(found["s"])
     if grad is None or targets is None or not whole(found) or named_results(site, found, "s") is None:
@@ -477,7 +479,7 @@ def nll_backward(site: Site[Kernel], found: Bound) -> bool:
 
 
 @lowering(Kernel)
-def _kernel(site: Site[Kernel]) -> None:
+def _kernel(site: LoweringContext[Kernel]) -> None:
     body = site.kind.body
     for text, rule in _RULES.items():
         found = match(body, text)
@@ -496,13 +498,13 @@ def _kernel(site: Site[Kernel]) -> None:
         site.settle(v, i, fresh=own)
 
 
-def _storage(site: Site[Kernel], node: Any) -> int:
+def _storage(site: LoweringContext[Kernel], node: Any) -> int:
     found: int = site.shadow(node).untyped_storage()._cdata
     return found
 
 
 def _softmax(function: Callable[..., Any]) -> Rule:
-    def rule(site: Site[Kernel], found: Bound) -> bool:
+    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
         axis, x = reduced_axis(found, "m"), given_node(site, found["x"])
         if axis is None or x is None or not whole(found) or named_results(site, found, "y") is None or narrow(site, x):
             return False
@@ -513,7 +515,7 @@ def _softmax(function: Callable[..., Any]) -> Rule:
 
 
 def _softmax_backward(function: Callable[..., Any]) -> Rule:
-    def rule(site: Site[Kernel], found: Bound) -> bool:
+    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
         axis, g, y = reduced_axis(found, "a"), given_node(site, found["g"]), given_node(site, found["y"])
         if axis is None or g is None or y is None or not whole(found) or named_results(site, found, "z") is None:
             return False
@@ -529,7 +531,7 @@ def _softmax_backward(function: Callable[..., Any]) -> Rule:
 def _biased(lowered: Callable[..., bool]) -> Rule:
     """Return the rule of a contraction with a bias."""
 
-    def rule(site: Site[Kernel], found: Bound) -> bool:
+    def rule(site: LoweringContext[Kernel], found: Bound) -> bool:
         einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
         if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:
             return False

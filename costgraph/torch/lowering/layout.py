@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...ops.collectives import Receive, Send
-from ...ops.fill import Assign, Fill, Pad, Revised
+from ...ops.fill import Assign, Fill, Pad, SliceUpdate
 from ...ops.fourier import SCALES, Fourier, ViewAs
 from ...ops.index import Arange
 from ...ops.kv_cache import InitialState
@@ -13,14 +13,14 @@ from ...ops.layout import Concat, Expand, Rearrange, Slice
 from ...ops.loops import Empty, Stacked
 from ...ops.opaque import Transfer
 from ...transforms.rewrite import flat
-from .context import Site, lowering, strided
+from .context import LoweringContext, lowering, strided
 from .elementwise import held
 
 # -- views, copies and constructors ------------------------------------------------------------------------------------
 
 
 @lowering(Rearrange)
-def _rearrange(site: Site[Rearrange]) -> None:
+def _rearrange(site: LoweringContext[Rearrange]) -> None:
     op = site.op
     split, order, merged = site.of(site.kind.split), site.kind.order, site.of(site.kind.merged)
     if op.results[0].storage is op.operands[0].storage:
@@ -32,14 +32,14 @@ def _rearrange(site: Site[Rearrange]) -> None:
 
 
 @lowering(Slice)
-def _slice(site: Site[Slice]) -> None:
+def _slice(site: LoweringContext[Slice]) -> None:
     axis, start, size, step = site.kind.axis, site.of(site.kind.start), site.of(site.kind.size), site.kind.step
     stop = start + (size - 1) * step + 1
     site.alias(site.call(torch.ops.aten.slice, site.operands[0], axis, start, stop, step))
 
 
 @lowering(Expand)
-def _expand(site: Site[Expand]) -> None:
+def _expand(site: LoweringContext[Expand]) -> None:
     """Expand by strides of 0 and permute axes in one view."""
     kept, sizes, x = site.kind.kept, site.of(site.kind.sizes), site.operands[0]
     shadow = site.shadow(x)
@@ -48,7 +48,7 @@ def _expand(site: Site[Expand]) -> None:
 
 
 @lowering(Concat)
-def _concat(site: Site[Concat]) -> None:
+def _concat(site: LoweringContext[Concat]) -> None:
     each = flat(site.op, dict(zip(site.op.operands, site.operands, strict=True)))
     site.own(torch.stack if site.kind.stacked else torch.cat, each, site.kind.axis)
 
@@ -61,7 +61,7 @@ def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop:
 
 
 @lowering(Pad)
-def _pad(site: Site[Pad]) -> None:
+def _pad(site: LoweringContext[Pad]) -> None:
     axis, start, step = site.kind.axis, site.of(site.kind.start), site.kind.step
     sizes = site.sizes(site.op.results[0])
     stop = start + (site.sizes(site.op.operands[0])[axis] - 1) * step + 1
@@ -69,7 +69,7 @@ def _pad(site: Site[Pad]) -> None:
 
 
 @lowering(Fill)
-def _fill(site: Site[Fill]) -> None:
+def _fill(site: LoweringContext[Fill]) -> None:
     t = site.op.results[0]
     site.own(
         torch.full, site.sizes(t), site.numbers.fact(site.kind.value), dtype=site.dtype(t), device=site.emitter.device
@@ -77,54 +77,54 @@ def _fill(site: Site[Fill]) -> None:
 
 
 @lowering(InitialState)
-def _initial_state(site: Site[InitialState]) -> None:
+def _initial_state(site: LoweringContext[InitialState]) -> None:
     site.own(
         torch.zeros, site.sizes(site.op.results[0]), dtype=site.dtype(site.op.results[0]), device=site.emitter.device
     )
 
 
 @lowering(Arange)
-def _arange(site: Site[Arange]) -> None:
+def _arange(site: LoweringContext[Arange]) -> None:
     start, step = site.of(site.kind.start), -1 if site.kind.back else 1
     dtype = site.dtype(site.op.results[0])
     site.own(torch.arange, start, start + step * site.of(site.kind.size), step, dtype=dtype, device=site.emitter.device)
 
 
 @lowering(Empty)
-def _empty(site: Site[Empty]) -> None:
+def _empty(site: LoweringContext[Empty]) -> None:
     t = site.op.results[0]
     site.own(torch.empty, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
 
 
 @lowering(Receive)
-def _receive(site: Site[Receive]) -> None:
+def _receive(site: LoweringContext[Receive]) -> None:
     """Return zeros: other stages do not run."""
     t = site.op.results[0]
     site.own(torch.zeros, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
 
 
 @lowering(Send)
-def _send(site: Site[Send]) -> None:
+def _send(site: LoweringContext[Send]) -> None:
     site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
 
 
 @lowering(Stacked)
-def _stacked(site: Site[Stacked]) -> None:
+def _stacked(site: LoweringContext[Stacked]) -> None:
     site.alias(site.operands[0])  # the slices are views of it
 
 
-@lowering(Revised)
-def _revised(site: Site[Revised]) -> None:
+@lowering(SliceUpdate)
+def _revised(site: LoweringContext[SliceUpdate]) -> None:
     site.alias(site.operands[0])  # the slice was written in place
 
 
 @lowering(Assign)
-def _assign(site: Site[Assign]) -> None:
+def _assign(site: LoweringContext[Assign]) -> None:
     site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
 
 
 @lowering(Transfer)
-def _transfer(site: Site[Transfer]) -> None:
+def _transfer(site: LoweringContext[Transfer]) -> None:
     """Copy on the device: the link's other end does not run."""
     if site.kind.into:
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
@@ -139,12 +139,12 @@ aten = torch.ops.aten
 
 
 @lowering(ViewAs)
-def _view_as(site: Site[ViewAs]) -> None:
+def _view_as(site: LoweringContext[ViewAs]) -> None:
     site.alias(site.call(_VIEWS[site.kind.what], site.operands[0]))
 
 
 @lowering(Fourier)
-def _fourier(site: Site[Fourier]) -> None:
+def _fourier(site: LoweringContext[Fourier]) -> None:
     kind, (x,) = site.kind, site.operands
     axes, scale = list(kind.axes), SCALES.index(kind.scale)
     if site.op.operands[0].dtype.kind != "complex":

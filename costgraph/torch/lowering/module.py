@@ -12,17 +12,17 @@ from torch import fx
 
 from ...errors import BindingError, CostGraphError, GraphError, ShapeError, UnsupportedError
 from ...ir.graph import Graph, Loop, Op, OpKind, Storage, Tensor, need_graph
-from ...ops.loops import Empty, Env, Player, Turn
+from ...ops.loops import Empty, Env, LoopExecutor, PlayedIteration
 from .context import (
     LOWERINGS,
+    ConcreteSizes,
     Emitter,
     Groups,
     Indices,
     Leaf,
     Leaves,
-    Numbers,
-    Shared,
-    Site,
+    LoweringContext,
+    LoweringState,
     groups_of,
     laid_out,
     numbers_for,
@@ -32,7 +32,7 @@ from .context import (
 from .external import replay, runs_on
 
 __all__ = [
-    "Walk",
+    "GraphLowering",
     "kept",
     "taken",
     "lower",
@@ -62,7 +62,7 @@ def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype, 
 
 
 @dataclass(frozen=True)
-class Place:
+class OpPosition:
     """Context of an op."""
 
     slices: Mapping[Storage, Any]
@@ -71,14 +71,14 @@ class Place:
     """enclosing loop iterations"""
 
 
-class Walk(Player[Place]):
+class GraphLowering(LoopExecutor[OpPosition]):
     """Lowers a graph and its nested bodies.
 
     Tensors with a storage per loop iteration are lists; a sum without terms yet is None.
     """
 
     def __init__(
-        self, graph: Graph, numbers: Numbers, device: torch.device, functions: Mapping[str, Callable[..., Any]],
+        self, graph: Graph, numbers: ConcreteSizes, device: torch.device, functions: Mapping[str, Callable[..., Any]],
         groups: Groups,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -86,7 +86,7 @@ class Walk(Player[Place]):
         self.emitter = Emitter(device)
         self.indices = Indices(graph, numbers)
         self.leaves = Leaves(graph)
-        self.shared = Shared(self.emitter, numbers, self.indices, groups, functions, self.body)
+        self.shared = LoweringState(self.emitter, numbers, self.indices, groups, functions, self.body)
         self._stacks: dict[Storage, Any] = {}  # allocated before their slices are written
 
     def run(self, graph: Graph) -> None:
@@ -95,7 +95,7 @@ class Walk(Player[Place]):
         for t in graph.tensors:
             if t.producer is None and t.role == "input":
                 env[t] = self._input(t)
-        self.ops(graph, env, Place({}, ()))
+        self.ops(graph, env, OpPosition({}, ()))
         outputs = [_nested(env[t]) for t in graph.outputs]
         made = outputs[0] if len(outputs) == 1 else tuple(outputs)
         # gradients stay alive to the end of the step
@@ -110,7 +110,7 @@ class Walk(Player[Place]):
         node = self.emitter.source(self.emitter.graph.placeholder(name), sizes, strides, dtype)
         return self.emitter.call(taken, node, t.name, sizes, dtype, strides)
 
-    def ops(self, graph: Graph, env: Env, place: Place) -> None:
+    def ops(self, graph: Graph, env: Env, place: OpPosition) -> None:
         """Lower the ops of a graph."""
         for t in graph.tensors:
             if t.producer is None and t.role not in ("formal", "input"):
@@ -126,12 +126,12 @@ class Walk(Player[Place]):
         target = self.leaves.add(Leaf(t, sizes, strides, dtype, where, self.indices.limit(t)))
         return self.emitter.source(self.emitter.graph.get_attr(target), sizes, strides, dtype)
 
-    def step(self, op: Op, env: Env, place: Place) -> None:
+    def step(self, op: Op, env: Env, place: OpPosition) -> None:
         """Append the calls of an op."""
         rule = _rule_of(op, self.emitter.device)
         slices = place.slices
         there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
-        site: Site[OpKind] = Site(op, self.shared, [env[t] for t in op.operands], there)
+        site: LoweringContext[OpKind] = LoweringContext(op, self.shared, [env[t] for t in op.operands], there)
         try:
             rule(site)
         except CostGraphError:
@@ -159,32 +159,32 @@ class Walk(Player[Place]):
     def body(self, body: Graph, operands: Sequence[Any]) -> list[Any]:
         """Lower the ops of a fused body and return its outputs."""
         inner: Env = dict(zip(body.formals, operands, strict=True))
-        self.ops(body, inner, Place({}, ()))
+        self.ops(body, inner, OpPosition({}, ()))
         return [inner[t] for t in body.outputs]
 
     # -- loops -------------------------------------------------------------------------------------------------------
 
-    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[Turn]:
+    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[PlayedIteration]:
         """Yield the iterations."""
         count = self.around[-1].at if loop.until else self.numbers(loop.count)
         for turn in range(count):
-            yield Turn(count - 1 - turn if loop.reverse else turn, count)
+            yield PlayedIteration(count - 1 - turn if loop.reverse else turn, count)
 
-    def stack(self, loop: Loop, t: Tensor, env: Env, place: Place) -> Any:
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: OpPosition) -> Any:
         """Return a stack, allocated before its slices unless it exists."""
         if t.storage in self._stacks:
             return self._place(t)
         dtype = torch_dtype(repr(t.name), t.dtype)
         return self.emitter.call(torch.empty, self.numbers.of(t.sizes), dtype=dtype, device=self.emitter.device)
 
-    def slice(self, loop: Loop, value: Any, turn: Turn, place: Place) -> Any:
+    def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: OpPosition) -> Any:
         """Return one position of the first axis."""
         return self._at(value, turn.at)
 
-    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: Place) -> None:
+    def iteration(self, loop: Loop, env: Env, turn: PlayedIteration, stacks: Sequence[Any], place: OpPosition) -> None:
         """Lower the body, which writes its slices into the stacks."""
         slices = {t.storage: self._at(stack, turn.at) for t, stack in zip(loop.ys, stacks, strict=True)}
-        self.ops(loop.body, env, Place(slices, (*place.where, turn.at)))
+        self.ops(loop.body, env, OpPosition(slices, (*place.where, turn.at)))
 
     def _at(self, v: Any, i: int) -> Any:
         if v is None or isinstance(v, list):
@@ -194,7 +194,7 @@ class Walk(Player[Place]):
         return self.emitter.call(torch.select, v, 0, i)
 
 
-def _rule_of(op: Op, device: torch.device) -> Callable[[Site[Any]], None]:
+def _rule_of(op: Op, device: torch.device) -> Callable[[LoweringContext[Any]], None]:
     """Return an op's lowering: the traced call if it has all results, else the lowering of its kind."""
     call = op.call
     here = call is not None and runs_on(call, device)
@@ -318,8 +318,8 @@ def lower(
     if not graph.outputs:
         raise GraphError(f"lower of graph {graph.name!r}: no output, expected one at least")
     place = _device(device)
-    numbers = Numbers(graph, dims)
-    walk = Walk(graph, numbers, place, dict(functions or {}), groups_of(graph, mesh, numbers))
+    numbers = ConcreteSizes(graph, dims)
+    walk = GraphLowering(graph, numbers, place, dict(functions or {}), groups_of(graph, mesh, numbers))
     walk.run(graph)
     module = fx.GraphModule(walk.leaves.module(place, seed), walk.emitter.graph, class_name="Lowered")
     return module.eval()
@@ -361,7 +361,7 @@ def random_inputs(
     torch.Size([2, 7])
     """
     need_graph("random_inputs", graph)
-    numbers, place = Numbers(graph, dims), _device(device)
+    numbers, place = ConcreteSizes(graph, dims), _device(device)
     indices, generator = Indices(graph, numbers), torch.Generator().manual_seed(seed)
     out = []
     for t in graph.tensors:

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ...ops.keep_alive import (
-    Keep,
+    KeepAlive,
     StopGradient,
 )
 from ...ops.kv_cache import (
@@ -18,7 +18,7 @@ from ...ops.kv_cache import (
 )
 from ...ops.loops import Accumulate
 from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
-from .context import Site, lowering
+from .context import LoweringContext, lowering
 from .elementwise import (
     IN_PLACE,
     KERNELS,
@@ -34,22 +34,22 @@ _PIECE = 1 << 16
 
 
 @lowering(Accumulate)
-def _accumulate(site: Site[Accumulate]) -> None:
+def _accumulate(site: LoweringContext[Accumulate]) -> None:
     site.alias(site.call(torch.Tensor.add_, *site.operands))
 
 
 @lowering(StopGradient)
-def _stop(site: Site[StopGradient]) -> None:
+def _stop(site: LoweringContext[StopGradient]) -> None:
     site.alias(site.call(torch.Tensor.detach, site.operands[0]))
 
 
-@lowering(Keep)
-def _keep(site: Site[Keep]) -> None:
+@lowering(KeepAlive)
+def _keep(site: LoweringContext[KeepAlive]) -> None:
     site.alias(site.call(kept, *site.operands, like=site.shadow(site.operands[0])))
 
 
 @lowering(Cache)
-def _cache(site: Site[Cache]) -> None:
+def _cache(site: LoweringContext[Cache]) -> None:
     site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
 
 
@@ -62,14 +62,14 @@ def appended(held: torch.Tensor, new: torch.Tensor, axis: int, later: int = 0) -
 
 
 @lowering(Append)
-def _append(site: Site[Append]) -> None:
+def _append(site: LoweringContext[Append]) -> None:
     group = site.shared.groups.get(site.kind.part)
     later = 0 if group is None else group.ranks - 1 - group.rank
     site.alias(site.call(appended, *site.operands, site.kind.axis, later))
 
 
 @lowering(ZeroGrad)
-def _zero_grad(site: Site[ZeroGrad]) -> None:
+def _zero_grad(site: LoweringContext[ZeroGrad]) -> None:
     site.alias(site.call(torch.Tensor.zero_, site.operands[0]))
 
 
@@ -83,7 +83,7 @@ def unscaled(grad: torch.Tensor, inverse: torch.Tensor, found: torch.Tensor) -> 
 
 
 @lowering(Unscale)
-def _unscale(site: Site[Unscale]) -> None:
+def _unscale(site: LoweringContext[Unscale]) -> None:
     site.alias(site.call(unscaled, *site.operands))
 
 
@@ -120,7 +120,7 @@ def _take(steps: Sequence[Step], registers: list[torch.Tensor]) -> None:
 
 
 @lowering(FusedUpdate)
-def _fused_update(site: Site[FusedUpdate]) -> None:
+def _fused_update(site: LoweringContext[FusedUpdate]) -> None:
     changed, count = site.kind.changed, site.kind.updated
     steps = tuple((record.name, *rest) for record, *rest in site.of(site.kind.steps))
     unknown = [name for name, *_ in steps if name not in KERNELS]

@@ -14,14 +14,14 @@ from ...errors import GraphError, ShapeError, UnsupportedError
 from .data import Data
 from .state import swap
 
-__all__ = ["Axes", "Given"]
+__all__ = ["Axes", "NamedArguments"]
 
 Axes = Sequence[str | None] | None
 #: Types that contain no cached tensors.
 _NOTHING_IN = (type, nn.Module, str, bytes, int, float, type(None), torch.dtype, torch.device)
 
 
-class Given:
+class NamedArguments:
     """A module's arguments, and the axis names for tensors among them.
 
     Arguments in `cached` are kept between inference steps: tensors, or objects that hold tensors with these axis names.

@@ -16,23 +16,23 @@ from ...ir.graph import Call as Seen
 from ...ir.graph import Graph, Op, Tensor, added_since, apply, opened
 from ...ir.strides import Sizes, is_integral
 from ...ops.access_footprint import larger
-from ...ops.fill import Revised
-from ...ops.keep_alive import Keep, StopGradient
+from ...ops.fill import SliceUpdate
+from ...ops.keep_alive import KeepAlive, StopGradient
 from ...ops.layout import Concat, reshape
 from ...ops.opaque import Foreign, Output
-from ...transforms.reroll import Join, Turns
+from ...transforms.reroll import Join, LoopTrace
 from .call import Call, Counts, Spec
-from .recorder import Asked, Barrier, Death, Event, Handle, Joined, Made, Source, Turn
+from .recorder import Barrier, Event, FormatAssertion, Handle, JoinedTensor, LoopIteration, RecordedOp, Release, Source
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
 from .sizes import Translator
 from .symbolic_range import Loops
-from .template import Template, Wanted, template_of
+from .template import ObservedResult, Template, template_of
 
 __all__ = [
-    "Looped",
-    "Part",
-    "Written",
+    "LoopLabels",
+    "StorageSlice",
+    "LastWrite",
     "part_of",
     "Builder",
 ]
@@ -41,7 +41,7 @@ __all__ = [
 # -- loop iterations ---------------------------------------------------------------------------------------------------
 
 
-class Looped:
+class LoopLabels:
     """Label ops with their loop iterations as they are added.
 
     `names` maps each storage to its current tensors; `settle` applies a pending slice write to one of them.
@@ -51,7 +51,7 @@ class Looped:
         self, graph: Graph, names: Mapping[int, Mapping[Handle, Tensor]], settle: Callable[[Handle], None]
     ) -> None:
         self.graph, self.names, self.settle = graph, names, settle
-        self.turns = Turns()
+        self.turns = LoopTrace()
         self.written: set[int] = set()
         """storages written in the current iteration"""
         self._path: tuple[tuple[int, int], ...] = ()
@@ -76,15 +76,15 @@ class Looped:
             self.turns.paths |= dict.fromkeys(added_since(self.graph, before), self._path)
         self._path = self._next
 
-    def join(self, event: Joined, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, event: JoinedTensor, parts: Sequence[Tensor]) -> Tensor:
         """Add a placeholder for a join; it becomes a `Concat` once the iterations are folded into a loop."""
         graph, name = self.graph, f"joined.{len(self.turns.joins)}"
         whole = Tensor(graph, name, event.made.sizes, event.made.dtype, role="buffer")
         graph.add_node(whole)
         self.turns.joins[name] = Join(event.loop, Concat(axis=event.axis, stacked=event.stacked), event.back)
-        return graph.add_op(Keep(), [whole, *parts], "stack" if event.stacked else "cat", event.phase).results[0]
+        return graph.add_op(KeepAlive(), [whole, *parts], "stack" if event.stacked else "cat", event.phase).results[0]
 
-    def counted(self, counts: Loops, translator: Translator) -> Turns:
+    def counted(self, counts: Loops, translator: Translator) -> LoopTrace:
         """Return the iterations of all loops, with their counts."""
         for number, loop in enumerate(counts.loops):
             self.turns.counts[number], self.turns.played[number] = translator.size(loop.count), loop.played
@@ -98,19 +98,19 @@ class Looped:
 Place = tuple[int, Poly, int]
 
 
-class Written(NamedTuple):
+class LastWrite(NamedTuple):
     """The last write to a storage."""
 
     names: Mapping[Handle, Tensor]
     """tensors of the storage before the write"""
     part: Tensor
-    earlier: Written | None
+    earlier: LastWrite | None
     """the write before it"""
     unseen: bool = False
     """whether the write is invisible to autograd"""
 
 
-class Part(NamedTuple):
+class StorageSlice(NamedTuple):
     """A slice of a tensor."""
 
     places: Sequence[Place]
@@ -119,22 +119,22 @@ class Part(NamedTuple):
     """its shape, including all axes of the tensor"""
 
 
-def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> Part | None:
+def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> StorageSlice | None:
     """Return the slice of `whole` that `part` covers; None if it is no slice.
 
     A slice along several axes is found through intermediate views in `names`, as left by slicing one axis after
     another.
     """
     if not whole.ndim and not part.ndim:
-        return Part([], ())
+        return StorageSlice([], ())
     found = _place_of(part, whole)
     if found is not None:
-        return Part([found[0]], found[1])
+        return StorageSlice([found[0]], found[1])
     for name in names:
         own = _place_of(part, name) if name.ndim == whole.ndim and name.sizes != part.sizes else None
         rest = None if own is None else part_of(name, whole, names)
         if own is not None and rest is not None and own[0][0] not in [axis for axis, *_ in rest.places]:
-            return Part([*rest.places, own[0]], own[1])
+            return StorageSlice([*rest.places, own[0]], own[1])
     return None
 
 
@@ -176,7 +176,7 @@ class Builder:
         self.sources: dict[int, Tensor] = {}
         """Tensor of each storage that exists from the start."""
         self.phase = "forward"
-        self.before: dict[int, Written] = {}
+        self.before: dict[int, LastWrite] = {}
         """Last write to each storage."""
         self._clock = 0
         self._made = 0  # time of the last allocation
@@ -186,7 +186,7 @@ class Builder:
         self._one: dict[int, int] = {}
         """Storages split by a no-op cast that must be one, since one alias is written and another read."""
         self._templates: dict[Any, Template | None] = {}
-        self.turns = Looped(graph, self.tensors, self.settle)
+        self.turns = LoopLabels(graph, self.tensors, self.settle)
         for number, source in sources.items():
             self._declare(number, source)
 
@@ -210,13 +210,13 @@ class Builder:
         self._one = _written_and_read(events)
         for event in events:
             before = len(self.graph)
-            if isinstance(event, Death):
+            if isinstance(event, Release):
                 self._died(event.storage)
-            elif isinstance(event, Turn):
+            elif isinstance(event, LoopIteration):
                 self.turns.begin(event.path)
-            elif isinstance(event, Joined):
+            elif isinstance(event, JoinedTensor):
                 self._joined(event)
-            elif isinstance(event, Asked):
+            elif isinstance(event, FormatAssertion):
                 self._asked(event)
             else:
                 self.add(event)
@@ -239,7 +239,7 @@ class Builder:
         if found is None:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
-            call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
+            call = RecordedOp("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
             (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
         return found
 
@@ -251,12 +251,12 @@ class Builder:
         from_source = any(t.dtype.kind in ("float", "complex") for t in sources)
         if not from_source if barrier.alone else from_source or barrier.leaf:
             with opened(graph=self.graph, levels=(), phase=self.phase):
-                kind = Keep(pulled_by=barrier.by, leaf=barrier.leaf) if barrier.by else StopGradient()
+                kind = KeepAlive(pulled_by=barrier.by, leaf=barrier.leaf) if barrier.by else StopGradient()
                 (found,) = apply(kind, [found], "leaf" if barrier.leaf else barrier.by or "detach")
         self.tensors[handle.storage][handle] = found
         return found
 
-    def _revised(self, handle: Handle, written: Written | None) -> Tensor | None:
+    def _revised(self, handle: Handle, written: LastWrite | None) -> Tensor | None:
         """Return a tensor with pending slice writes applied; None if that is impossible."""
         whole = None if written is None else written.names.get(handle) or self._revised(handle, written.earlier)
         if written is None or whole is None or whole.apart(written.part):
@@ -267,7 +267,7 @@ class Builder:
         with opened(graph=self.graph, levels=(), phase=self.phase):
             inner = written.part if written.part.sizes == part.sizes else reshape(written.part, part.sizes)
             axes, starts, steps = zip(*part.places, strict=True) if part.places else ((), (), ())
-            kind = Revised(axes=axes, starts=starts, steps=steps, unseen=written.unseen)
+            kind = SliceUpdate(axes=axes, starts=starts, steps=steps, unseen=written.unseen)
             (found,) = apply(kind, [whole, inner], "revised")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = found
         return found
@@ -281,7 +281,7 @@ class Builder:
         """Return a view with the canonical number of its storage."""
         return replace(handle, storage=self._one[handle.storage]) if handle.storage in self._one else handle
 
-    def add(self, call: Made) -> None:
+    def add(self, call: RecordedOp) -> None:
         """Add one call."""
         made = [h.storage for h, of, _, _ in call.outputs if of is None]
         self._clock += 1
@@ -295,14 +295,14 @@ class Builder:
         self._read |= {call.operands[i].storage: self._clock for i in read}
         self._read |= dict.fromkeys(made, self._clock)
 
-    def _asked(self, event: Asked) -> None:
+    def _asked(self, event: FormatAssertion) -> None:
         """Add a no-op cast as a view that states the format; a separate result becomes another name of its storage."""
         t, made, number = self.tensor(event.of), self._named(event.made), event.made.storage
         apart = made.storage == number != event.of.storage
         if event.fixed is not None and (apart or event.fixed):
             self._keep()
             with opened(levels=tuple(event.scope.split("/")) if event.scope else (), phase=event.phase):
-                (t,) = self.graph.add_op(Keep(asked=t.dtype, fixed=event.fixed), [t], "to").results
+                (t,) = self.graph.add_op(KeepAlive(asked=t.dtype, fixed=event.fixed), [t], "to").results
         self.tensors[made.storage][made] = t
         if apart or event.fixed:
             self.first[made.storage] = t
@@ -312,7 +312,7 @@ class Builder:
             self._read |= {event.of.storage: self._clock, number: self._clock}
             self._alive[number] = None
 
-    def _apply(self, call: Made, operands: list[Tensor]) -> Iterable[int]:
+    def _apply(self, call: RecordedOp, operands: list[Tensor]) -> Iterable[int]:
         """Add a call's declared ops, or one op with stated costs; return the operands that are read."""
         template = self._template(call, operands)
         with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
@@ -333,11 +333,11 @@ class Builder:
             op.call = _seen(call, given, tuple(place for (_, _, place, _), _ in made))
         return template.operands
 
-    def _template(self, call: Made, operands: list[Tensor]) -> Template | None:
+    def _template(self, call: RecordedOp, operands: list[Tensor]) -> Template | None:
         if call.translation is None or call.call is None:
             return None
         wanted = [
-            Wanted(
+            ObservedResult(
                 Spec(h.sizes, h.strides, h.dtype),
                 of,
                 h.offset - (ZERO if of is None else _start(operands[of], h)),
@@ -361,7 +361,7 @@ class Builder:
             )
         return self._templates[key]
 
-    def _joined(self, event: Joined) -> None:
+    def _joined(self, event: JoinedTensor) -> None:
         """Add a join of per-iteration results."""
         operands = [self.tensor(replace(h, barrier=None)) for h in event.parts]
         self._clock += 1
@@ -374,7 +374,7 @@ class Builder:
         self._stand([(replace(event.made, barrier=None), None, 0, None)], [made])
 
     def _foreign(
-        self, call: Made, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
+        self, call: RecordedOp, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
     ) -> tuple[Op, tuple[Tensor, ...]]:
         """Add a `foreign` op, with stated shapes, layouts and costs."""
         c, reads, writes = call.counts, None, None
@@ -429,7 +429,7 @@ class Builder:
         self.tensors[storage] = {h: t for h, t in names.items() if t.apart(part)}
         if before is not None and before.part.region() == part.region() and before.unseen == unseen:
             names, before = {**before.names, **names}, before.earlier
-        self.before[storage] = Written(names, part, before, unseen)
+        self.before[storage] = LastWrite(names, part, before, unseen)
         self.turns.written.add(storage)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class Builder:
         """Extend the lifetimes of storages freed since the last allocation."""
         if self._held:
             held, self._held = self._held, []
-            self.graph.add_op(Keep(), [self.first[self._one.get(n, n)] for n in held], "keep", self.phase)
+            self.graph.add_op(KeepAlive(), [self.first[self._one.get(n, n)] for n in held], "keep", self.phase)
 
 
 def _written_and_read(events: Sequence[Event]) -> dict[int, int]:
@@ -455,12 +455,12 @@ def _written_and_read(events: Sequence[Event]) -> dict[int, int]:
     """
     own: dict[int, int] = {}
     for event in events:
-        if isinstance(event, Asked) and event.made.storage != event.of.storage:
+        if isinstance(event, FormatAssertion) and event.made.storage != event.of.storage:
             own[event.made.storage] = own.setdefault(event.of.storage, event.of.storage)
     written: dict[int, set[int]] = {}
     found = set[int]()
     for event in events if own else ():
-        if isinstance(event, Made):
+        if isinstance(event, RecordedOp):
             for h in event.operands:
                 if h.storage in own and written.get(own[h.storage], set()) - {h.storage}:
                     found.add(own[h.storage])
@@ -502,7 +502,7 @@ def _matched(
     return reads, writes
 
 
-def _seen(call: Made, given: Sequence[int], results: tuple[int, ...]) -> Seen | None:
+def _seen(call: RecordedOp, given: Sequence[int], results: tuple[int, ...]) -> Seen | None:
     """Return the call in terms of an op's operands; None if some are missing."""
     numbers = {place: i for i, place in reversed(list(enumerate(given)))}
 
@@ -518,7 +518,7 @@ def _seen(call: Made, given: Sequence[int], results: tuple[int, ...]) -> Seen | 
     return Seen(call.target, arguments, keywords, results, *_chosen(call))
 
 
-def _chosen(call: Made) -> tuple[str, str]:
+def _chosen(call: RecordedOp) -> tuple[str, str]:
     return ("", "") if call.choice is None else (call.choice.rule, call.choice.why)
 
 

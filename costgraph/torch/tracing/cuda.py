@@ -32,7 +32,7 @@ from .meta_results import hint
 __all__ = [
     "RULES",
     "SOURCES",
-    "Here",
+    "ProgramDevice",
     "Rule",
     "rule",
     "source",
@@ -48,7 +48,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Here:
+class ProgramDevice:
     """The device that the program appears to run on."""
 
     arch: Arch
@@ -251,7 +251,7 @@ _MASK_ALIGNMENT = 8  # elements to which rows of a mask are padded
 
 
 @dataclass(frozen=True)
-class Asked:
+class FunctionCall:
     """Arguments of `scaled_dot_product_attention`, and the device."""
 
     query: torch.Tensor
@@ -277,26 +277,26 @@ class Asked:
 
 # -- common conditions: None if met, else the reason --------------------------------------------------------------
 
-Check = Callable[[Asked], str | None]
+Check = Callable[[FunctionCall], str | None]
 
 
-def _four_axes(a: Asked) -> str | None:
+def _four_axes(a: FunctionCall) -> str | None:
     """check_tensor_shapes."""
     return None if all(t.ndim == 4 for t in a.tensors) else "tensors without four axes"
 
 
-def _last_axis(a: Asked) -> str | None:
+def _last_axis(a: FunctionCall) -> str | None:
     """check_last_dim_stride_equals_1_dense."""
     given = a.tensors if a.mask is None else (*a.tensors, a.mask)
     return None if all(t.stride(-1) == 1 for t in given) else "elements of a row that are no neighbours"
 
 
-def _batch(a: Asked) -> str | None:
+def _batch(a: FunctionCall) -> str | None:
     sizes = [t.shape[0] for t in a.tensors]
     return None if sizes[0] == sizes[1] == sizes[2] else "batches of different sizes"
 
 
-def _heads(a: Asked, *, grouped: bool, alike: bool = True) -> str | None:
+def _heads(a: FunctionCall, *, grouped: bool, alike: bool = True) -> str | None:
     """check_batch_size_and_num_heads_dense."""
     q, k, v = (t.shape[-3] for t in a.tensors)
     if _batch(a):
@@ -308,19 +308,19 @@ def _heads(a: Asked, *, grouped: bool, alike: bool = True) -> str | None:
     return None
 
 
-def _grouped(a: Asked) -> str | None:
+def _grouped(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True)
 
 
-def _grouped_apart(a: Asked) -> str | None:
+def _grouped_apart(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True, alike=False)
 
 
-def _all_heads(a: Asked) -> str | None:
+def _all_heads(a: FunctionCall) -> str | None:
     return _heads(a, grouped=False)
 
 
-def _two_bytes(a: Asked) -> str | None:
+def _two_bytes(a: FunctionCall) -> str | None:
     """check_dtypes_low_precision."""
     formats = _HALF if a.arch.major >= 8 else _HALF[:1]
     fits = a.query.dtype in formats and len({t.dtype for t in a.tensors}) == 1
@@ -338,16 +338,16 @@ def _since(major: int) -> Check:
 # -- cuDNN -------------------------------------------------------------------------------------------------------
 
 
-def _preferred(a: Asked) -> str | None:
+def _preferred(a: FunctionCall) -> str | None:
     """check_prefer_cudnn_attention: otherwise cuDNN ranks after the math backend, which always applies."""
     return None if a.arch.major in (9, 10) else str(a.arch)
 
 
-def _enabled_cudnn(a: Asked) -> str | None:
+def _enabled_cudnn(a: FunctionCall) -> str | None:
     return None if torch._C._get_cudnn_sdp_enabled() else "switched off"
 
 
-def _mask_shape(a: Asked) -> str | None:
+def _mask_shape(a: FunctionCall) -> str | None:
     """check_attn_mask_shape."""
     mask = a.mask
     if mask is None:
@@ -365,12 +365,12 @@ def _is(n: Any, number: int) -> bool:
     return isinstance(n, int) and n == number
 
 
-def _dropout_of_cudnn(a: Asked) -> str | None:
+def _dropout_of_cudnn(a: FunctionCall) -> str | None:
     """check_cudnn_dropout."""
     return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is no multiple of 1/16"
 
 
-def _shapes_of_cudnn(a: Asked) -> str | None:
+def _shapes_of_cudnn(a: FunctionCall) -> str | None:
     """check_cudnn_tensor_shapes."""
     d, other = a.query.shape[3], a.value.shape[3]
     most = 128
@@ -398,23 +398,23 @@ _OF_CUDNN: tuple[Check, ...] = (
 # -- flash -------------------------------------------------------------------------------------------------------
 
 
-def _enabled_flash(a: Asked) -> str | None:
+def _enabled_flash(a: FunctionCall) -> str | None:
     """check_runtime_disabled_flash."""
     return None if torch._C._get_flash_sdp_enabled() else "switched off"
 
 
-def _no_mask(a: Asked) -> str | None:
+def _no_mask(a: FunctionCall) -> str | None:
     """check_for_attn_mask."""
     return None if a.mask is None else "a mask"
 
 
-def _size_of_flash(a: Asked) -> str | None:
+def _size_of_flash(a: FunctionCall) -> str | None:
     """check_head_dim_size_flash."""
     sizes = [t.shape[-1] for t in a.tensors]
     return None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "heads of more than 256, or not all alike"
 
 
-def _large_gradient(a: Asked) -> str | None:
+def _large_gradient(a: FunctionCall) -> str | None:
     """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""
     small = Arch(8, 6) <= a.arch <= Arch(8, 9) or a.arch.major == 12
     size = a.query.shape[-1]
@@ -422,7 +422,7 @@ def _large_gradient(a: Asked) -> str | None:
     return None if fits else f"gradients of heads of {size} on {a.arch}"
 
 
-def _square(a: Asked) -> str | None:
+def _square(a: FunctionCall) -> str | None:
     """check_flash_causal_non_square_seqlens."""
     return None if not a.causal or a.query.shape[-2] == a.key.shape[-2] else "a causal mask that is not square"
 
@@ -436,19 +436,19 @@ _OF_FLASH: tuple[Check, ...] = (
 # -- efficient ---------------------------------------------------------------------------------------------------
 
 
-def _enabled_efficient(a: Asked) -> str | None:
+def _enabled_efficient(a: FunctionCall) -> str | None:
     """check_runtime_disabled_mem_efficient."""
     return None if torch._C._get_mem_efficient_sdp_enabled() else "switched off"
 
 
-def _alignment(a: Asked) -> int:
+def _alignment(a: FunctionCall) -> int:
     """Return the alignment in elements: minimum_gemm_alignment."""
     half = a.query.dtype in _HALF
     least = 4 if a.arch.major >= 8 else 1
     return max(least, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else least
 
 
-def _size_of_efficient(a: Asked) -> str | None:
+def _size_of_efficient(a: FunctionCall) -> str | None:
     """check_head_dim_size_mem_efficient, check_data_ptr_alignment_mem_efficient."""
     step = _alignment(a)
     q, k, v = (t.shape[-1] for t in a.tensors)
@@ -459,7 +459,7 @@ def _size_of_efficient(a: Asked) -> str | None:
     return f"storages that begin at no multiple of {step}" if skewed else None
 
 
-def _formats_of_efficient(a: Asked) -> str | None:
+def _formats_of_efficient(a: FunctionCall) -> str | None:
     formats = (torch.float32, *(_HALF if a.arch.major >= 8 else _HALF[:1]))
     return None if a.query.dtype in formats else f"{_word(a.query.dtype)} on {a.arch}"
 
@@ -471,7 +471,7 @@ _OF_EFFICIENT: tuple[Check, ...] = (
 _KERNELS = ((CUDNN, _OF_CUDNN), (FLASH, _OF_FLASH), (EFFICIENT, _OF_EFFICIENT))
 
 
-def choose(asked: Asked) -> tuple[str, str]:
+def choose(asked: FunctionCall) -> tuple[str, str]:
     """Return the first backend whose conditions are met, and why each earlier one was rejected."""
     refused: list[str] = []
     for name, checks in _KERNELS:
@@ -487,7 +487,7 @@ def choose(asked: Asked) -> tuple[str, str]:
 
 @rule(torch.nn.functional.scaled_dot_product_attention)
 def attend(
-    here: Here,
+    here: ProgramDevice,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -498,7 +498,7 @@ def attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Call the selected backend."""
-    asked = Asked(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, here.arch)
+    asked = FunctionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, here.arch)
     name, why = choose(asked)
     with here.by(name, why):
         return _WAYS[name](asked, scale)
@@ -511,13 +511,13 @@ def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float) -> torc
     return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=dtype))
 
 
-def _by_cudnn(a: Asked, scale: float | None) -> torch.Tensor:
+def _by_cudnn(a: FunctionCall, scale: float | None) -> torch.Tensor:
     mask = _added(a.mask, a.query.dtype, -65504.0)
     more = (mask, a.trains, a.dropout, a.causal, False)
     return _first(aten._scaled_dot_product_cudnn_attention(*a.tensors, *more, scale=scale))
 
 
-def _by_flash(a: Asked, scale: float | None) -> torch.Tensor:
+def _by_flash(a: FunctionCall, scale: float | None) -> torch.Tensor:
     """Pad heads to a multiple of 8, and slice the result."""
     size = a.query.shape[-1]
     scale = size**-0.5 if scale is None else scale
@@ -526,7 +526,7 @@ def _by_flash(a: Asked, scale: float | None) -> torch.Tensor:
     return made[..., :size] if size % 8 else made
 
 
-def _by_efficient(a: Asked, scale: float | None) -> torch.Tensor:
+def _by_efficient(a: FunctionCall, scale: float | None) -> torch.Tensor:
     mask = _added(a.mask, a.query.dtype, float("-inf"))
     if mask is not None:
         mask = _aligned(mask).expand(*a.query.shape[:3], a.key.shape[2])
@@ -542,7 +542,7 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
 
 
-def _by_products(a: Asked, scale: float | None) -> torch.Tensor:
+def _by_products(a: FunctionCall, scale: float | None) -> torch.Tensor:
     mask = _added(a.mask, a.query.dtype, float("-inf"))
     more = (mask, a.dropout, a.causal, None)
     return _first(aten._scaled_dot_product_attention_math(*a.tensors, *more, scale=scale, enable_gqa=a.grouped))
@@ -553,7 +553,7 @@ def _first(made: Any) -> torch.Tensor:
     return out
 
 
-_WAYS: dict[str, Callable[[Asked, float | None], torch.Tensor]] = {
+_WAYS: dict[str, Callable[[FunctionCall, float | None], torch.Tensor]] = {
     CUDNN: _by_cudnn,
     FLASH: _by_flash,
     EFFICIENT: _by_efficient,
@@ -572,7 +572,7 @@ _MOST_IN_TRAINING, _MOST_IN_INFERENCE, _MOST_ELEMENTS = 880801, 65535, 2**31 - 1
 
 
 @rule(torch.dropout)
-def dropout(here: Here, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
+def dropout(here: ProgramDevice, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
     """Call the fused dropout kernel, which saves the mask."""
     if not train or not 0 < p < 1:
         return None
@@ -582,18 +582,24 @@ def dropout(here: Here, input: torch.Tensor, p: float, train: bool) -> torch.Ten
 
 
 @rule(torch.softmax, torch.Tensor.softmax)
-def softmax(here: Here, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+def softmax(
+    here: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
     return _widening(here, aten._softmax, input, dim, dtype)
 
 
 @rule(torch.log_softmax, torch.Tensor.log_softmax)
-def log_softmax(here: Here, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+def log_softmax(
+    here: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
     return _widening(here, aten._log_softmax, input, dim, dtype)
 
 
-def _widening(here: Here, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+def _widening(
+    here: ProgramDevice, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None
+) -> torch.Tensor | None:
     if x.dtype != torch.float16 or dtype != torch.float32 or not isinstance(dim, int):
         return None
     with here.by(SOFTMAX, "fp16 in, fp32 out"):
@@ -606,7 +612,7 @@ def _widening(here: Here, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.d
 
 @rule(torch.batch_norm)
 def batch_norm(
-    here: Here,
+    here: ProgramDevice,
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -665,7 +671,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @rule(torch.rms_norm)
 def rms_norm(
-    here: Here,
+    here: ProgramDevice,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
@@ -692,7 +698,13 @@ _RELU, _TANH, _LSTM, _GRU = range(4)
 
 
 def _recurrent_layers(
-    here: Here, mode: int, x: Any, state: Any, memory: Any, weights: Sequence[torch.Tensor], flags: Sequence[Any]
+    here: ProgramDevice,
+    mode: int,
+    x: Any,
+    state: Any,
+    memory: Any,
+    weights: Sequence[torch.Tensor],
+    flags: Sequence[Any],
 ) -> Any:
     if x.dtype not in _FORMATS or not torch.backends.cudnn.enabled:
         raise UnsupportedError(f"a recurrent layer of {x.dtype}, expected one that cuDNN takes: fp32, fp16 or fp64")
@@ -714,7 +726,7 @@ def _need_padded(has_biases: object) -> None:
 
 
 @rule(torch.lstm)
-def lstm(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+def lstm(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
     """Call cuDNN."""
     _need_padded(has_biases)
     state, memory = hx
@@ -722,7 +734,7 @@ def lstm(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: A
 
 
 def _of_one_state(mode: int) -> Callable[..., Any]:
-    def layers(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+    def layers(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
         _need_padded(has_biases)
         return tuple(_recurrent_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
 
@@ -737,7 +749,9 @@ for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torc
 
 
 @rule(torch.lstm_cell)
-def lstm_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def lstm_cell(
+    here: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     h, c = hx
     gates = input @ w_ih.t(), h @ w_hh.t()
@@ -746,7 +760,7 @@ def lstm_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any =
 
 
 @rule(torch.gru_cell)
-def gru_cell(here: Here, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def gru_cell(here: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     gates = input @ w_ih.t(), hx @ w_hh.t()
     with here.by(CELL, "a GRU's"):
@@ -764,7 +778,7 @@ PROJECTED = source(
 
 @rule(torch._native_multi_head_attention)
 def attention(
-    here: Here,
+    here: ProgramDevice,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -788,7 +802,7 @@ def attention(
         return x.view(x.shape[0], -1, num_head, size).transpose(1, 2)
 
     heads = by_heads(query)
-    name, why = choose(Asked(heads, heads, heads, None, 0.0, False, False, here.arch))
+    name, why = choose(FunctionCall(heads, heads, heads, None, 0.0, False, False, here.arch))
     if name == MATH:
         return None
     del heads
@@ -799,7 +813,7 @@ def attention(
 
 
 @rule(torch._transformer_encoder_layer_fwd)
-def layer(here: Here, *args: Any, **kwargs: Any) -> torch.Tensor:
+def layer(here: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run an encoder layer with the attention above."""
 
     def attended(*given: Any, **more: Any) -> Any:
@@ -840,7 +854,7 @@ class OnCuda(TorchFunctionMode):
 
     unseen = True
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: ProgramDevice) -> None:
         super().__init__()
         self.here = here
         self._again = False
@@ -917,7 +931,7 @@ def _available(plain: Callable[[], bool]) -> Callable[[], bool]:
 
 
 @contextmanager
-def on_cuda(here: Here) -> Iterator[None]:
+def on_cuda(here: ProgramDevice) -> Iterator[None]:
     """Run a program as on a GPU."""
     mode = OnCuda(here)
     arch = here.arch

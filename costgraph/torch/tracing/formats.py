@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import functional
 
-from .recorder import Asked, Recorder
+from .recorder import FormatAssertion, Recorder
 from .state import swap
 
 __all__ = ["Formats", "narrowed"]
@@ -42,7 +42,7 @@ class Formats:
     recorder: Recorder
     calls: list[tuple[str, torch.dtype | None]] = field(default_factory=list)
     """each call that states a format, and the dtype of its result"""
-    asked: list[tuple[int, Asked]] = field(default_factory=list)
+    asked: list[tuple[int, FormatAssertion]] = field(default_factory=list)
     """recorded casts, with the index of their call"""
     replaced: bool = False
     """whether a function was replaced, since it does not accept symbolic sizes"""

@@ -44,18 +44,18 @@ __all__ = [
     "is_unseen",
     "Scopes",
     "path_of",
-    "Asked",
-    "Death",
+    "FormatAssertion",
+    "Release",
     "Event",
     "Handle",
-    "Joined",
-    "Made",
+    "JoinedTensor",
+    "RecordedOp",
     "Source",
-    "Turn",
+    "LoopIteration",
     "Leaves",
     "JOINS",
     "joined",
-    "Place",
+    "ListPosition",
     "handles",
     "is_listed",
     "one_by_one",
@@ -182,7 +182,7 @@ class Source:
 
 
 @dataclass
-class Made:
+class RecordedOp:
     """An op call."""
 
     target: str
@@ -221,14 +221,14 @@ class Made:
 
 
 @dataclass
-class Death:
+class Release:
     """A storage is freed."""
 
     storage: int
 
 
 @dataclass
-class Asked:
+class FormatAssertion:
     """A program casts a tensor to the format that it already has."""
 
     of: Handle
@@ -241,7 +241,7 @@ class Asked:
 
 
 @dataclass
-class Turn:
+class LoopIteration:
     """A loop iteration begins or ends."""
 
     path: tuple[tuple[int, int], ...]
@@ -249,7 +249,7 @@ class Turn:
 
 
 @dataclass
-class Joined:
+class JoinedTensor:
     """A `cat` or `stack` of per-iteration results from a loop, possibly with other tensors."""
 
     parts: tuple[Handle, ...]
@@ -264,7 +264,7 @@ class Joined:
     phase: str
 
 
-Event = Made | Death | Asked | Turn | Joined
+Event = RecordedOp | Release | FormatAssertion | LoopIteration | JoinedTensor
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
         recorder.barrier(made, barrier)
     scope, _ = recorder.scopes.now()
     recorder.events.append(
-        Joined(known, recorder.made(made), found.loop, axis, stacked, found.back, scope, recorder.phase)
+        JoinedTensor(known, recorder.made(made), found.loop, axis, stacked, found.back, scope, recorder.phase)
     )
     return made
 
@@ -418,7 +418,7 @@ def tags_of(name: str) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ListPosition:
     """A call's arguments and results at one list position."""
 
     arguments: tuple[Any, ...]
@@ -428,12 +428,12 @@ class Place:
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
 
 
-def places(call: Call, whole: Place) -> list[Place]:
+def places(call: Call, whole: ListPosition) -> list[ListPosition]:
     """Return the arguments and results at each position, as lists of one element; other calls give `[whole]`."""
     return [_at(whole, i) for i in range(len(_lead(call)))] if is_listed(call) else [whole]
 
 
-def _at(whole: Place, i: int) -> Place:
+def _at(whole: ListPosition, i: int) -> ListPosition:
     def cut(value: Any) -> Any:
         return value[i : i + 1] if isinstance(value, tuple) else value
 
@@ -447,7 +447,7 @@ def _at(whole: Place, i: int) -> Place:
         for h, _, place, bytes_ in whole.outputs
         if place == i or (place < 0 and h in operands)
     ]
-    return Place(arguments, keywords, operands, outputs)
+    return ListPosition(arguments, keywords, operands, outputs)
 
 
 def handles(value: Any) -> Iterator[Handle]:
@@ -516,7 +516,7 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers: dict[int, int] = {}  # autograd node that produced each storage
         self._count = 0
-        self.turns.note = lambda path: self.events.append(Turn(path))
+        self.turns.note = lambda path: self.events.append(LoopIteration(path))
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -544,7 +544,7 @@ class Recorder(TorchDispatchMode):
             self._numbers.pop(key, None)
             self._alive.pop(number, None)
             if number not in self.sources:
-                self.events.append(Death(number))
+                self.events.append(Release(number))
 
         self._alive[number] = weakref.ref(storage, gone)
         return number, True
@@ -590,9 +590,9 @@ class Recorder(TorchDispatchMode):
     def _bytes(self, t: torch.Tensor) -> Poly:
         return self.values.translator.size(t.untyped_storage().nbytes())
 
-    def stated(self, t: torch.Tensor, made: torch.Tensor) -> Asked:
+    def stated(self, t: torch.Tensor, made: torch.Tensor) -> FormatAssertion:
         """Record a cast to the format that a tensor already has."""
-        event = Asked(self.known(t), self.made(made), self.scopes.now()[0], self.phase)
+        event = FormatAssertion(self.known(t), self.made(made), self.scopes.now()[0], self.phase)
         self.events.append(event)
         return event
 
@@ -735,13 +735,15 @@ class Recorder(TorchDispatchMode):
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns its operand
         call = _call(func, args, kwargs, results, self.device)
-        for one, place in zip(one_by_one(call), places(call, Place(args, kwargs, operands, outputs)), strict=True):
+        for one, place in zip(
+            one_by_one(call), places(call, ListPosition(args, kwargs, operands, outputs)), strict=True
+        ):
             if place.outputs:
                 tags = func.tags if one is call else tags_of(one.name)
                 self._add(func, one, place, tags, moves=moves, unseen=unseen)
 
     def _add(
-        self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool, unseen: bool
+        self, func: OpOverload, call: Call, place: ListPosition, tags: Collection[Any], *, moves: bool, unseen: bool
     ) -> None:
         """Record a call on single tensors."""
         counts: Counts | None = Counts()
@@ -764,7 +766,7 @@ class Recorder(TorchDispatchMode):
         )
         # translations run when the graph is built; their errors name this line
         self.events.append(
-            Made(*what, self.choices.now(), caller() if counts is None else "", unseen, bool(self.stopped))
+            RecordedOp(*what, self.choices.now(), caller() if counts is None else "", unseen, bool(self.stopped))
         )
 
     def _outputs(

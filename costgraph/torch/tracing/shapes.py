@@ -29,7 +29,7 @@ from ...ir.strides import is_integral
 from .sizes import Translator, holds, remainder
 
 __all__ = [
-    "Node",
+    "CachedSizeNode",
     "remembering",
     "answer",
     "HERE",
@@ -54,7 +54,7 @@ _BINARY = (
 )  # fmt: skip
 
 
-class Node(SymNode):
+class CachedSizeNode(SymNode):
     """A `SymNode` whose operations are memoized per pair of operands."""
 
     def wrap_int(self, num: int) -> SymNode:
@@ -84,14 +84,14 @@ def _known(node: SymNode) -> dict[Any, SymNode]:
 def remembering(node: SymNode) -> SymNode:
     """Enable memoization of a size, which saves a third of a run's time."""
     if type(node) is SymNode:
-        node.__class__ = Node
+        node.__class__ = CachedSizeNode
     return node
 
 
-def _remembered(name: str) -> Callable[[Node, Any], Any]:
+def _remembered(name: str) -> Callable[[CachedSizeNode, Any], Any]:
     plain = getattr(SymNode, name)
 
-    def operation(self: Node, other: Any) -> Any:
+    def operation(self: CachedSizeNode, other: Any) -> Any:
         shapes: Any = self.shape_env  # always `Shapes`
         if not isinstance(other, SymNode) or shapes is None:
             return plain(self, other)
@@ -107,7 +107,7 @@ def _remembered(name: str) -> Callable[[Node, Any], Any]:
 
 
 for _name in _BINARY:
-    setattr(Node, _name, _remembered(_name))
+    setattr(CachedSizeNode, _name, _remembered(_name))
 
 
 # -- value checks ------------------------------------------------------------------------------------------------------

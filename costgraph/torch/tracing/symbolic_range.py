@@ -22,7 +22,7 @@ from .shapes import Shapes, caller
 from .state import is_a, is_theirs
 
 __all__ = [
-    "Counted",
+    "SymbolicLoop",
     "Loops",
     "Parts",
     "Range",
@@ -51,7 +51,7 @@ class ResizeError(CostGraphError):
 
 
 @dataclass(frozen=True)
-class Counted:
+class SymbolicLoop:
     """A loop over a size."""
 
     count: torch.SymInt
@@ -65,7 +65,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Made:
+class ListSlice:
     """The part of a list with per-iteration results."""
 
     loop: int
@@ -86,7 +86,7 @@ class Loops:
 
     def __init__(self, shapes: Shapes, raised: Collection[str] | None = None) -> None:
         self.shapes, self.raised = shapes, raised
-        self.loops: list[Counted] = []
+        self.loops: list[SymbolicLoop] = []
         self.stack: list[tuple[int, int]] = []
         self.on = False
         """whether loops are recorded; False in training"""
@@ -133,7 +133,7 @@ class Loops:
         if self.stack and self.loops[self.stack[-1][0]].at == at:
             return self.stack[-1][0]  # in lockstep with a loop from the same line, as in `zip`
         played = self._played(count)
-        self.loops.append(Counted(count, played, caller(), at))
+        self.loops.append(SymbolicLoop(count, played, caller(), at))
         return len(self.loops) - 1
 
     def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
@@ -198,14 +198,14 @@ class Loops:
             f"trace with fixed='given'"
         )
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> Made | None:
+    def joined(self, parts: Sequence[torch.Tensor]) -> ListSlice | None:
         """Return the longest part of a list with one result per iteration of a loop; None without one."""
         around = self.path
         deep = len(around)
         tags = [t.__dict__.get(_TURN, ()) for t in parts]
         own = [tag[deep] if tag[:deep] == around and len(tag) > deep else (-1, -1) for tag in tags]
         within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # inner loops, which each iteration runs
-        found: Made | None = None
+        found: ListSlice | None = None
         for i, (number, turn) in enumerate(own):
             for step in (1, -1):
                 j = i
@@ -215,7 +215,7 @@ class Loops:
                     j += 1
                 if number >= 0 and j + 1 - i >= max(FEWEST, 0 if found is None else found.last - found.first + 1):
                     loop = self.loops[number]
-                    found = Made(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
+                    found = ListSlice(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
         return found
 
     @contextmanager

@@ -14,7 +14,7 @@ from ...algebra.polynomial import ONE, ZERO, Poly
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, UnsupportedError
 from ...ir.graph import (
-    Bodied,
+    BodyKind,
     Graph,
     Op,
     OpKind,
@@ -36,11 +36,11 @@ from .call import Call, Spec, number_of
 from .rules.workspaces import copied, copies_matmul_operands, copies_results, workspace_of
 from .translations.table import Translation
 
-__all__ = ["Template", "Wanted", "declared", "template_of"]
+__all__ = ["Template", "ObservedResult", "declared", "template_of"]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ObservedResult:
     """A result as the run produced it."""
 
     spec: Spec
@@ -78,7 +78,7 @@ class Template:
         ops = []
         for inner in self.body.ops:
             kind = inner.kind
-            if isinstance(kind, Bodied):
+            if isinstance(kind, BodyKind):
                 kind = replace(kind, body=again.inside(kind.body, graph, name))
             op = _added(graph, kind, [again.tensors[t] for t in inner.operands], name)
             again.tensors |= zip(inner.results, op.results, strict=True)
@@ -128,7 +128,7 @@ def template_of(
     call: Call,
     operands: Mapping[Any, int],
     tensors: Sequence[Tensor],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ObservedResult],
     workspace: Poly = ZERO,
     *,
     whole: bool = False,
@@ -250,7 +250,7 @@ def declared(
 
 
 def _results(
-    made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Mapping[Tensor, int], wanted: Sequence[Wanted]
+    made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Mapping[Tensor, int], wanted: Sequence[ObservedResult]
 ) -> tuple[Tensor, ...] | None:
     """Return the tensor for each result; None if the run produced other ones."""
     returned = [made] if isinstance(made, Tensor) else list(made)
@@ -281,7 +281,7 @@ def _settled(
     body: Graph,
     used: tuple[int, ...],
     results: tuple[Tensor, ...],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ObservedResult],
     workspace: Poly,
     whole: bool,
 ) -> Template | None:
@@ -330,13 +330,13 @@ def _works(op: Op) -> bool:
     return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 
-def _lies(body: Graph, t: Tensor, w: Wanted) -> bool:
+def _lies(body: Graph, t: Tensor, w: ObservedResult) -> bool:
     """Whether a result has the run's memory layout; strides along size-1 axes do not matter."""
     same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
     return same and (w.of is None or body.same(t.offset, w.offset))
 
 
-def _strides(wanted: Sequence[Wanted]) -> tuple[Sizes | None, ...]:
+def _strides(wanted: Sequence[ObservedResult]) -> tuple[Sizes | None, ...]:
     """Return the strides of results, if any is not contiguous."""
     out = []
     for w in wanted:

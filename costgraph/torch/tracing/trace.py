@@ -30,11 +30,11 @@ from ...hardware.specs import DEFAULT, Arch, arch_of
 from ...ir.graph import Graph, need_choice
 from ...notation.grammar import parse_relation
 from ...transforms.reroll import fold_turns, unlike
-from .arguments import Axes, Given
+from .arguments import Axes, NamedArguments
 from .build import Builder
 from .call import Values, format_of
 from .composites import uncompiled
-from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
+from .cuda import CUDA_STATISTICS, KERNELS, ProgramDevice, on_cuda
 from .data import Data
 from .formats import Formats, narrowed
 from .recorder import Handle, Recorder, Scopes, backward_passes, barriers, path_of
@@ -46,7 +46,7 @@ from .symbolic_range import Loops, ResizeError, open_integers
 
 __all__ = [
     "Factory",
-    "Run",
+    "TraceRun",
     "plain_errors",
     "trace",
 ]
@@ -60,7 +60,7 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
-class Run:
+class TraceRun:
     """One recorded run of a module: the forward pass, optionally the backward pass and an optimizer step.
 
     Parameters
@@ -385,7 +385,7 @@ def trace(
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     module = initialized(module, inputs, dict(keywords or {}))
-    given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
+    given = NamedArguments(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
     options = Options(unknown, fixed, data_sizes, dict(choose or {}))
     return _traced(module, given, optimizer, target, graph, options, train=train)
@@ -393,7 +393,7 @@ def trace(
 
 def _traced(
     module: nn.Module,
-    given: Given,
+    given: NamedArguments,
     optimizer: Factory | None,
     target: Arch | None,
     graph: Callable[[], Graph],
@@ -437,7 +437,7 @@ def _traced(
     return made
 
 
-def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[str, int]) -> None:
+def _settle(run: TraceRun, narrow: Callable[..., tuple[Shapes, TraceRun]], sizes: Mapping[str, int]) -> None:
     """Find which casts follow the model's number format, by a run in another one.
 
     A run at plain numbers takes a third of the time and usually issues the same casts. Programs that branch differently
@@ -454,9 +454,11 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
         run.formats.settle(_resized(narrow, dict(sizes))[1].formats)
 
 
-def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int]) -> tuple[dict[str, int], Shapes, Run]:
+def _first(
+    watched: Callable[..., tuple[Shapes, TraceRun]], given: Mapping[str, int]
+) -> tuple[dict[str, int], Shapes, TraceRun]:
     """Run at the first candidate sizes whose path also holds at the given sizes, else at the first accepted ones."""
-    found: list[tuple[dict[str, int], Shapes, Run]] = []
+    found: list[tuple[dict[str, int], Shapes, TraceRun]] = []
     failed: UnsupportedError | None = None
     for sizes in alternatives(given):
         try:
@@ -475,7 +477,7 @@ def _first(watched: Callable[..., tuple[Shapes, Run]], given: Mapping[str, int])
     return found[0]
 
 
-def _holds_at(given: Mapping[str, int], shapes: Shapes, run: Run) -> bool:
+def _holds_at(given: Mapping[str, int], shapes: Shapes, run: TraceRun) -> bool:
     """Return whether the assumptions of a run hold at the given sizes."""
     known = {n: poly(size) for n, size in given.items()}
     try:
@@ -486,7 +488,7 @@ def _holds_at(given: Mapping[str, int], shapes: Shapes, run: Run) -> bool:
     return True
 
 
-def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
+def _resized(watched: Callable[..., tuple[Shapes, TraceRun]], sizes: dict[str, int]) -> tuple[Shapes, TraceRun]:
     """Run at sizes that give loops over them a few iterations; update `sizes` to those."""
     given, raised = dict(sizes), set[str]()
     for _ in range(_RESIZED * len(sizes)):
@@ -506,7 +508,7 @@ def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) 
 
 def _watched(
     module: nn.Module,
-    given: Given,
+    given: NamedArguments,
     optimizer: Factory | None,
     target: Arch | None,
     options: Options,
@@ -518,7 +520,7 @@ def _watched(
     raised: Collection[str] | None = None,
     integers: bool = False,
     numbers: bool = False,
-) -> tuple[Shapes, Run]:
+) -> tuple[Shapes, TraceRun]:
     """Run a module under a recorder, in its own number format or, with `narrow`, in another one."""
     shapes = Shapes(given.sizes(), exact, fixed=options.fixed == "given")
     symbols = options.data_sizes == "symbol"
@@ -531,8 +533,8 @@ def _watched(
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
         recorder.kernels, recorder.stand_ins = KERNELS, {**recorder.stand_ins, **CUDA_STATISTICS}
-        place = partial(on_cuda, Here(target, recorder.choices))
-    run = Run(module, recorder, optimizer, place)
+        place = partial(on_cuda, ProgramDevice(target, recorder.choices))
+    run = TraceRun(module, recorder, optimizer, place)
     opened = open_integers(module) if integers else nullcontext()
     with (
         FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),

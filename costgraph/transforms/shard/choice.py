@@ -27,25 +27,25 @@ from ...ir.graph import (
 from ...ir.strides import numel
 from ...ops.einsum import Einsum
 from ...ops.elementwise import Pointwise
-from ...ops.grouped import Dispatch, Grouped, GroupedOuter
+from ...ops.grouped import Dispatch, GroupedMatmul, GroupedOuter
 from ...ops.index import Indexed, Scatter
-from ...ops.keep_alive import Keep, StopGradient
+from ...ops.keep_alive import KeepAlive, StopGradient
 from ...ops.layout import Expand, Rearrange
-from ...ops.loops import Absent
+from ...ops.loops import Undef
 
 __all__ = [
     "Choice",
-    "Given",
+    "PlacedOperand",
     "choose",
     "at_places",
     "of_keys",
     "of_rank",
     "queries",
     "restricted",
-    "Order",
-    "Own",
+    "RowOrder",
+    "LocalIndices",
     "Routing",
-    "Rows",
+    "RankOrderedRows",
 ]
 
 
@@ -56,7 +56,7 @@ Moved = tuple[int, str, str]
 
 
 @dataclass
-class Given:
+class PlacedOperand:
     """An operand and its placement before the op."""
 
     at: Placement | None
@@ -95,7 +95,7 @@ class Choice:
 class _Op:
     """The sharding rule of an op, its operands, and the choices made so far."""
 
-    def __init__(self, rule: Split, given: Sequence[Given], mesh: Mesh) -> None:
+    def __init__(self, rule: Split, given: Sequence[PlacedOperand], mesh: Mesh) -> None:
         self.rule, self.given, self.mesh = rule, given, mesh
         self.parts: list[dict[str, Factors] | None] = [self._parts(i) for i in range(len(given))]
         self.moved: list[Moved] = []
@@ -265,7 +265,7 @@ class _Op:
         return how if how == "sum" and fits and "sum" in self.rule.reduced.values() else None
 
 
-def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
+def choose(rule: Split, given: Sequence[PlacedOperand], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
     """Choose for each mesh axis the name of an op's sharding rule that it splits.
 
     `wanted` gives preferred names by mesh axis, from the placement requested for the result.
@@ -407,7 +407,7 @@ def of_rank(kind: K, rule: Split, choice: Choice, mesh: Mesh) -> K:
 
 def at_places(kind: K, at: Placement, mesh: Mesh) -> K:
     """Return the kind of an op whose result is restricted, with its local domain."""
-    if isinstance(kind, Expand | Absent) and kind.domain is not None:
+    if isinstance(kind, Expand | Undef) and kind.domain is not None:
         domain, query, key = kind.domain
         return replace(kind, domain=(_over(domain, at.dims[query], mesh), query, key))
     return kind
@@ -445,7 +445,7 @@ def _over(domain: Domain, dim: Factors, mesh: Mesh) -> Domain:
 # Tokens that each rank has sorted by expert: indices into them are valid on one rank only.
 
 #: Kinds that forward indices unchanged.
-_SAME = (Keep, StopGradient, Rearrange)
+_SAME = (KeepAlive, StopGradient, Rearrange)
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,7 +463,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Own:
+class LocalIndices:
     """The meaning of an integer tensor on one rank."""
 
     what: str
@@ -479,7 +479,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Order:
+class RowOrder:
     """Axes of a tensor that are rows in rank-local order."""
 
     dims: frozenset[int]
@@ -490,14 +490,14 @@ class Order:
     """the mesh axis along which rows are with their experts; empty if they are with their tokens"""
 
 
-class Rows:
+class RankOrderedRows:
     """Tracks tensors of one rank that are in rank-local order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.own: dict[Any, Own] = {}
+        self.own: dict[Any, LocalIndices] = {}
         """New integer tensors that are valid on their rank only."""
-        self.ordered: dict[Any, Order] = {}
+        self.ordered: dict[Any, RowOrder] = {}
         """New tensors with rows in rank-local order."""
         self.ends: dict[tuple[Routing, Graph], Tensor] = {}
         """Expert row offsets by body."""
@@ -532,7 +532,7 @@ class Rows:
         orders = [self.ordered[t] for t in given if t in self.ordered]
         return axis, own.routing if own is not None else orders[0].routing
 
-    def _experts(self, op: Op, own: Own, table: Placement) -> str:
+    def _experts(self, op: Op, own: LocalIndices, table: Placement) -> str:
         """Return the mesh axis that splits both experts and tokens, empty if there is none."""
         parts = table.dims[0]
         found = [f for f in parts if isinstance(f, str) and f in _axes([own.rows])]
@@ -552,7 +552,7 @@ class Rows:
     def rule(self, op: Op, rule: Split, given: Sequence[Any], axis: str) -> Split:
         """Return the sharding rule of an op with rank-local operands."""
         kind = op.kind
-        if isinstance(kind, Grouped | GroupedOuter):
+        if isinstance(kind, GroupedMatmul | GroupedOuter):
             return self._grouped(op, kind, rule, given, axis)
         if not isinstance(kind, Indexed):
             return rule
@@ -577,10 +577,12 @@ class Rows:
             once=frozenset(), local=lambda extents, ranks: kind,
         )  # fmt: skip
 
-    def _grouped(self, op: Op, kind: Grouped | GroupedOuter, rule: Split, given: Sequence[Any], axis: str) -> Split:
+    def _grouped(
+        self, op: Op, kind: GroupedMatmul | GroupedOuter, rule: Split, given: Sequence[Any], axis: str
+    ) -> Split:
         """Return the sharding rule of a grouped matmul over rank-local rows."""
         ends = self.own.get(given[2])
-        rows = given[:1] if isinstance(kind, Grouped) else given[:2]
+        rows = given[:1] if isinstance(kind, GroupedMatmul) else given[:2]
         if any((t in self.ordered) != (ends is not None and ends.what == "ends") for t in rows):
             self.refuse(op)
         if ends is None:
@@ -588,7 +590,7 @@ class Rows:
         fixed, local = {"r": ends.rows}, kind
         if axis:
             fixed["e"] = self.experts(axis, ends.routing)
-            local = replace(kind, chosen=kind.chosen / self.mesh[axis]) if isinstance(kind, Grouped) else kind
+            local = replace(kind, chosen=kind.chosen / self.mesh[axis]) if isinstance(kind, GroupedMatmul) else kind
         # the offsets are local
         operands = (*rule.operands[:2], None)
         return replace(rule, operands=operands, fixed=fixed, whole=frozenset("e"), local=lambda extents, ranks: local)
@@ -615,7 +617,7 @@ class Rows:
         for labels, t in zip(rule.results, made, strict=True):
             axes = frozenset(i for i, own_names in enumerate(labels) if names & {*own_names})
             if axes:
-                self.ordered[t] = Order(axes, routings[0], axis)
+                self.ordered[t] = RowOrder(axes, routings[0], axis)
 
     def _dispatched(self, op: Op, kind: Dispatch, choice: Choice, made: Sequence[Tensor]) -> None:
         rows, places = choice.results[0].dims[0], choice.results[2]
@@ -626,9 +628,9 @@ class Rows:
         sizes = op.results[2].sizes[:-1]
         tokens = tidy(f for dim, n in zip(places.dims, sizes, strict=False) for f in (dim or (n,)))
         for t, what, factors in zip(made, ("tokens", "ends", "rows", "owners"), (tokens, (), rows, ()), strict=False):
-            self.own[t] = Own(what, factors, rows, routing)
+            self.own[t] = LocalIndices(what, factors, rows, routing)
         self.ends[routing, made[1].graph] = made[1]
-        self.ordered |= dict.fromkeys([made[0], *made[3:]], Order(frozenset({0}), routing))
+        self.ordered |= dict.fromkeys([made[0], *made[3:]], RowOrder(frozenset({0}), routing))
 
     def counted(self, op: Op, choice: Choice) -> Choice:
         """Return a dispatch's choice with row counts as partial sums over the ranks that split tokens."""
@@ -663,4 +665,4 @@ def _integers(kind: OpKind, given: Sequence[Any]) -> Sequence[Any]:
     """Return the operands that are row indices or offsets."""
     if isinstance(kind, Indexed):
         return kind.places(given)
-    return given[2:] if isinstance(kind, Grouped | GroupedOuter) else ()
+    return given[2:] if isinstance(kind, GroupedMatmul | GroupedOuter) else ()

@@ -10,7 +10,7 @@ from ...ops.index import Scatter
 from ...ops.loops import Kernel
 from ...ops.reduce import Reduce
 from .kernels import (
-    Pieces,
+    SplitKernel,
     before,
     heads,
     live,
@@ -19,18 +19,18 @@ from .kernels import (
     views,
 )
 from .placed_tensors import (
-    Later,
-    Stated,
+    RequestedPlacements,
+    UnplacedSource,
 )
-from .token_routing import Routed
+from .token_routing import TokenRouting
 
 __all__ = ["Cutting"]
 
 
-class Cutting(Routed):
+class Cutting(TokenRouting):
     """Copies kernels."""
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__(stated)
         self.scattered: dict[Tensor, tuple[int, Tensor]] = {}
         """Results of scatters into zeros with one value along an axis: that axis, and the values."""
@@ -42,7 +42,12 @@ class Cutting(Routed):
             return
         zero, values, axis = self.tensors[op.operands[0]], operands[2], kind.batch
         one = values.sizes == (*made.sizes[:axis], ONE, *made.sizes[axis + 1 :])
-        if isinstance(zero, Later) and zero.zero and one and any(isinstance(f, str) for f in self.at[made].dims[axis]):
+        if (
+            isinstance(zero, UnplacedSource)
+            and zero.zero
+            and one
+            and any(isinstance(f, str) for f in self.at[made].dims[axis])
+        ):
             self.scattered[made] = axis, values
 
     def is_summed(self, op: Op) -> bool:
@@ -73,7 +78,7 @@ class Cutting(Routed):
             if old.sizes in places and old not in self.inside:
                 self.swap(old, *places[old.sizes], new, op.phase)
         operands = [self.prepared(op, i, new, self.inside if places else {}) for i in range(len(op.operands))]
-        outer, self.piece = self.piece, Pieces(op, kind, operands, new, self.piece)
+        outer, self.piece = self.piece, SplitKernel(op, kind, operands, new, self.piece)
         for f, t in zip(body.formals, operands, strict=True):
             self.tensors[f] = t
         needed = live(body)

@@ -12,25 +12,25 @@ from ...dtypes import dtype as find_dtype
 from ...errors import FormatError, UnsupportedError
 from ...ir.graph import Graph, Loop, Op, Placement, Storage, Tensor, is_pass
 from ...ir.strides import contiguous, numel
-from ...ops.collectives import Collective, Pack, Part
+from ...ops.collectives import Collective, LocalShard, Pack
 from ...ops.elementwise import Pointwise
-from ...ops.keep_alive import Keep
-from ...ops.loops import Absent, Empty
+from ...ops.keep_alive import KeepAlive
+from ...ops.loops import Empty, Undef
 from .flat import added, cast_to, from_rows, in_rows, joined, pieces
 from .fsdp_policy import unit_of
-from .grad_buffers import Kept
+from .grad_buffers import GradBuffers
 from .partial_sums import adds, targets
-from .placed_tensors import Stated
+from .placed_tensors import RequestedPlacements
 
 __all__ = [
-    "Frame",
-    "Unit",
+    "BodyGroups",
+    "ParamGroup",
     "is_cast",
     "reads",
     "window",
     "Buffers",
     "Reducing",
-    "Units",
+    "ParamGroups",
 ]
 
 
@@ -53,12 +53,12 @@ def is_cast(op: Op) -> bool:
 def reads(op: Op) -> Sequence[Tensor]:
     """Return the operands an op reads whole; a loop reads others in slices, or gathers them itself."""
     if op.loop is None:
-        return () if isinstance(op.kind, Keep) else op.operands
+        return () if isinstance(op.kind, KeepAlive) else op.operands
     return (*op.loop.starts, *(() if is_pass(op.loop.body) else op.loop.shared))
 
 
 @dataclass
-class Unit:
+class ParamGroup:
     """Parameters that are all-gathered together: torch's FSDP parameter group."""
 
     key: str
@@ -72,7 +72,7 @@ class Unit:
 
 
 @dataclass
-class Carried:
+class CarriedBuffer:
     """A carry that keeps a buffer alive until the next iteration."""
 
     what: str
@@ -82,7 +82,7 @@ class Carried:
 
 
 @dataclass
-class Frame:
+class BodyGroups:
     """The state of a body's units while it is copied."""
 
     around: Op | None = None
@@ -91,8 +91,8 @@ class Frame:
     """Whether the body is an iteration of a loop over layers; it is one unit unless `split`."""
     split: bool = False
     """Whether an iteration has several layers, each of them a unit."""
-    units: list[Unit] = field(default_factory=list)
-    of: dict[Storage, Unit] = field(default_factory=dict)
+    units: list[ParamGroup] = field(default_factory=list)
+    of: dict[Storage, ParamGroup] = field(default_factory=dict)
     """The unit by old storage, which includes views of members."""
     casts: dict[Tensor, Tensor] = field(default_factory=dict)
     """Old casts of members to the format that is gathered, and the members."""
@@ -114,7 +114,7 @@ class Frame:
     """All-gather buffers that live until the next ones exist."""
     inputs: list[Tensor] = field(default_factory=list)
     """Reduce-scatter inputs that are freed just before the next ones are filled."""
-    carried: list[Carried] = field(default_factory=list)
+    carried: list[CarriedBuffer] = field(default_factory=list)
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Members that stay unsharded for the backward pass."""
     end: Op | None = None
@@ -146,7 +146,7 @@ class Frame:
             if root is not None and found in root.first and (found == "backward" or touched):
                 root.last[found] = op
 
-    def ordered(self, phase: str, old: Graph) -> list[Unit]:
+    def ordered(self, phase: str, old: Graph) -> list[ParamGroup]:
         """Return the units that a pass reads, in order."""
         found = [u for u in self.units if phase in u.first]
         return sorted(found, key=lambda u: old.ops.index(u.first[phase]))
@@ -162,11 +162,11 @@ class Frame:
         member = is_cast(op) and any(op.operands[0] in unit.members for unit in self.units)
         return member and made.dtype.name == dtype and not handed and all(map(window, (op, *op.graph.successors(made))))
 
-    def _added(self, key: str) -> Unit:
-        self.units.append(Unit(key))
+    def _added(self, key: str) -> ParamGroup:
+        self.units.append(ParamGroup(key))
         return self.units[-1]
 
-    def _at(self, op: Op) -> Iterator[Unit]:
+    def _at(self, op: Op) -> Iterator[ParamGroup]:
         """Yield the units an op belongs to: those it reads, or whose scope it is in."""
         read = {self.of[t.storage].key for t in reads(op) if t.storage in self.of}
         scope = re.sub(r"[/.]+", ".", op.scope) + "."
@@ -174,18 +174,18 @@ class Frame:
             if unit.key in read or (unit.key and scope.startswith(re.sub(r"[/.]+", ".", unit.key) + ".")):
                 yield unit
 
-    def beginning(self, op: Op) -> Iterator[tuple[Unit, str]]:
+    def beginning(self, op: Op) -> Iterator[tuple[ParamGroup, str]]:
         """Yield the units that begin at an op."""
         yield from ((u, w) for u in self.units for w, first in u.first.items() if first is op)
 
-    def ending(self, op: Op) -> Iterator[tuple[Unit, str]]:
+    def ending(self, op: Op) -> Iterator[tuple[ParamGroup, str]]:
         """Yield the units that end at an op, the root the last."""
         units = sorted(self.units, key=lambda u: not u.key)
         yield from ((u, w) for u in units for w, last in u.last.items() if last is op)
 
-    def following(self, unit: Unit, old: Graph) -> Unit | Op | None:
+    def following(self, unit: ParamGroup, old: Graph) -> ParamGroup | Op | None:
         """Return the unit that the backward pass reads next, or the loop before it."""
-        order: list[Unit | Op] = []
+        order: list[ParamGroup | Op] = []
         for op in old.ops:
             order += [u for u, w in self.beginning(op) if w == "backward"]
             order += [op] if op.loop is not None else []
@@ -196,24 +196,24 @@ class Frame:
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 
-class Buffers(Kept):
+class Buffers(GradBuffers):
     """Extends buffer lifetimes for prefetching."""
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__(stated)
         self.policy = stated.policy
-        self.frame = Frame()
-        self.left = Frame()
+        self.frame = BodyGroups()
+        self.left = BodyGroups()
         """The frame of the body that was copied last."""
         self.kept: dict[Tensor, Tensor] = {}
         """New stacks of parameters, and their unsharded residuals for the backward pass."""
-        self.early: dict[tuple[Op, Empty | Absent], Tensor] = {}
+        self.early: dict[tuple[Op, Empty | Undef], Tensor] = {}
         """Buffers that are allocated before a loop, for its first layer."""
 
     def hold(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
         """Keep tensors alive until here."""
         if tensors:
-            added(new, Keep(), tensors, f"{tensors[0].name}.freed", phase)
+            added(new, KeepAlive(), tensors, f"{tensors[0].name}.freed", phase)
 
     def release(self, new: Graph, phase: str) -> None:
         """Free the waiting buffers before a loop, whose layers have their own."""
@@ -226,8 +226,8 @@ class Buffers(Kept):
         for flat in flats:
             waiting, self.frame.flats = self.frame.flats, []
             if self.frame.layer and not (self.frame.split and self.frame.carried):
-                waiting = [self.hand_over("flat", Absent(sizes=flat.sizes, dtype=flat.dtype), new)]
-            out.append(added(new, Keep(), [flat, *waiting], f"{flat.name}.kept", phase) if waiting else flat)
+                waiting = [self.hand_over("flat", Undef(sizes=flat.sizes, dtype=flat.dtype), new)]
+            out.append(added(new, KeepAlive(), [flat, *waiting], f"{flat.name}.kept", phase) if waiting else flat)
             if self.frame.layer and not self.frame.split:
                 self.frame.carried[-1].next = out[-1]
         self.frame.flats = [] if self.frame.layer and not self.frame.split else [*out]
@@ -238,7 +238,7 @@ class Buffers(Kept):
         left = {"flat": self.frame.flats, "input": self.frame.inputs}
         for c in (c for c in self.frame.carried if c.next is None):
             alike = [t for t in left[c.what] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
-            kind = Absent(sizes=c.start.sizes, dtype=c.start.dtype)
+            kind = Undef(sizes=c.start.sizes, dtype=c.start.dtype)
             c.next = alike[0] if alike else added(body, kind, [], f"{c.start.name}.none", phase)
 
     def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
@@ -246,10 +246,10 @@ class Buffers(Kept):
         waiting, self.frame.inputs = self.frame.inputs, []
         if self.frame.layer and not (self.frame.split and any(c.what == "input" for c in self.frame.carried)):
             sizes = (*row.sizes[:-1], size)
-            waiting = [self.hand_over("input", Absent(sizes=sizes, dtype=dtype), new)]
-        return added(new, Keep(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
+            waiting = [self.hand_over("input", Undef(sizes=sizes, dtype=dtype), new)]
+        return added(new, KeepAlive(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
 
-    def hand_over(self, what: str, kind: Empty | Absent, body: Graph) -> Tensor:
+    def hand_over(self, what: str, kind: Empty | Undef, body: Graph) -> Tensor:
         """Add a carry to the loop that is being written, and return its formal."""
         host, frame = body.parent, self.frame
         assert host is not None
@@ -259,7 +259,7 @@ class Buffers(Kept):
         made = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
         body.formals.remove(made)  # carries come first
         body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), made)  # type: ignore[union-attr]
-        frame.carried.append(Carried(what, start))
+        frame.carried.append(CarriedBuffer(what, start))
         return made
 
     # -- loops ------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Buffers(Kept):
 class Reducing(Buffers):
     """Defers gradients until those of their unit can be reduced by one collective."""
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__(stated)
         self.reduced: dict[Storage, Tensor] = {}
         """What remains of each gradient storage after reduction."""
@@ -458,10 +458,10 @@ class Reducing(Buffers):
 _Group = tuple[tuple[str, ...], list[Tensor]]
 
 
-class Units(Reducing):
+class ParamGroups(Reducing):
     """Unshards and reshards the units of each body while its ops are copied."""
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__(stated)
         self.apart = False
         """Whether ops read sharded parameters, as views of shards do."""
@@ -496,8 +496,8 @@ class Units(Reducing):
     def _phase(old: Graph) -> str:
         return "forward" if old.owner is None else window(old.owner) or "backward"
 
-    def _frame(self, old: Graph, new: Graph) -> Frame:
-        frame = Frame(around=old.owner)
+    def _frame(self, old: Graph, new: Graph) -> BodyGroups:
+        frame = BodyGroups(around=old.owner)
         if self.policy is None or not self.policy.by_unit:
             return frame
         if old.parent is None:
@@ -541,7 +541,7 @@ class Units(Reducing):
         of = {left.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
         return targets(old, {g: unit for g, unit in of.items() if unit is not None})
 
-    def _need_casts(self, frame: Frame) -> None:
+    def _need_casts(self, frame: BodyGroups) -> None:
         """Raise an error if a pass reads a parameter without a cast to `param_dtype`."""
         wanted = None if self.policy is None else self.policy.param_dtype
         for t in (t for unit in frame.units for t in unit.members if wanted not in (None, t.dtype.name)):
@@ -574,7 +574,7 @@ class Units(Reducing):
 
     def _show(self, op: Op, new: Graph) -> None:
         """Give an op the unsharded members and views of them; give an update the shards."""
-        if isinstance(op.kind, Keep):  # a gradient that is kept alive is its reduced shard
+        if isinstance(op.kind, KeepAlive):  # a gradient that is kept alive is its reduced shard
             self.tensors |= {t: self.reduced[t.storage] for t in op.operands[1:] if t.storage in self.reduced}
         for t in op.operands:
             unit = self.frame.of.get(t.storage)
@@ -591,11 +591,11 @@ class Units(Reducing):
             assert t.producer is not None
             of = next(o for o in t.producer.operands if o.storage is t.storage)
             self.tensors[of] = self._seen(of, whole, new)
-            if not isinstance(t.producer.kind, Keep):
+            if not isinstance(t.producer.kind, KeepAlive):
                 around, self.apart = self.apart, whole is self.frame.shards
                 self.plain(t.producer, new)
                 self.apart = around
-            whole[t] = self.tensors[of if isinstance(t.producer.kind, Keep) else t]
+            whole[t] = self.tensors[of if isinstance(t.producer.kind, KeepAlive) else t]
         return whole[t]
 
     def after(self, op: Op, new: Graph) -> None:
@@ -622,7 +622,7 @@ class Units(Reducing):
         """Return the format in which a member is gathered."""
         return next((c.dtype for c, of in self.frame.casts.items() if of is t), t.dtype)
 
-    def _groups(self, unit: Unit, phase: str) -> list[_Group]:
+    def _groups(self, unit: ParamGroup, phase: str) -> list[_Group]:
         """Group members that one collective can gather."""
         found: dict[object, _Group] = {}
         for t in unit.members:
@@ -631,7 +631,7 @@ class Units(Reducing):
             found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
         return list(found.values())
 
-    def _open(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
+    def _open(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
         if unit.key not in frame.open:
@@ -652,7 +652,7 @@ class Units(Reducing):
             elif following is not None and following.key not in {*frame.open, *frame.ahead}:
                 frame.ahead[following.key] = self._buffers(following, phase, old, new)
 
-    def _put_together(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
+    def _put_together(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         """All-gather a unit, into prefetched buffers if there are any."""
         frame, policy = self.frame, self.policy
         assert policy is not None
@@ -673,7 +673,7 @@ class Units(Reducing):
         slices = {*loop.slices}
         if is_pass(loop.body) or not slices & outer.keys():
             return
-        frame = Frame(around=op, layer=True, shards=outer)
+        frame = BodyGroups(around=op, layer=True, shards=outer)
         layers = self._apart({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
         frame.note(loop.body, {**dict.fromkeys(outer, "layer"), **layers}, policy.param_dtype)
         around, self.frame = self.frame, frame
@@ -690,7 +690,7 @@ class Units(Reducing):
         made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
         return made if made is not None and self._along(made) else None
 
-    def _buffers(self, unit: Unit, phase: str, old: Graph, new: Graph) -> list[Tensor]:
+    def _buffers(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> list[Tensor]:
         """All-gather members into buffers with a row for each rank."""
         frame, policy = self.frame, self.policy
         # prefetch: the next layer's buffer exists while one is computed, so an iteration receives the first one
@@ -713,7 +713,7 @@ class Units(Reducing):
         buffer = self.hand_over("flat", kind, new) if over else added(new, kind, [], f"{name}.buffer", phase)
         flat = buffer
         for i, axis in enumerate(axes):
-            flat = added(new, Part(ranks=self.mesh[axis], axis=axis, dim=i), [flat], f"{name}.own", phase)
+            flat = added(new, LocalShard(ranks=self.mesh[axis], axis=axis, dim=i), [flat], f"{name}.own", phase)
         flat = added(new, Pack(), [flat, *shards], f"{name}.copy_in", phase)
         for i, axis in reversed([*enumerate(axes)]):
             kind_of = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=i, inplace=True)
@@ -744,7 +744,7 @@ class Units(Reducing):
         part = self.moved_to(made, at.without(gone, self.mesh), new, phase)
         return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
 
-    def _shut(self, unit: Unit, phase: str, new: Graph) -> None:
+    def _shut(self, unit: ParamGroup, phase: str, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
         made = frame.open.get(unit.key)

@@ -8,16 +8,16 @@ from typing import TypeVar
 
 from ...dtypes import DType
 from ...ir.graph import Graph, Op, OpKind, Placement, Repeat, Tensor
-from ...ops.collectives import Around, Collective
+from ...ops.collectives import Collective, Unshard
 from ...ops.einsum import Einsum
-from ...ops.keep_alive import Keep
+from ...ops.keep_alive import KeepAlive
 from ...ops.loops import Empty, Kernel
 from .flat import added
 from .partial_sums import adds, origin, targets
-from .placed_tensors import Placed, Stated, reductions
+from .placed_tensors import PlacedTensors, RequestedPlacements, reductions
 
 __all__ = [
-    "Kept",
+    "GradBuffers",
 ]
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ def _left(op: Op) -> Iterator[Tensor]:
         yield t
 
 
-class Kept(Placed):
+class GradBuffers(PlacedTensors):
     """Accumulates partial sums into buffers, reduces these in place, and clears them after the update."""
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__(stated)
         self.terms: dict[Tensor, Placement] = {}
         """Old buffers, and their placements as partial sums of the accumulated terms."""
@@ -96,7 +96,7 @@ class Kept(Placed):
         ]
         super().fill(old, new, suffix)
         if apart:
-            added(new, Keep(), apart, "gradients.kept", "backward")
+            added(new, KeepAlive(), apart, "gradients.kept", "backward")
 
     def note_term(self, op: Op) -> None:
         """Note the mesh axes along which terms added to a buffer are partial sums."""
@@ -166,7 +166,7 @@ class Kept(Placed):
         """Pass the whole buffer, with the parts of other ranks, to an op that zeroes a gradient."""
         source, made = self.buffer(t), self.tensors[t]
         for kind, dim in reversed(self.own_parts.get(source, ()) if source is not None else ()):
-            around = Around(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
+            around = Unshard(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
             whole = self.step(around, made, "around", new, phase)
             self.at[whole] = self.at[made].without(self.mesh.parts(kind.axis), self.mesh)
             made = whole

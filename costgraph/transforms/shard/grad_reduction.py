@@ -12,7 +12,7 @@ from ...errors import GraphError, UnsupportedError
 from ...ir.graph import Graph, Loop, Op, Repeat, Sharding, Storage, Tensor, is_count, is_pass, need_flag, optional
 from ...notation.validation import guarded
 from ...ops.collectives import Collective, Pack
-from ...ops.keep_alive import Keep
+from ...ops.keep_alive import KeepAlive
 from ...ops.layout import Rearrange, Slice
 from ...ops.loops import Empty, Stacked
 from ..rewrite import Rewriter
@@ -22,7 +22,7 @@ from .fsdp import is_cast
 from .partial_sums import adds, origin
 
 __all__ = [
-    "LastApart",
+    "PeeledLastMicroBatch",
     "Buckets",
     "in_buckets",
 ]
@@ -34,7 +34,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class LastApart(Rewriter):
+class PeeledLastMicroBatch(Rewriter):
     """Copies a graph with the last iteration of a micro-batch loop peeled."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class _InBuckets(Rewriter):
             elif op.loop is not None:
                 inner = op.loop.body.outputs[op.results.index(made)]
                 left.append((inner, (*way, op), outer if way else made))
-            elif adds(op) or isinstance(kind, Keep | Collective) or is_cast(op):
+            elif adds(op) or isinstance(kind, KeepAlive | Collective) or is_cast(op):
                 left += [(o, way, outer) for o in op.operands[: 2 if adds(op) else 1]]
 
     def reduction(self, t: Tensor, last: Op, way: tuple[Op, ...], outer: Tensor, *, kept: bool) -> _Reduction:

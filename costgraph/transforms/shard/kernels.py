@@ -18,7 +18,7 @@ __all__ = [
     "heads",
     "swapped",
     "views",
-    "Pieces",
+    "SplitKernel",
     "live",
     "passes",
 ]
@@ -132,10 +132,12 @@ def _bodies(t: Tensor) -> Iterator[Graph]:
         graph = graph.parent
 
 
-class Pieces:
+class SplitKernel:
     """A kernel that is being rewritten: a collective ends the current body, and a new one starts after it."""
 
-    def __init__(self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: Pieces | None) -> None:
+    def __init__(
+        self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: SplitKernel | None
+    ) -> None:
         self.op, self.kind, self.new, self.around = op, kind, new, around
         self.operands = list(operands)
         self.body: Graph | None = None

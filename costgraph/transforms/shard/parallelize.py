@@ -16,7 +16,7 @@ from ...ir.strides import is_integral
 from ...notation.validation import Rule
 from ...ops.collectives import Receive
 from ...ops.einsum import Einsum
-from ...ops.keep_alive import Keep
+from ...ops.keep_alive import KeepAlive
 from ...ops.kv_cache import Append
 from ...ops.layout import Rearrange, Slice
 from ...ops.loops import Kernel
@@ -327,7 +327,7 @@ class _Flat:
             if isinstance(op.kind, Slice) and op.results[0].role == "param" and op.results[0].storage.pieces:
                 self.same[op.results[0]] = op.operands[0]  # some layers of a stack
                 continue
-            if op.phase != "forward" or isinstance(op.kind, Keep):
+            if op.phase != "forward" or isinstance(op.kind, KeepAlive):
                 continue
             if isinstance(op.kind, Kernel):
                 body = op.kind.body

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...ir.graph import Graph, Loop, Op, OpKind, Placement, Tensor, is_pass
 from ...ops.elementwise import Pointwise
-from ...ops.keep_alive import Keep
+from ...ops.keep_alive import KeepAlive
 from ...ops.loops import Accumulate
 
 __all__ = [
@@ -54,7 +54,7 @@ def origin(t: Tensor) -> Tensor:
         t = before
 
 
-class Added(NamedTuple):
+class PartialSums(NamedTuple):
     """A stack that a loop reads in slices, adds terms to, and stacks again."""
 
     result: Tensor
@@ -65,14 +65,14 @@ class Added(NamedTuple):
     terms: list[Tensor]
 
 
-def added(loop: Loop) -> list[Added]:
+def added(loop: Loop) -> list[PartialSums]:
     """Return the stacks to whose slices a loop does nothing but add terms."""
     of = dict(zip(loop.slices, loop.xs, strict=True))
     out = []
     for r, last in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
         start, terms = _chain(last)
         if terms and start in of:
-            out.append(Added(r, of[start], start, last, terms))
+            out.append(PartialSums(r, of[start], start, last, terms))
     return out
 
 
@@ -139,9 +139,9 @@ def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bo
     while left:
         t = left.pop()
         op = t.producer
-        if op is None or not (isinstance(op.kind, Keep) or adds(op)):
+        if op is None or not (isinstance(op.kind, KeepAlive) or adds(op)):
             continue
-        for o in op.operands[: 1 if isinstance(op.kind, Keep) else 2]:
+        for o in op.operands[: 1 if isinstance(op.kind, KeepAlive) else 2]:
             if o.sizes == t.sizes and o.producer is not None and o not in found:
                 found[o] = found[t]
                 left.append(o)
@@ -155,8 +155,8 @@ def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind],
     """
     ops: list[Op] = []
     while t not in gradients:
-        # a `Keep` only extends the lifetime of its further operands
-        readers = [op for op in t.graph.successors(t) if not isinstance(op.kind, Keep) or op.operands[0] is t]
+        # a `KeepAlive` only extends the lifetime of its further operands
+        readers = [op for op in t.graph.successors(t) if not isinstance(op.kind, KeepAlive) or op.operands[0] is t]
         if len(readers) != 1 or not isinstance(readers[0].kind, same) or len(readers[0].operands) != 1:
             return None
         ops += readers
@@ -178,7 +178,7 @@ def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], 
         elif adds(op):
             before = [*op.operands[:2]]
         else:
-            alone = isinstance(op.kind, Keep) or (isinstance(op.kind, same) and len(op.operands) == 1)
+            alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, same) and len(op.operands) == 1)
             before = [*op.operands[:1]] if alone else []
         left += [o for o in before if o not in found]
         found |= {*before}

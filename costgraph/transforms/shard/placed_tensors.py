@@ -11,24 +11,24 @@ from ...algebra.polynomial import ONE, total
 from ...dtypes import DType
 from ...ir.graph import Factors, Graph, Mesh, Op, OpKind, Placement, Repeat, Storage, Tensor, agree, blocks, seen
 from ...ir.strides import in_the_order_of
-from ...ops.collectives import Collective, Meshed, Part
+from ...ops.collectives import Collective, LocalShard, Meshed
 from ...ops.einsum import Einsum
-from ...ops.fill import Fill, Fresh
+from ...ops.fill import DenseFactory, Fill
 from ...ops.layout import Expand, Rearrange
-from ...ops.loops import Absent, Kernel
+from ...ops.loops import Kernel, Undef
 from ..rewrite import Rewriter
-from .choice import Rows, at_places
+from .choice import RankOrderedRows, at_places
 from .fsdp_policy import FullyShard
-from .kernels import Pieces, before
+from .kernels import SplitKernel, before
 from .partial_sums import targets
 
 __all__ = [
     "reductions",
     "steps",
     "in_rings",
-    "Later",
-    "Placed",
-    "Stated",
+    "UnplacedSource",
+    "PlacedTensors",
+    "RequestedPlacements",
     "repeated",
 ]
 
@@ -131,7 +131,7 @@ def _apart(have: Placement, want: Placement, mesh: Mesh, query: int | None) -> I
         there = want.dim(axis)
         if there is not None and axis not in at.axes:
             at = _into(at, want, axis, there, mesh)
-            yield Part(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
+            yield LocalShard(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
 
 
 def _axes(dim: Factors) -> list[str]:
@@ -333,7 +333,7 @@ def repeated(t: Tensor) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Stated:
+class RequestedPlacements:
     """The requested placements of sources and gradients, and how parameters are gathered."""
 
     mesh: Mesh
@@ -365,21 +365,21 @@ class Stated:
     """Buffers that matmuls accumulate into, and the format of the products."""
 
 
-class Later:
+class UnplacedSource:
     """The result of an op without operands, which is created when a reader requests a placement."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
         value = op.kind.value if isinstance(op.kind, Fill) else None
-        self.zero = isinstance(op.kind, Absent) or value == 0
+        self.zero = isinstance(op.kind, Undef) or value == 0
 
 
-class Placed(Rewriter):
+class PlacedTensors(Rewriter):
     """Copies tensors with their local sizes; `at` holds the placement of each new tensor."""
 
     replays = False
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__()
         self.stated, self.mesh = stated, stated.mesh
         self.at: dict[Tensor, Placement] = {}
@@ -401,7 +401,7 @@ class Placed(Rewriter):
         self.wanted: dict[Tensor, Placement] = {}
         """Gradients of the old graph, and their placements."""
         self.staying: dict[Tensor, frozenset[str]] = {}
-        self.rows = Rows(stated.mesh)
+        self.rows = RankOrderedRows(stated.mesh)
         """New tensors whose rows are in rank-local order."""
         self.carried: set[Storage] = set()
         """Storages that are carried: the next iteration reads them with the same placement."""
@@ -411,7 +411,7 @@ class Placed(Rewriter):
         """New partial sums, and their natural placement: gradients of keys are sharded like the queries."""
         self.inside: dict[Tensor, Tensor] = {}
         """Old tensors that attention reads split by heads, and the new tensors with that placement."""
-        self.piece: Pieces | None = None
+        self.piece: SplitKernel | None = None
         """The kernel that is being split."""
         self.parts: dict[Storage, tuple[Tensor, Placement]] = {}
         """Storages that each rank has written a part of: the last old tensor in each, and its target placement."""
@@ -476,7 +476,7 @@ class Placed(Rewriter):
     def value(self, old: Tensor, new: Graph, want: Placement | None = None, phase: str = "forward") -> Tensor:
         """Return the new tensor of an old one at a placement; create it now if it is deferred."""
         found = self.tensors[old]
-        if isinstance(found, Later):
+        if isinstance(found, UnplacedSource):
             key = (old, want or Placement(((),) * old.ndim), self.here(new), "")
             if key not in self.copies:  # one copy for each placement
                 self.copies[key] = self.made(found, old, new, key[1])
@@ -487,12 +487,12 @@ class Placed(Rewriter):
         """Return the graph that ops are added to: the kernel that is being written, if there is one."""
         return new if self.piece is None else self.piece.graph()
 
-    def made(self, later: Later, old: Tensor, new: Graph, want: Placement) -> Tensor:
+    def made(self, later: UnplacedSource, old: Tensor, new: Graph, want: Placement) -> Tensor:
         """Create the result of an op without operands with local sizes."""
         if not later.zero:
             want = want.without(want.pending, self.mesh)
         kind = later.op.kind
-        assert isinstance(kind, Fresh)
+        assert isinstance(kind, DenseFactory)
         kind = at_places(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
         op = self.here(new).add_op(kind, [], later.op.name, later.op.phase)
         op.scope = later.op.scope
@@ -609,11 +609,11 @@ class Placed(Rewriter):
         """Add an empty stack; if its slices turn out to have another placement, the graph is built again."""
         (stack,) = op.results
         place = self.stated.stacks.get(stack, Placement(((),) * stack.ndim))
-        self.tensors[stack] = self.made(Later(op), stack, new, place)
+        self.tensors[stack] = self.made(UnplacedSource(op), stack, new, place)
 
     def note_made(self, t: Tensor, place: Placement | None) -> None:
         """Note that an allocated tensor inherits the placement of the values written; the graph is built again."""
-        while place is not None and t.producer is not None and not isinstance(t.producer.kind, Fresh):
+        while place is not None and t.producer is not None and not isinstance(t.producer.kind, DenseFactory):
             op = t.producer
             rule = op.kind.placed(op)
             if rule is None or not op.operands or op.operands[0].storage is not t.storage:

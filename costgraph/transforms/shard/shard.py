@@ -31,19 +31,19 @@ from ...ir.strides import contiguous
 from ...notation.validation import Rule
 from ...ops.collectives import need_of_all
 from ...ops.elementwise import Pointwise
-from ...ops.fill import Fresh
-from ...ops.grouped import Grouped, GroupedOuter
+from ...ops.fill import DenseFactory
+from ...ops.grouped import GroupedMatmul, GroupedOuter
 from ...ops.index import Scatter
 from ...ops.layout import Rearrange, Slice
 from ...ops.loops import Empty, Kernel, Stacked
 from ...ops.updates import ZeroGrad
-from .choice import Choice, Given, choose, of_keys, of_rank, queries, restricted
+from .choice import Choice, PlacedOperand, choose, of_keys, of_rank, queries, restricted
 from .cutting import Cutting
 from .fsdp_policy import FullyShard
-from .grad_reduction import Buckets, LastApart, in_buckets
+from .grad_reduction import Buckets, PeeledLastMicroBatch, in_buckets
 from .kernels import before, common
 from .partial_sums import added, adds, becoming, late, made_of, pending_of, targets
-from .placed_tensors import Later, Stated, in_rings, repeated
+from .placed_tensors import RequestedPlacements, UnplacedSource, in_rings, repeated
 
 __all__ = [
     "Sharder",
@@ -87,8 +87,8 @@ class Sharder(Cutting):
         # a stack is allocated before its slices are written
         if isinstance(op.kind, Empty) or (op.results[:1] and op.results[0] in self.stated.stacks):
             self.stack(op, new)
-        elif isinstance(op.kind, Fresh):
-            self.tensors[op.results[0]] = Later(op)
+        elif isinstance(op.kind, DenseFactory):
+            self.tensors[op.results[0]] = UnplacedSource(op)
         elif self.narrow(op):
             pass
         elif isinstance(op.kind, Stacked):
@@ -108,7 +108,7 @@ class Sharder(Cutting):
             home = self.homes.get(self.tensors[t]) if self.piece is None else None
             if home is not None and t not in self.own:
                 self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
-            if t not in self.wanted or isinstance(self.tensors[t], Later) or self.unfinished(t):
+            if t not in self.wanted or isinstance(self.tensors[t], UnplacedSource) or self.unfinished(t):
                 continue
             if self.goal(t) is not None:
                 self.tensors[t] = self.settled(t, new, phase) if t in self.finals else self.tensors[t]
@@ -140,12 +140,12 @@ class Sharder(Cutting):
         ]
         wanted = [*zip(op.operands, choice.operands, strict=True)]
         # deferred operands are created last: others may split the current kernel, and they belong behind the split
-        order = sorted(range(len(wanted)), key=lambda i: isinstance(self.tensors[op.operands[i]], Later))
+        order = sorted(range(len(wanted)), key=lambda i: isinstance(self.tensors[op.operands[i]], UnplacedSource))
         found = {i: self.value(wanted[i][0], new, wanted[i][1], op.phase) for i in order}
         operands = [found[i] for i in range(len(wanted))]
         for old, t in zip(op.operands, operands, strict=True):
             self.read.setdefault(old, []).append(t)
-        if axis and isinstance(op.kind, Grouped | GroupedOuter):
+        if axis and isinstance(op.kind, GroupedMatmul | GroupedOuter):
             operands[2] = self.merge(self.rows.own[before[2]].routing, axis, new, op.phase).results[0]
         self.need_in_place(op, operands, choice.operands)
         kind = op.kind if rule is None else rule.local(choice.extents, choice.ranks)
@@ -164,13 +164,13 @@ class Sharder(Cutting):
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
 
-    def given(self, op: Op) -> list[Given]:
+    def given(self, op: Op) -> list[PlacedOperand]:
         """Return the operands with their placements."""
         out = []
         for t in op.operands:
             found = self.tensors[t]
-            if isinstance(found, Later):
-                out.append(Given(None, zero=found.zero))
+            if isinstance(found, UnplacedSource):
+                out.append(PlacedOperand(None, zero=found.zero))
                 continue
             param = found in self.params
             # an optimizer updates each rank's shard
@@ -178,7 +178,9 @@ class Sharder(Cutting):
             stated = found in self.fixed or t in self.stated.places
             gathered = self.params[found] if read else ()
             out.append(
-                Given(self.at[found], gathered, stays=param, name=t.name, stated=stated, repeated=repeated(found))
+                PlacedOperand(
+                    self.at[found], gathered, stays=param, name=t.name, stated=stated, repeated=repeated(found)
+                )
             )
         return out
 
@@ -240,7 +242,7 @@ class Sharder(Cutting):
         self.moved += [
             f"{op.name!r}: {t.name!r} put together along {axis}: {op.kind.name} has no rule of placement"
             for t in op.operands
-            if not isinstance(self.tensors[t], Later)
+            if not isinstance(self.tensors[t], UnplacedSource)
             for axis in self.mesh
             if axis in {*self.at[self.tensors[t]].axes, *self.at[self.tensors[t]].pending}
         ]
@@ -270,7 +272,7 @@ class Sharder(Cutting):
         for i, (f, t, last) in enumerate(zip(loop.carries, loop.starts, loop.lasts, strict=True)):
             now = self.tensors[t]
             place = self.stated.places.get(f)
-            if place is None and isinstance(now, Later):
+            if place is None and isinstance(now, UnplacedSource):
                 place = self.wanted.get(last)
             elif place is None:
                 place = self.at[now].without(
@@ -380,7 +382,7 @@ class Sharder(Cutting):
         """Return the initial placement of a carry that is reduced after the loop; None if it has it already."""
         loop, zero = op.loop, self.tensors[op.operands[i]]
         assert loop is not None
-        made = isinstance(self.tensors[loop.nexts[i]], Tensor) and isinstance(zero, Later) and zero.zero
+        made = isinstance(self.tensors[loop.nexts[i]], Tensor) and isinstance(zero, UnplacedSource) and zero.zero
         if place.pending or not made or not late(loop, i, self.stated.reduce_each):
             return None
         natural = pending_of(loop, i, self.tensors, self.at)
@@ -392,7 +394,7 @@ class Sharder(Cutting):
     def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, place: Placement) -> None:
         """Redistribute a carry to its placement in the next iteration, or restart the loop with another one."""
         found = self.tensors[t]
-        if isinstance(found, Later):
+        if isinstance(found, UnplacedSource):
             self.tensors[t] = self.value(t, body, place, op.phase)
             return
         loop = op.loop
@@ -588,12 +590,12 @@ def shard(
     asked = _found(graph, used, mesh, gradients or {})
     # micro-batches interleave with those of other pipeline stages, so none is peeled
     if gathered and policy.by_unit and not reduce_each and graph.waiting is None:
-        apart = LastApart()
+        apart = PeeledLastMicroBatch()
         graph = apart.run(graph)
         places, asked = apart.said(places), apart.said(asked)
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
     resident = _resident(graph, policy)
-    stated = Stated(
+    stated = RequestedPlacements(
         mesh=used,
         places=places,
         gradients={g: asked.get(t, places.get(t, whole[t])) for t, g in graph.gradients.items()},
@@ -655,7 +657,7 @@ def _used(mesh: Mesh) -> Mesh:
     return Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE or name in kept), joint)
 
 
-def _placed(graph: Graph, stated: Stated, *, strict: bool) -> Graph:
+def _placed(graph: Graph, stated: RequestedPlacements, *, strict: bool) -> Graph:
     """Return the graph of one rank, with its placements and unrequested redistributions."""
     sharder, made = _sharded(graph, stated)
     if strict and sharder.moved:
@@ -672,7 +674,7 @@ def _placed(graph: Graph, stated: Stated, *, strict: bool) -> Graph:
     return made
 
 
-def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
+def _sharded(graph: Graph, stated: RequestedPlacements) -> tuple[Sharder, Graph]:
     """Build the graph of one rank; repeat if stacks or gradient buffers turn out to have another placement.
 
     Their placements follow from the values written into them, which are known only afterwards.

@@ -7,18 +7,18 @@ from dataclasses import replace
 from ...ir.graph import Graph, Op, Placement, Tensor
 from ...ops.collectives import Collective, Merge
 from ...ops.elementwise import Pointwise
-from ...ops.grouped import Dispatch, Grouped
+from ...ops.grouped import Dispatch, GroupedMatmul
 from ...ops.index import Gather, Indexed
 from .choice import Routing
-from .fsdp import Units
-from .placed_tensors import Stated
+from .fsdp import ParamGroups
+from .placed_tensors import RequestedPlacements
 
 __all__ = [
-    "Routed",
+    "TokenRouting",
 ]
 
 
-class Routed(Units):
+class TokenRouting(ParamGroups):
     """Sends rows where an op needs them: to their tokens' rank or to their experts' rank.
 
     Each rank sorts the rows of its tokens by expert and exchanges them by an all-to-all along a mesh axis, after one
@@ -26,7 +26,7 @@ class Routed(Units):
     equally many rows to each other. Later readers use the exchanged rows.
     """
 
-    def __init__(self, stated: Stated) -> None:
+    def __init__(self, stated: RequestedPlacements) -> None:
         super().__init__(stated)
         self.delivered: dict[tuple[Tensor, str, Graph], Tensor] = {}
         """Exchanged rows."""
@@ -70,7 +70,7 @@ class Routed(Units):
         """Return the mesh axes that split the matrices of each expert and are not gathered."""
         found: set[str] = set()
         for reader in op.graph.successors(op.results[1]):
-            if not isinstance(reader.kind, Grouped):
+            if not isinstance(reader.kind, GroupedMatmul):
                 continue
             weights = reader.operands[1]
             while weights.producer is not None and isinstance(weights.producer.kind, Pointwise):  # a cast
@@ -82,7 +82,7 @@ class Routed(Units):
 
     def table(self, op: Op) -> Placement | None:
         """Return the placement of the expert parameters that an op reads, after gathering."""
-        at = 1 if isinstance(op.kind, Grouped) else 0 if isinstance(op.kind, Indexed) else None
+        at = 1 if isinstance(op.kind, GroupedMatmul) else 0 if isinstance(op.kind, Indexed) else None
         found = None if at is None else self.tensors[op.operands[at]]
         if not isinstance(found, Tensor):
             return None

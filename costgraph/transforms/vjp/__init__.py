@@ -5,12 +5,12 @@ from types import MappingProxyType
 
 from ...ir.graph import OpKind
 from ...ops.collectives import (
-    Around,
+    LocalShard,
     Merge,
     Pack,
-    Part,
     Receive,
     Send,
+    Unshard,
 )
 from ...ops.grouped import Dispatch
 from ...ops.keep_alive import StopGradient
@@ -31,8 +31,8 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Pack: "of the graph of one rank: a graph is differentiated before it is sharded",
         Receive: "of one stage of a pipeline: a graph is differentiated before it is cut",
         Send: "of one stage of a pipeline: a graph is differentiated before it is cut",
-        Around: "of the graph of one rank: a graph is differentiated before it is sharded",
-        Part: "of the graph of one rank: a graph is differentiated before it is sharded",
+        Unshard: "of the graph of one rank: a graph is differentiated before it is sharded",
+        LocalShard: "of the graph of one rank: a graph is differentiated before it is sharded",
         Dispatch: "makes integers alone",
         Merge: "of the graph of one rank: a graph is differentiated before it is sharded",
         StopGradient: "lets no gradient pass: nothing asks for its rule",

@@ -24,12 +24,12 @@ from ...ops.keep_alive import keep
 from ...ops.layout import Expand, Rearrange, broadcast, index, permute, reshape
 from ...ops.loops import Kernel, fused, kernel
 from ...ops.reduce import Reduce, reduce
-from .table import Pull, Rule, sum_to
+from .table import Rule, VJPContext, sum_to
 
 __all__ = [
     "INSIDE",
     "KERNELS",
-    "Inside",
+    "KernelBackward",
     "row_sums",
     "AMAX",
     "QUANTIZE",
@@ -46,7 +46,7 @@ Saved = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Inside:
+class KernelBackward:
     """Exceptions to recomputing a kernel's ops in its backward pass."""
 
     rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Inside:
 
 
 #: `prepare(op, grads, saved)`: gradients of the kernel's results, and saved operands and results.
-Prepare = Callable[[Op, Sequence[Tensor | None], Saved], Inside]
+Prepare = Callable[[Op, Sequence[Tensor | None], Saved], KernelBackward]
 
 
 def _rows(op: Op) -> tuple[str, str]:
@@ -70,7 +70,7 @@ def _rows(op: Op) -> tuple[str, str]:
     return " ".join(map(str, pattern.operands[0])), " ".join(map(str, pattern.result))
 
 
-def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
+def softmax(pull: VJPContext[Kernel]) -> Sequence[Tensor | None]:
     """Return y * (g - sum(g * y)): reads only the result.
 
     An extra term in the sum (a sink) is an operand with probability 1 - sum(y).
@@ -98,7 +98,7 @@ def _dense_copies(*tensors: Tensor) -> Poly:
     return ZERO if current_graph().fused else total(t.numel * t.dtype.bytes for t in tensors if not t.is_contiguous)
 
 
-def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def log_softmax(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g - exp(y) * sum(g): reads only the result."""
     g, (names, kept) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
@@ -108,7 +108,7 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (body.export(made),)
 
 
-def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def norm(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g * x / norm, or the formula for another order, and 0 at a norm of 0: torch's `norm_backward`."""
     x, y, g = _rows_beside(pull)
     assert pull.op.body is not None
@@ -167,7 +167,7 @@ def _counted(found: Tensor, kept: Sequence[Poly], filled: Poly = ZERO) -> Tensor
     return _with_copies("sum", body, found, bytes_=8 * found.numel + filled)
 
 
-def extremum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def extremum(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Share the gradient among tied elements: torch's `scale_grad_by_count` on a CPU.
 
     A full reduction uses `evenly_distribute_backward`, which allocates zeros before it counts.
@@ -193,7 +193,7 @@ def _shared(g: Tensor, where: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor
     return product, many, share
 
 
-def product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def product(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g * (y / x): torch's `prod_backward` without zeros, for which it checks first."""
     x, y, g = _rows_beside(pull)
     zeros = pointwise("eq", x, 0)
@@ -213,7 +213,7 @@ def _with_copies(name: str, function: Callable[..., Tensor], *operands: Tensor, 
     return body.export(made)
 
 
-def polar(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
+def polar(pull: VJPContext[Kernel]) -> tuple[Tensor | None, ...]:
     """Return the real parts of conj(g) * sgn(y) and conj(g) * i*y: torch's `polar_backward`.
 
     Multiplication resolves a conjugate first. The second gradient is the imaginary part of g * conj(y).
@@ -231,7 +231,7 @@ def polar(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
     return real_part(along), index(view_as(across, "real"), (..., 1))
 
 
-def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def logsumexp(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return g * exp(x - y), the share of each element; the difference stays alive until then, as in C++."""
     x, y, g = _rows_beside(pull)
     less = x - y
@@ -239,7 +239,7 @@ def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (_kept(made, less),)
 
 
-def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
+def weight_norm(pull: VJPContext[Kernel]) -> tuple[Tensor | None, ...]:
     """Return s/n * (g - v * d/n**2) and d/n, where d sums g * v along a row of length n, the second result.
 
     Salimans and Kingma 2016, arXiv 1602.07868, eq. 3.
@@ -253,7 +253,7 @@ def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
     return tuple(body.export(t) if wanted else None for t, wanted in zip(made, pull.needs, strict=True))
 
 
-def _rows_beside(pull: Pull[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
+def _rows_beside(pull: VJPContext[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
     """Return a kernel's operand, and its result and gradient in shapes that broadcast against it."""
     (g,), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert g is not None
@@ -265,7 +265,7 @@ def _rows_beside(pull: Pull[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, g
 
 
-def variance(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def variance(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return 2 * g * (x - mean) / n, plus the gradient of the mean: torch's `var_backward` and `std_backward`."""
     (g, *means), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert body is not None
@@ -289,7 +289,7 @@ def variance(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (made,)
 
 
-def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def order(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Scatter the gradients of the values to their original positions, along an axis that is not the last."""
     (x,), g, body = pull.op.operands, pull.grads[0], pull.op.body
     if g is None or not pull.needs[0]:
@@ -301,7 +301,7 @@ def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (permute(scatter(zeros, places, values, "set", along=True), [turn.index(i) for i in range(x.ndim)]),)
 
 
-def flip(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def flip(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Flip the gradient back."""
     (g,), body = pull.grads, pull.op.body
     assert g is not None
@@ -312,14 +312,14 @@ def flip(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (made if isinstance(made, Tensor) else made[0],)
 
 
-def cumulative_sum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def cumulative_sum(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return the reversed cumulative sum of the gradient: torch's `cumsum_backward`."""
     (g,) = pull.grads
     assert g is not None
     return (_from_the_end(g, pull.op),)
 
 
-def cumulative_product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+def cumulative_product(pull: VJPContext[Kernel]) -> tuple[Tensor | None]:
     """Return the reversed cumulative sum of g * y, over x: torch's `cumprod_backward` after its check for zeros."""
     (g,), (x, y) = pull.grads, map(pull.saved, (*pull.op.operands, *pull.op.results))
     assert g is not None
@@ -339,7 +339,7 @@ def _from_the_end(x: Tensor, op: Op) -> Tensor:
     return keep(one_kernel("flip", reverse, added, backward="flip", axes=[axis]), turned)
 
 
-def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
+def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> KernelBackward:
     """Let the forward kernel write the log-sum-exp of each row, from which the probabilities are recomputed.
 
     The sum of gradient times probability along a row equals that of gradient times output, which is much shorter (Dao
@@ -351,7 +351,7 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     def rebuilt(inside: Saved) -> Tensor:
         return cast(pointwise("exp", inside(scores) - inside(statistic)), scores.dtype)
 
-    def rule(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
+    def rule(pull: VJPContext[Kernel]) -> Sequence[Tensor | None]:
         grad, out = pull.grads[0], grads[0]
         assert grad is not None
         assert out is not None
@@ -367,7 +367,7 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     assert body is not None
     factors = {_source(t) for o in body.ops if isinstance(o.kind, Einsum) for t in o.operands}
     joint = frozenset(t for t in factors if t.producer is None)
-    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule}, joint)
+    return KernelBackward({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule}, joint)
 
 
 def _source(t: Tensor) -> Tensor:
@@ -468,11 +468,11 @@ def backward_rule(wanted: str) -> str:
     return f"{SCALED_MM}_{wanted}"
 
 
-def _straight(pull: Pull[Kernel]) -> tuple[Tensor | None, None]:
+def _straight(pull: VJPContext[Kernel]) -> tuple[Tensor | None, None]:
     return pull.grads[0], None
 
 
-def _scaled_mm(wanted: DType, pull: Pull[Kernel]) -> list[Tensor | None]:
+def _scaled_mm(wanted: DType, pull: VJPContext[Kernel]) -> list[Tensor | None]:
     op, body, grad = pull.op, pull.kind.body, pull.grads[0]
     assert grad is not None
     outer = dict(zip(body.formals, op.operands, strict=True))

@@ -16,12 +16,12 @@ from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.collectives import Collective, collective
 from ...ops.einsum import Einsum, contract
 from ...ops.elementwise import Dropout, Pointwise, cast, pointwise
-from ...ops.fill import Assign, Fill, Pad, Revised, fill, pad
+from ...ops.fill import Assign, Fill, Pad, SliceUpdate, fill, pad
 from ...ops.fourier import Fourier, ViewAs, joined, real_part, view_as
 from ...ops.functions import FUNCTIONS, names_in
-from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
+from ...ops.grouped import GroupedMatmul, GroupedOuter, TopK, grouped_outer
 from ...ops.index import Arange, Gather, Scatter, Sort, gather, scatter
-from ...ops.keep_alive import Keep, keep
+from ...ops.keep_alive import KeepAlive, keep
 from ...ops.kv_cache import Cache, InitialState
 from ...ops.layout import (
     Concat,
@@ -40,7 +40,7 @@ from ...ops.opaque import Opaque, Transfer, transfer
 from ...ops.pooling import Pool, Unpool
 from ...ops.reduce import Reduce, reduce
 from ...ops.updates import ZeroGrad
-from .table import Pull, also_saved, expanded, order_of_parameter, restricted, sum_to, summed, vjp
+from .table import VJPContext, also_saved, expanded, order_of_parameter, restricted, sum_to, summed, vjp
 
 # -- contraction -------------------------------------------------------------------------------------------------------
 # The gradient of a contraction contracts the result's gradient with the other operands.
@@ -49,7 +49,7 @@ _Dims = tuple[Axes | Affine, ...]
 
 
 @vjp(Einsum)
-def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
+def _einsum(pull: VJPContext[Einsum]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
     if any(isinstance(a, Affine) for dims in pull.kind.pattern.operands for a in dims):
@@ -59,7 +59,7 @@ def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
     return [made.get(i) for i in range(len(pull.needs))]
 
 
-def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
+def _of_operand(pull: VJPContext[Einsum], g: Tensor, i: int) -> Tensor:
     """Contract the gradient with the other operands; axes that none of them has are broadcast, which is free."""
     op, kind, x = pull.op, pull.kind, pull.op.operands[i]
     pattern, extents = kind.pattern, kind.extents
@@ -144,7 +144,7 @@ def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: M
 
 
 @vjp(Reduce)
-def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
+def _reduce(pull: VJPContext[Reduce]) -> Sequence[Tensor | None]:
     (g,), op = pull.grads, pull.op
     (x,), operation = op.operands, pull.kind.operation
     if g is None or not pull.needs[0] or operation in ("any", "all", "argmax", "argmin"):
@@ -164,26 +164,26 @@ def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
     return [pointwise("mul", share, ties, dtype=x.dtype)]
 
 
-def _reduced(pull: Pull[Reduce]) -> list[int]:
+def _reduced(pull: VJPContext[Reduce]) -> list[int]:
     """Return the indices of the reduced axes."""
     pattern = pull.kind.pattern
     return [i for i, n in enumerate(pattern.operand_names(0)) if n not in pattern.result_names]
 
 
-def _spread(pull: Pull[Reduce], t: Tensor) -> Tensor:
+def _spread(pull: VJPContext[Reduce], t: Tensor) -> Tensor:
     """Broadcast a tensor from the result shape to the operand shape."""
     (x,) = pull.op.operands
     return expanded(t, x.sizes, _places(pull), x)
 
 
-def _places(pull: Pull[Reduce]) -> list[int | None]:
+def _places(pull: VJPContext[Reduce]) -> list[int | None]:
     """Return the result axis of each operand axis, None for reduced ones."""
     pattern = pull.kind.pattern
     places = [a.names for a in pattern.result]
     return [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
 
 
-def _count(pull: Pull[Reduce]) -> Poly | int:
+def _count(pull: VJPContext[Reduce]) -> Poly | int:
     """Return the number of elements per mean."""
     (x,) = pull.op.operands
     if x.domain is not None:
@@ -196,7 +196,7 @@ def _count(pull: Pull[Reduce]) -> Poly | int:
 
 
 @vjp(Pool)
-def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
+def _pool(pull: VJPContext[Pool]) -> Sequence[Tensor | None]:
     """Distribute each window's gradient to its elements; torch saves the pooling input for its shape."""
     g, op, kind = pull.grads[0], pull.op, pull.kind
     if g is None or not pull.needs[0]:
@@ -217,13 +217,13 @@ def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
 # Ops that move or rename elements, and ops that create them.
 
 
-def _only(pull: Pull[Any]) -> Tensor | None:
+def _only(pull: VJPContext[Any]) -> Tensor | None:
     """Return the gradient of the only result, None if the only operand needs none."""
     return pull.grads[0] if pull.needs[0] else None
 
 
 @vjp(Rearrange)
-def _rearrange(pull: Pull[Rearrange]) -> Sequence[Tensor | None]:
+def _rearrange(pull: VJPContext[Rearrange]) -> Sequence[Tensor | None]:
     """Invert the rearrangement; a mere copy passes the gradient on."""
     g, kind, (x,) = _only(pull), pull.kind, pull.op.operands
     split, order = kind.split, kind.order
@@ -236,21 +236,21 @@ def _rearrange(pull: Pull[Rearrange]) -> Sequence[Tensor | None]:
 
 
 @vjp(Slice)
-def _slice(pull: Pull[Slice]) -> Sequence[Tensor | None]:
+def _slice(pull: VJPContext[Slice]) -> Sequence[Tensor | None]:
     g, kind = _only(pull), pull.kind
     full = pull.op.operands[0].sizes[kind.axis]
     return [None if g is None else pad(g, kind.axis, kind.start, full, kind.step)]
 
 
 @vjp(Pad)
-def _pad(pull: Pull[Pad]) -> Sequence[Tensor | None]:
+def _pad(pull: VJPContext[Pad]) -> Sequence[Tensor | None]:
     g, kind = _only(pull), pull.kind
     size = pull.op.operands[0].sizes[kind.axis]
     return [None if g is None else slice_axis(g, kind.axis, kind.start, size, kind.step)]
 
 
 @vjp(Expand)
-def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
+def _expand(pull: VJPContext[Expand]) -> Sequence[Tensor | None]:
     """Sum over the axes that were expanded."""
     g, (x,), kept = _only(pull), pull.op.operands, pull.kind.kept
     if g is None:
@@ -264,7 +264,7 @@ def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
 
 
 @vjp(Concat)
-def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
+def _concat(pull: VJPContext[Concat]) -> Sequence[Tensor | None]:
     """Slice the gradient into views; stacked residuals get one whose first axis counts iterations."""
     (g,), kind, parts = pull.grads, pull.kind, pull.op.operands
     assert g is not None
@@ -291,8 +291,8 @@ def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
     return permute(g, (axis, *(i for i in range(g.ndim) if i != axis)))
 
 
-@vjp(Keep)
-def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
+@vjp(KeepAlive)
+def _keep(pull: VJPContext[KeepAlive]) -> Sequence[Tensor | None]:
     """Pass the gradient to the first operand; the others are only kept alive."""
     if pull.kind.pulled_by:
         by, graph = pull.kind.pulled_by, pull.op.graph.root
@@ -309,13 +309,13 @@ def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
 
 
 @vjp(Cache)
-def _cache(pull: Pull[Cache]) -> Sequence[Tensor | None]:
+def _cache(pull: VJPContext[Cache]) -> Sequence[Tensor | None]:
     """Pass the gradient on: caches do nothing in training."""
     return [_only(pull)]
 
 
 @vjp(Assign)
-def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
+def _assign(pull: VJPContext[Assign]) -> Sequence[Tensor | None]:
     """Pass the gradient to the new value; the overwritten one gets none."""
     (g,), (_, value) = pull.grads, pull.op.operands
     assert g is not None
@@ -323,13 +323,13 @@ def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
 
 
 @vjp(ZeroGrad)
-def _zeros(pull: Pull[ZeroGrad]) -> Sequence[Tensor | None]:
+def _zeros(pull: VJPContext[ZeroGrad]) -> Sequence[Tensor | None]:
     """Return no gradient: the old value is overwritten."""
     return [None]
 
 
-@vjp(Revised)
-def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
+@vjp(SliceUpdate)
+def _revised(pull: VJPContext[SliceUpdate]) -> Sequence[Tensor | None]:
     """Slice the gradient for the written part; the tensor before gets the rest, with zeros in the slice."""
     (g,), (x, part), places = pull.grads, pull.op.operands, pull.kind.places
     assert g is not None
@@ -364,7 +364,7 @@ def _shapes_without(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, i
 
 
 @vjp(Fill, Arange, Empty, InitialState)
-def _nothing(pull: Pull[Any]) -> Sequence[Tensor | None]:
+def _nothing(pull: VJPContext[Any]) -> Sequence[Tensor | None]:
     """Return no gradients: there are no operands."""
     return []
 
@@ -376,7 +376,7 @@ _BACK = {"real": "complex", "complex": "real", "conjugate": "conjugate"}
 
 
 @vjp(ViewAs)
-def _view_as(pull: Pull[ViewAs]) -> Sequence[Tensor | None]:
+def _view_as(pull: VJPContext[ViewAs]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
     g = contiguous_copy(g) if pull.kind.what == "real" else g  # real and imaginary parts must be adjacent
@@ -394,7 +394,7 @@ def _applied(kind: Fourier, x: Tensor) -> Tensor:
 
 
 @vjp(Fourier)
-def _fourier(pull: Pull[Fourier]) -> Sequence[Tensor | None]:
+def _fourier(pull: VJPContext[Fourier]) -> Sequence[Tensor | None]:
     """Apply the inverse transform with the same scale: the symmetric matrix has its conjugate as adjoint."""
     (g,), (x,), kind = pull.grads, pull.op.operands, pull.kind
     assert g is not None
@@ -413,14 +413,14 @@ def _fourier(pull: Pull[Fourier]) -> Sequence[Tensor | None]:
     if not twice:
         return [made]
     part = pointwise("mul", slice_axis(made, axis, 1, twice), 2, inplace=True)
-    return apply(Revised(axes=(axis,), starts=(ONE,), steps=(1,)), [made, part], "revised")
+    return apply(SliceUpdate(axes=(axis,), starts=(ONE,), steps=(1,)), [made, part], "revised")
 
 
 # -- indexing ----------------------------------------------------------------------------------------------------------
 
 
 @vjp(Gather)
-def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
+def _gather(pull: VJPContext[Gather]) -> Sequence[Tensor | None]:
     """Scatter-add the gradient into zeros, as torch's `embedding_dense_backward`."""
     (g,), (table, *ids) = pull.grads, pull.op.operands
     if g is None or not pull.needs[0]:
@@ -433,7 +433,7 @@ def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
 
 
 @vjp(Scatter)
-def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
+def _scatter(pull: VJPContext[Scatter]) -> Sequence[Tensor | None]:
     """Gather the gradient of the updates; overwritten rows of the target get zero."""
     (g,), (_, *ids, updates) = pull.grads, pull.op.operands
     assert g is not None
@@ -451,7 +451,7 @@ def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
     return [target, *(None for _ in ids), found]
 
 
-def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:
+def _largest(pull: VJPContext[Scatter], g: Tensor) -> Sequence[Tensor | None]:
     """Share the gradient among elements equal to the result, as torch's `scatter_reduce_backward` for amax."""
     batch, (target, ids, updates) = pull.kind.batch, pull.op.operands
     if pull.kind.inplace:
@@ -471,7 +471,7 @@ def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:
 
 
 @vjp(TopK, Sort)
-def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
+def _top_k(pull: VJPContext[Any]) -> Sequence[Tensor | None]:
     """Scatter the gradients to the selected positions, as torch's `value_selecting_reduction_backward`."""
     g, op = pull.grads[0], pull.op
     if g is None or not pull.needs[0]:
@@ -480,8 +480,8 @@ def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
     return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "set", along=True)]
 
 
-@vjp(Grouped)
-def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
+@vjp(GroupedMatmul)
+def _grouped(pull: VJPContext[GroupedMatmul]) -> Sequence[Tensor | None]:
     """Multiply by the transposed expert weights, and sum outer products per expert."""
     (g,), op = pull.grads, pull.op
     assert g is not None
@@ -499,11 +499,11 @@ def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
 
 
 @vjp(GroupedOuter)
-def _grouped_outer(pull: Pull[GroupedOuter]) -> Sequence[Tensor | None]:
+def _grouped_outer(pull: VJPContext[GroupedOuter]) -> Sequence[Tensor | None]:
     """Multiply each row by its expert's gradient; assume that rows go to all experts, whatever the routing."""
     (g,), (a, b, ends) = pull.grads, pull.op.operands
     assert g is not None
-    every = Grouped(routing="capacity", chosen=ends.sizes[0])
+    every = GroupedMatmul(routing="capacity", chosen=ends.sizes[0])
     made: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
         back = rearrange(g, "e d f -> e f d")
@@ -526,14 +526,14 @@ _STATED_BACK = {
 
 
 @vjp(Transfer)
-def _transfer(pull: Pull[Transfer]) -> Sequence[Tensor | None]:
+def _transfer(pull: VJPContext[Transfer]) -> Sequence[Tensor | None]:
     g = pull.grads[0]
     to = "host" if pull.op.operands[0].storage.host else "device"
     return [None if g is None or not pull.needs[0] else transfer(g, pull.kind.link, to=to)]
 
 
 @vjp(Collective)
-def _collective(pull: Pull[Collective]) -> Sequence[Tensor | None]:
+def _collective(pull: VJPContext[Collective]) -> Sequence[Tensor | None]:
     g = pull.grads[0]
     if g is None or not pull.needs[0]:
         return [None]
@@ -541,7 +541,7 @@ def _collective(pull: Pull[Collective]) -> Sequence[Tensor | None]:
 
 
 @vjp(Opaque)
-def _opaque(pull: Pull[Opaque]) -> Sequence[Tensor | None]:
+def _opaque(pull: VJPContext[Opaque]) -> Sequence[Tensor | None]:
     """Add an op with the backward costs that the caller stated."""
     op, stated = pull.op, pull.kind.backward
     if stated is None:
@@ -589,7 +589,7 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
 
 
 @vjp(Pointwise)
-def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
+def _pointwise(pull: VJPContext[Pointwise]) -> Sequence[Tensor | None]:
     op, (g,) = pull.op, pull.grads
     assert g is not None
     function = pull.kind.function
@@ -652,7 +652,7 @@ def _shared_in(expression: Any) -> Iterator[Any]:
 class _Given:
     """Evaluates a function's gradient expressions, saving tensors only when read."""
 
-    def __init__(self, pull: Pull[Pointwise], g: Tensor, places: Sequence[int]) -> None:
+    def __init__(self, pull: VJPContext[Pointwise], g: Tensor, places: Sequence[int]) -> None:
         self.pull = pull
         self.g = g
         self.places = places
@@ -776,7 +776,7 @@ class _Given:
 
 
 @vjp(Dropout)
-def _dropout(pull: Pull[Dropout]) -> Sequence[Tensor | None]:
+def _dropout(pull: VJPContext[Dropout]) -> Sequence[Tensor | None]:
     g, op = pull.grads[0], pull.op
     if g is None or not pull.needs[0]:
         return [None]

@@ -21,7 +21,7 @@ from ...ops.registry import adding
 
 __all__ = [
     "RULES",
-    "Pull",
+    "VJPContext",
     "Rule",
     "rule_of",
     "vjp",
@@ -43,7 +43,7 @@ K = TypeVar("K", bound=OpKind)
 
 @guarded()
 @dataclass(frozen=True)
-class Pull(Generic[K]):
+class VJPContext(Generic[K]):
     """Input to a vector-Jacobian rule: a forward op and the gradients of its results."""
 
     op: Op
@@ -62,7 +62,7 @@ class Pull(Generic[K]):
 
 
 #: Adds ops to the open graph; returns the gradient per operand, None if it is not needed or zero.
-Rule = Callable[[Pull[K]], Sequence[Tensor | None]]
+Rule = Callable[[VJPContext[K]], Sequence[Tensor | None]]
 
 _rules: dict[type[OpKind], Rule[Any]] = {}
 #: Rules by op kind.
@@ -106,7 +106,7 @@ def rule_of(op: Op) -> Rule[Any]:
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
+def also_saved(pull: VJPContext[Any], *tensors: Tensor) -> None:
     """Save tensors that torch saves although the formula does not read them, unless the op is one of several fused."""
     if not current_graph().fused or is_alone(pull.op):
         for t in tensors:

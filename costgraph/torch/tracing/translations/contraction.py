@@ -13,7 +13,7 @@ from ....nn.conv import convolved, pooling, spread
 from ....ops.einsum import Einsum, einsum
 from ....ops.elementwise import pointwise
 from ....ops.fill import pad
-from ....ops.grouped import Grouped, grouped_outer
+from ....ops.grouped import GroupedMatmul, grouped_outer
 from ....ops.layout import broadcast, concat, permute, reshape, slice_axis
 from ....ops.pooling import Pool
 from ..call import Call
@@ -98,7 +98,7 @@ def grouped(call: Call) -> Tensor | None:
         return einsum(x, y, _PATTERNS["bmm"])
     if (x.ndim, y.ndim) == (2, 2):
         return grouped_outer(permute(x, (1, 0)), y, ends)
-    every = Grouped(routing="capacity", chosen=ends.sizes[0])  # routing is data: all weights are read
+    every = GroupedMatmul(routing="capacity", chosen=ends.sizes[0])  # routing is data: all weights are read
     if x.ndim == 2:
         return apply(every, [x, y, ends], "grouped")[0]
     rows = apply(every, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped")[0]

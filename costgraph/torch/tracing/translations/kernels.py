@@ -19,7 +19,7 @@ from ....ops.elementwise import cast, pointwise
 from ....ops.fill import fill
 from ....ops.index import gather, take_along
 from ....ops.layout import permute, rearrange, reshape
-from ....ops.opaque import Backward, Opaque
+from ....ops.opaque import Opaque, OpaqueBackward
 from ....ops.reduce import reduce
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call, Counts, Spec
@@ -250,10 +250,10 @@ def pulled(call: Call) -> Sequence[Tensor]:
     read, made = _READ.get(call.name, ((), ()))
     back, places = _counted(_backward_of(call)), tuple(map(names.index, read))
     flops = back.matmul, back.pointwise, back.transcendental
-    return _made(call, Backward(*flops, places, made, None, None, back.workspace))
+    return _made(call, OpaqueBackward(*flops, places, made, None, None, back.workspace))
 
 
-def _made(call: Call, backward: Backward | None) -> Sequence[Tensor]:
+def _made(call: Call, backward: OpaqueBackward | None) -> Sequence[Tensor]:
     counts = _counted(_seen(call))
     kind = Opaque(
         matmul=counts.matmul,
