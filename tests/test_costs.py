@@ -74,7 +74,7 @@ def test_binding_a_table_is_asking_with_sizes(model):
 
 
 def test_costs_are_additive():
-    a, b = cg.analysis.costs.Cost(1, 2, 3, 4, 5), cg.analysis.table.Cost(10, 20, 30, 40, 50)
+    a, b = cg.analysis.costs.Cost(1, 2, 3, 4, 5), cg.analysis.costs.Cost(10, 20, 30, 40, 50)
     assert a + b == cg.analysis.costs.Cost(11, 22, 33, 44, 55)
     assert ((a + b).flops, (a + b).bytes) == (66, 99)
 

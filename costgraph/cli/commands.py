@@ -21,8 +21,9 @@ from ..report.explore import explore
 from ..report.files import to_csv, to_json
 from ..report.formatting import QUANTITIES, quantity_of
 from ..report.formula import formula_text, shared, write_formula
+from ..report.rich_tables import clean, draw, grid
 from . import options as opt
-from .options import load_model
+from .loading import load_model
 from .output import check_files, draw_report, say, screen, write_files
 from .registry import command
 
@@ -114,10 +115,10 @@ def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
         return
     cases = peak_cases(graph, bindings(graph, dims))
     _, rests = shared([c.formula for c in cases])
-    places = [text.clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
+    places = [clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
     rows = [(place, escape(formula_text(rest))) for place, rest in zip(places, rests, strict=True)]
     head = "held by" if len(cases) == 1 else "the cases, less what all share, are held by"
-    say(text.draw(["", head, text.grid(rows if len(cases) > 1 else [(places[0], "")])], screen()[0]))
+    say(draw(["", head, grid(rows if len(cases) > 1 else [(places[0], "")])], screen()[0]))
 
 
 # -- crossover ---------------------------------------------------------------------------------------------------

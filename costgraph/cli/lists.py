@@ -12,7 +12,7 @@ from ..errors import SpecError
 from ..hardware.specs import Hardware, list_hardware, load_hardware
 from ..hardware.units import Quantity, format_bytes
 from ..report.formatting import show
-from ..report.text import clean, draw, grid, listing, texts
+from ..report.rich_tables import clean, draw, grid, listing, texts
 from . import options as opt
 from .output import say, screen
 from .registry import command

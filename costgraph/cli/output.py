@@ -13,7 +13,7 @@ from ..errors import FormatError
 from ..ir.graph import Graph
 from ..notation.progress import hush
 from ..report.plots import check_path
-from ..report.text import WIDTH
+from ..report.rich_tables import WIDTH
 from ..text_file import write_file
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from ..transforms.inference import (
 )
 from ..transforms.quantize import quantize
 from ..transforms.shard.parallelize import parallelize
-from . import options
 from . import options as opt
-from .options import load_model
+from . import parallelism as ranks
+from .loading import load_model
 from .output import check_files, say, write_files
 from .registry import command
 
@@ -127,8 +127,8 @@ def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: s
 @command("decode")
 def decode_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, tokens: _Tokens = "1", vary: _Vary = "B",
-    values: _Values = None, dp: options.Dp = "1", tp: options.Tp = "1", pp: options.Pp = "1", cp: options.Cp = "1",
-    ep: options.Ep = "1", micro_batches: _Batches = "1", network: options.Network = None, weights: _Weights = None,
+    values: _Values = None, dp: ranks.Dp = "1", tp: ranks.Tp = "1", pp: ranks.Pp = "1", cp: ranks.Cp = "1",
+    ep: ranks.Ep = "1", micro_batches: _Batches = "1", network: ranks.Network = None, weights: _Weights = None,
     activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
     dtype: opt.Format = None, symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None,
     csv: opt.Csv = None, plot: _Curve = None,
@@ -168,8 +168,8 @@ def _answer(found: Latency) -> dict[str, float]:
 @command("latency")
 def latency_command(
     model: opt.Model, hardware: opt.Device, prompt: _Prompt, steps: _Steps, sizes: opt.Sizes = None,
-    tokens: _Tokens = "1", dp: options.Dp = "1", tp: options.Tp = "1", pp: options.Pp = "1", cp: options.Cp = "1",
-    ep: options.Ep = "1", micro_batches: _Batches = "1", network: options.Network = None, weights: _Weights = None,
+    tokens: _Tokens = "1", dp: ranks.Dp = "1", tp: ranks.Tp = "1", pp: ranks.Pp = "1", cp: ranks.Cp = "1",
+    ep: ranks.Ep = "1", micro_batches: _Batches = "1", network: ranks.Network = None, weights: _Weights = None,
     activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
     dtype: opt.Format = None, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip

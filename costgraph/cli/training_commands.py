@@ -26,8 +26,8 @@ from ..transforms.offload import offload as on_host
 from ..transforms.precision import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
-from . import options as ranks
-from .options import load_model
+from . import parallelism as ranks
+from .loading import load_model
 from .output import check_files, draw_report, say, screen, write_files
 from .registry import command
 

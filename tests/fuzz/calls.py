@@ -336,7 +336,7 @@ CLASSES = {
     "Costs": _record(lambda e: e.costs),
     "Roofline": _record(lambda e: e.roofline),
     "Timeline": _record(lambda e: e.timeline),
-    "Pull": lambda e: a(e.op, (e.x,), (True,), lambda t: t),
+    "VJPContext": lambda e: a(e.op, (e.x,), (True,), lambda t: t),
 }
 
 #: By the class, what there is one of, then the arguments of each method.

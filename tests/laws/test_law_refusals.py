@@ -107,7 +107,7 @@ def sizes_of(formula, point):
 def test_formulas_of_the_zoo_refuse_what_its_graphs_refuse_in_the_same_words(name):
     graph, point = published(name)
     formulas = [cg.flops(graph), cg.peak_memory(graph)]
-    for other in testing.refusals.around(point):
+    for other in testing.properties.around(point):
         expected = said(cg.flops, graph, **other)
         refused = isinstance(expected, str)
         for formula in formulas if refused else formulas[:1]:
