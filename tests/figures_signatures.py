@@ -20,7 +20,10 @@ NAMESPACES = ("", "bind", "models", "nn", "ops", "optimizers", "plan", "testing"
 #: Marks a name in the API reference that the package does not have.
 MISSING = object()
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-DIRECTIVE = re.compile(r"\.\. (?:autoclass|autofunction|autoexception|autodata|currentmodule):: ([\w.]+)")
+#: A directive that documents a name, or a row of a table of names.
+DIRECTIVE = re.compile(
+    r"(?:\.\. (?:autoclass|autofunction|autoexception|autodata|currentmodule):: |~?(?=[\w.]+$))([\w.]+)"
+)
 
 
 def public() -> dict[str, object]:
@@ -41,7 +44,10 @@ def public() -> dict[str, object]:
                 continue
             if "currentmodule" in line:
                 module = match[1]
-            elif (value := _resolved(module, match[1])) is MISSING or id(value) not in known:
+                continue
+            value = _resolved(module, match[1])
+            is_row = not line.strip().startswith("..")
+            if not (is_row and value is MISSING) and (value is MISSING or id(value) not in known):
                 found[f"documented.{match[1].rpartition('.')[2]}"] = value
     return found
 

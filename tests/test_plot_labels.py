@@ -11,12 +11,8 @@ from shared import load, training_step
 
 import costgraph as cg
 from costgraph.report import plot_timeline
-from costgraph.report.plots import (
-    _ROLES,
-    COLORS,
-    PALETTE,
-    place_labels,
-)
+from costgraph.report.figures import COLORS, PALETTE
+from costgraph.report.plots import _ROLES, place_labels
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")

@@ -276,7 +276,7 @@ def test_what_is_no_text_is_refused(tmp_path):
 #: What else opens files, and why it may.
 ELSEWHERE = {
     "cli/app": "os.open of the null device",
-    "report/plots": "savefig into memory",
+    "report/figures": "savefig into memory",
     "report/explore/page": "parts of the page, which come with the library",
     "models/registry": "a table that comes with the library",
     "torch/calibration": "the kernel's own files",

@@ -19,8 +19,8 @@ from ..ir.graph import Graph, bindings
 from ..report import report, text
 from ..report.explore import explore
 from ..report.files import to_csv, to_json
-from ..report.formatting import QUANTITIES, quantity_of
 from ..report.formula import formula_text, shared, write_formula
+from ..report.quantities import QUANTITIES, quantity_of
 from ..report.rich_tables import clean, draw, grid
 from . import options as opt
 from .loading import load_model

@@ -16,7 +16,7 @@ from ..errors import CostGraphError, FormatError, UnsupportedError
 from ..files.graphs import load
 from ..ir.graph import Graph
 from ..models.registry import is_known
-from ..report.formatting import symbolic
+from ..report.quantities import symbolic
 from ..text_file import read_text
 
 __all__ = ["load_model"]

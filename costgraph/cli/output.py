@@ -12,7 +12,7 @@ from ..algebra.symbols import printable
 from ..errors import FormatError
 from ..ir.graph import Graph
 from ..notation.progress import hush
-from ..report.plots import check_path
+from ..report.figures import check_path
 from ..report.rich_tables import WIDTH
 from ..text_file import write_file
 

@@ -20,7 +20,7 @@ import typer
 from ..algebra.symbols import is_name, read_size, shorten
 from ..errors import CostGraphError, FormatError, UnsupportedError
 from ..report import report, text
-from ..report.plots import new_figure
+from ..report.figures import new_figure
 from ..text_file import target_of
 from . import options as opt
 from .output import say, screen

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from . import plots
     from .collect import Report
     from .data import Part, Peak
-    from .formatting import Figure
     from .formula import common_part, formula_latex, formula_python, formula_text
     from .plots import plot_roofline, plot_timeline
+    from .quantities import Figure
 
 __all__ = [
     "Figure",
@@ -39,7 +39,7 @@ _LATER = {
     "data": "Part Peak",
     "formula": "common_part formula_latex formula_python formula_text",
     "plots": "plot_roofline plot_timeline plots",
-    "formatting": "Figure",
+    "quantities": "Figure",
 }
 
 if not TYPE_CHECKING:

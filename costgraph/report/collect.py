@@ -36,12 +36,7 @@ from ..notation.validation import guarded
 from ..text_file import write_file
 from .data import Facts, Part, Peak, Sent, training_of
 from .files import to_csv, to_json
-from .formatting import (
-    QUANTITIES,
-    Figure,
-    quantity_of,
-    symbolic,
-)
+from .quantities import QUANTITIES, Figure, quantity_of, symbolic
 
 __all__ = ["SORTS", "Report", "collect"]
 

@@ -16,7 +16,7 @@ from ..analysis.training_memory import activation_memory, bytes_per_param, is_st
 from ..bind.evaluate import Formula
 from ..hardware.specs import Hardware
 from ..ir.graph import Graph
-from .formatting import Figure, symbolic
+from .quantities import Figure, symbolic
 
 __all__ = [
     "TRAINING_QUANTITIES",

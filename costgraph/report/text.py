@@ -21,8 +21,9 @@ from ..hardware.units import format_bytes, format_quantity
 from ..plan.preflight import Preflight, PreflightCheck
 from ..text_file import as_csv, as_json
 from .data import Facts, Part, Sent
-from .formatting import QUANTITIES, amount, exact, percent, show
+from .formatting import amount, exact, percent, show
 from .formula import factored, formula_text, shared
+from .quantities import QUANTITIES
 
 if TYPE_CHECKING:
     from ..torch.validation import Validation

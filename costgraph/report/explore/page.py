@@ -43,7 +43,7 @@ from ...transforms.checkpoint import read_checkpoint
 from ...transforms.inference import decode, prefill
 from ...transforms.shard.parallelize import CONTEXTS, parallelize
 from ...transforms.training import training_step
-from ..formatting import symbolic
+from ..quantities import symbolic
 
 __all__ = [
     "Tables",

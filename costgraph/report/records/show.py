@@ -8,7 +8,7 @@ from typing import Any
 
 from ...algebra.symbols import shorten, shown
 from ...errors import FormatError
-from ..plots import FAINT, PALETTE, ROOF, framed, new_figure, saved, short
+from ..figures import FAINT, PALETTE, ROOF, framed, new_figure, saved, short
 from ..rich_tables import clean, draw, grid, listing, texts
 from .fitting import Calibrated
 from .predictions import Held
