@@ -47,8 +47,8 @@ def optimizer_of(given: Optimizer | type | str | None, place: str) -> Optimizer:
 
     Examples
     --------
-    >>> optimizer_of("sgd", "training_step")
-    SGD(momentum=0.0, weight_decay=0.0, implementation='foreach')
+    >>> optimizer_of("sgd", "training_step").implementation
+    'foreach'
     """
     if isinstance(given, Optimizer):
         return given
