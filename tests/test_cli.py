@@ -47,17 +47,17 @@ def test_report_of_llama_on_h100(capsys):
     g = load("llama-3-8b")
     times = cg.roofline(g, "h100-sxm", B=1, S=8192)
     line = cg.timeline(g, B=1, S=8192)
-    assert "parameters                8,030,261,248\n" in out
+    assert "parameters                 8,030,261,248\n" in out
     assert "16.06 GB (14.96 GiB) = 16,060,522,496 B" in out
     assert f"= {cg.flops(g, B=1, S=8192):,} FLOP" in out
     assert f"= {cg.matmul_flops(g, 'full', B=1, S=8192):,} FLOP" in out
     assert f"= {cg.bytes_moved(g, B=1, S=8192):,} B" in out
     assert f"= {cg.bytes_moved(g, fused=True, B=1, S=8192):,} B" in out
-    assert "ridge point               295.3 FLOP/B = 989.4 TFLOP/s / 3.35 TB/s" in out
-    assert f"held by                 {line.op} (forward)" in out
+    assert "ridge point                295.3 FLOP/B = 989.4 TFLOP/s / 3.35 TB/s" in out
+    assert f"peak at                  {line.op} (forward)" in out
     assert f"= {line.peak:,} B" in out
     assert "85.02 GB (79.18 GiB): fits, 21.4% used" in out
-    assert f"{times.lower_bound * 1e3:.1f} ms, no run is faster that starts from memory" in out
+    assert f"{times.lower_bound * 1e3:.1f} ms, if operands start in device memory" in out
     assert re.search(r"layers/mlp .* TFLOP .* GB .* ms .*% +compute \d+%", out)
     assert max(map(len, out.split("\n"))) <= 80
 
@@ -159,7 +159,7 @@ def test_formula_in_each_format(capsys):
     assert r"F^{2}" in good(capsys, "formula", "mlp", "params", "--format", "latex")
     source = good(capsys, "formula", "mlp", "fused-bytes", "--format", "python")
     assert source.startswith("def fused_bytes(B, C, D, F, L):\n")
-    assert '"""bytes moved, fused bound, B"""' in source
+    assert '"""bytes moved, ideal fusion, B"""' in source
 
 
 def test_formula_of_the_peak_names_the_op_of_each_case(capsys):
@@ -172,7 +172,7 @@ def test_formula_of_the_peak_names_the_op_of_each_case(capsys):
     assert source.startswith("def peak_memory(B):")
     one = good(capsys, "formula", "mlp", "peak-memory", "--preset", "B=4")
     assert one.split("\n")[0] == str(cg.peak_memory(load("mlp"), B=4))
-    assert "held by" in one
+    assert "peak at" in one
 
 
 @pytest.mark.parametrize("quantity", ["flops", "intensity", "bytes", "param-bytes", "matmul-flops-full"])

@@ -44,7 +44,7 @@ def test_times_take_levels_of_memory_into_account(capsys):
     assert [op["caches"]["l2"]["value"] for op in found["ops"]] == [row.caches_s["l2"] for row in asked.rows]
     assert of_mlp(capsys, *words[:2])["roofline"]["levels"] == []
     out = good(capsys, "report", "mlp", "B=2", "--hardware", "gb300", "--hierarchical")
-    assert "note                    gb300 has no bandwidth of a cache" in out
+    assert "note                     gb300 has no bandwidth of a cache" in out
     code, _, err = run(capsys, "report", "mlp", "B=2", "hierarchical=2")
     assert (code, "hierarchical" in err) == (2, True)
 
@@ -145,7 +145,7 @@ def test_the_plan_of_a_run(capsys):
     assert out.startswith("llama-3-8b on 1,024 x NVIDIA H100 SXM5 80GB\n")
     assert f" training time           {days:.2f} days" in out
     assert "needs sharding" in out
-    assert out.endswith("\nno check fails\n")
+    assert out.endswith("\nall checks pass\n")
     assert max(map(len, out.split("\n"))) <= 80
 
 

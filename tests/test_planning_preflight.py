@@ -38,7 +38,7 @@ def test_figures_are_the_answers_of_the_library(step, found):
         "gradients": (state.gradients, "B", None),
         "optimizer state": (state.state, "B", None),
         "state memory": (12 * 8_030_261_248, "B", 1024 * CAPACITY),
-        "saved state": (10 * 8_030_261_248, "B", None),
+        "checkpoint": (10 * 8_030_261_248, "B", None),
         "activation memory": (activations, "B", CAPACITY),
         "peak memory of a step": (cg.peak_memory(step, **SIZES), "B", CAPACITY),
         "even share of the state, and activations": (state.total / 1024 + activations, "B", CAPACITY),

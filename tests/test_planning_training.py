@@ -250,7 +250,7 @@ def test_the_70b_model_of_the_books():
     state = cg.state_bytes(step)
     assert (state.params, state.gradients, state.state, state.total) == (2 * n, 2 * n, 8 * n, 12 * n)
     assert cg.state_bytes(training_step(load("llama-2-70b"), precision="fp32")).total == 16 * n
-    # the round number, from the same bytes a parameter
+    # the round number, from the same bytes per parameter
     assert [70e9 * part / n for part in (state.params, state.gradients, state.state)] == [140e9, 140e9, 560e9]
     assert 70e9 * cg.bytes_per_param(cg.training_step(layers(), precision="fp32")) == 1.12e12
 

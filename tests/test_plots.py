@@ -32,7 +32,7 @@ def test_roofline_names_its_axes_roofs_ridge_and_ops():
     shown = texts(figure)
     assert shown[:3] == [
         "mlp on NVIDIA H100 SXM5 80GB",
-        "arithmetic intensity, as declared [FLOP/B]",
+        "arithmetic intensity, unfused [FLOP/B]",
         "attainable rate [FLOP/s]",
     ]
     assert {

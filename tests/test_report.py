@@ -255,7 +255,7 @@ def test_a_single_case_of_the_peak_keeps_its_op():
         g.output(cg.relu(g.input("x", (B, D))))
     r = report(g)
     assert [(c.formula, c.op) for c in r.peak.regimes] == [(8 * B * D, "relu")]
-    assert "held by                 relu (forward)" in str(r)
+    assert "peak at                  relu (forward)" in str(r)
 
 
 def test_nothing_moved():
@@ -263,7 +263,7 @@ def test_nothing_moved():
         g.output(g.input("x", (B, D)).T)
     r = report(g, "h100-sxm", B=2, D=3)
     assert "intensity" not in r.figures
-    assert "intensity, as declared    no bytes are moved" in str(r)
+    assert "intensity, unfused         no bytes are moved" in str(r)
     assert json.loads(to_json(r))["roofline"]["ops"] == []
 
 
@@ -421,6 +421,6 @@ def test_parameters_that_no_op_reads_are_named(tmp_path):
     assert {scope: str(n) for scope, n in found.unused_params.items()} == {
         "model/visual": "2*D", "model/language/extra": "7", adapter: "5*D",
     }  # fmt: skip
-    assert "  not run                 7 in model/language/extra" in str(found)
+    assert "  not run                  7 in model/language/extra" in str(found)
     assert json.loads(to_json(found))["unused_params"]["model/language/extra"] == {"value": 7, "unit": "1"}
     assert dict(report(model(), **SIZES).unused_params) == {}

@@ -127,7 +127,7 @@ def test_kb_is_1000_bytes_and_kib_1024():
         "op phase bytes",
         "(start) forward 16.38 kB",
         "peak 16.38 kB (16 KiB)",
-        "held by (start) (forward)",
+        "peak at (start) (forward)",
     ]
 
 

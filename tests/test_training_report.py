@@ -79,7 +79,7 @@ def test_a_step_without_matmuls_has_no_utilization():
         g.output(cg.reduce(cg.relu(g.param("w", (B,))), "b -> ", "mean"))
     r = cg.report(cg.training_step(g), "h100-sxm", B=3)
     assert r.training.mfu is None
-    assert "model FLOPs               0 FLOP" in str(r)
+    assert "model FLOPs                0 FLOP" in str(r)
 
 
 def test_text_has_state_and_activations_apart(step):
@@ -88,19 +88,19 @@ def test_text_has_state_and_activations_apart(step):
     text = str(r)
     n = 8_030_261_248
     for line in (
-        f"model FLOPs               197.6 TFLOP = {cg.model_flops(real, B=1, S=4096):,} FLOP",
-        f"hardware FLOPs            246 TFLOP = {cg.hardware_flops(real, B=1, S=4096):,} FLOP",
-        f"state memory              128.5 GB (119.7 GiB) = {16 * n:,} B",
-        f"  weights                 32.12 GB (29.92 GiB) = {4 * n:,} B",
-        f"  gradients               32.12 GB (29.92 GiB) = {4 * n:,} B",
-        f"  optimizer state         64.24 GB (59.83 GiB) = {8 * n:,} B",
-        "  bytes a parameter       16 B",
-        f"activation memory         9.605 GB (8.945 GiB) = {cg.activation_memory(real, B=1, S=4096):,} B",
-        f"  held by                 {r.peak.op} ({r.peak.phase})",
+        f"model FLOPs                197.6 TFLOP = {cg.model_flops(real, B=1, S=4096):,} FLOP",
+        f"hardware FLOPs             246 TFLOP = {cg.hardware_flops(real, B=1, S=4096):,} FLOP",
+        f"state memory               128.5 GB (119.7 GiB) = {16 * n:,} B",
+        f"  weights                  32.12 GB (29.92 GiB) = {4 * n:,} B",
+        f"  gradients                32.12 GB (29.92 GiB) = {4 * n:,} B",
+        f"  optimizer state          64.24 GB (59.83 GiB) = {8 * n:,} B",
+        "  bytes per parameter       16 B",
+        f"activation memory          9.605 GB (8.945 GiB) = {cg.activation_memory(real, B=1, S=4096):,} B",
+        f"  peak at                  {r.peak.op} ({r.peak.phase})",
     ):
         assert line in text
     assert r.peak.phase == "optimizer"  # temporaries of the update come on top of the state
-    assert f"MFU at the estimate       {100 * r.training.mfu:.1f}% of the bf16 peak, at most" in text
+    assert f"MFU at the estimate        {100 * r.training.mfu:.1f}% of the bf16 peak, at most" in text
     for shown in (r, cg.report(step, B=2)):
         for formulas in (False, True):
             assert max(map(len, render(shown, formulas=formulas).split("\n"))) <= 80

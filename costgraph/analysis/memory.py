@@ -321,7 +321,7 @@ class Timeline(Table):
 
     def _facts(self) -> Sequence[Fact]:
         owners = {f"{r.op or '(start)'} ({r.phase or 'forward'})": None for r in self.regimes}
-        return Fact("peak", self.peak, "B"), Fact("held by", " or ".join(owners))
+        return Fact("peak", self.peak, "B"), Fact("peak at", " or ".join(owners))
 
     def _held(self) -> Moment:
         if len(self.regimes) > 1:

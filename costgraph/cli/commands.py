@@ -117,7 +117,7 @@ def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
     _, rests = shared([c.formula for c in cases])
     places = [clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
     rows = [(place, escape(formula_text(rest))) for place, rest in zip(places, rests, strict=True)]
-    head = "held by" if len(cases) == 1 else "the cases, less what all share, are held by"
+    head = "peak at" if len(cases) == 1 else "cases without their common part, and where each peaks"
     say(draw(["", head, grid(rows if len(cases) > 1 else [(places[0], "")])], screen()[0]))
 
 

@@ -85,7 +85,7 @@ class Preflight:
 
     @property
     def ok(self) -> bool | None:
-        """Whether no check fails; None while that depends on a symbolic size."""
+        """Whether all checks pass; None while that depends on a symbolic size."""
         verdicts = {row.verdict for row in self.rows}
         return False if "fails" in verdicts else None if "open" in verdicts else True
 
@@ -158,7 +158,7 @@ def _memory(run: _Run) -> list[PreflightCheck]:
         PreflightCheck("gradients", state.gradients, "B"),
         PreflightCheck("optimizer state", state.state, "B"),
         _upto("state memory", state.total, "B", everywhere, "all devices have"),
-        PreflightCheck("saved state", saved_state_bytes(run.step, **run.dims), "B"),
+        PreflightCheck("checkpoint", saved_state_bytes(run.step, **run.dims), "B"),
         _upto("activation memory", activations, "B", room, "one device has"),
         whole,
     ]

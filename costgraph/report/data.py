@@ -39,8 +39,8 @@ TRAINING_QUANTITIES: dict[str, tuple[str, str, Callable[..., Formula]]] = {
     "weight-bytes": ("weights", "B", lambda g, **d: state_bytes(g, **d).params),
     "gradient-bytes": ("gradients", "B", lambda g, **d: state_bytes(g, **d).gradients),
     "optimizer-bytes": ("optimizer state", "B", lambda g, **d: state_bytes(g, **d).state),
-    "bytes-per-param": ("bytes a parameter", "B", bytes_per_param),
-    "saved-state-bytes": ("saved state", "B", saved_state_bytes),
+    "bytes-per-param": ("bytes per parameter", "B", bytes_per_param),
+    "saved-state-bytes": ("checkpoint", "B", saved_state_bytes),
     "activation-bytes": ("activation memory", "B", activation_memory),
 }
 """title, unit and analysis by figure name"""

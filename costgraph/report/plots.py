@@ -491,7 +491,7 @@ def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None
         if own:
             ax.scatter(*zip(*own, strict=True), 34, label=outcome, color=color, alpha=0.8, edgecolors="white", zorder=3)
     title = f"ops on the measured roof of {short(str(validation.environment['name']))}"
-    framed(ax, title, "arithmetic intensity, as declared [FLOP/B]", "rate of the fastest run [FLOP/s]")
+    framed(ax, title, "arithmetic intensity, unfused [FLOP/B]", "rate of the fastest run [FLOP/s]")
     units_on(ax.yaxis, "FLOP/s")
     if points:
         figure.legend(loc="outside right upper", fontsize=8, frameon=False, title="the time follows", title_fontsize=8)
@@ -543,7 +543,7 @@ def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None
         # at the foot of its line, away from roofs and points
         labels.append((f"ridge point, {format_quantity(roofline.ridge, 'FLOP/B')}", (roofline.ridge, ax.get_ylim()[0])))
     title = f"{short(roofline.graph)} on {short(roofline.hardware.name, 60)}"
-    framed(ax, title, "arithmetic intensity, as declared [FLOP/B]", "attainable rate [FLOP/s]")
+    framed(ax, title, "arithmetic intensity, unfused [FLOP/B]", "attainable rate [FLOP/s]")
     units_on(ax.yaxis, "FLOP/s")
     _points(ax, drawn)
     _key(ax, roofline, drawn)

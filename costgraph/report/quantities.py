@@ -38,10 +38,10 @@ QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
     "matmul-flops-full": ("matmul FLOPs, full squares", "FLOP", lambda g, **d: matmul_flops(g, "full", **d)),
     "pointwise-flops": ("pointwise FLOPs", "FLOP", lambda g, **d: flops_of_kind(g, "pointwise", d)),
     "transcendental-flops": ("transcendental FLOPs", "FLOP", lambda g, **d: flops_of_kind(g, "transcendental", d)),
-    "bytes": ("bytes moved, as declared", "B", bytes_moved),
-    "fused-bytes": ("bytes moved, fused bound", "B", lambda g, **d: bytes_moved(g, True, **d)),
-    "intensity": ("intensity, as declared", "FLOP/B", intensity),
-    "fused-intensity": ("intensity, fused bound", "FLOP/B", lambda g, **d: intensity(g, True, **d)),
+    "bytes": ("bytes moved, unfused", "B", bytes_moved),
+    "fused-bytes": ("bytes moved, ideal fusion", "B", lambda g, **d: bytes_moved(g, True, **d)),
+    "intensity": ("intensity, unfused", "FLOP/B", intensity),
+    "fused-intensity": ("intensity, ideal fusion", "FLOP/B", lambda g, **d: intensity(g, True, **d)),
 }
 """title, unit and analysis of each figure by name"""
 

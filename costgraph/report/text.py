@@ -119,7 +119,7 @@ def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
         yield from _open_peak(r.peak.regimes)
     else:
         yield "peak memory", amount(r.peak.value, "B")
-        yield "  held by", _holder(r.peak.op, r.peak.phase)
+        yield "  peak at", _holder(r.peak.op, r.peak.phase)
         for role, held in sorted(r.peak.by_role.items()):
             yield f"  {role}", f"{show(held, 'B')}{_part_of(held, r.peak.value)}"
     if r.peak.arch is not None:
@@ -134,7 +134,7 @@ def _open_peak(cases: Sequence[Regime]) -> Iterator[tuple[str, str]]:
     """Show the symbolic peak: the part common to all cases, then the rest of each."""
     if len(cases) == 1:
         yield "peak memory", escape(show(cases[0].formula, "B"))
-        yield "  held by", _holder(cases[0].op, cases[0].phase)
+        yield "  peak at", _holder(cases[0].op, cases[0].phase)
         return
     common, rests = shared([case.formula for case in cases])
     yield "peak memory", escape(f"{factored(common, grouped=True)} + the largest of  [B]")
@@ -166,7 +166,7 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     elif r.roofline is None:
         yield from _open_time_rows(r)
     else:
-        yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", no run is faster that starts from memory"
+        yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", if operands start in device memory"
         by_bound: dict[str, float] = {}
         for row in r.roofline.rows:
             by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
@@ -244,7 +244,7 @@ def _formulas(r: Facts) -> Iterator[RenderableType]:
     for figure in r.figures.values():
         if figure.unit != "FLOP/B":
             yield _block(f"{figure.title} [{figure.unit}]", formula_text(figure.formula, grouped=True))
-    yield _block("intensities [FLOP/B]", "FLOPs / bytes moved, as declared or by the fused bound")
+    yield _block("intensities [FLOP/B]", "FLOPs / bytes moved, unfused or with ideal fusion")
     yield from _peak_formula(r.peak.formula)
     yield ""
     yield _formulas_by(f"formulas by scope, matmul FLOPs {r.count}", "scope", r.scopes, bound=False)
@@ -364,7 +364,7 @@ def _sections(found: Preflight) -> Iterator[RenderableType]:
     if found.ok is None:
         yield "whether all is well depends on open sizes"
     else:
-        yield "no check fails" if found.ok else "a check FAILS"
+        yield "all checks pass" if found.ok else "a check FAILS"
 
 
 def render_plan(found: Preflight, *, width: int | None = None, color: bool = False) -> str:

@@ -426,7 +426,7 @@ class Modelled:
     fused: Count
     """compulsory bytes"""
     moved: Size
-    """bytes moved, as declared"""
+    """bytes moved, unfused"""
     flops: Count
     """executed FLOPs of all kinds"""
     limit: Annotated[str, one_of(("compute", "memory"))]

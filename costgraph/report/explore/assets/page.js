@@ -103,7 +103,7 @@
     card(`${device.id}, ${short(room, "B")}`, fit, `${(100 * bytes / room).toFixed(1)}% of the memory` + (several ? `, the largest stage ${(100 * largest / room).toFixed(1)}%` : ""), fits ? "good" : "bad", "fits");
     card("FLOPs", short(flops, "FLOP"), `${flopDigits} FLOP`, "", "flops");
     card(several ? "time of the pipeline" : "time, estimate", time, why ?? `no run is faster than ${clock(low)}`, "", "estimate");
-    card("bytes moved, as declared", short(moved, "B"), `${movedDigits} B`, "", "bytes");
+    card("bytes moved, unfused", short(moved, "B"), `${movedDigits} B`, "", "bytes");
     card("parameters", short(params, ""), paramDigits, "", "params");
     Object.assign(document.body.dataset, { estimate: String(estimate), least: String(low) });
     return `peak memory ${short(bytes, "B")}, ${fit} on ${device.name}; time ${time}`;
