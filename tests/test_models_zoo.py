@@ -4,6 +4,7 @@ import json
 
 import pytest
 from budget import in_part
+from shared import load
 
 import costgraph as cg
 from costgraph import models
@@ -36,6 +37,12 @@ def parameters(name):
 SMALLEST = [min(family.presets, key=parameters) for family in FAMILIES]
 
 
+def sample(*names):
+    """Return the smallest models, all but some of them marked long."""
+    assert {*names} <= {*SMALLEST}
+    return [pytest.param(n, marks=() if n in names else pytest.mark.long) for n in SMALLEST]
+
+
 def loss_of(g):
     """What is trained: the loss that a model names, or the mean of what it returns."""
     if g.loss is not None:
@@ -51,9 +58,11 @@ def loss_of(g):
 # -- every model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", in_part([n for n in models.names() if n not in SMALLEST], 0, 5) + SMALLEST)
+@pytest.mark.parametrize(
+    "name", in_part([n for n in models.names() if n not in SMALLEST], 0, 20) + in_part(SMALLEST, 0)
+)
 def test_sizes_are_bound_but_for_what_a_caller_brings(name):
-    g = models.load(name)
+    g = load(name)
     asked = (cg.flops(g), cg.param_count(g), cg.param_bytes(g), cg.bytes_moved(g))
     free = {s.name for formula in asked for s in getattr(formula, "free_symbols", ())}
     assert "B" in free
@@ -71,9 +80,9 @@ def test_names_are_those_that_users_write():
 # -- one of each family ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 1))
+@pytest.mark.parametrize("name", sample("bert-base", "mamba-130m", "mixtral-8x7b", "resnet18", "t5-small"))
 def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
-    preset, symbolic = models.load(name), models.load(name, symbolic=True)
+    preset, symbolic = load(name), load(name, symbolic=True)
     assert symbolic.defaults == {}
     for question in (cg.flops, cg.bytes_moved, cg.param_count):
         assert question(symbolic, **bound(preset)) == question(preset, **point(preset))
@@ -84,17 +93,19 @@ def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
 OPTIONS = [("flash", "fp16"), ("eager", "fp32"), ("flash", "fp8_e4m3")]
 
 
-@pytest.mark.parametrize(("name", "attention", "dtype"), [(n, *OPTIONS[i % 3]) for i, n in enumerate(SMALLEST)])
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"), in_part([(n, *OPTIONS[i % 3]) for i, n in enumerate(SMALLEST)], 1)
+)
 def test_every_option_builds_and_binds(name, attention, dtype):
-    g = models.load(name, attention=attention, dropout=0.1, dtype=dtype)
+    g = load(name, attention=attention, dropout=0.1, dtype=dtype)
     answers = [q(g, **point(g)) for q in (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory)]
     assert all(isinstance(a, int) and a > 0 for a in answers)
     assert cg.matmul_flops(g, count="full", **point(g)) >= cg.matmul_flops(g, **point(g))
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 0, 3))
+@pytest.mark.parametrize("name", sample("alexnet", "dlrm-small", "mamba-130m", "qwen1.5-moe-a2.7b", "t5-small"))
 def test_a_step_of_training(name):
-    g = models.load(name)
+    g = load(name)
     step = cg.training_step(g, loss_of(g), optimizer=cg.AdamW(), precision="bf16")
     at = {k: v for k, v in OPEN.items() if k in known_names(step) and k not in step.defaults}
     forward, whole = cg.matmul_flops(g, **at), cg.matmul_flops(step, **at)
@@ -106,25 +117,25 @@ def test_a_step_of_training(name):
     assert cg.peak_memory(step, **at) > state.total
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 1, 3))
+@pytest.mark.parametrize("name", sample("alexnet", "gpt2", "lstm-ptb-small", "whisper-tiny"))
 def test_a_report(name):
-    g = models.load(name)
+    g = load(name)
     text = str(cg.report(g, "h100-sxm", **point(g)))
     assert "parameters" in text
     assert f"{cg.param_count(g):,}" in text
 
 
-@pytest.mark.parametrize("name", SMALLEST[::20])
+@pytest.mark.parametrize("name", sample("mlp"))
 def test_plots(name, tmp_path):
-    g = models.load(name)
+    g = load(name)
     cg.roofline(g, "h100-sxm", **point(g)).plot(tmp_path / "roofline.svg")
     cg.timeline(g, **point(g)).plot(tmp_path / "timeline.svg")
     assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", in_part(SMALLEST, 2, 3))
+@pytest.mark.parametrize("name", sample("dlrm-small", "gemma-3-1b", "lstm-ptb-small", "resnet18"))
 def test_a_file_says_the_same(name, tmp_path):
-    g = models.load(name)
+    g = load(name)
     cg.save(g, tmp_path / "g.json")
     again = cg.load(tmp_path / "g.json")
     assert again.defaults == g.defaults
@@ -135,14 +146,22 @@ def test_a_file_says_the_same(name, tmp_path):
 # -- inference -------------------------------------------------------------------------------------------------
 
 
+#: One model for each kind of cache: keys and values, windows, latent vectors, states, and an encoder's output.
+ONE_OF_A_KIND = {"deepseek-v3", "gemma-3-1b", "gpt2", "mamba2-130m", "rwkv-7-0.1b", "t5-small", "xlstm-125m-7-1"}
 #: What may take tokens and return logits; BERT fills in and CLIP compares.
 GENERATING = [n for n in SMALLEST if not n.startswith(("bert", "clip"))]
 
 
-@pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "xlstm-125m-7-1"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ONE_OF_A_KIND else pytest.mark.long)
+        for n in sorted({*GENERATING, "deepseek-v3", "xlstm-125m-7-1"})
+    ],
+)
 def test_steps_of_one_token_add_up_to_the_prompt(name):
     # not absorbed, keys and values of all positions are made again at each step
-    g = models.load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
+    g = load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
     if "S" not in known_names(g):
         pytest.skip("takes no tokens")
     step, at = cg.decode(g), {**point(g), "S": 4}
@@ -157,7 +176,7 @@ def test_steps_of_one_token_add_up_to_the_prompt(name):
 @pytest.mark.parametrize("name", ["bert-base", "clip-vit-b-32"])
 def test_what_does_not_generate_says_so(name):
     with pytest.raises(cg.GraphError, match=f"nothing in graph '{name}' is kept between steps"):
-        cg.decode(models.load(name))
+        cg.decode(load(name))
 
 
 def _of(graph, sizes):

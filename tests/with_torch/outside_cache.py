@@ -16,10 +16,18 @@ def shortly(patch):
     The rates are of no use then: what is asked of such a calibration is what stands where.
     """
     run, products_of = calibration.timed, calibration.products
+
+    def convolution(device, name, dtype):
+        image, window = torch.rand(1, 8, 9, 9).to(dtype), torch.rand(8, 8, 3, 3).to(dtype)
+        call = lambda: functional.conv2d(image, window)  # noqa: E731
+        key = ("matmul", name, "convolution")
+        return calibration.Probe(key, "a small convolution", 2 * 8 * 8 * 9 * 49, call, f"{name} convolution")
+
     once = {"least": 1, "most": 100, "budget": 0.001}
     patch.setattr(calibration, "last_level_cache", lambda where: 2**22)
     patch.setattr(calibration, "timed", lambda call, where, **_: run(call, where, **once))
     patch.setattr(calibration, "products", lambda where, sizes: products_of(where, [64, 256]))
+    patch.setattr(calibration, "_convolution", convolution)
     patch.setattr(calibration, "_LONGEST", 0.05)
 
 

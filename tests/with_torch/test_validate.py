@@ -1,5 +1,6 @@
 """The suite, its runs, what is made of measured times, and the record of all that."""
 
+import gc
 import json
 import math
 import re
@@ -62,6 +63,13 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def frozen():
+    """Freeze objects again that `validate` unfreezes: else each later collection looks through all that live."""
+    yield
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def found(one_thread):
     cases = [
@@ -105,7 +113,7 @@ STEPS = [pytest.param(case, id=case.name) for case in suite("cuda") if case.mode
 OTHERS = [pytest.param(case, id=case.name) for case in suite("cuda") if case.mode != "step"]
 
 
-@pytest.mark.parametrize("case", [*OTHERS, *in_part(STEPS, 0)])
+@pytest.mark.parametrize("case", [*in_part(OTHERS, 0, 3), *in_part(STEPS, 0, 6)])
 def test_programs_and_declarations_of_the_suite_of_a_gpu_agree_about_what_is_there(case):
     """On meta, where nothing is allocated: parameters, buffers and inputs take as many bytes as are declared."""
     if "L" in case.sizes:  # a layer is like the others

@@ -21,7 +21,12 @@ from costgraph.torch.validation import (
 )
 
 RECORDS = records()
-ROWS = [pytest.param(name, row, id=f"{name}: {row.case.name}") for name, found in RECORDS.items() for row in found.rows]
+ROWS = in_part(
+    [pytest.param(name, row, id=f"{name}: {row.case.name}") for name, found in RECORDS.items() for row in found.rows],
+    0,
+    4,
+)
+PLAIN = [case.values for case in ROWS if not case.marks]
 KIB4 = 4096
 
 
@@ -78,10 +83,12 @@ def test_declared_peak(name, row):
         assert row.case.mode == "kernel" or "workspace" in why or off <= 0.25 * row.measured.peak
 
 
+@pytest.mark.parametrize("part", ["sampled", pytest.param("all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECORDS)
-def test_declared_peaks_of_steps_together(name):
+def test_declared_peaks_of_steps_together(name, part):
     found = RECORDS[name]
-    steps = [row for row in found.rows if row.case.mode == "step"]
+    rows = found.rows if part == "all" else [row for of, row in PLAIN if of == name]
+    steps = [row for row in rows if row.case.mode == "step"]
     shares = [abs(today(name, row).peak - row.measured.peak) / row.measured.peak for row in steps]
     assert statistics.median(shares) <= 0.02
     unexplained = [
@@ -102,10 +109,10 @@ def traced_here(case, device):
     return TRACES[device, case.name]
 
 
-TRACED = [p for p in ROWS if p.values[1].traced is not None]
+TRACED = [pytest.param(*p.values, id=p.id) for p in ROWS if p.values[1].traced is not None]
 
 
-@pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 6))
+@pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 20))
 def test_traced_peak_and_flops(name, row):
     device = RECORDS[name].environment["device"]
     elsewhere = device == "cuda" and not torch.cuda.is_available()  # where ops of CUDA are not seen
