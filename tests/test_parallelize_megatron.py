@@ -9,7 +9,7 @@ from costgraph import testing
 from costgraph.ir.graph import known_names
 
 B, S, DP, TP, M = cg.dims("B S DP TP M")
-SMALL = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 2, "V": 8}
+SMALL = {"B": 2, "S": 2, "D": 4, "H": 4, "G": 2, "K": 2, "F": 4, "L": 2, "V": 4}
 
 
 def step(name="llama-2-13b", **options):
