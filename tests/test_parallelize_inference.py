@@ -78,7 +78,7 @@ def test_a_context_is_kept_in_parts(name, transform):
     rank = cg.parallelize(whole, cp=CP)
     assert sympy.cancel(cg.cache_bytes(rank) * CP / cg.cache_bytes(whole)) == 1
     # W = 2: windows, that whole tokens are put together for, and the last positions of which are on ranks of their own
-    testing.check_sharded(whole, rank, **{**SIZES[name], "P": 7} if name == "gpt2" else SIZES[name], B=1, S=6, CP=2)
+    testing.check_sharded(whole, rank, **{**SIZES[name], "P": 7} if name == "gpt2" else SIZES[name], B=2, S=6, CP=2)
 
 
 @pytest.mark.parametrize(
