@@ -93,7 +93,7 @@ def loops_of_tile(tile, sizes):
     return [*named, *(((n,), 1) for n in sizes if n not in seen)]
 
 
-@pytest.mark.parametrize("name", in_part(CASES, 0, 2))
+@pytest.mark.parametrize("name", in_part(CASES, 0, 3))
 def test_no_simulated_schedule_moves_less_than_the_bound(name):
     nest = simulated(name)
     drawn = [nest.accesses(loops_of(nest, f"{name} {i}")) for i in range(2)]

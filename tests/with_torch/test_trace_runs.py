@@ -1,7 +1,6 @@
 """Small modules, traced and run: the peak is the allocator's, matmul FLOPs are those of torch's counter."""
 
 from functools import reduce
-from itertools import product
 
 import pytest
 import torch
@@ -156,11 +155,19 @@ RECURRENT = {
 AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections")  # that they run step by step
+#: Layers of which a plain run holds a training step; of the others it holds the forward pass.
+TRAINED = ("LSTM in a state of whole lines", "LSTM of two layers, both ways", "LSTM, projected", "RNN")
+
+
 @pytest.mark.parametrize(
     ("name", "train"),
-    in_part(product(RECURRENT, (False, True)), 1),  # steps, which run the forward pass as well
+    [
+        pytest.param(name, train, marks=() if (name in TRAINED) == train else pytest.mark.long)
+        for name in RECURRENT
+        for train in (False, True)
+    ],
 )
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # that they run step by step
 def test_recurrent_layers(name, train):
     if "LSTM" in name and not AVX2:
         pytest.skip("workspaces are those of a processor with AVX2")

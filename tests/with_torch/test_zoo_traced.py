@@ -113,9 +113,8 @@ def test_a_training_step_with_a_tied_table_has_the_peak_of_the_module():
     held_to("gpt2 of few words", "foreach", "fp32", SHALLOW)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama-2-7b", "llama-3-8b"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "llama-3-8b"])
 def test_a_training_step_whose_optimizer_loops_has_the_peak_of_the_module(name):
     # a variable of the loop names the denominator of the parameter before: that of a norm, when it comes to the head
     held_to(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
