@@ -14,7 +14,7 @@ from costgraph import testing
 from costgraph.algebra.polynomial import ZERO, poly
 from costgraph.ir.graph import Call
 from costgraph.ops.opaque import Foreign
-from costgraph.testing.properties import QUESTIONS
+from costgraph.testing.properties import QUESTIONS, Trial
 
 B, D, F, L, S = cg.dims("B D F L S")
 SIZES = {"B": 3, "D": 5, "F": 7}
@@ -119,8 +119,10 @@ def turning(period):
 @pytest.mark.parametrize(
     ("what", "period", "count"),
     [
-        ("forward", 2, 8), ("forward", 2, 9), ("forward", 3, 14), ("forward", 4, 20), ("forward", 5, 24),
-        ("step", 2, 9), ("step", 3, 14), ("step, folded first", 2, 8), ("step, folded first", 3, 14),
+        ("forward", 2, 8), ("forward", 3, 14), ("step", 2, 9), ("step, folded first", 2, 8),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [
+            ("forward", 2, 9), ("forward", 4, 20), ("forward", 5, 24), ("step", 3, 14), ("step, folded first", 3, 14),
+        ]),
     ],
 )  # fmt: skip
 def test_layers_that_take_turns_are_folded_by_turns(period, count, what):
@@ -255,7 +257,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [
+    n if n in ("forward", "checkpointed", "foreach", "mixed") else pytest.param(n, marks=pytest.mark.long)
+    for n in STEPS
+])  # fmt: skip
 def test_what_was_unrolled_is_folded_back(name):
     graph = STEPS[name]()
     folded = cg.fold(cg.unroll(graph, L=5), "layers", "L")
@@ -278,7 +283,7 @@ def test_a_folded_model_is_trained_as_the_loop_that_it_was():
 
 def alone(graph, point):
     """A loop whose count is a symbol that nothing else has, and the symbol."""
-    free = testing.properties.Trial(graph, point).counts
+    free = Trial(graph, point).counts
     counts = Counter(str(op.kind.count) for op in graph.walk() if op.loop is not None)
     found = (op for op in graph.ops if op.loop is not None)
     loop = next((op for op in found if (name := str(op.kind.count)) in free and counts[name] == 1), None)

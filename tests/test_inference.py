@@ -1,8 +1,9 @@
 """Prefill and decode: counts by hand, by brute force, and laws that tie steps to one pass over everything."""
 
 import pytest
+from budget import drawing
 from each import each
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import costgraph as cg
@@ -140,7 +141,7 @@ def held(graph, sizes):
 # -- laws ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@drawing(120)
 @given(
     steps=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     window=st.none() | st.integers(1, 9),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from budget import examples
 
 import costgraph as cg
 from costgraph import CostGraphError, FormatError
@@ -414,7 +415,7 @@ def test_random_damage_is_refused_or_harmless(saved, tmp_path):
     original = json.loads(saved[1].read_text())
     spots = [p for p in places(original) if p]
     path = tmp_path / "fuzz.json"
-    for _ in range(75):
+    for _ in range(examples(500)):
         data = copy.deepcopy(original)
         *route, key = rng.choice(spots)
         inner = data

@@ -242,11 +242,17 @@ def test_one_layer_for_gate_and_up_computes_the_same(bias):
     assert (cg.bytes_moved(apart) - cg.bytes_moved(packed)).expand() == 4 * B * S * D
 
 
+POLICIES = [cg.every_block(), cg.every(2), cg.from_start(), cg.every(2, inside=cg.every_block())]
+TURNS = [(("a", "b"), 1, 9), (("a", "b", "b"), 2, 8), (("a", "a", "b"), 0, 12)]
+
+
 @pytest.mark.parametrize(
-    "policy", [cg.every_block(), cg.every(2), cg.from_start(), cg.every(2, inside=cg.every_block())]
-)
-@pytest.mark.parametrize(
-    ("kinds", "rest", "count"), [(("a", "b"), 1, 9), (("a", "b", "b"), 2, 8), (("a", "a", "b"), 0, 12)]
+    ("kinds", "rest", "count", "policy"),
+    [  # a plain run holds each of both in a few pairs
+        pytest.param(*turn, policy, marks=() if (i + j) % 3 == 0 else pytest.mark.long)
+        for i, turn in enumerate(TURNS)
+        for j, policy in enumerate(POLICIES)
+    ],
 )
 def test_layers_of_several_kinds_are_computed_again_one_by_one(kinds, rest, count, policy, tmp_path):
     def layer(x):

@@ -93,7 +93,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), in_part([pytest.param(*way) for way in WAYS], 0))
+@pytest.mark.parametrize(("name", "options"), in_part([pytest.param(*way) for way in WAYS], 0, 4))
 def test_report_training_step_and_symbols(name, options):
     g = load(name, **options)
     sizes = {"B": 1, "S": 512}

@@ -76,7 +76,7 @@ def _computes_the_same(how, what):
         assert cg.peak_memory(away, side=side, **sizes) == cg.peak_memory(unrolled, side=side, **rest)
 
 
-@pytest.mark.parametrize("what", SETS)
+@pytest.mark.parametrize("what", [pytest.param(s, marks=pytest.mark.long) if len(s) == 2 else s for s in SETS])
 def test_what_lies_on_the_host_changes_no_number_of_a_step(what):
     _computes_the_same("fused", what)
 

@@ -11,6 +11,7 @@ import pytest
 import sympy
 from each import each
 from hypothesis import given, settings
+from shared import load, training_step
 
 import costgraph as cg
 from costgraph.testing import graphs
@@ -110,8 +111,7 @@ def test_a_frozen_graph_stays_frozen(way):
 
 @ways
 def test_a_step_of_training_and_one_of_inference_can_be_copied(way):
-    declared = cg.models.load("gpt2")
-    for g in (cg.training_step(declared, optimizer=cg.AdamW()), cg.decode(declared)):
+    for g in (training_step(load("gpt2"), optimizer=cg.AdamW()), cg.decode(load("gpt2"))):
         out = way(g)
         assert answers(out) == answers(g)
         assert facts(out) == facts(g)

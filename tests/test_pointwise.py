@@ -7,8 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from budget import drawing
 from each import each
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import graph_of, like, same_layout, strides
 
@@ -50,7 +51,7 @@ def test_format_with_a_number_is_torchs(first, number):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@drawing(1600)
 def test_order_of_a_results_axes_in_memory_is_torchs(data):
     shape = data.draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     with cg.Graph("g") as g:

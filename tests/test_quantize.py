@@ -378,7 +378,14 @@ def test_caches_of_the_zoo(name, kernel):
 
 
 @pytest.mark.parametrize(
-    "name", ["falcon-7b", "mistral-7b", "gemma-3-4b", "deepseek-v2-lite", "mixtral-8x7b", "t5-small", "whisper-tiny"]
+    "name",
+    [
+        "falcon-7b",
+        "deepseek-v2-lite",
+        "mixtral-8x7b",
+        "t5-small",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("mistral-7b", "gemma-3-4b", "whisper-tiny")),
+    ],
 )
 def test_models_of_other_families(name):
     for g in (cg.prefill(load(name)), cg.decode(load(name))):

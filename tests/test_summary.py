@@ -16,7 +16,9 @@ def rows_of(graph):
     return [re.split(r"\s{2,}", row) for row in rows]
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "resnet18", "mixtral-8x7b", "mlp"])
+@pytest.mark.parametrize(
+    "name", ["llama-3-8b", "resnet18", pytest.param("mixtral-8x7b", marks=pytest.mark.long), "mlp"]
+)
 def test_parameters_and_flops_add_up_to_those_of_the_graph(name):
     graph = load(name)
     for each in (graph, training_step(graph)):

@@ -21,7 +21,6 @@ from costgraph.ops import registry, rules
 from costgraph.ops.elementwise import FUNCTIONS
 from costgraph.ops.layout import Slice
 from costgraph.ops.reduce import Reduce
-from costgraph.testing.check_op import TRIES
 
 A, B, D, L = cg.dims("A B D L")
 
@@ -268,7 +267,7 @@ def heads(how):
 
 @pytest.mark.parametrize("how", ["divided", "assumed", "strided"])
 def test_sizes_that_laws_try_fit_the_graph(how):
-    point = {"B": 2, "S": 3, "D": 6, "H": 3}
+    point = {"B": 2, "S": 2, "D": 4, "H": 2}
     testing.check(heads(how), **point, **{"assumed": {"K": 2}, "strided": {"A": 2}}.get(how, {}))
 
 
@@ -278,10 +277,11 @@ def test_a_model_whose_width_is_that_of_its_heads_grows():
 
 
 def test_a_preset_is_held_to_the_laws_at_other_sizes_than_its_own():
-    testing.check(load("gpt2"), B=2, S=2, L=2, D=4, H=2, F=3, V=5, P=3)
+    testing.check(load("gpt2"), B=1, S=2, L=2, D=2, H=2, F=3, V=5, P=3)
 
 
-def test_what_fails_in_two_ways_is_told_in_one_line():
+def test_what_fails_in_two_ways_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(import_module("costgraph.testing.check_op"), "TRIES", 12)
     calls = []
 
     def holds(case):
@@ -294,7 +294,7 @@ def test_what_fails_in_two_ways_is_told_in_one_line():
         testing.search(testing.ops("einsum"), holds, 30)
     assert len(str(caught.value).splitlines()) == 1
     assert not getattr(caught.value, "__notes__", [])
-    assert len(calls) <= TRIES + 1
+    assert len(calls) <= 12 + 1
 
 
 def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):

@@ -110,8 +110,13 @@ def test_numbers_among_operands_are_kept_with_their_places():
     testing.check(g)
 
 
-@pytest.mark.parametrize("window", [None, 2, W])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [
+        (True, None), (False, None), (True, 2), (False, W),
+        *(pytest.param(*c, marks=pytest.mark.long) for c in [(False, 2), (True, W)]),
+    ],
+)  # fmt: skip
 def test_attention_in_one_kernel_computes_what_separate_ops_do(causal, window):
     outputs = []
     for kernel in ("flash", "eager"):

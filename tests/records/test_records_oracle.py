@@ -29,7 +29,17 @@ VARIANTS = [
 ]
 NAMES = ("optimizer", "precision", "dropout", "fused_attention", "checkpoint")
 CASES = [{**SIZES, **dict(zip(NAMES, variant, strict=True))} for variant in VARIANTS]
-cases = pytest.mark.parametrize("facts", CASES, ids=lambda f: "-".join(str(f[n]) for n in NAMES))
+
+
+def cases(*plain):
+    """All cases, of which a plain run holds those at some places."""
+    return pytest.mark.parametrize("facts", [
+        pytest.param(facts, marks=() if i in plain else pytest.mark.long, id="-".join(str(facts[n]) for n in NAMES))
+        for i, facts in enumerate(CASES)
+    ])  # fmt: skip
+
+
+every = cases(*range(len(CASES)))
 # the seed of the backward pass, the sum of weights of a loss and a loss that a variable holds
 SCALARS = 3 * 4
 
@@ -60,14 +70,14 @@ def random_states(facts):
     return facts["layers"] * torch.get_rng_state().nbytes if facts["checkpoint"] else 0
 
 
-@cases
+@cases(1, 5, 8, 10)
 def test_peak_of_a_step(facts):
     named = statistics(facts) + wide_masks(facts)
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
     assert 0 <= tracked_step(facts) - ours - named <= SCALARS
 
 
-@cases
+@every
 def test_peak_of_a_forward_pass(facts):
     ours = predictions.peak_above(row("forward", facts), "cpu", "exact")
     assert 0 <= tracked_forward(facts) - ours <= SCALARS
@@ -81,7 +91,7 @@ def test_peak_in_blocks_of_an_allocator(facts):
         assert 0 <= tracked(facts, predictions.BLOCK) - ours <= SCALARS // 4 * predictions.BLOCK
 
 
-@cases
+@every
 def test_bytes_that_a_real_step_takes(facts):
     named = statistics(facts) + wide_masks(facts) + random_states(facts)
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
@@ -97,6 +107,6 @@ def test_variables_of_a_block_that_is_computed_again():
     assert 0 <= tracked_step(facts) - ours <= variables
 
 
-@cases
+@cases(5, 8, 11)
 def test_flops(facts):
     assert predictions.counted(row("train_step", facts), "cpu") == counted_step(facts)

@@ -44,7 +44,7 @@ def test_heads_of_the_zoo_go_into_the_loop(name):
     model = load(name)
     step = cg.training_step(model, cg.chunked_cross_entropy(3))
     for question in (cg.matmul_flops, cg.param_count):
-        assert question(step, B=2, S=33) == question(cg.training_step(model), B=2, S=33)
+        assert question(step, B=2, S=33) == question(training_step(model), B=2, S=33)
 
 
 @pytest.mark.parametrize(

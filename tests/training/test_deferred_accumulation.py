@@ -93,8 +93,9 @@ def declared(times, defer, implementation="fused", **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize("defer", [True, False], ids=["behind", "at once"])
+@pytest.mark.parametrize(
+    ("times", "defer"), [(1, True), pytest.param(1, False, marks=pytest.mark.long), (3, True), (3, False)]
+)
 @pytest.mark.parametrize(
     ("sizes", "B"),
     [pytest.param(MLP, 3, marks=pytest.mark.long), (WIDE, 2), pytest.param(MLP, 997, marks=pytest.mark.long)],

@@ -57,7 +57,7 @@ FAMILIES = {
          "image_size": 224},
     ),
 }  # fmt: skip
-SHORT = ("Qwen3ForCausalLM", "ViTModel")
+SHORT = ("Qwen3ForCausalLM",)
 
 
 @pytest.mark.parametrize(

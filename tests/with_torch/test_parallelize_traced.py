@@ -11,7 +11,8 @@ from costgraph.torch import from_config, trace  # noqa: E402
 
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=4)  # noqa: C408  # keywords
 MODELS = {
-    "Llama": {"num_key_value_heads": 2, "max_position_embeddings": 16},
+    "Llama": {"num_key_value_heads": 2, "max_position_embeddings": 16, "vocab_size": 8, "hidden_size": 8,
+              "intermediate_size": 8},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16},
     "Gemma": {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16},
     "GPT2": {"vocab_size": 32, "n_embd": 16, "n_head": 4, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0,
@@ -54,8 +55,8 @@ def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_r
 
 def test_attention_of_a_decoder_beside_an_encoder_is_split():
     """T5's own and cross attention lie in modules of other names, and its biases of positions are one for each head."""
-    fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 16, "d_kv": 4,
-              "num_heads": 4, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "vocab_size": 8,
+    fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 8, "d_kv": 4,
+              "num_heads": 2, "d_ff": 8, "num_layers": 1, "num_decoder_layers": 1, "vocab_size": 8,
               "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
               "is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0,
               "dtype": "float64"}  # fmt: skip

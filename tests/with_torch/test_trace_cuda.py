@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from budget import in_part
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # torch's own habit
 from torch.utils.checkpoint import checkpoint
@@ -194,7 +195,7 @@ def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
 
 
 @pytest.mark.parametrize(
-    ("norm", "dtype"), [("layer", fp16), ("layer", fp64), ("group", bf16), ("group", fp32), ("batch", bf16)]
+    ("norm", "dtype"), in_part([("layer", fp16), ("layer", fp64), ("group", bf16), ("group", fp32), ("batch", bf16)], 0)
 )  # other formats' batch norms are cuDNN's
 def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, dtype):
     # torch's registrations for devices that are no CPU say so
@@ -277,7 +278,7 @@ def test_an_optimizer_goes_by_lists_unless_it_is_told_otherwise(kind):
     assert lists[2] == []
 
 
-@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize("dtype", [pytest.param(fp32, marks=pytest.mark.long), bf16])
 def test_a_llama_of_transformers_takes_what_its_format_allows(dtype):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}

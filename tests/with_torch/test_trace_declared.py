@@ -35,8 +35,8 @@ MODELS = {
 }  # fmt: skip
 
 
-#: Llama is in Mixtral, and the layers of BERT and ViT are those of GPT-2 in another order.
-SOME = [pytest.param(n, marks=pytest.mark.long) if n in ("llama", "bert", "vit") else n for n in MODELS]
+#: Models of a plain run: attention and experts, and convolutions; the layers of the others are like those.
+SOME = [n if n in ("mixtral", "resnet") else pytest.param(n, marks=pytest.mark.long) for n in MODELS]
 
 
 class Scored(nn.Module):

@@ -101,7 +101,7 @@ def test_every_preset_has_a_reference():
 # -- small sizes, odd sides --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", [64, 71])
+@pytest.mark.parametrize("side", [pytest.param(64, marks=pytest.mark.long), 71])
 @pytest.mark.parametrize("case", sorted(VISION))
 def test_small_models_on_odd_sides(case, side):
     name, options, sizes, build = VISION[case]
@@ -215,8 +215,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("architecture", ["ResNetForImageClassification", "ResNetModel"])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        pytest.param(name, change, marks=() if (i % 3 == 0) == (name == "ResNetModel") else pytest.mark.long)
+        for i, change in enumerate(CHANGES.values())
+        for name in ("ResNetForImageClassification", "ResNetModel")
+    ],
+)
 def test_a_configuration_of_transformers(architecture, changes):
     c = config(**changes)
     module = getattr(transformers, architecture)(c).eval()

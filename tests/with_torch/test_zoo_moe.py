@@ -131,7 +131,7 @@ def test_what_transformers_writes_reads_the_same(name, tmp_path):
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", in_part(STEPS, 1))
+@pytest.mark.parametrize("name", in_part(STEPS, 1, 3))
 def test_a_training_step_counts_what_autograd_runs(name):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).train()
