@@ -5,6 +5,7 @@ import sys
 from fractions import Fraction
 
 import sympy
+from budget import is_plain
 from hypothesis import strategies as st
 
 from costgraph import Max, Min, dims
@@ -78,5 +79,5 @@ def outputs_under_hash_seeds(code: str) -> set[str]:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "5", "77")
+        for seed in (("0", "77") if is_plain() else ("0", "5", "77"))
     }

@@ -59,7 +59,7 @@ BODIES = {
 
 
 @each("name", BODIES)
-@each("count", range(1, 9))
+@each("count", (1, 2, 3, 4, 7))
 def test_a_loop_reads_what_it_reads_written_out(name, count):
     body, start = BODIES[name]
     plain = by_hand(body, start, count)

@@ -6,6 +6,7 @@ import numpy as np
 import opt_einsum
 import pytest
 import torch
+from budget import drawing
 from each import each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -388,7 +389,7 @@ def windows(draw):
 
 
 @given(windows(), st.booleans(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@drawing(1500)
 def test_fewer_windows_than_fit_read_the_positions_that_they_reach(case, symbolic_size, symbolic_count):
     size, out, stride, window, dilation, offset = case
     classes = {}  # positions of the windows by what they leave when divided by the stride

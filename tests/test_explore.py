@@ -180,7 +180,7 @@ def lm():
 
 
 @needs_node
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_stages_of_a_pipeline_are_views_with_the_time_of_all(schedule):
     view = f"train precision=bf16 accumulate=m pp=P dp=2 zero=1 schedule={schedule}"
     graph = views_of(lm(), [view])[view]

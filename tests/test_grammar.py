@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import sympy
 from algebra import A, B, C, D, atoms, mixed, points
+from budget import drawing
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,7 +134,7 @@ def test_formulas(text, expected):
     assert parse_formula(text) == poly(expected)
 
 
-@settings(max_examples=150, deadline=None)
+@drawing(1000)
 @given(st.one_of(mixed(), atoms()))
 def test_what_is_printed_can_be_read(x):
     p = poly(x)

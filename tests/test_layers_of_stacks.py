@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from budget import in_part
 from each import each
 from shared import load, training_step
 
@@ -66,7 +67,9 @@ UNROLLED = [
     ("name", "micro_batches", "policy"),
     [
         # layers that take turns, and micro-batches
-        *(("gemma-2-2b", 1, UNROLLED[i]) for i in (0, 1, 4)), *(("llama-3.2-1b", 4, policy) for policy in UNROLLED),
+        ("gemma-2-2b", 1, UNROLLED[4]), ("llama-3.2-1b", 4, UNROLLED[1]), ("llama-3.2-1b", 4, UNROLLED[2]),
+        *(pytest.param("gemma-2-2b", 1, UNROLLED[i], marks=pytest.mark.long) for i in (0, 1)),
+        *(pytest.param("llama-3.2-1b", 4, UNROLLED[i], marks=pytest.mark.long) for i in (0, 3, 4)),
     ],
 )  # fmt: skip
 def test_an_unrolled_model_is_recomputed_as_its_loop(name, micro_batches, policy):
@@ -127,7 +130,7 @@ def test_a_number_of_layers_that_k_does_not_divide_is_refused():
         cg.training_step(numbered(), checkpoint=cg.every(3))
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "mistral-7b", "mixtral-8x7b", "olmo-2-1b"])
+@pytest.mark.parametrize("name", in_part(["llama-3-8b", "mistral-7b", "olmo-2-1b", "mixtral-8x7b"], 0, 2))
 def test_views_outside_of_a_scope_do_not_split_its_region(name):
     model = load(name)
     plain, part = (cg.saved_bytes(step(model, policy), **SIZES) for policy in (None, cg.selective("attention")))
@@ -149,8 +152,10 @@ def test_a_checkpoint_without_early_stop_runs_whole_layers():
 
 
 @pytest.mark.parametrize(
-    "policy", [cg.selective("attention"), cg.selective("v_cache"), cg.every_block(keep=["matmul"])]
-)
+    "policy",
+    [pytest.param(cg.selective("attention"), marks=pytest.mark.long), cg.selective("v_cache"),
+     cg.every_block(keep=["matmul"])],
+)  # fmt: skip
 def test_a_recomputed_kernel_is_read_from_a_file(tmp_path, policy):
     made = step(loaded("gemma-2-2b", 2), policy)
     cg.save(made, tmp_path / "g.json")
@@ -173,7 +178,7 @@ def test_adapters_of_some_layers(pattern, layers):
     assert answers(made[0]) == answers(made[1])
 
 
-@pytest.mark.parametrize("pattern", ["layers[:2]", "layers/3", "layers[1:]/mlp", "*/norm"])
+@pytest.mark.parametrize("pattern", in_part(["layers[1:]/mlp", "layers[:2]", "layers/3", "*/norm"], 0, 2))
 def test_some_layers_are_frozen(pattern):
     model = loaded("llama-3.2-1b", 4)
     made = [step(g, cg.every_block(), freeze=pattern) for g in (model, unrolled(model))]
@@ -197,7 +202,7 @@ CHAINS = {
     "quantized and kept": (
         "mixtral-8x7b", 3, lambda g: step(cg.quantize(g, "int4"), cg.every_block(keep=["matmul"]), freeze="layers[:2]"),
     ),
-    "offloaded": ("qwen3-0.6b", 2, lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
+    "offloaded": ("gpt2", 2, lambda g: cg.offload(step(g, cg.selective("mlp"), accumulate=3), "parameters")),
     "offloaded with accumulation": (
         "gpt2", 2, lambda g: cg.offload(training_step(g, precision="bf16", accumulate=3), "optimizer"),
     ),
@@ -212,18 +217,22 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+#: Chains of transforms that other tests and smaller chains have as well.
+LARGER = ("quantized and kept", "offloaded in groups", "cast in groups")
+
+
+@pytest.mark.parametrize("chain", [pytest.param(c, marks=pytest.mark.long) if c in LARGER else c for c in CHAINS])
 def test_transforms_of_an_unrolled_model_are_those_of_its_loop(chain):
     name, layers, applied = CHAINS[chain]
     made, written_out = (applied(g) for g in (loaded(name, layers), unrolled(loaded(name, layers))))
     assert answers(made) == answers(written_out)
 
 
-@pytest.mark.parametrize("policy", [None, cg.every_block(), cg.every_block(keep=["matmul"])])
+@pytest.mark.parametrize("policy", in_part([None, cg.every_block(), cg.every_block(keep=["matmul"])], 0, 2))
 def test_recurrent_layers_are_recomputed_as_their_loops(policy):
-    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=8))]
+    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=5))]
     for ask in (cg.flops, cg.matmul_flops, cg.peak_memory):
-        assert ask(made[0], B=2, S=8) == ask(made[1], B=2)
+        assert ask(made[0], B=2, S=5) == ask(made[1], B=2)
 
 
 def test_a_range_is_of_any_number_of_layers():
@@ -256,8 +265,11 @@ def test_layers_that_take_turns_are_chosen_one_by_one_without_the_loop():
 # -- scales ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lstm-ptb-small", "llama-3.2-1b", "mixtral-8x7b"])
-@pytest.mark.parametrize(("weights", "more"), [("fp8_e4m3", {}), ("int4", {"group": 32}), ("mxfp4", {})])
+STORED = [("fp8_e4m3", {}), ("int4", {"group": 32}), ("mxfp4", {})]
+SCALED = [(n, *stored) for n in ("lstm-ptb-small", "llama-3.2-1b", "mixtral-8x7b") for stored in STORED]
+
+
+@pytest.mark.parametrize(("name", "weights", "more"), in_part(SCALED, 0, 4))
 def test_a_loop_reads_the_scales_of_its_iterations(name, weights, more):
     made = cg.decode(cg.quantize(loaded(name, 2), weights, **more))
     sizes = {"B": 2} if name.startswith("lstm") else SIZES

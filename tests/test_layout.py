@@ -7,6 +7,7 @@ import einops
 import numpy as np
 import pytest
 import torch
+from budget import drawing
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ MOVES = (permuted, reshaped, reshaped, sliced, picked, widened, expanded, dense)
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@drawing(1500)
 def test_views_copies_shapes_strides_and_offsets_are_those_of_torch(data):
     shape = data.draw(st.lists(st.integers(2, 6), min_size=1, max_size=4))
     base = theirs = torch.empty(shape)

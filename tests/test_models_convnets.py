@@ -37,7 +37,7 @@ UNETS = {"ddpm-cifar10": 35_746_307, "stable-diffusion-1.5-unet": 859_520_964}
 
 
 #: Models of which parameters alone are held to a published number each time, in test_models_zoo.py.
-LARGER = ("-bn", "161", "169", "201")
+LARGER = ("-bn", "13", "19", "101", "101-2", "152", "161", "169", "201", "64x4d")
 
 
 @pytest.mark.parametrize(

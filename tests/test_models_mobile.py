@@ -29,7 +29,13 @@ TORCHVISION = {
 }
 
 
-@pytest.mark.parametrize("name", TORCHVISION)
+#: The parameters of these are held to a published number each time, in test_models_zoo.py.
+LARGER = ("-b2", "-b4", "-b5", "-b6", "-b7", "v3-large", "convnext-small", "convnext-large", "swin-s")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n.endswith(LARGER) else n for n in TORCHVISION]
+)
 def test_published_parameters_and_multiply_adds(name):
     g = load(name)
     parameters, billions = TORCHVISION[name]

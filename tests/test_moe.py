@@ -245,7 +245,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS))
+@pytest.mark.parametrize(
+    "name",
+    # their options are those of other cases as well
+    [pytest.param(n, marks=pytest.mark.long) if n in ("balanced", "groups") else n for n in sorted(OPTIONS)],
+)
 def test_a_mixture_keeps_the_laws(name):
     testing.check(mixture(4, 2, **OPTIONS[name]), **SMALL)
 

@@ -99,7 +99,7 @@ def test_reports_of_damaged_files(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["report", "mlp", "B=1"], ["report", "\udcff.json"]],
+    [pytest.param(["report", "mlp", "B=1"], marks=pytest.mark.long), ["report", "\udcff.json"]],
     ids=["good", "no-utf8"],
 )
 def test_processes_end_with_a_code_and_one_line(words):

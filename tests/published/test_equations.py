@@ -58,7 +58,7 @@ def test_equation_4_splits_all():
     same(kept(), LAYER / T)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_equation_5_is_what_the_first_stage_of_a_pipeline_keeps(ranks):
     """L/p layers for each of the p micro-batches that wait in 1F1B: what L layers keep, whatever p is."""
     step = cg.training_step(gpt(), optimizer=cg.SGD(), accumulate=8)

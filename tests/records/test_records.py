@@ -12,6 +12,8 @@ from raw_records import FACTS, Row, raw_records
 
 RECORDS = raw_records()
 records = pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.path.stem)
+#: A plain run asks of each fifth row of a model, which are all variants: there are twelve of them in turn.
+nth = pytest.mark.parametrize("nth", [5, pytest.param(1, marks=pytest.mark.long)])
 VARIANT = ("optimizer", "precision", "dropout", "fused_attention", "checkpoint")
 
 
@@ -20,15 +22,22 @@ def measured(record, *names):
     return [r for r in record.rows if r.error is None and (not names or r.name in names)]
 
 
+def part(record, nth):
+    """Return a record with all kernels and each `nth` row of a model."""
+    models = [r for r in record.rows if predictions.is_model(r)][::nth]
+    return replace(record, rows=(*(r for r in record.rows if not predictions.is_model(r)), *models))
+
+
 def named(row):
     return row.place, {k: v for k, v in row.facts.items() if k not in ("v", "d", "h", "f", "layers")}
 
 
 @records
-def test_flops_are_those_that_torch_counts(record):
+@nth
+def test_flops_are_those_that_torch_counts(record, nth):
     wrong = [
         (named(row), found, row.flops)
-        for row in measured(record)
+        for row in measured(part(record, nth))
         if (found := predictions.counted(row, record.device)) != row.flops
     ]
     assert wrong == []
@@ -71,10 +80,11 @@ def hold_peaks(record):
 
 
 @records
-def test_peaks(record):
+@nth
+def test_peaks(record, nth):
     if record.device == "cpu":
         pytest.skip("measure.py reads no peaks on a CPU")
-    hold_peaks(record)
+    hold_peaks(part(record, nth))
 
 
 @records
@@ -141,10 +151,11 @@ def test_what_explains_a_peak(name, elements, more, why):
 
 
 @records
-def test_no_case_is_faster_than_its_bound(record):
+@nth
+def test_no_case_is_faster_than_its_bound(record, nth):
     if predictions.hardware_of(record) is None:
         pytest.skip(f"no {record.path.stem}.toml, a calibrated device, beside the record")
-    rows = [(row, predictions.least(row, record)) for row in measured(record)]
+    rows = [(row, predictions.least(row, record)) for row in measured(part(record, nth))]
     assert [named(r) for r, least in rows if least.beyond and r.times["min_s"] < least.seconds] == []
     assert [named(r) for r, least in rows if not least.within and r.times["min_s"] < least.warm] == []
 

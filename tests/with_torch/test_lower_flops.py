@@ -27,7 +27,7 @@ def sizes_of(graph):
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama-3-8b"])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.long), True])
 def test_models(name, training):
     """Eager attention: on a CPU the counter takes one kernel of it for nothing."""
     graph = load(name, dtype="fp32", attention="eager")
@@ -36,7 +36,7 @@ def test_models(name, training):
     assert counted(graph, **dims) == cg.matmul_flops(graph, count="full", **dims) > 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-3-8b", marks=pytest.mark.long)])
 def test_checkpointed_steps_count_what_is_computed_again(name):
     step = training_step(load(name, dtype="fp32", attention="eager"), checkpoint=cg.every_block())
     dims = sizes_of(step)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from budget import drawing
+from budget import drawing, is_plain
 from hypothesis import assume, given
 
 torch = pytest.importorskip("torch")
@@ -12,7 +12,7 @@ from costgraph import testing  # noqa: E402  # after torch is known to be there
 from costgraph.testing import SAMPLES  # noqa: E402
 
 torch.set_num_threads(1)
-quick = drawing(200)
+quick = drawing(100 if is_plain() else 200)
 
 
 def has(graph, *kinds):

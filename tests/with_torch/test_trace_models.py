@@ -52,8 +52,13 @@ def tokens(B, S):
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        *(("mlp", optimizer) for optimizer in ("foreach", "for-loop", "fused", "sgd", None)),
-        *((name, optimizer) for name in ("layer_norm", "rms_norm") for optimizer in ("foreach", None)),
+        *(("mlp", optimizer) for optimizer in ("foreach", "for-loop", "fused", "sgd")),
+        ("layer_norm", "foreach"),
+        ("rms_norm", None),
+        *(
+            pytest.param(*c, marks=pytest.mark.long)
+            for c in (("mlp", None), ("layer_norm", None), ("rms_norm", "foreach"))
+        ),
     ],
 )
 def test_plain_modules(name, optimizer):
@@ -108,11 +113,12 @@ SMALL = {
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 1, "head_dim": 12}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+UNDROPPED = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 #: GPT-2, Bloom and others are in `test_transformers_suite.py`.
 TEXT = {
     "llama": ("Llama", "LlamaForCausalLM", {**SMALL, **GROUPED}),
     "gemma2": ("Gemma2", "Gemma2ForCausalLM", {**SMALL, **GROUPED, "sliding_window": 8}),
-    "bert": ("Bert", "BertModel", {**SMALL, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}),
+    "bert": ("Bert", "BertModel", {**SMALL, "num_hidden_layers": 1, **UNDROPPED}),
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**SMALL, **GROUPED, **EXPERTS}),
 }
 #: Products that torch's counter leaves out: those of experts over groups of tokens.
@@ -144,8 +150,9 @@ def made(name):
     return Scored(config, getattr(transformers, model))
 
 
-PASSES = [("gemma2", True), ("bert", True), ("llama", False), ("mixtral", False)]
-OTHERS = [pytest.param(name, not train, marks=pytest.mark.long) for name, train in PASSES]
+PASSES = [("gemma2", True), ("bert", True), ("mixtral", False)]
+OTHERS = [(name, not train) for name, train in PASSES] + [("llama", False), ("llama", True)]
+OTHERS = [pytest.param(*other, marks=pytest.mark.long) for other in OTHERS]
 
 
 @pytest.mark.parametrize(("name", "train"), PASSES + OTHERS)

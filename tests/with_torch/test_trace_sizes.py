@@ -7,6 +7,7 @@ import sympy
 
 torch = pytest.importorskip("torch.utils.flop_counter").torch
 
+from budget import drawing  # noqa: E402
 from hypothesis import given, settings  # noqa: E402  # torch is looked for first
 from hypothesis import strategies as st  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -222,7 +223,7 @@ class Patches(torch.nn.Module):
 
 
 @given(st.sampled_from([2, 3, 4, 7, 8, 12, 16]), st.integers(1, 4), st.integers(1, 4), st.booleans())
-@settings(max_examples=15)
+@drawing(100)
 def test_a_square_image_is_traced_with_two_names_where_the_program_takes_multiples(
     size: int, times: int, other: int, pads: bool
 ):

@@ -81,7 +81,7 @@ SWIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["SwinModel", "SwinForImageClassification"])
+@pytest.mark.parametrize("kind", [pytest.param("SwinModel", marks=pytest.mark.long), "SwinForImageClassification"])
 @pytest.mark.parametrize("sizes", SWIN.values(), ids=SWIN)
 def test_swin(sizes, kind):
     _agree(transformers.SwinConfig(**sizes), kind)
@@ -125,7 +125,9 @@ EFFICIENTNET = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["EfficientNetModel", "EfficientNetForImageClassification"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("EfficientNetModel", marks=pytest.mark.long), "EfficientNetForImageClassification"]
+)
 @pytest.mark.parametrize("sizes", EFFICIENTNET.values(), ids=EFFICIENTNET)
 def test_efficientnet(sizes, kind):
     _agree(transformers.EfficientNetConfig(**sizes), kind)
