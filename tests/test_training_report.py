@@ -94,7 +94,7 @@ def test_text_has_state_and_activations_apart(step):
         f"  weights                  32.12 GB (29.92 GiB) = {4 * n:,} B",
         f"  gradients                32.12 GB (29.92 GiB) = {4 * n:,} B",
         f"  optimizer state          64.24 GB (59.83 GiB) = {8 * n:,} B",
-        "  bytes per parameter       16 B",
+        "  bytes per parameter      16 B",
         f"activation memory          9.605 GB (8.945 GiB) = {cg.activation_memory(real, B=1, S=4096):,} B",
         f"  peak at                  {r.peak.op} ({r.peak.phase})",
     ):
