@@ -206,7 +206,8 @@ class Costs(Table):
         ----------
         column : str
             op, scope, phase, kind, dtype or direction.
-        op, scope, phase, kind, dtype or direction.
+        depth : int, optional
+            Number of levels to keep of a scope.
 
         Returns
         -------

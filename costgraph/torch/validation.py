@@ -862,13 +862,18 @@ def validate(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Exempt existing objects from garbage collection, which takes longer than most cases."""
+    """Exempt existing objects from garbage collection, which takes longer than most cases.
+
+    Objects that the caller had frozen stay frozen, and so do those of this run then: the collector has no partial undo.
+    """
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _given_back(device: torch.device) -> None:

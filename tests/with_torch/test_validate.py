@@ -1,6 +1,5 @@
 """The suite, its runs, what is made of measured times, and the record of all that."""
 
-import gc
 import json
 import math
 import re
@@ -61,13 +60,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def frozen():
-    """Freeze objects again that `validate` unfreezes: else each later collection looks through all that live."""
-    yield
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")
