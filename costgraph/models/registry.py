@@ -116,8 +116,9 @@ def load(
     ----------
     name : str
         One of `names()`.
+    symbolic : bool
         Leave every size symbolic, including the depth.
-        Leave every size open, depth included.
+    attention : str
         flash: one fused kernel that skips masked pairs. eager: separate ops for scores, scale, mask, softmax and
         weighted sum. Models without attention accept either.
     dropout : float
