@@ -141,7 +141,7 @@ def test_inequalities_are_solved_or_refused():
     for wrong in (cg.Min(S, B) < 40, OWNED >= 7, S * cg.Max(30, 2 * B) < 400, cg.Max(30, 2 * B) <= 30):
         with pytest.raises(NotImplementedError):
             sympy.solve(wrong, B)
-    with pytest.raises(cg.UnsupportedError, match=r"inequality of Chosen.*, a slope of a maximum, expected"):
+    with pytest.raises(cg.UnsupportedError, match=r"inequality of SelectedBranch.*, a slope of a maximum, expected"):
         sympy.solve(cg.Max(30, 2 * B).diff(B) >= 1, B)
     assert not sympy.is_increasing(-cg.Max(30, B), sympy.Interval(1, 50), B)
     assert sympy.is_increasing(cg.Max(30, B), sympy.Interval(1, 50), B)
