@@ -181,7 +181,7 @@ def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
     assert f"written to '{path}'" in out
     words = ["report", "mlp", "--hardware", str(path), "--fallback", "bf16", "B=7"]
     assert cli.main(words) == 0
-    assert "ridge point               10 FLOP/B = 100 GFLOP/s / 10 GB/s" in capsys.readouterr().out
+    assert "ridge point                10 FLOP/B = 100 GFLOP/s / 10 GB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
