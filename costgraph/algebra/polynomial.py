@@ -449,7 +449,7 @@ class Poly:
 
     def __repr__(self) -> str:
         try:
-            return _polynomial_text(self)
+            return _poly_text(self)
         except ValueError:  # Python limits int to str to 4,300 digits
             return f"a formula with {shown(max((abs(c.numerator) for c in self.terms.values()), default=0))}"
 
@@ -549,7 +549,7 @@ def _restored(terms: Terms) -> Poly:
 
 
 # cached, since sympy's printing is slow
-_polynomial_text: Callable[[Poly], str] = cached(1 << 14)(lambda p: str(p.expr))
+_poly_text: Callable[[Poly], str] = cached(1 << 14)(lambda p: str(p.expr))
 ZERO = Poly({})
 ONE = Poly({(): 1})
 

@@ -235,7 +235,7 @@ def _bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]
     for op, kind in _in_order(graph, values):
         (x,) = op.operands
         if op not in own:
-            own[op] = _messages_number(op, "bytes", x.numel * x.element_bytes(), values)
+            own[op] = _concrete(op, "bytes", x.numel * x.element_bytes(), values)
         bucket = open_[kind.axis, x.dtype]
         bucket.members.append(op)
         bucket.size += own[op]
@@ -254,11 +254,11 @@ def _in_order(graph: Graph, values: Mapping[str, Poly]) -> Iterator[tuple[Op, Co
             yield op, op.kind
         elif op.loop is not None and any(isinstance(o.kind, Collective) and o.kind.bucket for o in op.loop.body.walk()):
             once = is_pass(op.loop.body)
-            for _ in range(1 if once else _messages_number(op, "iterations", op.loop.count, values)):
+            for _ in range(1 if once else _concrete(op, "iterations", op.loop.count, values)):
                 yield from _in_order(op.loop.body, values)
 
 
-def _messages_number(op: Op, what: str, size: Poly, values: Mapping[str, Poly]) -> int:
+def _concrete(op: Op, what: str, size: Poly, values: Mapping[str, Poly]) -> int:
     found = size.bind(values).constant
     if found is None:
         raise BindingError(

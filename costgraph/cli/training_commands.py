@@ -190,7 +190,7 @@ _COLUMNS = (
     "precision", "offload", "seconds", "throughput", "memory", "bound", "why",
 )  # fmt: skip
 
-_SearchCommandPrecision = Annotated[
+_Precisions = Annotated[
     list[str] | None, typer.Option("--precision", metavar="POLICY", help="As for train, several times if wanted.")
 ]
 _Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Bytes that a plan may take on a device.")]
@@ -253,7 +253,7 @@ def _json(found: Search) -> str:
 @command("search")
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: ranks.Network = None,
-    precision: _SearchCommandPrecision = None, memory: _Memory = None, overlap: ranks.Overlap | None = None,
+    precision: _Precisions = None, memory: _Memory = None, overlap: ranks.Overlap | None = None,
     system: ranks.System = "torch", reduce_each: ranks.ReduceEach = None, hold: ranks.Hold = None,
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,

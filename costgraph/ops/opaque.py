@@ -377,7 +377,7 @@ def transfer(x: Tensor, link: str = "pcie", *, to: str = "device", name: str = "
 Output = tuple[Shape, DType, tuple[Poly, ...] | None, int | None, Poly]
 
 
-def _foreign_is_output(value: object) -> bool:
+def _is_call_output(value: object) -> bool:
     if not isinstance(value, tuple) or len(value) != 5:
         return False
     sizes, dtype, strides, of, offset = value
@@ -391,9 +391,7 @@ class Foreign(StatedCosts):
     """External call without a kind of its own: a cost rule gives its FLOPs and bytes for this call."""
 
     name = "foreign"
-    outputs: Annotated[
-        tuple[Output, ...], Rule("a tuple of shapes with formats and layouts", all_of(_foreign_is_output))
-    ]
+    outputs: Annotated[tuple[Output, ...], Rule("a tuple of shapes with formats and layouts", all_of(_is_call_output))]
     full: MatmulFlops = ZERO
     """Matmul FLOPs with every mask ignored."""
     pieces: Annotated[tuple[int, ...], Rule("a tuple of numbers of axes", all_of(is_count))] = ()

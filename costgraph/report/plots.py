@@ -222,8 +222,8 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
     ax.plot([r.seconds for r in rows], [r.tokens_per_second for r in rows], color=ROOF, linewidth=1, label="estimate")
     for bound, color in _BOUNDS.items():
         own = [r for r in rows if r.bound == bound]
-        _serving_plot_points(ax, [r for r in own if r.fits], f"bound by {bound}", face=color, edge=color)
-        _serving_plot_points(
+        _plot_throughput(ax, [r for r in own if r.fits], f"bound by {bound}", face=color, edge=color)
+        _plot_throughput(
             ax, [r for r in own if not r.fits], f"bound by {bound}, does not fit", face="white", edge=color
         )
     sizes = " ".join(f"{k}={v}" for k, v in found.sizes.items() if k in ("S", "B"))
@@ -248,7 +248,7 @@ def _ticks(ax: Any) -> None:
         units_on(axis, unit)
 
 
-def _serving_plot_points(ax: Any, rows: Sequence[ThroughputRow], label: str, *, face: str, edge: str) -> None:
+def _plot_throughput(ax: Any, rows: Sequence[ThroughputRow], label: str, *, face: str, edge: str) -> None:
     if rows:
         ax.scatter(
             [r.seconds for r in rows], [r.tokens_per_second for r in rows], 34, facecolors=face, edgecolors=edge,
@@ -269,7 +269,7 @@ _PHASES = {"forward": "#ffffff", "recompute": "#f3e3c3", "backward": "#dfeee0", 
 # break the axis if the capacity exceeds this multiple of the peak
 _MOST_PEAKS = 2.5
 # label phases that cover at least this share of the steps
-_TIMELINE_PLOT_NAMED = 0.12
+_LABELLED_SPAN = 0.12
 
 
 def plot_timeline(
@@ -321,7 +321,7 @@ def plot_timeline(
     if capacity is not None:
         labels.insert(0, _capacity(ax, capacity, live[at]))
     units_on(ax.yaxis, "B")
-    _timeline_plot_key(ax)
+    _timeline_legend(ax)
     place_labels(ax, labels)
     return saved(figure, path)
 
@@ -373,7 +373,7 @@ def _phases(ax: Any, timeline: Timeline) -> None:
     spans = list(_spans(timeline))
     if len({phase for *_, phase in spans}) < 2:
         return
-    wide = [span for span in spans if span[1] - span[0] >= _TIMELINE_PLOT_NAMED * len(timeline.moments)]
+    wide = [span for span in spans if span[1] - span[0] >= _LABELLED_SPAN * len(timeline.moments)]
     named = {phase for *_, phase in wide}
     for wanted, color in _PHASES.items():
         own = [(start, end - start) for start, end, phase in spans if phase == wanted]
@@ -386,7 +386,7 @@ def _phases(ax: Any, timeline: Timeline) -> None:
         ax.text((start + end) / 2, 1.01, phase, transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
 
 
-def _timeline_plot_key(ax: Any) -> None:
+def _timeline_legend(ax: Any) -> None:
     """Draw the legend beside the axes, in stacking order."""
     handles, labels = ax.get_legend_handles_labels()
     roles = [i for i, label in enumerate(labels) if not label.startswith("phase ")]
@@ -447,7 +447,7 @@ def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = Non
     framed(right, "what is between them", "measured peak", "predicted less measured [% of the peak]")
     for mode, color in _MODES.items():
         for which, face in (("declared", color), ("traced", "none")):
-            points = list(_validation_plots_points(validation.rows, mode, which))
+            points = list(_peak_pairs(validation.rows, mode, which))
             if points:
                 x, y = zip(*points, strict=True)
                 style = {"edgecolors": color, "facecolors": face, "linewidths": 0.9, "zorder": 3, "alpha": 0.75}
@@ -460,7 +460,7 @@ def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = Non
     return saved(figure, path)
 
 
-def _validation_plots_points(rows: Sequence[Row], mode: str, which: str) -> Iterator[tuple[int, int]]:
+def _peak_pairs(rows: Sequence[Row], mode: str, which: str) -> Iterator[tuple[int, int]]:
     for row in rows:
         found = getattr(row, which)
         if row.case.mode == mode and found is not None:

@@ -1023,9 +1023,9 @@ def _started_from(lesson: Lesson) -> set[str]:
     for graph in lesson.trained.bodies():
         for run_ in lesson.checkpoint.runs([op for op in graph.ops if op.phase == "forward"]):
             made = {t for op in run_ for t in op.results}
-            found |= {name for op in run_ for t in op.operands if t not in made for name in _training_names(t)}
+            found |= {name for op in run_ for t in op.operands if t not in made for name in _storage_names(t)}
             found |= {
-                name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results for name in _training_names(t)
+                name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results for name in _storage_names(t)
             }
             if graph.owner is not None:
                 outer = graph.owner
@@ -1033,9 +1033,9 @@ def _started_from(lesson: Lesson) -> set[str]:
     return found
 
 
-def _training_names(t: Tensor) -> Iterator[str]:
+def _storage_names(t: Tensor) -> Iterator[str]:
     """Yield a tensor's storage name, and for loop results those in the last iteration."""
     yield t.storage.name
     op = t.producer
     if op is not None and op.loop is not None:
-        yield from _training_names(op.loop.body.outputs[op.results.index(t)])
+        yield from _storage_names(op.loop.body.outputs[op.results.index(t)])

@@ -1186,7 +1186,7 @@ def _loss(s: Sketch) -> Tensor:
 
 
 @st.composite
-def _losses_drawn(
+def _draw_loss_graph(
     draw: Callable[[Any], Any], most: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None
 ) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
@@ -1220,4 +1220,4 @@ def losses(most: int = 5, kinds: Sequence[Named] = (), *, around: Named | None =
         example if an op in place overwrites a residual.
     """
     must = None if around is None else kind_of("losses", around)
-    return _losses_drawn(most, [kind_of("losses", k) for k in kinds] or _KINDS, must)
+    return _draw_loss_graph(most, [kind_of("losses", k) for k in kinds] or _KINDS, must)

@@ -274,13 +274,13 @@ _DIGITS = 5
 _ALL = 500  # enough for any number in a specification: denominators have only factors 2 and 5
 
 
-def _spec_text(value: str) -> str:
+def _toml_string(value: str) -> str:
     # JSON strings are valid TOML once DEL is escaped
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _spec_text(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_string(name)
 
 
 def entry(value: float, unit: str, source: str, note: str = "") -> str:
@@ -311,8 +311,8 @@ def _decimal(number: Fraction, context: Context) -> str:
 
 
 def _entry(digits: str, unit: str, sources: list[str], note: str) -> str:
-    keys = ", ".join(_spec_text(key) for key in sources)
-    more = f", note = {_spec_text(note)}" if note else ""
+    keys = ", ".join(_toml_string(key) for key in sources)
+    more = f", note = {_toml_string(note)}" if note else ""
     return f'{{ value = {digits}, unit = "{unit}", source = [{keys}]{more} }}'
 
 
@@ -335,17 +335,17 @@ def specification(
     """
     known = {} if like is None else {t: {k: taken_over(q) for k, q in rows.items()} for t, rows in like.tables.items()}
     types = {} if like is None else like.types
-    lines = [f"name = {_spec_text(name)}", f"vendor = {_spec_text(vendor)}"]
+    lines = [f"name = {_toml_string(name)}", f"vendor = {_toml_string(vendor)}"]
     if like is not None and like.arch is not None:
-        lines += [f"arch = {_spec_text(like.arch)}"]
+        lines += [f"arch = {_toml_string(like.arch)}"]
     if like is not None and like.disagreements:
-        lines += ["disagreements = [", *(f"  {_spec_text(note)}," for note in like.disagreements), "]"]
+        lines += ["disagreements = [", *(f"  {_toml_string(note)}," for note in like.disagreements), "]"]
     references = {**({} if like is None else like.sources), **sources}
-    lines += ["", "[sources]", *(f"{_key(key)} = {_spec_text(text)}" for key, text in references.items())]
+    lines += ["", "[sources]", *(f"{_key(key)} = {_toml_string(text)}" for key, text in references.items())]
     for table in dict.fromkeys([*known, *types, *tables]):
         rows = {**known.get(table, {}), **tables.get(table, {})}
         if table in types:
-            rows = {"type": _spec_text(types[table]), **rows}
+            rows = {"type": _toml_string(types[table]), **rows}
         if rows:
             lines += ["", f"[{table}]", *(f"{_key(key)} = {row}" for key, row in rows.items())]
     return "\n".join(lines) + "\n"

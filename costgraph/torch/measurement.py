@@ -164,7 +164,7 @@ def timed(call: Callable[[], Any], device: torch.device, least: int = 5, most: i
             raise BindingError(f"{name}={shown(runs)}: expected a positive number of runs")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise BindingError(f"budget={shown(budget)}: expected seconds, zero or more")
-    once = _clock_events if device.type == "cuda" else _clock
+    once = _time_with_events if device.type == "cuda" else _clock
     call()
     synchronize(device)
     seconds: list[float] = []
@@ -183,7 +183,7 @@ def _clock(call: Callable[[], Any], device: torch.device) -> float:
     return end - start
 
 
-def _clock_events(call: Callable[[], Any], device: torch.device) -> float:
+def _time_with_events(call: Callable[[], Any], device: torch.device) -> float:
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
         start.record()

@@ -470,7 +470,7 @@ class PublishedProgram:
             if facts.get(name) not in (None, value):
                 raise UnsupportedError(f"inputs: {name} {facts[name]!r}, expected {value!r}")
         axes = dict.fromkeys(axis for text in self.tensors.values() for axis in axes_of(text))
-        return {axis: _program_size(facts, self.sizes.get(axis, (axis,))) for axis in axes}
+        return {axis: _chosen_size(facts, self.sizes.get(axis, (axis,))) for axis in axes}
 
 
 def axes_of(text: str) -> list[str]:
@@ -510,7 +510,7 @@ def made_of(text: str, sizes: Mapping[str, int], format: torch.dtype) -> torch.T
     return torch.empty(shape, dtype=own, device="meta", requires_grad="fixed" not in words)
 
 
-def _program_size(facts: Mapping[str, object], choices: Sequence[str]) -> int:
+def _chosen_size(facts: Mapping[str, object], choices: Sequence[str]) -> int:
     for choice in choices:
         above, *below = choice.split("/")
         product, divisor = (_product(facts, words) for words in (above.split("*"), below))
@@ -1250,7 +1250,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-def _programs_turned(x: torch.Tensor) -> torch.Tensor:
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((-second, first), dim=-1)
 
@@ -1259,7 +1259,7 @@ def _rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     """`apply_rotary_pos_emb` of transformers, on transposed heads."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple(((x * cos) + (_programs_turned(x) * sin)).transpose(1, 2) for x in (q, k))
+    return tuple(((x * cos) + (_rotate_half(x) * sin)).transpose(1, 2) for x in (q, k))
 
 
 def _sectioned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:

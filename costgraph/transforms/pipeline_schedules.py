@@ -303,7 +303,7 @@ def schedule(
 
 # -- simulation --------------------------------------------------------------------------------------------------------
 
-_EVENTS_P, _F, _I, _W = dims("p forward input weight")
+_F, _I, _W = dims("forward input weight")
 #: Symbols of `idle`, in the order of the columns of `idle_at`.
 TIMES = (_F, _I, _W)
 #: Action times as coefficient rows for forward, input and weight time; a time is the maximum of its rows.
@@ -412,7 +412,7 @@ def idle(name: str) -> tuple[tuple[sympy.Expr, ...], int]:
         holds = [runs[p] == {_as_rows(_hull(first + grown * (p // step)))} for p in counts]
         if all(holds[2:]):
             sums = [
-                sympy.Add(*((a + b * _EVENTS_P / step) * t for a, b, t in zip(*pair, (_F, _I, _W), strict=True)))
+                sympy.Add(*((a + b * _P / step) * t for a, b, t in zip(*pair, (_F, _I, _W), strict=True)))
                 for pair in zip(first.tolist(), grown.tolist(), strict=True)
             ]
             return tuple(sums), next(p for i, p in enumerate(counts) if all(holds[i:]))
@@ -425,7 +425,6 @@ def _as_rows(table: Table) -> tuple[tuple[int, ...], ...]:
 
 # -- in-flight micro-batches -------------------------------------------------------------------------------------------
 
-_IN_FLIGHT_M, _IN_FLIGHT_P, _IN_FLIGHT_V, _IN_FLIGHT_PLACE = dims("m p v place")
 
 # -- chunks in flight ------------------------------------------------------------------------------------------------
 
@@ -507,9 +506,7 @@ def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_P
                   for _, actions in _lists(name)])
         for ask in (asked_for, within or asked_for)
     )  # fmt: skip
-    forms = [
-        found for at in _of_phases(name, _IN_FLIGHT_M, _IN_FLIGHT_P, _IN_FLIGHT_V, here()) if (found := asked_for(*at))
-    ]
+    forms = [found for at in _of_phases(name, _M, _P, _V, here()) if (found := asked_for(*at))]
     forms = [(sympy.expand(a), sympy.expand(b)) for a, b in forms]
     kept = [k for k in range(len(forms)) if (might[:, k] <= most).all() and forms.index(forms[k]) == k]
     for k in sorted(kept, key=lambda k: (-len(str(forms[k])), k)):
@@ -523,7 +520,7 @@ def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_P
 
 def _of_whole(name: str, formula: Any) -> Poly:
     """Express a formula in ranks and micro-batches of the whole pipeline, not one half."""
-    halves = {"p": poly(_IN_FLIGHT_P / 2), "m": poly(_IN_FLIGHT_M / 2)} if SCHEDULES[name].both_ways else {}
+    halves = {"p": poly(_P / 2), "m": poly(_M / 2)} if SCHEDULES[name].both_ways else {}
     return poly(formula).bind(halves)
 
 
@@ -562,13 +559,13 @@ def _fitted(name: str, count: Callable[[_Played, int], int], at: str, *, enough:
     all lists.
     """
     made = SCHEDULES[name]
-    terms = [sympy.Integer(1), _IN_FLIGHT_P, *([here()] if at == "any" else [])]
-    terms += [_IN_FLIGHT_V, _IN_FLIGHT_V * _IN_FLIGHT_P] if made.chunks is None else []
+    terms = [sympy.Integer(1), _P, *([here()] if at == "any" else [])]
+    terms += [_V, _V * _P] if made.chunks is None else []
     used = [
         (sizes, actions) for sizes, actions in _lists(name)
         if at == "any" or sizes[3] == (0 if at == "first" else sizes[1] - 1)
     ]  # fmt: skip
-    value = sympy.lambdify((_IN_FLIGHT_M, _IN_FLIGHT_P, _IN_FLIGHT_V, _IN_FLIGHT_PLACE), terms)
+    value = sympy.lambdify((_M, _P, _V, _PLACE), terms)
     table = np.array([value(m, p, v, r + 1) for (m, p, v, r), _ in used])
     counted = np.array([count(actions, sizes[2]) for sizes, actions in used])
     many = np.array([sizes[0] for sizes, _ in used])
@@ -578,7 +575,7 @@ def _fitted(name: str, count: Callable[[_Played, int], int], at: str, *, enough:
     if not ((np.minimum(said, many) if enough else said) == counted).all():
         raise UnsupportedError(f"schedule {name!r}: what is counted in its lists is not linear in ranks and chunks")
     formula = sympy.Add(*(int(n) * t for n, t in zip(factors, terms, strict=True)))
-    return _of_whole(name, sympy.Min(_IN_FLIGHT_M, formula) if enough else formula)
+    return _of_whole(name, sympy.Min(_M, formula) if enough else formula)
 
 
 @cache
@@ -709,14 +706,14 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
     """
     values, held = asked(schedule, pp, micro_batches, virtual, rank)
     # 1 if there is a neighbour on that side, else 0
-    before, behind = sympy.Min(1, here()), sympy.Min(1, _IN_FLIGHT_P - 1 - here())
+    before, behind = sympy.Min(1, here()), sympy.Min(1, _P - 1 - here())
     made = SCHEDULES[schedule]
     if made.both_ways:  # a rank is the first for one half and the last for the other
-        found = _IN_FLIGHT_M * (before + behind)
+        found = _M * (before + behind)
     elif made.folded:  # to both neighbours, in both directions
-        found = 2 * _IN_FLIGHT_M * (before + behind)
+        found = 2 * _M * (before + behind)
     else:  # ranks form a ring, except at the ends of the model
-        found = _IN_FLIGHT_M * (2 * (_IN_FLIGHT_V - 1) * sympy.Min(1, _IN_FLIGHT_P - 1) + before + behind)
+        found = _M * (2 * (_V - 1) * sympy.Min(1, _P - 1) + before + behind)
     return answer(poly(found).bind(values), held)
 
 

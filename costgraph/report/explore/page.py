@@ -246,7 +246,7 @@ def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]
             for i, (part, at) in enumerate(zip(parts, places, strict=True)):
                 named = f"{view}: {_STAGES[-1 if at == places[-1] else i]} stage" if len(parts) > 1 else view
                 step(named)
-                found.append(_collect_view(named, part, tables, keys, devices))
+                found.append(_view_data(named, part, tables, keys, devices))
                 if len(parts) > 1 and part.waiting is not None:
                     found[-1] |= _pipeline(part, part.waiting, places, tables, devices)
     return {
@@ -314,7 +314,7 @@ def _pipeline(
     }  # fmt: skip
 
 
-def _collect_view(
+def _view_data(
     name: str, graph: Graph, tables: Tables, keys: Sequence[tuple[str, str]], devices: Sequence[Hardware]
 ) -> dict[str, Any]:
     values, row = bindings(graph, {}), tables.row
@@ -417,14 +417,14 @@ def _memory(program: Program, row: Callable[[Poly], int]) -> dict[str, Any]:
             for life in program.lives if life.bytes
         ],
         "steps": [
-            [at, *(_collect_step(program, at) if at >= 0 else ("(start)", "forward")),
+            [at, *(_step_label(program, at) if at >= 0 else ("(start)", "forward")),
              row(program.steps[at].workspace) if at >= 0 and program.steps[at].workspace else None]
             for at, _ in live_bytes(program)
         ],
     }  # fmt: skip
 
 
-def _collect_step(program: Program, at: int) -> tuple[str, str]:
+def _step_label(program: Program, at: int) -> tuple[str, str]:
     return program.steps[at].where, program.steps[at].op.phase
 
 

@@ -697,7 +697,7 @@ _FORMATS = (torch.float64, torch.float32, torch.float16)  # cudnn_is_acceptable
 _RELU, _TANH, _LSTM, _GRU = range(4)
 
 
-def _recurrent_layers(
+def _cudnn_layers(
     here: ProgramDevice,
     mode: int,
     x: Any,
@@ -730,13 +730,13 @@ def lstm(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any,
     """Call cuDNN."""
     _need_padded(has_biases)
     state, memory = hx
-    return tuple(_recurrent_layers(here, _LSTM, input, state, memory, params, (has_biases, *rest)))
+    return tuple(_cudnn_layers(here, _LSTM, input, state, memory, params, (has_biases, *rest)))
 
 
 def _of_one_state(mode: int) -> Callable[..., Any]:
     def layers(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
         _need_padded(has_biases)
-        return tuple(_recurrent_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
+        return tuple(_cudnn_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
 
     return layers
 

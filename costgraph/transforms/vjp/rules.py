@@ -341,21 +341,21 @@ def _revised(pull: VJPContext[SliceUpdate]) -> Sequence[Tensor | None]:
     if not pull.needs[0]:
         return [None, own]
     if all(step == 1 for *_, step in places):
-        return [_shapes_without(g, part, places), own if pull.needs[1] else None]
+        return [_zero_slice(g, part, places), own if pull.needs[1] else None]
     alone = own
     for axis, start, step in places:
         alone = pad(alone, axis, start, x.sizes[axis], step)
     return [g - alone, own if pull.needs[1] else None]
 
 
-def _shapes_without(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]) -> Tensor:
+def _zero_slice(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]) -> Tensor:
     """Return a gradient with zeros in a contiguous slice."""
     if not places:
         return fill(part.sizes, 0, g.dtype)
     (axis, start, _), *others = places
     size, whole = part.sizes[axis], g.sizes[axis]
     behind = start + size
-    pieces = [_shapes_without(slice_axis(g, axis, start, size) if others else g, part, others)]
+    pieces = [_zero_slice(slice_axis(g, axis, start, size) if others else g, part, others)]
     if start:
         pieces.insert(0, slice_axis(g, axis, 0, start))
     if whole - behind:
@@ -516,7 +516,7 @@ def _grouped_outer(pull: VJPContext[GroupedOuter]) -> Sequence[Tensor | None]:
 # -- transfers, collectives and opaque ops -----------------------------------------------------------------------------
 
 #: The adjoint of each collective.
-_STATED_BACK = {
+_ADJOINT_COLLECTIVE = {
     "all_reduce": "all_reduce",
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -537,7 +537,7 @@ def _collective(pull: VJPContext[Collective]) -> Sequence[Tensor | None]:
     g = pull.grads[0]
     if g is None or not pull.needs[0]:
         return [None]
-    return [collective(g, _STATED_BACK[pull.kind.collective], pull.kind.ranks.expr)]
+    return [collective(g, _ADJOINT_COLLECTIVE[pull.kind.collective], pull.kind.ranks.expr)]
 
 
 @vjp(Opaque)
@@ -636,7 +636,7 @@ def _cast_first(function: str, values: Sequence[Any]) -> Tensor | None:
     return body.export(made)
 
 
-def _elementwise_conjugate(x: Tensor) -> Tensor:
+def _resolved_conj(x: Tensor) -> Tensor:
     return pointwise("copy", view_as(x, "conjugate"), name="resolve_conj")
 
 
@@ -712,7 +712,7 @@ class _Given:
         if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs" or self.plain:
             return found
         if t not in self.conjugates:
-            self.conjugates[t] = _elementwise_conjugate(found)
+            self.conjugates[t] = _resolved_conj(found)
         return self.conjugates[t]
 
     def conjugated(self, expression: Any) -> Any:
@@ -722,7 +722,7 @@ class _Given:
         self.plain = outer
         if not isinstance(found, Tensor) or found.dtype.kind != "complex":
             return found
-        self.made.append(_elementwise_conjugate(found))
+        self.made.append(_resolved_conj(found))
         return self.made[-1]
 
     def applied(self, name: str, *arguments: Any) -> Any:

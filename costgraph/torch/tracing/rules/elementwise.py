@@ -161,11 +161,11 @@ def update_scale(call: Call) -> Counts:
 # products, two sums), 11 for a quotient; `costgraph.ops.functions.COMPLEX` has the rest. Operands count in their common
 # dtype, as torch casts a real one first.
 
-_COMPLEX_NUMBERS_SAME = ("add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
+_COMPLEX_SAME_NAME = ("add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
          "sqrt", "sub", "where")  # fmt: skip
 #: The library's functions that an op applies to each element of its result.
 _STEPS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in _COMPLEX_NUMBERS_SAME},
+    **{name: (name,) for name in _COMPLEX_SAME_NAME},
     "sgn": ("sign",),
     "addcmul": ("fma",),
     "addcdiv": ("div", "add"),

@@ -132,10 +132,10 @@ def _backward(steps: Sequence[str]) -> Rule:
     return apply
 
 
-for _losses_name, (_losses_steps, _gradient) in _ELEMENTWISE.items():
-    rule(_losses_name)(_forward(_losses_steps))
+for _loss_name, (_loss_steps, _gradient) in _ELEMENTWISE.items():
+    rule(_loss_name)(_forward(_loss_steps))
     if _gradient:
-        rule(f"{_losses_name}_backward")(_backward(_gradient))
+        rule(f"{_loss_name}_backward")(_backward(_gradient))
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------

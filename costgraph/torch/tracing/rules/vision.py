@@ -155,7 +155,7 @@ def affine_grid(call: Call) -> Counts:
 # and non-maximum suppression compares each pair.
 
 #: Bilinear interpolation: distances to both sides per axis, four weights, four products and their sum.
-_VISION_BILINEAR = 4 + 4 + 7
+_BILINEAR_FLOPS = 4 + 4 + 7
 #: Maximal number of images per column buffer (`kMaxParallelImgs`).
 _PARALLEL = 32
 
@@ -185,7 +185,7 @@ def deform_conv2d(call: Call) -> Counts:
     masked = sampled if call.get("use_mask") else ZERO
     return together(
         Counts(matmul=2 * made.numel * product(weight.sizes[1:])),
-        Counts(pointwise=sampled * (2 + _VISION_BILINEAR) + masked),
+        Counts(pointwise=sampled * (2 + _BILINEAR_FLOPS) + masked),
         each(made.numel, "add"),
         Counts(workspace=(columns + made.numel) * made.dtype.bytes),
     )
@@ -201,10 +201,10 @@ def deform_conv2d_backward(call: Call) -> Counts:
     sampled, columns = _columns(call, grad)
     masked = 2 * sampled if call.get("use_mask") else ZERO
     shares = 4 * 8 * sampled  # operand: two distances and their product, times the gradient, added
-    moved = 2 * (_VISION_BILINEAR + 2) * sampled  # offset, along each axis
+    moved = 2 * (_BILINEAR_FLOPS + 2) * sampled  # offset, along each axis
     return together(
         Counts(matmul=4 * grad.numel * product(weight.sizes[1:])),
-        Counts(pointwise=sampled * (2 + _VISION_BILINEAR) + shares + moved + masked),
+        Counts(pointwise=sampled * (2 + _BILINEAR_FLOPS) + shares + moved + masked),
         each(grad.numel, "add"),  # bias
         Counts(workspace=columns * grad.dtype.bytes),
     )
@@ -226,13 +226,13 @@ def _cells(call: Call, height: Poly, width: Poly) -> Poly:
     return height * width / (size(call["pooled_height"]) * size(call["pooled_width"]))
 
 
-def _vision_forward(call: Call, samples: Poly) -> Counts:
+def _sampling_forward(call: Call, samples: Poly) -> Counts:
     """Count bilinear weights per sample position, four multiply-adds per sample, and a mean."""
     bins = call["rois"].sizes[0] * size(call["pooled_height"]) * size(call["pooled_width"])
     return Counts(pointwise=bins * samples * (4 + 8) + call.out.numel * (samples * 8 + 1))
 
 
-def _vision_backward(call: Call, samples: Poly) -> Counts:
+def _sampling_backward(call: Call, samples: Poly) -> Counts:
     """Count bilinear weights per sample and channel, and four multiply-adds into the gradient."""
     return Counts(pointwise=call["grad"].numel * samples * (4 + 8 + 4 * 3))
 
@@ -240,13 +240,13 @@ def _vision_backward(call: Call, samples: Poly) -> Counts:
 @rule("torchvision.roi_align", "torchvision.ps_roi_align")
 def roi_align(call: Call) -> Counts:
     """Count bilinear samples; with `sampling_ratio=-1` those of boxes that cover the map."""
-    return _vision_forward(call, _samples(call, *call["input"].sizes[2:]))
+    return _sampling_forward(call, _samples(call, *call["input"].sizes[2:]))
 
 
 @rule("torchvision._roi_align_backward", "torchvision._ps_roi_align_backward")
 def roi_align_backward(call: Call) -> Counts:
     """Count the additions of each sample to its neighbours."""
-    return _vision_backward(call, _samples(call, size(call["height"]), size(call["width"])))
+    return _sampling_backward(call, _samples(call, size(call["height"]), size(call["width"])))
 
 
 @rule("torchvision.roi_pool", "torchvision.ps_roi_pool")

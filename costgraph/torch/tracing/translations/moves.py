@@ -357,7 +357,7 @@ def diagonal(call: Call) -> Tensor | None:
 
 
 @translation("channel_shuffle")
-def pixel_shuffled(call: Call) -> Tensor:
+def channel_shuffled(call: Call) -> Tensor:
     """Translate into a permutation that interleaves the channels of all groups."""
     x, groups = call["self"], poly(call["groups"])
     apart = (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:])
