@@ -16,7 +16,7 @@ from ..algebra.symbols import printable, shown
 from ..errors import SpecError, UnsupportedError
 from .units import format_bytes, format_quantity
 
-__all__ = ["MOST_LINES", "SOURCE", "Column", "Fact", "Table"]
+__all__ = ["MOST_LINES", "SOURCE", "Column", "Fact", "Table", "html_cells"]
 
 #: Maximum number of printed lines, including the header and facts below.
 MOST_LINES = 40
@@ -101,11 +101,11 @@ class Table:
     def _repr_html_(self) -> str:
         columns, body, left, facts = _parts(self)
         sides = ["right" if c.unit else "left" for c in columns]
-        rows = [_tags("td", row, sides) for row in body]
+        rows = [html_cells("td", row, sides) for row in body]
         rows += [f'<td colspan="{len(columns)}">... {left:,} more rows</td>'] if left else []
         wide = f'<td colspan="{len(columns) - 1}" style="text-align: left">'
-        below = [f"{_tags('th', [name], ['left'])}{wide}{html.escape(text)}</td>" for name, text in facts]
-        head = _tags("th", [c.head for c in columns], sides)
+        below = [f"{html_cells('th', [name], ['left'])}{wide}{html.escape(text)}</td>" for name, text in facts]
+        head = html_cells("th", [c.head for c in columns], sides)
         parts = (("thead", [head]), ("tbody", rows), ("tfoot", below))
         inside = "".join(f"<{part}>{''.join(f'<tr>{r}</tr>' for r in found)}</{part}>" for part, found in parts)
         return f"<table><caption>{html.escape(repr(self))}</caption>{inside}</table>"
@@ -147,7 +147,8 @@ def _aligned(cells: Sequence[Sequence[str]], columns: Sequence[Column]) -> list[
     return ["  ".join(s(c, w) for s, c, w in zip(sides, row, widths, strict=True)).rstrip() for row in cells]
 
 
-def _tags(tag: str, cells: Iterable[str], sides: Iterable[str]) -> str:
+def html_cells(tag: str, cells: Iterable[str], sides: Iterable[str]) -> str:
+    """Return the cells of an HTML table row, each aligned to its side."""
     return "".join(
         f'<{tag} style="text-align: {side}">{html.escape(c)}</{tag}>' for c, side in zip(cells, sides, strict=True)
     )

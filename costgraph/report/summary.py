@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ..algebra.extremum import as_expr
 from ..algebra.polynomial import Poly, total
 from ..analysis.costs import costs, repeated_bodies
 from ..bind.evaluate import Formula, answer
 from ..errors import CostGraphError
+from ..hardware.tables import html_cells
 from ..ir.graph import SHOWN, Graph, bindings, scopes_of
 from ..ir.strides import numel
 from .formula import formula_text
@@ -66,12 +67,9 @@ def summary_html(graph: Graph) -> str:
         title, (head, *rows) = _table(graph)
     except CostGraphError:
         return f"<pre>{html.escape(repr(graph))}</pre>"
-    body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
-    return f"<table><caption>{html.escape(title)}</caption><tr>{_cells('th', head)}</tr>{body}</table>"
-
-
-def _cells(tag: str, row: Sequence[str]) -> str:
-    return "".join(f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in row)
+    sides = ["left"] * len(head)
+    body = "".join(f"<tr>{html_cells('td', row, sides)}</tr>" for row in rows)
+    return f"<table><caption>{html.escape(title)}</caption><tr>{html_cells('th', head, sides)}</tr>{body}</table>"
 
 
 def _table(graph: Graph) -> tuple[str, list[tuple[str, ...]]]:
