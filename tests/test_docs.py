@@ -187,3 +187,18 @@ def test_the_figures_of_the_front_page_are_those_of_the_report():
     for line in block.replace(",", " ").splitlines():
         words = line.split()
         assert words in [found.split()[: len(words)] for found in report], line
+
+
+def numbers(text):
+    return set(re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
+
+
+def test_figures_of_the_accuracy_overview_stand_on_the_pages_that_it_links():
+    folder = DOCS / "accuracy"
+    table = (folder / "index.md").read_text(encoding="utf-8").partition("## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if "](" in line and line.startswith("|")]
+    assert len(rows) >= 8
+    for figure, source, result in rows:
+        pages = re.findall(r"\((\w+)\.md", source)
+        stated = numbers(" ".join((folder / f"{page}.md").read_text(encoding="utf-8") for page in pages))
+        assert numbers(result) <= stated, figure
