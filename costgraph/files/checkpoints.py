@@ -196,7 +196,7 @@ def _check_places(
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
-#: Header and index limit in bytes: those of the largest models take 10 MB.
+#: Header and index limit in bytes: headers of the largest models take 10 MB.
 _LARGEST_HEADER = 2**24
 _MOST_FILES = 2**12
 

@@ -531,7 +531,7 @@ def search(
     If the stages of a pipeline do not divide the layers, the last stage has one less, then the first, then middle ones;
     several model chunks are tried if the layers are divisible by all chunks. Without overlap the time equals that of
     `seconds`. With overlap, each pass of a stage is shorter by the same factor, and sends are exposed. Reductions in
-    the last micro-batch come at the end. The peak is that of the stage with the highest. In a torus, degrees that do
+    the last micro-batch come at the end. The peak is the highest among the stages. In a torus, degrees that do
     not fill whole dimensions, and a line of one more, are left out; notes say which. If there is no plan, notes state
     the smallest memory needed, and the sizes that the degrees do not divide. Schedules of one kind (gpipe and 1f1b, zbv
     and dualpipev) differ only in their in-flight micro-batches, so they share graphs.

@@ -385,7 +385,6 @@ def find_policy(policy: object, *, autocast_device: str | None = None) -> Policy
         None keeps every format as declared. A name of `POLICIES`:
 
         - fp32: everything in fp32.
-        - fp32: everything in fp32.
         - bf16: weights, activations and gradients in bf16, optimizer state in fp32. Lightning's bf16-true (torch's
           optimizers over a bf16 model, with state in bf16) is None on a bf16 graph. `bf16=True` in transformers'
           Trainer and in Accelerate is bf16-mixed.

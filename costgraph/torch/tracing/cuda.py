@@ -720,7 +720,7 @@ def _cudnn_layers(
 
 
 def _need_padded(has_biases: object) -> None:
-    """Raise if the arguments are those of a packed sequence."""
+    """Raise for a packed sequence."""
     if not isinstance(has_biases, bool):
         raise UnsupportedError("a packed sequence, whose lengths are data, expected a padded batch")
 

@@ -1,1 +1,1 @@
-"""Sharding: build the per-rank graph from that of all devices."""
+"""Sharding: build the per-rank graph from the graph of all devices."""

@@ -295,7 +295,7 @@ class _InBuckets(Rewriter):
         self.tensors[r.chain[-1].results[0]] = t
 
     def is_alone(self, x: Tensor) -> bool:
-        """Whether nothing else reads a gradient's storage: autograd steals such a gradient, and copies others.
+        """Whether nothing else reads a gradient's storage: autograd steals such a gradient and copies others.
 
         This holds for gradients that micro-batches accumulate into.
         """
