@@ -11,14 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ..algebra.symbols import printable
 from ..errors import CostGraphError
 from ..notation.progress import waiting
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["main"]
 

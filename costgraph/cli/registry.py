@@ -6,16 +6,13 @@ import re
 from collections.abc import Callable
 from importlib import import_module
 from inspect import getdoc
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from .. import __version__
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["COMMANDS", "app", "command"]
 

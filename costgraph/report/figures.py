@@ -6,15 +6,12 @@ import os
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..algebra.symbols import shorten, shown
 from ..errors import FormatError, UnsupportedError
 from ..hardware.units import format_quantity
 from ..text_file import place_of, write_file
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "COLORS",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -17,9 +17,6 @@ from rich.table import Table
 
 from ..algebra.symbols import printable
 from ..hardware.tables import Column
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["WIDTH", "clean", "draw", "grid", "line", "listing", "texts"]
 
