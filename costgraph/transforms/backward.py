@@ -14,13 +14,13 @@ from .reverse_mode import (
     Leaf,
     ReverseMode,
     active_in,
-    again,
-    apart,
     hoist,
+    keep_branch_residuals,
     peel,
+    protect_saved,
     pull_kernel,
     pull_loop,
-    with_branches,
+    recompute,
 )
 
 __all__ = [
@@ -81,7 +81,9 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) ->
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return with_branches(apart(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy))
+    return keep_branch_residuals(
+        protect_saved(hoist(peel(policy.prepared(graph), policy.stops_early_in))), _hooks(policy)
+    )
 
 
 def differentiate(
@@ -117,7 +119,7 @@ def pull_back(
 def _hooks(policy: Checkpoint) -> BackwardHooks:
     within = None if policy.inside is None else _hooks(policy.inside)
     return BackwardHooks(
-        pull_kernel, pull_loop, again, policy.runs, policy.keeps, policy.early_stop, policy.start, within
+        pull_kernel, pull_loop, recompute, policy.runs, policy.keeps, policy.early_stop, policy.start, within
     )
 
 
