@@ -72,7 +72,9 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | bool | None = None) ->
     loss = loss_of(new)
     sources = [t for t in new.tensors if t.producer is None and t.requires_grad]
     if not sources:
-        raise GraphError(f"backward of graph {graph.name!r}: nothing wants a gradient, expected a parameter with one")
+        raise GraphError(
+            f"backward of graph {graph.name!r}: nothing requires a gradient, expected a trainable parameter"
+        )
     with new:
         walk = differentiate(new, new.ops, loss, dict.fromkeys(sources, Leaf()), policy)
         new.gradients = {t: walk.final[t] for t in sources if t in walk.final}
@@ -102,18 +104,18 @@ def differentiate(
 
 
 def pull_back(
-    made: Tensor, grad: Tensor, wanted: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
+    output: Tensor, grad: Tensor, inputs: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
 ) -> list[Tensor | None]:
     """Add the vector-Jacobian product of a separate graph to the open one.
 
-    Given the gradient of `made`, return the gradients of `wanted`, None for zero. `saved` maps tensors from the graph
-    that computes `made` to the open graph.
+    Given the gradient of `output`, return the gradients of `inputs`, None for zero. `saved` maps tensors from the
+    graph that computes `output` to the open graph.
     """
-    ops = list(made.graph.ops)
-    walk = ReverseMode(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
-    walk.put(made, grad)
+    ops = list(output.graph.ops)
+    walk = ReverseMode(_hooks(Checkpoint()), active_in(ops, inputs), saved, fused=current_graph().fused)
+    walk.put(output, grad)
     walk.run(ops)
-    return [walk.take(t) for t in wanted]
+    return [walk.take(t) for t in inputs]
 
 
 def _hooks(policy: Checkpoint) -> BackwardHooks:

@@ -131,7 +131,7 @@ def sum_groups(y: Tensor, count: Poly, dtype: DType) -> Tensor:
     """Sum the scaled partial sums of groups, where operands are multiplied in their stored formats."""
     names = " ".join(f"a{i}" for i in range(y.ndim))
     size: Any = count
-    parts = expand(y, f"{names} -> g {names}", g=size, name="group_count")
+    parts = expand(y, f"{names} -> g {names}", g=size, name="groups")
     scaled = pointwise("mul", parts, 1.0, dtype=dtype, name="group_scale")
     return reduce(scaled, f"g {names} -> {names}", "sum", name="group_sum")
 
@@ -381,7 +381,7 @@ def skipped_names(graph: Graph, skip: Sequence[str] | None, default: tuple[str, 
     for name in need_list("quantize: skip", skip):
         text = name if isinstance(name, str) else ""
         # the name may be a pattern, or lack the suffixes of an unrolled loop
-        matches = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.answers(t, [text])]
+        matches = [t.name for t in graph.params if is_in(base_name(t.name), text) or names.matches(t, [text])]
         if not matches:
             examples = ", ".join(sorted({t.name for t in graph.params})[:8])
             raise GraphError(f"quantize: skip {shown(name)} matches no parameter or scope, expected some of {examples}")
@@ -480,7 +480,9 @@ def _for_layers(name: str, layers: Layers) -> tuple[tuple[str, Layers], ...]:
 
 _MIXTURES = {
     **{name.upper(): Mixture(name) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k")},
-    "Q2_K": Mixture("q2_k", {"value": _always("q3_k"), "down": _always("q3_k"), "output": _always("q3_k")}, "q4_k", "q5_k"),
+    "Q2_K": Mixture("q2_k", {
+        "value": _always("q3_k"), "down": _always("q3_k"), "output": _always("q3_k"),
+    }, "q4_k", "q5_k"),
     "Q3_K_S": Mixture("q3_k", eight="q5_k"),
     "Q3_K_M": Mixture("q3_k", {
         "value": (*_for_layers("q5_k", lambda i, n: i < 2), *_always("q4_k")),

@@ -32,7 +32,7 @@ from ..optimizers import Optimizer, Slot
 from .rewrite import Rewriter, flat
 from .shard.partial_sums import origin
 from .vjp.kernels import INSIDE, KERNELS, KernelBackward
-from .vjp.table import Rule, VJPContext, is_alone, restricted, rule_of, vjp, whole
+from .vjp.table import Rule, VJPContext, is_alone, restricted, rule_of, vjp, zero_filled
 
 __all__ = [
     "active_in",
@@ -432,7 +432,7 @@ class _LoopActivity:
         return out + [self._iteration_group(f".last{i or ''}", ONE, None, i) for i in reversed(range(last))]
 
     def _iteration_group(self, name: str, count: Poly, i: int | None, remaining: int | None) -> _IterationGroup:
-        """Describe the iteration with index `i` or with `behind` iterations after it; both None for the middle."""
+        """Describe the iteration with index `i` or with `remaining` iterations after it; both None for the middle."""
         loop_count = self.loop.count.constant
         if loop_count == 1:
             i = remaining = 0
@@ -652,7 +652,7 @@ class ReverseMode:
             return
         if len(grad.sizes) != t.ndim or not all(map(t.graph.same, grad.sizes, t.sizes)):
             raise GraphError(f"gradient {grad!r} does not have the shape of {t!r}")
-        grad = restricted(grad, t) if t.domain is not None else whole(grad)
+        grad = restricted(grad, t) if t.domain is not None else zero_filled(grad)
         previous = self.grads.get(t)
         if previous is None and t in self.leaves and self.leaves[t].is_plain:
             grad = self.persistent(grad)
@@ -908,7 +908,7 @@ def _write_of(op: Op) -> Op | None:
 
 
 def _apply_views(t: Tensor, base: Tensor, part: Tensor) -> Tensor:
-    """Apply the views that lead from `whole` to `part` to another tensor."""
+    """Apply the views that lead from `base` to `part` to another tensor."""
     if part is base:
         return t
     assert part.producer is not None
