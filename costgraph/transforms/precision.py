@@ -476,8 +476,8 @@ class CarryDtypes:
 class KindDtypes:
     """Updates the formats in op records to match rewritten operands and policy scopes.
 
-    `default` is the default format of the old graph, `base` its replacement, and `formal_dtypes` the format of each formal of
-    the old graph.
+    `default` is the default format of the old graph, `base` its replacement, and `formal_dtypes` the format of each
+    formal of the old graph.
     """
 
     def __init__(self, policy: Policy, default: DType, base: DType, formal_dtypes: Mapping[Tensor, DType]) -> None:

@@ -1217,40 +1217,40 @@ def label_list_loops(graph: Graph, trace: LoopTrace) -> LoopTrace:
     ops = graph.ops
     counts, played, paths = dict(trace.counts), dict(trace.played), dict(trace.paths)
     rows = [
-        (stretch, around, loop)
-        for (around, loop), reads in _loop_reads(ops, trace).items()
+        (stretch, outer_path, loop)
+        for (outer_path, loop), reads in _loop_reads(ops, trace).items()
         for stretch in _ordered_stretches(reads)
         if len(stretch) >= max(FEWEST, trace.played[loop] - _EDGES)
     ]
     starts = [stretch[0][0] for stretch, *_ in rows]
-    for stretch, around, loop in sorted(rows, key=lambda row: row[0][0]):
+    for stretch, outer_path, loop in sorted(rows, key=lambda row: row[0][0]):
         iteration_of = {op: iteration for iteration, part in _iteration_ops(ops, stretch, starts) for op in part}
-        if any(paths.get(op) != trace.paths.get(op) or not _is_within(op, around, trace) for op in iteration_of):
+        if any(paths.get(op) != trace.paths.get(op) or not _is_within(op, outer_path, trace) for op in iteration_of):
             continue  # labelled already, or interleaved with other iterations
         number = max(counts) + 1
         counts[number], played[number] = trace.counts[loop], trace.played[loop]
         for op, iteration in iteration_of.items():
-            paths[op] = (*around, (number, iteration), *trace.paths.get(op, ())[len(around) :])
+            paths[op] = (*outer_path, (number, iteration), *trace.paths.get(op, ())[len(outer_path) :])
     return replace(trace, counts=counts, played=played, paths=paths)
 
 
-def _is_within(op: Op, around: Path, trace: LoopTrace) -> bool:
-    return trace.paths.get(op, ())[: len(around)] == around
+def _is_within(op: Op, outer_path: Path, trace: LoopTrace) -> bool:
+    return trace.paths.get(op, ())[: len(outer_path)] == outer_path
 
 
 def _loop_reads(ops: Sequence[Op], trace: LoopTrace) -> dict[tuple[Path, int], list[tuple[int, int]]]:
     """Return positions and iterations of reads from each loop, by common outer iterations and loop."""
     out: dict[tuple[Path, int], list[tuple[int, int]]] = {}
     for i, op in enumerate(ops):
-        around, inputs = trace.paths.get(op, ()), set[tuple[int, int]]()
+        outer_path, inputs = trace.paths.get(op, ()), set[tuple[int, int]]()
         for t in op.operands if not isinstance(op.kind, KeepAlive) else ():
             path = () if t.producer is None else trace.paths.get(t.producer, ())
-            if len(path) > len(around) and path[: len(around)] == around:
-                inputs.add(path[len(around)])
+            if len(path) > len(outer_path) and path[: len(outer_path)] == outer_path:
+                inputs.add(path[len(outer_path)])
         for loop in {n for n, _ in inputs}:
             iteration, *earlier = sorted((k for n, k in inputs if n == loop), reverse=True)
             if len(earlier) <= 1:  # at most one besides the previous one
-                out.setdefault((around, loop), []).append((i, iteration))
+                out.setdefault((outer_path, loop), []).append((i, iteration))
     return out
 
 
@@ -1394,8 +1394,8 @@ class SliceSeparator(KernelPrologues):
 
     def _was_written(self, op: Op) -> bool:
         """Whether a slice was written by the same iteration before."""
-        before = op.operands[0].producer
-        return before is not None and self.cuts.iteration_position(before) == self.cuts.iteration_position(op)
+        producer = op.operands[0].producer
+        return producer is not None and self.cuts.iteration_position(producer) == self.cuts.iteration_position(op)
 
     def _written(self, op: Op, cut: StridedSlice, iteration: int, new: Graph) -> None:
         """Record a written part; after the last one, add a placeholder for the whole."""

@@ -1582,7 +1582,7 @@ class _KernelResiduals:
             return self.walk.saved(self.op.operands[body.formals.index(t)])
         if t in self.kernel_backward.rebuilt:
             return self.kernel_backward.rebuilt[t](self.saved)
-        if producer.kind.save or t in self.kernel_backward.kept:
+        if producer.kind.save or t in self.kernel_backward.written:
             return self.walk.saved(body.export(t))
         if producer.loop is not None:
             self.counterparts[t] = self.loop_result(producer, t)

@@ -106,7 +106,7 @@ class Rewriter:
         carry_facts(old, new, **self.changed(old))
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
-            new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
+            new.output(*(output for t in old.outputs for output in members(self.tensors[t])))
             for t, g in old.gradients.items():
                 new.gradients |= zip(members(self.tensors[t]), members(self.tensors[g]), strict=True)
             if self.lies and old.sharding is not None:

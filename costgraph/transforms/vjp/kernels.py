@@ -51,7 +51,7 @@ class KernelBackward:
 
     rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
     """inner tensors that are recomputed in another way than by their producers"""
-    kept: frozenset[Tensor] = frozenset()
+    written: frozenset[Tensor] = frozenset()
     """inner tensors that the forward kernel writes"""
     rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules that override those of inner ops"""

@@ -152,18 +152,18 @@ def order_of_parameter(x: Tensor) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:
-    """Return a view repeated along axes for which `kept` has None, restricted like another tensor."""
+def expanded(t: Tensor, sizes: Sizes, kept_axes: Sequence[int | None], like: Tensor | None = None) -> Tensor:
+    """Return a view repeated along axes for which `kept_axes` has None, restricted like another tensor."""
     domain = like.domain if like is not None and t.domain is None else None
-    return apply(Expand(sizes=sizes, kept=tuple(kept), domain=domain), [t], "expand")[0]
+    return apply(Expand(sizes=sizes, kept=tuple(kept_axes), domain=domain), [t], "expand")[0]
 
 
-def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
-    """Sum a gradient over the axes that are not kept; '1' keeps an axis with size 1."""
-    pattern = f"{' '.join(names)} -> {' '.join(kept)}"
-    if set(names) - set(kept):
+def summed(g: Tensor, names: Sequence[str], kept_names: Sequence[str]) -> Tensor:
+    """Sum a gradient over the axes not in `kept_names`; '1' keeps an axis with size 1."""
+    pattern = f"{' '.join(names)} -> {' '.join(kept_names)}"
+    if set(names) - set(kept_names):
         return reduce(g, pattern, "sum")
-    if tuple(names) == tuple(kept):
+    if tuple(names) == tuple(kept_names):
         return g
     return rearrange(g, pattern)
 
