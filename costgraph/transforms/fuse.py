@@ -26,14 +26,14 @@ from .rewrite import Rewriter, map_stages
 
 __all__ = [
     "Space",
-    "casts_alone",
-    "in_order",
+    "workspace_is_casts",
+    "same_element_order",
     "is_view",
     "fused_space",
-    "leading",
+    "constant_along_rows",
     "space_of",
     "base_of",
-    "grouped",
+    "fusion_groups",
     "fuse",
 ]
 
@@ -64,7 +64,7 @@ def space_of(op: Op) -> Space | None:
     kind = op.kind
     if _is_constant_scatter(op):
         return Space(op.results[0].numel)
-    if (op.workspace and not casts_alone(op)) or (kind.overwrites() and not isinstance(kind, Pointwise)):
+    if (op.workspace and not workspace_is_casts(op)) or (kind.overwrites() and not isinstance(kind, Pointwise)):
         return None
     if isinstance(kind, Reduce):
         return _space_of_reduction(op.operands[0], op.results[0].numel, kind.pattern)
@@ -77,7 +77,7 @@ def space_of(op: Op) -> Space | None:
     return Space(op.results[0].numel) if is_loop else None
 
 
-def casts_alone(op: Op) -> bool:
+def workspace_is_casts(op: Op) -> bool:
     """Whether an op's workspace only holds casts of operands, which a compiled kernel keeps in registers."""
     if not op.workspace or op.body is None or len(op.body.ops) != 1:
         return False
@@ -154,12 +154,12 @@ def fused_space(graph: Graph, a: Space, b: Space) -> Space | None:
     return main if fits or (main.rows is not None and graph.same(loop.points, main.rows)) else None
 
 
-def in_order(view: Tensor, tensor: Tensor) -> bool:
+def same_element_order(view: Tensor, tensor: Tensor) -> bool:
     """Whether a view has all elements of a tensor, in the same order."""
     return view is tensor or (view.graph.same(view.numel, tensor.numel) and view.is_contiguous and tensor.is_contiguous)
 
 
-def leading(operand: Tensor, shape: Sizes, rows: Poly) -> bool:
+def constant_along_rows(operand: Tensor, shape: Sizes, rows: Poly) -> bool:
     """Whether an operand of ops over a shape has one value per row: constant along all trailing axes."""
     graph, missing = operand.graph, len(shape) - operand.ndim
     strides = (ZERO,) * missing + tuple(
@@ -188,7 +188,7 @@ class _Group:
     """None for ops that are not loop nests and stay separate"""
 
 
-def grouped(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tensor]]]:
+def fusion_groups(graph: Graph, *, epilogues: bool) -> list[tuple[list[Op], list[Tensor]]]:
     """Return a graph's fusion groups in execution order, each with the tensors that it returns.
 
     Views are in no group.
@@ -265,7 +265,9 @@ class _Groups:
         """Yield pairs of ops that read all of one tensor."""
         for t, readers in self.readers.items():
             if t.sizes:
-                full_readers = [op for op in readers if any(base_of(v) is t and in_order(v, t) for v in op.operands)]
+                full_readers = [
+                    op for op in readers if any(base_of(v) is t and same_element_order(v, t) for v in op.operands)
+                ]
                 yield from pairwise(full_readers)
 
     def merge(self, first: Op, second: Op) -> bool:
@@ -306,10 +308,10 @@ class _Groups:
         if same(tensor.numel, points):
             # results of a split reduction are not complete yet, and rows follow the order in memory
             incomplete = space.across is not None and not same(tensor.numel, space.rows or space.points)
-            return in_order(view, tensor) and not incomplete and (space.rows is None or tensor.is_contiguous)
+            return same_element_order(view, tensor) and not incomplete and (space.rows is None or tensor.is_contiguous)
         shape = reader.results[0].sizes if isinstance(kind, Pointwise) else view.sizes
         by_rows = space.rows is not None and space.across is None and same(tensor.numel, space.rows)
-        return by_rows and same(points, space.points) and leading(view, shape, tensor.numel)
+        return by_rows and same(points, space.points) and constant_along_rows(view, shape, tensor.numel)
 
     def is_inlined(self, a: _Group, b: _Group, max_reads: int) -> bool:
         """Whether loops can be inlined into their only reader: in any order, if they read few operands."""
@@ -474,7 +476,7 @@ class _KernelBuilder(Rewriter):
                 self.add_member(op, group, body)
         body.outputs += [self.tensors[t] for t in results]
         strides = () if self.dense else tuple(None if t.is_contiguous else t.strides for t in results)
-        workspace = total(op.workspace for op in group if not casts_alone(op))
+        workspace = total(op.workspace for op in group if not workspace_is_casts(op))
         kind = Kernel(body=body, workspace=workspace, strides=strides if any(strides) else ())
         kernel_op = new.add_op(kind, body.captured, name, group[0].phase)
         kernel_op.scope, body.owner = scope, kernel_op
@@ -520,7 +522,7 @@ class _Fuser(_KernelBuilder):
         unread = _unread(old)
         for t in unread:
             self.unread.setdefault(base_of(t).producer, []).append(t)
-        for group, results in grouped(old, epilogues=self.epilogues):
+        for group, results in fusion_groups(old, epilogues=self.epilogues):
             operands = [t for op in group for t in op.operands if base_of(t).producer not in group]
             in_memory = [t for t in operands if base_of(t) not in self.intermediates]
             for t in in_memory:

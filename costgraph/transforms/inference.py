@@ -740,7 +740,7 @@ def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph
     >>> cg.matmul_flops(g, B=1, S=512) - cg.matmul_flops(last, B=1, S=512)  # 2*D*V for each of the others
     133955584000
     """
-    return _replayed("prefill", graph, chunk, logits)
+    return _replay("prefill", graph, chunk, logits)
 
 
 def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
@@ -783,10 +783,10 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
     >>> cg.cache_bytes(step, B=1, S=1)
     327680
     """
-    return _replayed("decode", graph, tokens, logits)
+    return _replay("decode", graph, tokens, logits)
 
 
-def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
+def _replay(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     need_of_all(place, graph)
     caches = [t for t in graph.tensors if t.role == "cache" and t.producer is None]
     if caches and place == "decode":

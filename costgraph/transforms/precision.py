@@ -58,7 +58,7 @@ __all__ = [
     "find_policy",
     "CarryDtypes",
     "KindDtypes",
-    "common",
+    "common_dtype",
     "is_float",
     "Retyper",
     "ScaledRetyper",
@@ -169,14 +169,14 @@ def family(body: Graph) -> str | None:
         return "attention"
     if used in (_SOFTMAX | {"div"}, _SOFTMAX | {"log"}):
         return "softmax" if "div" in used else "log_softmax"
-    if {"sub", "mul", "rsqrt"} <= used <= _NORM | {"lerp"} and ("mean" not in used or _over_the_batch(body)):
+    if {"sub", "mul", "rsqrt"} <= used <= _NORM | {"lerp"} and ("mean" not in used or _is_per_channel(body)):
         return "batch_norm"
     if "mean" in used and "mul" in used and used & {"rsqrt", "sqrt"} and used <= _NORM:
         return "norm"
     return "nll" if used in ({"along", "mean", "neg"}, {"along", "mean"}) else None
 
 
-def _over_the_batch(body: Graph) -> bool:
+def _is_per_channel(body: Graph) -> bool:
     """Whether means are taken over the first axis and a later one is kept: per channel, not per row."""
     patterns = [op.kind.pattern for op in body.ops if isinstance(op.kind, Reduce)]
     return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
@@ -441,7 +441,7 @@ def is_float(t: Tensor) -> bool:
     return t.dtype.kind == "float"
 
 
-def common(tensors: Sequence[Tensor]) -> DType:
+def common_dtype(tensors: Sequence[Tensor]) -> DType:
     """Return the common format of tensors, by torch's type promotion."""
     return fold(promote, (t.dtype for t in tensors if is_float(t)))
 
@@ -535,7 +535,7 @@ class KindDtypes:
         default_operands = [
             t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)
         ]
-        new_default = common(default_operands) if default_operands else self._replace_default(default, op)
+        new_default = common_dtype(default_operands) if default_operands else self._replace_default(default, op)
         outputs = tuple((sizes, new_default if dtype == default else dtype) for sizes, dtype in kind.outputs)
         old_dtypes = [t.dtype for t in op.operands], [t.dtype for t in op.results]
         for access, byte_counts, old, new in (
@@ -689,7 +689,7 @@ class Retyper(Rewriter):
         elif isinstance(op.kind, Kernel):
             self._kernel(op, op.kind, new)
         elif isinstance(op.kind, KeepAlive) and op.kind.asked is not None:
-            self._asked(op, op.kind, op.kind.asked, new)
+            self._requested_cast(op, op.kind, op.kind.asked, new)
         else:
             self._plain(op, new)
         if self.policy.scope_format(op.name) is not None and not self.kernels:
@@ -705,21 +705,21 @@ class Retyper(Rewriter):
             self.tensors[op.results[0]] = operands[0]
             return
         if isinstance(op.kind, Concat | Scatter) and len({t.dtype for t in operands if is_float(t)}) > 1:
-            common_dtype = operands[0].dtype if op.kind.overwrites() else common(operands)
-            if casts_inside(self.policy.autocast_device, word(op), common_dtype.name) and not new.fused:
-                self._with_casts(op, new, operands, common_dtype)
+            target_dtype = operands[0].dtype if op.kind.overwrites() else common_dtype(operands)
+            if casts_inside(self.policy.autocast_device, word(op), target_dtype.name) and not new.fused:
+                self._with_casts(op, new, operands, target_dtype)
                 return
             operands = [
-                self.cast_operand(t, common_dtype, op, new) if is_float(t) and t.dtype != common_dtype else t
+                self.cast_operand(t, target_dtype, op, new) if is_float(t) and t.dtype != target_dtype else t
                 for t in operands
             ]
         self.add(op, self.records.of(op, operands), operands, new)
 
-    def _asked(self, op: Op, kind: KeepAlive, asked: DType, new: Graph) -> None:
+    def _requested_cast(self, op: Op, kind: KeepAlive, requested: DType, new: Graph) -> None:
         """Add a cast that the program requests; under autocast a default-format request keeps the current format."""
         (t,) = (self.tensors[t] for t in op.operands)
-        is_default = not kind.fixed and asked == self.default
-        dtype = asked if not is_default else self.base if self.policy.autocast is None else t.dtype
+        is_default = not kind.fixed and requested == self.default
+        dtype = requested if not is_default else self.base if self.policy.autocast is None else t.dtype
         if dtype == t.dtype:
             self.add(op, replace(kind, asked=dtype), [t], new)
         else:

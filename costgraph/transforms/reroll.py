@@ -78,7 +78,7 @@ __all__ = [
     "Folder",
     "equal_blocks",
     "fold",
-    "without_an_edge",
+    "larger_side",
     "fold_turns",
 ]
 
@@ -1524,7 +1524,9 @@ class Folder(Rewriter):
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op in a body, without the block number in its name."""
-        return self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
+        return self.copy_with_operands(
+            op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name)
+        )
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op, or add a loop in place of a run's first op."""
@@ -1534,7 +1536,7 @@ class Folder(Rewriter):
         if op in self.first:
             self.loop(self.first[op], new)
         if op not in self.match.places:
-            self.outside(op, new)
+            self.copy_outside(op, new)
 
     def outer(self, value: Outer) -> Tensor:
         """Return the tensor for a value read outside."""
@@ -1547,22 +1549,24 @@ class Folder(Rewriter):
             return tensor
         if value not in self.views:
             assert isinstance(value.of, LoopInvariant | View)
-            self.views[value] = self.viewed(value, self.outer(value.of), self.new)
+            self.views[value] = self.repeat_view(value, self.outer(value.of), self.new)
         return self.views[value]
 
-    def viewed(self, value: View, of: Tensor, new: Graph, phase: str = "forward") -> Tensor:
+    def repeat_view(self, value: View, of: Tensor, new: Graph, phase: str = "forward") -> Tensor:
         """Repeat a view."""
         plan = self.match.plans[value.run]
         op = self.match.ops[plan.run.starts[-1] + value.position]
-        view = self.again(op, [of], new, self.match.labels.plain(op.name))
+        view = self.copy_with_operands(op, [of], new, self.match.labels.plain(op.name))
         view.phase = phase
         return view.results[0]
 
-    def outside(self, op: Op, new: Graph) -> None:
+    def copy_outside(self, op: Op, new: Graph) -> None:
         """Copy an op outside the blocks."""
-        self.again(op, [self.outer(v) for v in unique_families(self.outside_reads.reads[op])], new, op.name)
+        self.copy_with_operands(
+            op, [self.outer(v) for v in unique_families(self.outside_reads.reads[op])], new, op.name
+        )
 
-    def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
+    def copy_with_operands(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""
         kind = op.kind
         if isinstance(kind, BodyKind):
@@ -1572,11 +1576,11 @@ class Folder(Rewriter):
         copied.call = op.call if len(operands) == len(op.operands) else None
         for t, copy in zip(op.results, copied.results, strict=True):
             may_differ = isinstance(kind, KeepAlive) and not op.graph.out_degree(t)  # may hold values of all iterations
-            if not may_differ and self.laid_out(t) != self.laid_out(copy):
+            if not may_differ and self.memory_layout(t) != self.memory_layout(copy):
                 raise GraphError(f"fold: {copy!r} of {copied.name!r} has a different memory layout from {t!r}")
         return copied
 
-    def laid_out(self, t: Tensor) -> tuple[object, ...]:
+    def memory_layout(self, t: Tensor) -> tuple[object, ...]:
         """Return the memory layout that a copy must share."""
         return layout(t)
 
@@ -1646,7 +1650,7 @@ class _LoopBody:
         start = plan.run.starts[-1]
         for position, op in enumerate(match.ops[start : start + plan.run.length]):
             operands = [self.tensor(v) for v in plan.reads[position]]
-            copied = self.folder.again(op, operands, self.body, match.labels.plain(op.name))
+            copied = self.folder.copy_with_operands(op, operands, self.body, match.labels.plain(op.name))
             self.values |= {SameIteration(position, i): t for i, t in enumerate(copied.results)}
         next_carries = [self.tensor(c.nearer) for c in self.carries]
         self.body.outputs += [*next_carries, *map(self.tensor, plan.saved)]
@@ -1658,7 +1662,7 @@ class _LoopBody:
                 self.values[value] = self.body.adopt(self.folder.tensors[value.tensor])
             elif isinstance(value, View):
                 of, phase = self.tensor(value.of), self.plan.run.phase
-                self.values[value] = self.folder.viewed(value, of, self.body, phase)
+                self.values[value] = self.folder.repeat_view(value, of, self.body, phase)
             else:
                 raise AssertionError(value)
         return self.values[value]
@@ -1789,10 +1793,10 @@ def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: ra
         try:
             return Match(graph, labels, runs, blocks)
         except BlocksDiffer as error:
-            blocks = without_an_edge(graph, blocks, error)
+            blocks = larger_side(graph, blocks, error)
 
 
-def without_an_edge(graph: Graph, blocks: range, error: BlocksDiffer) -> range:
+def larger_side(graph: Graph, blocks: range, error: BlocksDiffer) -> range:
     """Return the blocks on the larger side of a difference; raise GraphError if it is too small."""
     after = error.low + 1
     front = after - blocks.start <= blocks.stop - after
@@ -1848,7 +1852,7 @@ def _folded(graph: Graph, trace: LoopTrace, group: set[int], depth: int) -> tupl
             outside_reads = OutsideReads(match, placeholders)
             break
         except BlocksDiffer as error:  # a list lacks values of the first or last iterations, which then stay outside
-            blocks = without_an_edge(separated, match.blocks, error)
+            blocks = larger_side(separated, match.blocks, error)
     folder = _IterationFolder(match, outside_reads, cuts, separator)
     folded = folder.run(separated)
 
@@ -1963,7 +1967,7 @@ class _IterationFolder(KernelPrologues, Folder):
             return tensor
         return super().outer(value)
 
-    def outside(self, op: Op, new: Graph) -> None:
+    def copy_outside(self, op: Op, new: Graph) -> None:
         """Copy an op, or replace a placeholder by a join or a written tensor."""
         name = op.operands[0].name if isinstance(op.kind, KeepAlive) else ""
         if name in self.separator.after:
@@ -1973,10 +1977,10 @@ class _IterationFolder(KernelPrologues, Folder):
             join = self.cuts.trace.joins[name]
             kind = replace(join.kind, reverse=join.back != (join.loop in self.cuts.reversed_loops))
             joined = self.add(op, kind, operands, new, op.name).results[0]
-            if self.laid_out(joined) != self.laid_out(op.results[0]):
+            if self.memory_layout(joined) != self.memory_layout(op.results[0]):
                 raise GraphError(f"{joined!r} concatenates the results of all iterations, expected {op.results[0]!r}")
         else:
-            super().outside(op, new)
+            super().copy_outside(op, new)
 
     def _current(self, base: Tensor) -> Tensor:
         """Return a tensor after the writes so far."""
@@ -2011,12 +2015,12 @@ class _IterationFolder(KernelPrologues, Folder):
         if op.graph.parent is None:
             self.old_ops |= dict.fromkeys(added_since(new, before), op)
 
-    def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
+    def copy_with_operands(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""
         self.begin(op, operands)
-        return super().again(op, operands, new, name)
+        return super().copy_with_operands(op, operands, new, name)
 
-    def laid_out(self, t: Tensor) -> tuple[object, ...]:
+    def memory_layout(self, t: Tensor) -> tuple[object, ...]:
         """Return the memory layout that a copy must share, without the offset."""
         return layout(t)[:3]
 

@@ -62,10 +62,10 @@ __all__ = [
 # A tensor is active if it depends on a differentiated source, and graded if a gradient reaches it from the loss.
 
 
-def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op] = ()) -> set[Tensor]:
+def active_in(ops: Iterable[Op], start: Iterable[Tensor], placeholders: Container[Op] = ()) -> set[Tensor]:
     """Return the active tensors: `start` and the tensors computed from them.
 
-    `standing` are `KeepAlive` ops that replace an op whose result is saved; all their operands count.
+    `placeholders` are `KeepAlive` ops that replace an op whose result is saved; all their operands count.
     """
     active = set(start)
     for op in ops:
@@ -74,7 +74,7 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op
         elif is_leaf(op):
             active.update(op.results)
         elif _passes_gradients(op) and any(
-            t in active for t in (op.operands if op in standing else _grad_operands(op))
+            t in active for t in (op.operands if op in placeholders else _grad_operands(op))
         ):
             active.update(t for t in op.results if t.dtype.kind in ("float", "complex"))
     return active

@@ -151,8 +151,8 @@ class _Unroller(Rewriter, LoopExecutor[_Target]):
         if _is_part(t):
             return None
         empty = Empty(sizes=tuple(n.bind(self.values) for n in t.sizes), dtype=t.dtype, host=t.storage.host)
-        (made,) = place[0].add_op(empty, [], _scoped_name(loop.op, t), loop.op.phase).results
-        return made
+        (stack,) = place[0].add_op(empty, [], _scoped_name(loop.op, t), loop.op.phase).results
+        return stack
 
     def slice(self, loop: Loop, value: Any, turn: PlayedIteration, place: _Target) -> Any:
         return _slice(value, turn.at, place[0], loop.op)
@@ -205,7 +205,7 @@ class _Unroller(Rewriter, LoopExecutor[_Target]):
         if stack is None:
             return list(rows)
         t, graph = loop.stacks[i], loop.op.graph
-        return _filled(stack, rows, place[0], loop.op, read=graph.out_degree(t) > 0 or t in graph.outputs)
+        return _filled(stack, rows, place[0], loop.op, is_read=graph.out_degree(t) > 0 or t in graph.outputs)
 
 
 def _count(of: object, count: Poly) -> int:
