@@ -629,7 +629,7 @@ def test_an_epilogue_is_that_of_one_product_and_goes_no_further_than_its_element
 
 
 def test_epilogues_are_none_of_a_scope():
-    with pytest.raises(cg.GraphError, match="fuse scope 'a': epilogues=True, expected one of them: a scope has all"):
+    with pytest.raises(cg.GraphError, match="fuse scope 'a': epilogues=True, expected only one of the two: a scope"):
         cg.fuse(image(), "a", epilogues=True)
 
 

@@ -167,9 +167,9 @@ def quantize_activations(
             narrow = quantize_activations(x, outer, summed, dtype, fused=True)
         return body.export(narrow)
     names = [f"a{i}" for i in range(x.ndim)]
-    names_kept = ["1" if i in summed else n for i, n in enumerate(names)]
+    scale_names = ["1" if i in summed else n for i, n in enumerate(names)]
     # for block formats too: a maximum per block compares as many elements
-    amax = reduce(pointwise("abs", x), f"{' '.join(names)} -> {' '.join(names_kept)}", "max", name="amax")
+    amax = reduce(pointwise("abs", x), f"{' '.join(names)} -> {' '.join(scale_names)}", "max", name="amax")
     scale = pointwise("div", float(dtype.max), cast(amax, "fp32"), name="scale")
     x = pointwise("clamp", pointwise("mul", x, scale, dtype=x.dtype, name="scaled"))
     if len(summed) != 1 or summed[0] != x.ndim - 1:
