@@ -185,7 +185,8 @@ def stacked():
         (lambda: load("t5-base"), {}, UnsupportedError,
          "weights 'Q4_K_M': 'decoder/layers/cross/q/weight' does not belong to a decoder, expected a decoder"),
         (stacked, {}, UnsupportedError,
-         "weights 'Q4_K_M': 'layers' reads or writes a slice in each iteration, expected a loop that only forwards"),
+         ("weights 'Q4_K_M': 'layers' reads or writes a slice in each iteration, expected a loop that only forwards "
+          "carries")),
     ],
 )  # fmt: skip
 def test_what_is_refused(graph, options, error, text):
