@@ -117,7 +117,7 @@ def stated(**facts):
         (lambda: cg.every_block(keep=["a b"]), "keep: 'a b', expected identifiers separated by '/'"),
         (
             lambda: cg.every_block(keep=["a"], inside=cg.every_block()),
-            "keep: what is kept is not computed again, expected no policy for what is inside",
+            "keep: saved results are not recomputed, expected no policy inside=",
         ),
         (lambda: cg.selective("a b"), "selective: 'a b', expected identifiers separated by '/'"),
         (lambda: cg.compile(sympy.zoo), "zoo"),

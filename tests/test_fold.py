@@ -489,10 +489,11 @@ REFUSED = {
         lambda: model(residual, 4), "h", "L",
         "fold of graph 'model': no blocks 0, 1, ... in scope 'h', expected one of 'net/h'"),
     "no blocks at all": (looped, "h", "N", "no blocks 0, 1, ... in scope 'h', expected a graph with a stack of layers"),
-    "too few": (lambda: model(residual, 2), "net/h", "L", "2 blocks in scope 'net/h', expected 3 equal ones at least"),
+    "too few": (
+        lambda: model(residual, 2), "net/h", "L", "2 blocks in scope 'net/h', expected at least 3 equal blocks"),
     "too few turns": (
         lambda: model(different, 5), "net/h", "L",
-        "expected 3 equal blocks in a row at least, apart from those at the edges"),
+        "expected at least 3 consecutive equal blocks, not counting the edges"),
     "growing": (
         lambda: model(growing, 5), "net/h", "L",
         "blocks 2 and 3 differ: 'net/h/3/linear/weight' is net/h/3/linear/weight(D, 4*F; fp32), 'net/h/2/linear"),
@@ -508,11 +509,14 @@ REFUSED = {
     "a symbol in use": (lambda: model(residual, 4), "net/h", "D", "count 'D', expected the name of a symbol that is"),
     "no name": (lambda: model(residual, 4), "net/h", "1 L", "count '1 L', expected the name"),
     "no scope": (lambda: model(residual, 4), 5, "L", "fold: scope is 5, expected text"),
-    "one of the middle": (lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected what the last"),
-    "held from the middle on": (lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected what the"),
-    "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "nothing goes over the blocks in order"),
-    "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, which one block has for"),
-    "all of them": (lambda: joined(4), "h", "L", "'concat' reads 'h/0/relu' of one block, expected what the last"),
+    "one of the middle": (
+        lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected a value of the last block"),
+    "held from the middle on": (
+        lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected a value of the last"),
+    "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "no pass executes the blocks in order"),
+    "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, but it belongs to a single"),
+    "all of them": (
+        lambda: joined(4), "h", "L", "'concat' reads 'h/0/relu' of one block, expected a value of the last block"),
     "no graph": (lambda: "g", "h", "L", "fold: graph is 'g', expected a graph"),
 }  # fmt: skip
 

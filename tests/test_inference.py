@@ -203,13 +203,13 @@ def test_the_published_bytes_of_a_position():
 def test_nothing_is_kept():
     with cg.Graph("plain") as g:
         g.output(cg.relu(g.input("x", (B, S))))
-    with pytest.raises(GraphError, match=r"decode: nothing in graph 'plain' is kept between steps, expected costgraph"):
+    with pytest.raises(GraphError, match=r"decode: graph 'plain' keeps no state between steps, expected costgraph"):
         cg.decode(g)
 
 
 def test_a_training_step_is_no_forward_pass():
     step = cg.training_step(decoder(), loss="cross_entropy")
-    with pytest.raises(GraphError, match="prefill: graph 'decoder' has a backward pass, expected a forward pass alone"):
+    with pytest.raises(GraphError, match="prefill: graph 'decoder' has a backward pass, expected only a forward pass"):
         cg.prefill(step)
 
 
@@ -218,7 +218,7 @@ def test_a_training_step_is_no_forward_pass():
     [
         (0, ShapeError, "decode: tokens: 0, expected a positive integer"),
         ("D", GraphError, "decode: tokens D is a dimension of graph 'decoder', expected another name"),
-        (2 * B, ShapeError, r"decode: tokens 2\*B, expected a whole number or one symbol"),
+        (2 * B, ShapeError, r"decode: tokens 2\*B, expected an integer or one symbol"),
     ],
 )
 def test_no_number_of_tokens(tokens, error, text):
@@ -241,7 +241,7 @@ def test_stated_costs_that_do_not_tell_positions_apart():
     with cg.Graph("g") as g:
         x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.opaque("sort", [x], (B, S, D), flops=B * S * D))
-    with pytest.raises(UnsupportedError, match="op 'sort' states its sizes or costs in S, and reads what is cached"):
+    with pytest.raises(UnsupportedError, match="op 'sort' states its sizes or costs in S and reads cached tensors"):
         cg.decode(g)
 
 
@@ -258,7 +258,7 @@ def test_no_head():
     with cg.Graph("g") as g:
         x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.tanh(x))
-    with pytest.raises(UnsupportedError, match="has no head that makes its output"):
+    with pytest.raises(UnsupportedError, match="has no head that computes its output"):
         cg.prefill(g, logits="last")
 
 

@@ -111,8 +111,8 @@ def test_the_outer_one_of_two_stacks_has_the_layers_unless_all_of_its_children_d
         (cg.every_block(), "graph 'flat' has no layers to recompute"),
         (cg.every(2), "graph 'flat' has no layers to recompute"),
         (cg.from_start(), "graph 'flat' has no loop to recompute"),
-        (cg.selective("inside"), "'inside' of graph 'flat' is inside of a kernel"),
-        (cg.selective("nowhere"), "'nowhere' is no scope or op"),
+        (cg.selective("inside"), "'inside' of graph 'flat' is inside a kernel"),
+        (cg.selective("nowhere"), "'nowhere' matches no scope or op"),
     ],
 )
 def test_a_policy_that_matches_nothing_is_refused(policy, text):
@@ -247,8 +247,8 @@ def test_a_range_is_of_any_number_of_layers():
     ("pattern", "error", "text"),
     [
         ("layers[40:]", GraphError, r"'layers\[40:\]' of 4 layers in 'layers': expected at most 4"),
-        ("blocks[1:]", GraphError, r"'blocks\[1:\]' is no parameter or scope"),
-        ("layers[1:]", UnsupportedError, "2 layers take turns in an iteration of 'layers', expected a multiple of 2"),
+        ("blocks[1:]", GraphError, r"'blocks\[1:\]' matches no parameter or scope"),
+        ("layers[1:]", UnsupportedError, "'layers' has 2 alternating layers per iteration, expected a multiple of 2"),
     ],
 )
 def test_a_range_that_is_none_is_refused(pattern, error, text):

@@ -173,19 +173,20 @@ def stacked():
     ("graph", "options", "error", "text"),
     [
         (lambda: decoder(2), {"activations": "int8"}, FormatError,
-         "activations='int8' with the mixture 'Q4_K_M', expected weights alone"),
+         "activations='int8' with the mixture 'Q4_K_M', expected only weights"),
         (lambda: decoder(2), {"group": 32}, FormatError,
-         "weights 'Q4_K_M' have scales of their own, expected no group="),
+         "weights 'Q4_K_M' have their own scales, expected no group="),
         (lambda: load("llama-3-8b", symbolic=True), {}, BindingError,
          "weights 'Q4_K_M': iterations of 'layers' are L, expected a number: formats depend on it"),
         (lambda: decoder(5000), {}, BindingError,
          "weights 'Q4_K_M': 5000 iterations of 'layers', expected at most 4096"),
         (lambda: load("mamba-130m"), {}, GraphError,
-         "weights 'Q4_K_M' names down, packed, value, none of which the graph has; expected layers of costgraph.nn"),
+         "weights 'Q4_K_M' has rules for down, packed, value, which the graph lacks; expected layers of costgraph.nn"),
         (lambda: load("t5-base"), {}, UnsupportedError,
-         "weights 'Q4_K_M': 'decoder/layers/cross/q/weight' is of no decoder, which alone is known"),
+         "weights 'Q4_K_M': 'decoder/layers/cross/q/weight' does not belong to a decoder, expected a decoder"),
         (stacked, {}, UnsupportedError,
-         "weights 'Q4_K_M': 'layers' reads or writes a slice in each iteration, expected one that hands on alone"),
+         ("weights 'Q4_K_M': 'layers' reads or writes a slice in each iteration, expected a loop that only forwards "
+          "carries")),
     ],
 )  # fmt: skip
 def test_what_is_refused(graph, options, error, text):

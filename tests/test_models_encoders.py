@@ -179,7 +179,7 @@ def test_decode_of_whisper():
 
 def test_encoders_keep_nothing():
     for name in ("bert-base", "vit-b-16", "clip-vit-b-32", "dit-s-2"):
-        with pytest.raises(GraphError, match=r"nothing in graph .* is kept between steps"):
+        with pytest.raises(GraphError, match=r"graph .* keeps no state between steps"):
             cg.decode(load(name))
 
 

@@ -175,7 +175,7 @@ def test_steps_of_one_token_add_up_to_the_prompt(name):
 
 @pytest.mark.parametrize("name", ["bert-base", "clip-vit-b-32"])
 def test_what_does_not_generate_says_so(name):
-    with pytest.raises(cg.GraphError, match=f"nothing in graph '{name}' is kept between steps"):
+    with pytest.raises(cg.GraphError, match=f"graph '{name}' keeps no state between steps"):
         cg.decode(load(name))
 
 

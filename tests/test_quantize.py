@@ -444,7 +444,7 @@ def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
 @each(
     ("formats", "text"),
     [
-        ({}, "quantize: no format, expected one of weights or of the cache"),
+        ({}, "quantize: no format, expected one for the weights or the cache"),
         ({"weights": "bf16"}, "quantize: weights: 'bf16', expected an integer or float of 8 bits or fewer"),
         ({"weights": "bool"}, "quantize: weights: 'bool', expected an integer or float of 8 bits or fewer"),
         ({"weights": "fp8_e8m0"}, "quantize: weights: 'fp8_e8m0', expected an integer or float of 8 bits or fewer"),
@@ -453,34 +453,34 @@ def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
         ({"cache": "fp8", "group": 128}, "quantize: group=128 without weights=, expected a format for them"),
         ({"weights": "int8", "group": 0}, "quantize: group=0, expected a positive integer"),
         ({"weights": "int8", "group": True}, "quantize: group is True, expected a whole number"),
-        ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have scales of their own, expected no group="),
-        ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have scales of their own, expected no zero="),
+        ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have their own scales, expected no group="),
+        ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have their own scales, expected no zero="),
         (
             {"weights": "fp8", "zero": True},
             (
                 "quantize: weights 'fp8_e4m3' with scale='fp32', zero=True, expected a scale in fp32, fp16, bf16 "
-                "or fp8, and a zero point of integers alone"
+                "or fp8, and a zero point only for integers"
             ),
         ),
         (
             {"weights": "int8", "activations": "fp8"},
             (
                 "quantize: weights in 'int8' and activations in 'fp8_e4m3': neither holds the values of the other, "
-                "expected one format, or a narrower one that the other holds"
+                "expected the same format, or one that holds the other's values"
             ),
         ),
         (
             {"weights": "nvfp4", "activations": "mxfp8"},
             (
-                "quantize: weights in 'nvfp4' and activations in 'mxfp8': the matrix unit applies scales of blocks, "
-                "expected blocks of one length on both sides, or on neither"
+                "quantize: weights in 'nvfp4' and activations in 'mxfp8': the matrix unit applies block scales, "
+                "expected the same block size on both sides, or no blocks"
             ),
         ),
         (
             {"weights": "fp8", "activations": "mxfp8"},
             (
-                "quantize: weights in 'fp8_e4m3' and activations in 'mxfp8': the matrix unit applies scales of blocks, "
-                "expected blocks of one length on both sides, or on neither"
+                "quantize: weights in 'fp8_e4m3' and activations in 'mxfp8': the matrix unit applies block scales, "
+                "expected the same block size on both sides, or no blocks"
             ),
         ),
     ],
@@ -497,19 +497,19 @@ def test_formats_that_make_no_sense(formats, text):
     [
         (
             {"weights": "int8", "skip": ["attn"]},
-            "quantize: skip 'attn' is no parameter or scope of one, expected some of linear/weight",
+            "quantize: skip 'attn' matches no parameter or scope, expected some of linear/weight",
         ),
         ({"weights": "int8", "skip": "linear"}, "quantize: skip is 'linear', expected a list, each text"),
         (
             {"weights": "int8", "skip": ["linear"]},
             (
-                "quantize: graph 'product' has no weight that products with activations alone read outside linear, "
+                "quantize: graph 'product' has no weight outside linear that only matmuls with activations read, "
                 "expected linear layers in its default format 'bf16'"
             ),
         ),
         (
             {"cache": "fp8"},
-            "quantize: graph 'product' has no cache of keys and values, expected what prefill or decode returns",
+            "quantize: graph 'product' has no cache of keys and values, expected the result of prefill or decode",
         ),
         ({"weights": "int8", "zero": 1}, "quantize: zero is 1, expected True or False"),
     ],
@@ -526,7 +526,7 @@ def test_a_product_whose_scales_have_no_place():
         x = g.input("x", (B, D * S))
         g.output(cg.einsum(x, g.param("w", (D, F)), "b (d s), d f -> b s f", s=S))
     assert cg.param_bytes(cg.quantize(g, "int8")) == D * F + 4 * F
-    with pytest.raises(cg.UnsupportedError, match="sums a part of an axis of its activations"):
+    with pytest.raises(cg.UnsupportedError, match="sums over part of an axis of its activations"):
         cg.quantize(g, "int8", "int8")
 
 

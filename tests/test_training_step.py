@@ -261,9 +261,9 @@ def test_an_allocator_hands_out_whole_blocks():
 
 
 def test_a_policy_that_names_nothing_is_refused():
-    with pytest.raises(GraphError, match=r"selective: 'atention' is no scope or op, expected one such as .*layer_norm"):
+    with pytest.raises(GraphError, match=r"selective: 'atention' matches no scope or op, .* such as .*layer_norm"):
         cg.training_step(model(), checkpoint=cg.selective("atention"))
-    with pytest.raises(GraphError, match=r"keep: 'atention' is no op, expected one such as .*matmul"):
+    with pytest.raises(GraphError, match=r"keep: 'atention' matches no op, expected one such as .*matmul"):
         cg.training_step(model(), checkpoint=cg.every_block(keep=["atention"]))
     with pytest.raises(GraphError, match=r"graph 'model' has a backward pass already"):
         cg.training_step(cg.training_step(model()))

@@ -54,9 +54,9 @@ def test_heads_of_the_zoo_go_into_the_loop(name):
         (lambda: cg.peak_memory(declared(False, chunks=2), B=1, S=55, D=2), BindingError,
          "S=55: axis 2 of 'parts' has size S/2 = 55/2, expected a positive whole number"),
         (lambda: training_step(load("bert-base"), cg.chunked_cross_entropy(2)), UnsupportedError,
-         "of 2 outputs, expected logits alone"),
+         "of 2 outputs, expected only logits"),
         (lambda: training_step(load("dit-xl-2"), cg.chunked_cross_entropy(2)), UnsupportedError,
-         "expected one product with a parameter and pointwise ops behind it, which nothing else reads"),
+         "does not come from one matmul with a parameter, followed by pointwise ops"),
     ],
 )  # fmt: skip
 def test_refused(call, error, text):

@@ -103,9 +103,9 @@ def test_only_what_is_trained_has_gradients_and_state():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"freeze": "layer/*"}, r"freeze 'layer/\*' is no parameter or scope, expected some of tokens/table"),
-        ({"trainable": ["norm", "head"]}, "trainable 'head' is no parameter or scope"),
-        ({"trainable": "norm", "freeze": "layers"}, "freeze beside trainable, expected one of the two"),
+        ({"freeze": "layer/*"}, r"freeze 'layer/\*' matches no parameter or scope, expected some of tokens/table"),
+        ({"trainable": ["norm", "head"]}, "trainable 'head' matches no parameter or scope"),
+        ({"trainable": "norm", "freeze": "layers"}, "freeze together with trainable, expected only one of them"),
         ({"freeze": []}, r"freeze \[\], expected names or scopes"),
         ({"freeze": 3}, "freeze is 3|freeze 3, expected names or scopes"),
         ({"freeze": [""]}, "expected names or scopes"),

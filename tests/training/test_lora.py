@@ -51,8 +51,8 @@ def test_weights_are_quantized_and_adapters_are_not():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: cg.lora(layer(), R, "third"), GraphError, "on 'third' is no parameter or scope, expected some of"),
-        (lambda: cg.lora(layer(), R, trainable=["x"]), GraphError, "lora: trainable 'x' is no parameter or scope"),
+        (lambda: cg.lora(layer(), R, "third"), GraphError, "on 'third' matches no parameter or scope, expected some"),
+        (lambda: cg.lora(layer(), R, trainable=["x"]), GraphError, "lora: trainable 'x' matches no parameter or scope"),
         (lambda: cg.lora(layer(), 0), ShapeError, "lora: rank: 0, expected a positive integer"),
         (lambda: cg.lora(layer(), R, dropout=1), GraphError, "dropout is 1, expected a number of at least 0"),
         (lambda: cg.lora(layer(), R, alpha=0), GraphError, "alpha is 0, expected a number above 0"),
@@ -71,7 +71,7 @@ def test_a_kernel_that_does_more_is_refused():
         with cg.kernel("both"):
             y = cg.relu(cg.einsum(x, w, "b d, d f -> b f"))
         g.output(y)
-    with pytest.raises(UnsupportedError, match="is in a kernel that does more than add to its product"):
+    with pytest.raises(UnsupportedError, match="is in a kernel that does more than add to its result"):
         cg.lora(g)
 
 

@@ -151,5 +151,5 @@ def test_refused(stack, options, text):
 
 def test_a_step_is_no_model_to_generate_with():
     step = training_step(load("gpt2"), optimizer_in_backward=True)
-    with pytest.raises(GraphError, match="has a backward pass, expected a forward pass alone"):
+    with pytest.raises(GraphError, match="has a backward pass, expected only a forward pass"):
         cg.decode(step)

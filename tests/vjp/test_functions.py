@@ -73,7 +73,7 @@ def test_functions_of_steps_have_none(name):
 
 def test_a_function_of_ones_own_needs_its_gradient_stated():
     own = Function("cubic", 1, 2, formula="x*x*x")
-    with pytest.raises(cg.UnsupportedError, match="gradient of function 'cubic' is not stated, expected 1 expressions"):
+    with pytest.raises(cg.UnsupportedError, match="function 'cubic' declares no gradient, expected 1 expressions"):
         gradients(lambda x: pointwise(own, x), [np.ones(2)])
 
 

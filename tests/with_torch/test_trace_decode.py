@@ -147,13 +147,13 @@ class Reads(nn.Module):
 
 
 REFUSED = {
-    "one of several": (lambda: cg.decode(traced("eager", 5, "N")), "one new position of graph 'Step'"),
+    "one of several": (lambda: cg.decode(traced("eager", 5, "N")), "tokens=1 of graph 'Step'"),
     "a number of positions": (lambda: cg.decode(traced("eager", 1), 2), "whose new positions have no name"),
     "the last logits": (lambda: cg.decode(traced("eager", 1), logits="last"), "logits='last' of a trace"),
     "a step twice": (lambda: cg.decode(cg.decode(traced("eager", 1))), "is a step already"),
     "no cache": (
         lambda: cg.decode(trace(nn.Linear(3, 3), torch.zeros(2, 3), dims=[("B", None)])),
-        "is kept between steps",
+        "keeps no state between steps",
     ),
     "two new sizes": (
         lambda: cg.decode(

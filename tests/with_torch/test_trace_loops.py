@@ -542,7 +542,7 @@ def by_chunks(layer, x):
 
 def test_sizes_with_too_few_turns_are_refused():
     with pytest.raises(
-        cg.UnsupportedError, match=r"and has too few turns at the sizes that were given .2., expected 3"
+        cg.UnsupportedError, match=r"and has too few iterations at the given sizes .2., expected at least 3"
     ):
         traced(Lists, Lists(by_chunks).eval(), 8)
 
@@ -561,8 +561,8 @@ def thirds(x):
         (numbered, r"'mul.i\d' has scalars \(None, \d\), 'mul.i\d' has"),
         (counted, "what it does is not the same at other sizes: 'div' has scalars"),
         (thirds, "'stack' reads .* of one block"),
-        (growing, "expected 3 equal blocks in a row at least"),
-        (handed, "'select.*' reads 'zeros_like', parts of which other turns have written"),
+        (growing, "expected at least 3 consecutive equal blocks"),
+        (handed, "'select.*' reads 'zeros_like', parts of which other iterations have written"),
     ],
 )
 def test_turns_that_are_not_alike_are_refused(run, why):
