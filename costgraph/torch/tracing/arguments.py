@@ -41,9 +41,9 @@ class NamedArguments:
             raise ShapeError(
                 f"trace: dims {shown(dims)} of {len(inputs)} inputs, expected names of the axes, or None, for each"
             )
-        odd = next((k for k in keyword_dims if k not in keywords), None)
-        if odd is not None:
-            raise ShapeError(f"trace: names for the axes of {odd!r}, expected a keyword argument of that name")
+        unknown = next((k for k in keyword_dims if k not in keywords), None)
+        if unknown is not None:
+            raise ShapeError(f"trace: names for the axes of {unknown!r}, expected a keyword argument of that name")
         self.count = len(inputs)
         self.values = [*inputs, *keywords.values()]
         self.keywords = tuple(keywords)
@@ -54,9 +54,9 @@ class NamedArguments:
         self.cached = tuple(cached)
         self.held: dict[str, tuple[torch.Tensor, tuple[str | None, ...]]] = {}
         """Tensors inside cached arguments by path, with their axis names."""
-        for i, (name, value, own) in enumerate(zip(self.names, self.values, axes, strict=True)):
+        for i, (name, value, value_axes) in enumerate(zip(self.names, self.values, axes, strict=True)):
             if name in cached and not isinstance(value, torch.Tensor):
-                self.held |= _held(name, value, own)
+                self.held |= _held(name, value, value_axes)
                 axes[i] = None
         self.axes = [
             () if n in cached and not isinstance(v, torch.Tensor) else _checked(n, v, a)
@@ -66,8 +66,8 @@ class NamedArguments:
     def sizes(self) -> dict[str, int]:
         """Return the size of each name in the given tensors."""
         out: dict[str, int] = {}
-        given = [*zip(self.names, self.values, self.axes, strict=True), *((n, *pair) for n, pair in self.held.items())]
-        for label, value, axes in given:
+        labelled = [*zip(self.names, self.values, self.axes, strict=True), *((n, *pair) for n, pair in self.held.items())]
+        for label, value, axes in labelled:
             shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             for name, size in zip(axes, shape, strict=True):
                 if name is not None and out.setdefault(name, int(size)) != size:
@@ -80,16 +80,16 @@ class NamedArguments:
         """Return the arguments by name, with fake tensors of symbolic sizes, on the host or on the original devices."""
         for t, axes in self.held.values():
             swap(t, _fake(t, axes, sizes, host))
-        made = {n: _fake(v, a, sizes, host) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
-        for value, fake in zip(self.values, made.values(), strict=True):
+        fake_values = {n: _fake(v, a, sizes, host) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
+        for value, fake in zip(self.values, fake_values.values(), strict=True):
             if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
                 data.declare(fake, value)
-        return made
+        return fake_values
 
     def kept(self, fakes: Mapping[str, object]) -> dict[str, torch.Tensor]:
         """Return the tensors kept between inference steps, by name."""
-        own = {n: v for n in self.cached if isinstance(v := fakes[n], torch.Tensor)}
-        return own | {n: t for n, (t, _) in self.held.items()}
+        tensors = {n: v for n in self.cached if isinstance(v := fakes[n], torch.Tensor)}
+        return tensors | {n: t for n, (t, _) in self.held.items()}
 
     def others(self) -> list[object]:
         """Return the arguments that are not tensors."""
@@ -141,27 +141,27 @@ def _checked(label: str, value: object, axes: Axes) -> tuple[str | None, ...]:
 
 def _held(label: str, value: object, axes: Axes) -> dict[str, tuple[torch.Tensor, tuple[str | None, ...]]]:
     """Return the tensors inside an argument; only those with the right number of axes get names."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    visited: set[int] = set()
 
-    def look(path: str, inner: object) -> None:
-        if id(inner) in seen or isinstance(inner, _NOTHING_IN):
+    def look(path: str, item: object) -> None:
+        if id(item) in visited or isinstance(item, _NOTHING_IN):
             return
-        seen.add(id(inner))
-        if isinstance(inner, torch.Tensor):
-            found[path] = inner
+        visited.add(id(item))
+        if isinstance(item, torch.Tensor):
+            tensors[path] = item
             return
-        parts = inner if isinstance(inner, dict) else getattr(inner, "__dict__", {})
-        parts = dict(enumerate(inner)) if isinstance(inner, tuple | list) else parts
-        for key, part in parts.items():
-            look(f"{path}/{key}", part)
+        children = item if isinstance(item, dict) else getattr(item, "__dict__", {})
+        children = dict(enumerate(item)) if isinstance(item, tuple | list) else children
+        for key, child in children.items():
+            look(f"{path}/{key}", child)
 
     look(label, value)
-    wanted = None if axes is None else len(axes)
-    if not any(t.ndim == wanted or (wanted is None and t.numel()) for t in found.values()):
-        expected = "tensors that are kept" if wanted is None else f"tensors of {wanted} axes"
+    rank = None if axes is None else len(axes)
+    if not any(t.ndim == rank or (rank is None and t.numel()) for t in tensors.values()):
+        expected = "tensors that are kept" if rank is None else f"tensors of {rank} axes"
         raise ShapeError(f"trace: {label}, a {type(value).__name__}, holds none, expected {expected} between steps")
-    return {n: (t, _checked(n, t, axes if t.ndim == wanted else None)) for n, t in found.items() if t.numel()}
+    return {n: (t, _checked(n, t, axes if t.ndim == rank else None)) for n, t in tensors.items() if t.numel()}
 
 
 def _fake(value: Any, axes: Sequence[str | None], sizes: Mapping[str, Any], host: bool) -> Any:
@@ -171,8 +171,8 @@ def _fake(value: Any, axes: Sequence[str | None], sizes: Mapping[str, Any], host
     # axes in memory order
     order = sorted(range(value.ndim), key=lambda i: (-value.stride()[i], i))
     dense = torch.empty([shape[i] for i in order], dtype=value.dtype, device=_device(value, host))
-    back = [order.index(i) for i in range(value.ndim)]
-    fake = dense.permute(back) if back != sorted(back) else dense
+    inverse = [order.index(i) for i in range(value.ndim)]
+    fake = dense.permute(inverse) if inverse != sorted(inverse) else dense
     return fake.detach().requires_grad_(value.requires_grad)
 
 

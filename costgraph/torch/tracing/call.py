@@ -121,13 +121,13 @@ _FORMATS: dict[torch.dtype, DType] = {}
 
 def format_of(dtype: torch.dtype) -> DType:
     """Return the number format for a torch dtype."""
-    found = _FORMATS.get(dtype)
-    if found is None:
+    number_format = _FORMATS.get(dtype)
+    if number_format is None:
         try:
-            found = _FORMATS[dtype] = find_dtype(str(dtype).removeprefix("torch."))
+            number_format = _FORMATS[dtype] = find_dtype(str(dtype).removeprefix("torch."))
         except FormatError:
             raise UnsupportedError(f"{dtype}: the library has no such number format, expected another one") from None
-    return found
+    return number_format
 
 
 class Values:

@@ -37,24 +37,24 @@ class Choices:
         node = torch._C._current_autograd_node()
         if node is None:
             return None
-        number = node._sequence_nr()
-        at = bisect_right(self._starts, number) - 1
-        if at < 0 or number >= self._made[at][0]:
+        sequence_number = node._sequence_nr()
+        index = bisect_right(self._starts, sequence_number) - 1
+        if index < 0 or sequence_number >= self._made[index][0]:
             return None
-        return self._made[at][1]
+        return self._made[index][1]
 
     @contextmanager
     def by(self, rule: str, why: str) -> Iterator[None]:
         """Attribute the calls inside, and their gradients, to a choice."""
-        before, self._current = self._current, Choice(rule, why)
+        outer, self._current = self._current, Choice(rule, why)
         start = _nodes()
         try:
             yield
         finally:
-            if _nodes() > start and before is None:
+            if _nodes() > start and outer is None:
                 self._starts.append(start)
                 self._made.append((_nodes(), self._current))
-            self._current = before
+            self._current = outer
 
 
 def _nodes() -> int:

@@ -79,9 +79,9 @@ def source(name: str, where: str) -> str:
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Register a rule for torch functions."""
 
-    def register(found: Rule) -> Rule:
-        RULES.update(dict.fromkeys(functions, found))
-        return found
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, function))
+        return function
 
     return register
 
@@ -112,8 +112,8 @@ def _sums(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any) -> Any:
     """Return the output, the logsumexp of each row, and the generator's state (flash_api.cpp)."""
-    out, nothing = torch.empty_like(q), q.new_empty(0)
-    return out, _sums(q, *q.shape[:3]), None, None, q.shape[2], k.shape[2], _seed(q, 2), _seed(q), nothing
+    out, empty = torch.empty_like(q), q.new_empty(0)
+    return out, _sums(q, *q.shape[:3]), None, None, q.shape[2], k.shape[2], _seed(q, 2), _seed(q), empty
 
 
 def _efficient(
@@ -141,26 +141,26 @@ def _cudnn(
 
 
 def _layers(
-    x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
-    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, both: bool, *rest: Any
+    x: torch.Tensor, weight: Sequence[torch.Tensor], per_layer: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
+    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool, *rest: Any
 ) -> Any:  # fmt: skip
     """Return outputs, final states, and a lower bound on cuDNN's reserve space: gates and states for all steps."""
-    sides, width = 1 + both, projected or size
-    out = x.new_empty((*x.shape[:2], width * sides))
-    last = h.new_empty((count * sides, *h.shape[1:]))
-    memory = x.new_empty(0) if c is None else c.new_empty((count * sides, *c.shape[1:]))
+    directions, width = 1 + bidirectional, projected or size
+    out = x.new_empty((*x.shape[:2], width * directions))
+    last = h.new_empty((count * directions, *h.shape[1:]))
+    cell = x.new_empty(0) if c is None else c.new_empty((count * directions, *c.shape[1:]))
     inner = _KEPT[mode] * size * count + width * (count - 1)
-    kept = x.shape[0] * x.shape[1] * sides * inner * x.element_size() if train else 0
-    return out, last, memory, x.new_empty((kept,), dtype=torch.uint8), buffer
+    reserve = x.shape[0] * x.shape[1] * directions * inner * x.element_size() if train else 0
+    return out, last, cell, x.new_empty((reserve,), dtype=torch.uint8), buffer
 
 
 def _layers_backward(
-    x: torch.Tensor, weight: Sequence[torch.Tensor], each: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
+    x: torch.Tensor, weight: Sequence[torch.Tensor], per_layer: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
 ) -> Any:
     """Return the requested gradients."""
     mask = rest[-1]
-    made = [None if t is None or not asked else torch.empty_like(t) for t, asked in zip((x, h, c), mask, strict=False)]
-    return *made, [torch.empty_like(w) for w in weight] if mask[3] else []
+    grads = [None if t is None or not requested else torch.empty_like(t) for t, requested in zip((x, h, c), mask, strict=False)]
+    return *grads, [torch.empty_like(w) for w in weight] if mask[3] else []
 
 
 def _gru_cell(x: torch.Tensor, gates: torch.Tensor, h: torch.Tensor, *biases: Any) -> Any:
@@ -168,7 +168,7 @@ def _gru_cell(x: torch.Tensor, gates: torch.Tensor, h: torch.Tensor, *biases: An
     return torch.empty_like(h), h.new_empty((rows, _WORKSPACE * size))
 
 
-def _gru_cell_backward(grad: torch.Tensor, kept: torch.Tensor, biased: bool) -> Any:
+def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, biased: bool) -> Any:
     rows, size = grad.shape
     gates = [grad.new_empty((rows, 3 * size)) for _ in range(2)]
     return *gates, torch.empty_like(grad), *(grad.new_empty(3 * size) if biased else None for _ in range(2))
@@ -195,8 +195,8 @@ def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(x: torch.Tensor, *rest: Any) -> Any:
-        made, *statistics = norm(x, *rest)
-        return made, *(torch.empty_like(t, dtype=_wide(x)) for t in statistics)
+        out, *statistics = norm(x, *rest)
+        return out, *(torch.empty_like(t, dtype=_wide(x)) for t in statistics)
 
     return run
 
@@ -204,8 +204,8 @@ def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, shape: Sequence[Any], scale: Any, weight: Any, mask: Sequence[bool]
 ) -> Any:
-    made = x.new_empty(x.shape) if mask[0] else None
-    return made, weight.new_empty(weight.shape) if mask[1] and weight is not None else None
+    grad_input = x.new_empty(x.shape) if mask[0] else None
+    return grad_input, weight.new_empty(weight.shape) if mask[1] and weight is not None else None
 
 
 # -- counts ------------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ def _four_axes(a: FunctionCall) -> str | None:
 
 def _last_axis(a: FunctionCall) -> str | None:
     """check_last_dim_stride_equals_1_dense."""
-    given = a.tensors if a.mask is None else (*a.tensors, a.mask)
-    return None if all(t.stride(-1) == 1 for t in given) else "elements of a row that are no neighbours"
+    tensors = a.tensors if a.mask is None else (*a.tensors, a.mask)
+    return None if all(t.stride(-1) == 1 for t in tensors) else "elements of a row that are no neighbours"
 
 
 def _batch(a: FunctionCall) -> str | None:
@@ -296,14 +296,14 @@ def _batch(a: FunctionCall) -> str | None:
     return None if sizes[0] == sizes[1] == sizes[2] else "batches of different sizes"
 
 
-def _heads(a: FunctionCall, *, grouped: bool, alike: bool = True) -> str | None:
+def _heads(a: FunctionCall, *, grouped: bool, same: bool = True) -> str | None:
     """check_batch_size_and_num_heads_dense."""
     q, k, v = (t.shape[-3] for t in a.tensors)
     if _batch(a):
         return _batch(a)
     if not (a.grouped and grouped):
         return None if q == k == v else "fewer heads of keys than of queries"
-    if (alike and k != v) or q % k or q % v:
+    if (same and k != v) or q % k or q % v:
         return "numbers of heads that do not divide"
     return None
 
@@ -313,7 +313,7 @@ def _grouped(a: FunctionCall) -> str | None:
 
 
 def _grouped_apart(a: FunctionCall) -> str | None:
-    return _heads(a, grouped=True, alike=False)
+    return _heads(a, grouped=True, same=False)
 
 
 def _all_heads(a: FunctionCall) -> str | None:
@@ -354,9 +354,9 @@ def _mask_shape(a: FunctionCall) -> str | None:
         return None
     if mask.requires_grad:
         return "a mask with a gradient"
-    wanted = (a.query.shape[0], a.query.shape[1], a.query.shape[2], a.key.shape[2])
+    expected = (a.query.shape[0], a.query.shape[1], a.query.shape[2], a.key.shape[2])
     fits = mask.ndim in (2, 4) and all(
-        _is(n, 1) or n == m for n, m in zip(mask.shape, wanted[4 - mask.ndim :], strict=True)
+        _is(n, 1) or n == m for n, m in zip(mask.shape, expected[4 - mask.ndim :], strict=True)
     )
     return None if fits else "a mask of another shape"
 
@@ -372,15 +372,15 @@ def _dropout_of_cudnn(a: FunctionCall) -> str | None:
 
 def _shapes_of_cudnn(a: FunctionCall) -> str | None:
     """check_cudnn_tensor_shapes."""
-    d, other = a.query.shape[3], a.value.shape[3]
-    most = 128
+    size, value_size = a.query.shape[3], a.value.shape[3]
+    limit = 128
     if a.arch == Arch(9, 0):
-        most = 256
-    elif a.arch.major == 10 and (d, other) == (192, 128):
-        most = 192
-    if d > most or other > most:
-        return f"heads of more than {most}"
-    if d % 8 or other % 8:
+        limit = 256
+    elif a.arch.major == 10 and (size, value_size) == (192, 128):
+        limit = 192
+    if size > limit or value_size > limit:
+        return f"heads of more than {limit}"
+    if size % 8 or value_size % 8:
         return "heads that are no multiple of 8"
     if _is(a.key.shape[2], 1):
         return "one key"
@@ -444,8 +444,8 @@ def _enabled_efficient(a: FunctionCall) -> str | None:
 def _alignment(a: FunctionCall) -> int:
     """Return the alignment in elements: minimum_gemm_alignment."""
     half = a.query.dtype in _HALF
-    least = 4 if a.arch.major >= 8 else 1
-    return max(least, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else least
+    minimum = 4 if a.arch.major >= 8 else 1
+    return max(minimum, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else minimum
 
 
 def _size_of_efficient(a: FunctionCall) -> str | None:
@@ -471,15 +471,15 @@ _OF_EFFICIENT: tuple[Check, ...] = (
 _KERNELS = ((CUDNN, _OF_CUDNN), (FLASH, _OF_FLASH), (EFFICIENT, _OF_EFFICIENT))
 
 
-def choose(asked: FunctionCall) -> tuple[str, str]:
+def choose(call: FunctionCall) -> tuple[str, str]:
     """Return the first backend whose conditions are met, and why each earlier one was rejected."""
-    refused: list[str] = []
+    rejected: list[str] = []
     for name, checks in _KERNELS:
-        why = next((text for check in checks if (text := check(asked)) is not None), None)
+        why = next((text for check in checks if (text := check(call)) is not None), None)
         if why is None:
-            return name, "; ".join(refused) or f"the first in torch's order on {asked.arch}"
-        refused.append(f"not {name.partition(': ')[2]}: {why}")
-    return MATH, "; ".join(refused)
+            return name, "; ".join(rejected) or f"the first in torch's order on {call.arch}"
+        rejected.append(f"not {name.partition(': ')[2]}: {why}")
+    return MATH, "; ".join(rejected)
 
 
 # -- the call ----------------------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def choose(asked: FunctionCall) -> tuple[str, str]:
 
 @rule(torch.nn.functional.scaled_dot_product_attention)
 def attend(
-    here: ProgramDevice,
+    device: ProgramDevice,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -498,17 +498,17 @@ def attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Call the selected backend."""
-    asked = FunctionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, here.arch)
-    name, why = choose(asked)
-    with here.by(name, why):
-        return _WAYS[name](asked, scale)
+    call = FunctionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, device.arch)
+    name, why = choose(call)
+    with device.by(name, why):
+        return _WAYS[name](call, scale)
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float) -> torch.Tensor | None:
+def _added(mask: torch.Tensor | None, dtype: torch.dtype, masked_value: float) -> torch.Tensor | None:
     """Convert a boolean mask to an additive one: convert_boolean_attn_mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, 0.0, torch.scalar_tensor(hidden, dtype=dtype))
+    return torch.where(mask, 0.0, torch.scalar_tensor(masked_value, dtype=dtype))
 
 
 def _by_cudnn(a: FunctionCall, scale: float | None) -> torch.Tensor:
@@ -522,8 +522,8 @@ def _by_flash(a: FunctionCall, scale: float | None) -> torch.Tensor:
     size = a.query.shape[-1]
     scale = size**-0.5 if scale is None else scale
     padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in a.tensors]
-    made = _first(aten._scaled_dot_product_flash_attention(*padded, a.dropout, a.causal, False, scale=scale))
-    return made[..., :size] if size % 8 else made
+    out = _first(aten._scaled_dot_product_flash_attention(*padded, a.dropout, a.causal, False, scale=scale))
+    return out[..., :size] if size % 8 else out
 
 
 def _by_efficient(a: FunctionCall, scale: float | None) -> torch.Tensor:
@@ -548,8 +548,8 @@ def _by_products(a: FunctionCall, scale: float | None) -> torch.Tensor:
     return _first(aten._scaled_dot_product_attention_math(*a.tensors, *more, scale=scale, enable_gqa=a.grouped))
 
 
-def _first(made: Any) -> torch.Tensor:
-    out: torch.Tensor = made[0]
+def _first(outputs: Any) -> torch.Tensor:
+    out: torch.Tensor = outputs[0]
     return out
 
 
@@ -572,39 +572,39 @@ _MOST_IN_TRAINING, _MOST_IN_INFERENCE, _MOST_ELEMENTS = 880801, 65535, 2**31 - 1
 
 
 @rule(torch.dropout)
-def dropout(here: ProgramDevice, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
+def dropout(device: ProgramDevice, input: torch.Tensor, p: float, train: bool) -> torch.Tensor | None:
     """Call the fused dropout kernel, which saves the mask."""
     if not train or not 0 < p < 1:
         return None
-    with here.by(DROPOUT, f"p = {p} in training"):
-        made: torch.Tensor = aten.native_dropout(input, p, train)[0]
-    return made
+    with device.by(DROPOUT, f"p = {p} in training"):
+        out: torch.Tensor = aten.native_dropout(input, p, train)[0]
+    return out
 
 
 @rule(torch.softmax, torch.Tensor.softmax)
 def softmax(
-    here: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
+    device: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
-    return _widening(here, aten._softmax, input, dim, dtype)
+    return _widening(device, aten._softmax, input, dim, dtype)
 
 
 @rule(torch.log_softmax, torch.Tensor.log_softmax)
 def log_softmax(
-    here: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
+    device: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
-    return _widening(here, aten._log_softmax, input, dim, dtype)
+    return _widening(device, aten._log_softmax, input, dim, dtype)
 
 
 def _widening(
-    here: ProgramDevice, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None
+    device: ProgramDevice, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
     if x.dtype != torch.float16 or dtype != torch.float32 or not isinstance(dim, int):
         return None
-    with here.by(SOFTMAX, "fp16 in, fp32 out"):
-        made: torch.Tensor = kernel(x, dim, True)
-    return made
+    with device.by(SOFTMAX, "fp16 in, fp32 out"):
+        out: torch.Tensor = kernel(x, dim, True)
+    return out
 
 
 # -- batch norm --------------------------------------------------------------------------------------------------
@@ -612,7 +612,7 @@ def _widening(
 
 @rule(torch.batch_norm)
 def batch_norm(
-    here: ProgramDevice,
+    device: ProgramDevice,
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -631,15 +631,15 @@ def batch_norm(
     formats = input.dtype, weight.dtype
     if torch.bfloat16 in formats or (formats[0] == torch.float16 and formats[1] != torch.float32):
         return None
-    most = _MOST_IN_TRAINING if training else _MOST_IN_INFERENCE
-    if not (input.shape[0] <= most and input.numel() < _MOST_ELEMENTS):
+    limit = _MOST_IN_TRAINING if training else _MOST_IN_INFERENCE
+    if not (input.shape[0] <= limit and input.numel() < _MOST_ELEMENTS):
         return None
     dense = input.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
-    with here.by(BATCH_NORM, f"{input.ndim} axes of {str(input.dtype).removeprefix('torch.')}"):
-        made: torch.Tensor = aten.cudnn_batch_norm(
+    with device.by(BATCH_NORM, f"{input.ndim} axes of {str(input.dtype).removeprefix('torch.')}"):
+        out: torch.Tensor = aten.cudnn_batch_norm(
             dense, weight, bias, running_mean, running_var, training, momentum, eps
         )[0]
-    return made
+    return out
 
 
 # -- RMS norm ----------------------------------------------------------------------------------------------------
@@ -652,10 +652,10 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, shape: Sequence[int], eps: Any) -> torch.Tensor:
         """Normalize, and save the reciprocal root mean square of each row."""
         with torch._C._AutoDispatchBelowAutograd():
-            made, scale = aten._fused_rms_norm(x, list(shape), weight, eps)
+            normalized, scale = aten._fused_rms_norm(x, list(shape), weight, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.shape = shape
-        out: torch.Tensor = made
+        out: torch.Tensor = normalized
         return out
 
     @staticmethod
@@ -671,7 +671,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @rule(torch.rms_norm)
 def rms_norm(
-    here: ProgramDevice,
+    device: ProgramDevice,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
@@ -680,9 +680,9 @@ def rms_norm(
     """Call the fused kernel if the weight has the operand's dtype."""
     if weight is not None and weight.dtype != input.dtype:
         return None
-    with here.by(RMS_NORM, "a scale in the format of the operand" if weight is not None else "no scale"):
-        made: torch.Tensor = _RmsNorm.apply(input, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
-    return made
+    with device.by(RMS_NORM, "a scale in the format of the operand" if weight is not None else "no scale"):
+        out: torch.Tensor = _RmsNorm.apply(input, weight, normalized_shape, eps)  # type: ignore[no-untyped-call]
+    return out
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
@@ -698,25 +698,25 @@ _RELU, _TANH, _LSTM, _GRU = range(4)
 
 
 def _cudnn_layers(
-    here: ProgramDevice,
+    device: ProgramDevice,
     mode: int,
     x: Any,
     state: Any,
-    memory: Any,
+    cell: Any,
     weights: Sequence[torch.Tensor],
     flags: Sequence[Any],
 ) -> Any:
     if x.dtype not in _FORMATS or not torch.backends.cudnn.enabled:
         raise UnsupportedError(f"a recurrent layer of {x.dtype}, expected one that cuDNN takes: fp32, fp16 or fp64")
-    biased, count, dropout, train, both, batch_first = flags
+    biased, count, dropout, train, bidirectional, batch_first = flags
     size, projected = state.shape[2], 0
-    if memory is not None and memory.shape[2] != size:
-        size, projected = memory.shape[2], size
-    each = (4 if biased else 2) + bool(projected)
+    if cell is not None and cell.shape[2] != size:
+        size, projected = cell.shape[2], size
+    per_layer = (4 if biased else 2) + bool(projected)
     # the weights are consecutive in memory, so cuDNN's weight buffer is not allocated separately
-    sizes: tuple[Any, ...] = (mode, size, projected, count, batch_first, dropout, train, both, [], None)
-    with here.by(LAYERS, f"{str(x.dtype).removeprefix('torch.')}"):
-        return aten._cudnn_rnn(x, list(weights), each, x.new_empty(0), state, memory, *sizes)[:3]
+    sizes: tuple[Any, ...] = (mode, size, projected, count, batch_first, dropout, train, bidirectional, [], None)
+    with device.by(LAYERS, f"{str(x.dtype).removeprefix('torch.')}"):
+        return aten._cudnn_rnn(x, list(weights), per_layer, x.new_empty(0), state, cell, *sizes)[:3]
 
 
 def _need_padded(has_biases: object) -> None:
@@ -726,17 +726,17 @@ def _need_padded(has_biases: object) -> None:
 
 
 @rule(torch.lstm)
-def lstm(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+def lstm(device: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
     """Call cuDNN."""
     _need_padded(has_biases)
-    state, memory = hx
-    return tuple(_cudnn_layers(here, _LSTM, input, state, memory, params, (has_biases, *rest)))
+    state, cell = hx
+    return tuple(_cudnn_layers(device, _LSTM, input, state, cell, params, (has_biases, *rest)))
 
 
 def _of_one_state(mode: int) -> Callable[..., Any]:
-    def layers(here: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
+    def layers(device: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
         _need_padded(has_biases)
-        return tuple(_cudnn_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
+        return tuple(_cudnn_layers(device, mode, input, hx, None, params, (has_biases, *rest))[:2])
 
     return layers
 
@@ -750,20 +750,20 @@ for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torc
 
 @rule(torch.lstm_cell)
 def lstm_cell(
-    here: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+    device: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     h, c = hx
     gates = input @ w_ih.t(), h @ w_hh.t()
-    with here.by(CELL, "an LSTM's"):
+    with device.by(CELL, "an LSTM's"):
         return tuple(aten._thnn_fused_lstm_cell(*gates, c, b_ih, b_hh)[:2])
 
 
 @rule(torch.gru_cell)
-def gru_cell(here: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def gru_cell(device: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     gates = input @ w_ih.t(), hx @ w_hh.t()
-    with here.by(CELL, "a GRU's"):
+    with device.by(CELL, "a GRU's"):
         return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
 
 
@@ -778,7 +778,7 @@ PROJECTED = source(
 
 @rule(torch._native_multi_head_attention)
 def attention(
-    here: ProgramDevice,
+    device: ProgramDevice,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -802,23 +802,23 @@ def attention(
         return x.view(x.shape[0], -1, num_head, size).transpose(1, 2)
 
     heads = by_heads(query)
-    name, why = choose(FunctionCall(heads, heads, heads, None, 0.0, False, False, here.arch))
+    name, why = choose(FunctionCall(heads, heads, heads, None, 0.0, False, False, device.arch))
     if name == MATH:
         return None
     del heads
-    with here.by(PROJECTED, f"{name.partition(': ')[2]}: {why}"):
+    with device.by(PROJECTED, f"{name.partition(': ')[2]}: {why}"):
         x = functional.linear(query, qkv_weight, qkv_bias)
-        made = attend(here, *map(by_heads, x.chunk(3, -1))).transpose(1, 2).reshape(x.shape[0], -1, embed_dim)
-        return functional.linear(made, proj_weight, proj_bias), None
+        context = attend(device, *map(by_heads, x.chunk(3, -1))).transpose(1, 2).reshape(x.shape[0], -1, embed_dim)
+        return functional.linear(context, proj_weight, proj_bias), None
 
 
 @rule(torch._transformer_encoder_layer_fwd)
-def layer(here: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
+def layer(device: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run an encoder layer with the attention above."""
 
-    def attended(*given: Any, **more: Any) -> Any:
-        made = attention(here, *given, **more)
-        return aten._native_multi_head_attention(*given, **more) if made is None else made
+    def attended(*inputs: Any, **options: Any) -> Any:
+        result = attention(device, *inputs, **options)
+        return aten._native_multi_head_attention(*inputs, **options) if result is None else result
 
     return encoder_layer(*args, **kwargs, attention=attended)
 
@@ -854,9 +854,9 @@ class OnCuda(TorchFunctionMode):
 
     unseen = True
 
-    def __init__(self, here: ProgramDevice) -> None:
+    def __init__(self, device: ProgramDevice) -> None:
         super().__init__()
-        self.here = here
+        self.here = device
         self._again = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -872,10 +872,10 @@ class OnCuda(TorchFunctionMode):
                 'torch.autocast("cuda"), whose casts torch makes by the device of a tensor, expected a module in its '
                 "formats; trace the module in fp32 and cast the graph with apply_precision"
             )
-        found = RULES.get(func)
-        made = None if found is None else found(self.here, *args, **kwargs)
-        if made is not None:
-            return made
+        replacement = RULES.get(func)
+        result = None if replacement is None else replacement(self.here, *args, **kwargs)
+        if result is not None:
+            return result
         if func in _BACKWARD or _is_functional(func):
             self._again = True  # the function checks for overrides, and would dispatch to this mode once more
             with self:
@@ -924,17 +924,17 @@ def _below(value: Any, name: bool) -> Any:
 
 def _available(plain: Callable[[], bool]) -> Callable[[], bool]:
     def asked() -> bool:
-        inside = sys._getframe(1).f_code.co_filename.startswith(_TENSORS_WITHOUT_DATA)
-        return plain() if inside else True
+        from_torch = sys._getframe(1).f_code.co_filename.startswith(_TENSORS_WITHOUT_DATA)
+        return plain() if from_torch else True
 
     return asked
 
 
 @contextmanager
-def on_cuda(here: ProgramDevice) -> Iterator[None]:
+def on_cuda(program_device: ProgramDevice) -> Iterator[None]:
     """Run a program as on a GPU."""
-    mode = OnCuda(here)
-    arch = here.arch
+    mode = OnCuda(program_device)
+    arch = program_device.arch
     answers: dict[str, Callable[..., Any]] = {
         "is_available": _available(torch.cuda.is_available),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or arch.major >= 8,
@@ -945,8 +945,8 @@ def on_cuda(here: ProgramDevice) -> Iterator[None]:
     with ExitStack() as replaced:
         for name, answer in answers.items():
             replaced.enter_context(patch.object(torch.cuda, name, answer))
-        for place, name in _ASKING:
-            replaced.enter_context(patch.object(place, name, mode.asking(getattr(place, name))))
+        for module, name in _ASKING:
+            replaced.enter_context(patch.object(module, name, mode.asking(getattr(module, name))))
         replaced.enter_context(patch.object(FakeTensor, "device", _device(vars(FakeTensor)["device"])))
         # optimizers use foreach ops only if all tensors are plain CUDA tensors
         kinds = [*optimizers._foreach_supported_types, FakeTensor]

@@ -29,8 +29,8 @@ __all__ = [
 def _view(x: FakeTensor, function: Callable[..., Any], *args: Any) -> FakeTensor:
     """Return a view of a fake tensor, computed on its meta tensor."""
     with in_kernel_invocation_manager(x.fake_mode):
-        made = function(x, *args)
-    return FakeTensor(x.fake_mode, made, x.fake_device)
+        meta = function(x, *args)
+    return FakeTensor(x.fake_mode, meta, x.fake_device)
 
 
 def _without_data(x: Any) -> TypeGuard[FakeTensor]:
@@ -64,16 +64,16 @@ def expanded(x: torch.Tensor, sizes: Sequence[Any], **kwargs: Any) -> Any:
     """Expand axes of size 1."""
     if not _without_data(x):
         return torch.ops.aten.expand.default(x, sizes, **kwargs)
-    new = len(sizes) - x.ndim
+    added_axes = len(sizes) - x.ndim
     out: list[tuple[Any, Any]] = []
     for i in range(len(sizes) - 1, -1, -1):
         after, step = out[-1] if out else (1, 1)
-        size, stride = (x.shape[i - new], x.stride()[i - new]) if i >= new else (1, after * step)
-        wanted = size if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
-        repeated = isinstance(size, int) and size == 1 and not (isinstance(wanted, int) and wanted == 1)
-        if not repeated and wanted != size:
+        size, stride = (x.shape[i - added_axes], x.stride()[i - added_axes]) if i >= added_axes else (1, after * step)
+        target = size if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
+        repeated = isinstance(size, int) and size == 1 and not (isinstance(target, int) and target == 1)
+        if not repeated and target != size:
             return torch.ops.aten.expand.default(x, sizes, **kwargs)
-        out.append((wanted, 0 if repeated else stride))
+        out.append((target, 0 if repeated else stride))
     shape, strides = zip(*reversed(out), strict=True) if out else ((), ())
     return _view(x, torch.ops.aten.as_strided.default, list(shape), list(strides), x.storage_offset())
 
@@ -110,8 +110,8 @@ def _resampled(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tenso
     return _like(x, [*x.shape[:2], *sizes])
 
 
-def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
-    return _like(grad, before)
+def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], input_size: Sequence[Any], *rest: Any) -> torch.Tensor:
+    return _like(grad, input_size)
 
 
 def _product_and_sum(
@@ -123,20 +123,20 @@ def _product_and_sum(
     return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
 
 
-def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *rest: Any) -> Any:
+def _recurrent(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *rest: Any) -> Any:
     """Return the results of an LSTM layer with its saved tensor, which fake tensors leave empty."""
-    *made, saved = aten.mkldnn_rnn_layer.default(x, weight, before, *rest)
+    *outputs, saved = aten.mkldnn_rnn_layer.default(x, weight, hidden, *rest)
     if torch.is_grad_enabled():
-        layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], before.shape[1], x.element_size())
+        layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], hidden.shape[1], x.element_size())
         saved = saved.new_empty([layer.saved(lambda n: (n + PAGE - 1) // PAGE * PAGE)])
-    return (*made, saved)
+    return (*outputs, saved)
 
 
 def _recurrent_backward(*args: Any) -> Any:
     """Return one tensor as the gradient of both biases, as the kernel does; fake tensors do so only the first time."""
-    made = list(aten.mkldnn_rnn_layer_backward.default(*args))
-    made[4] = made[3]
-    return tuple(made)
+    grads = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    grads[4] = grads[3]
+    return tuple(grads)
 
 
 def _aligned(func: Any) -> Callable[..., Any]:
@@ -145,8 +145,8 @@ def _aligned(func: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         shapes = (a.shape for a in args if isinstance(a, torch.Tensor))
         shape = torch._refs._broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch has no types for it
-        same = (expanded(a, shape) if isinstance(a, torch.Tensor) and a.shape != shape else a for a in args)
-        return func(*same, **kwargs)
+        broadcast_args = (expanded(a, shape) if isinstance(a, torch.Tensor) and a.shape != shape else a for a in args)
+        return func(*broadcast_args, **kwargs)
 
     return run
 

@@ -62,8 +62,8 @@ def _complex_to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, la
     """Return a real result; all axes but the last are transformed first, into a temporary."""
     sizes = list(x.shape)
     sizes[dim[-1]] = last_dim_size
-    before = _complex_transform(x, dim[:-1], 0, False) if len(dim) > 1 else x
-    return _transformed(before, sizes, dim[-1:], x.dtype.to_real())
+    partial = _complex_transform(x, dim[:-1], 0, False) if len(dim) > 1 else x
+    return _transformed(partial, sizes, dim[-1:], x.dtype.to_real())
 
 
 def _parts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -90,10 +90,10 @@ def _columns(
     x: torch.Tensor, window: Sequence[Any], dilation: Sequence[Any], padding: Sequence[Any], stride: Sequence[Any]
 ) -> torch.Tensor:
     """Return the elements of each window, one column per window position."""
-    places: Any = 1
+    positions: Any = 1
     for n, k, d, p, s in zip(x.shape[-2:], window, dilation, padding, stride, strict=True):
-        places = places * ((n + 2 * p - d * (k - 1) - 1) // s + 1)
-    return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
+        positions = positions * ((n + 2 * p - d * (k - 1) - 1) // s + 1)
+    return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], positions])
 
 
 def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
@@ -102,8 +102,8 @@ def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest:
     `col2im_out_cpu_template` in aten/src/ATen/native/Col2Im.cpp resizes a tensor like the columns.
     """
     image = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
-    larger = torch.sym_max(x.numel(), image.numel())  # type: ignore[no-untyped-call]  # torch has no types for it
-    return x.new_empty([larger]).as_strided(image.shape, image.stride())
+    storage_numel = torch.sym_max(x.numel(), image.numel())  # type: ignore[no-untyped-call]  # torch has no types for it
+    return x.new_empty([storage_numel]).as_strided(image.shape, image.stride())
 
 
 # -- constants ---------------------------------------------------------------------------------------------------

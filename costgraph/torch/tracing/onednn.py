@@ -45,18 +45,18 @@ class Lstm:
 
     def _states(self) -> tuple[Any, Any]:
         """Return the bytes for all hidden states, including the layer below, and for all cell states."""
-        places = 2 * (self.steps + 1) * self.batch
-        return places * self._row(max(self.inner, self.size)), places * self.size * 4
+        count = 2 * (self.steps + 1) * self.batch
+        return count * self._row(max(self.inner, self.size)), count * self.size * 4
 
     def saved(self, pages: Callable[[Any], Any]) -> Any:
         """Return the bytes saved by the forward pass: gates, states, and buffers for state gradients."""
-        places = self.steps * self.batch
+        rows = self.steps * self.batch
         outputs, memory = self._states()
-        parts = (places * self._gates, places * self._row(self.size), outputs, memory, outputs, outputs, memory)
+        parts = (rows * self._gates, rows * self._row(self.size), outputs, memory, outputs, outputs, memory)
         return sum(map(pages, parts))
 
-    def _scratch(self, places: Any, pages: Callable[[Any], Any]) -> Any:
-        return pages(places * self._gates) + 2 * pages(self.batch * self._row(self.size)) + _TABLES
+    def _scratch(self, rows: Any, pages: Callable[[Any], Any]) -> Any:
+        return pages(rows * self._gates) + 2 * pages(self.batch * self._row(self.size)) + _TABLES
 
     def forward(self, pages: Callable[[Any], Any]) -> Any:
         """Return the training forward pass's workspace: transposed weights, and the gates for all steps."""
@@ -68,8 +68,8 @@ class Lstm:
         """Return the inference workspace: packed weights, states for all steps, gates for one step."""
         padded = -(-self.size // _BLOCK) * _BLOCK
         weights = (self.inner + self.size) * _GATES * padded * self.bytes
-        places = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch
-        parts = (*self._states(), places * self._gates, self.batch * self._row(self.size))
+        rows = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch
+        parts = (*self._states(), rows * self._gates, self.batch * self._row(self.size))
         return weights + sum(map(pages, parts)) + _TABLES_OF_INFERENCE
 
     def backward(self, pages: Callable[[Any], Any]) -> Any:

@@ -50,10 +50,10 @@ class Translator:
     def size(self, n: int | torch.SymInt) -> Poly:
         """Return a size, offset or stride as a formula."""
         key = n if isinstance(n, int) else n.node.expr
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
-        return found
+        result = self._known.get(key)
+        if result is None:
+            result = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
+        return result
 
     def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
         """Return a tensor's shape and strides."""
@@ -105,8 +105,8 @@ class Translator:
         Graphs are never bound to sizes at which a tensor is empty.
         """
         args = tuple(dict.fromkeys(args))
-        left = [a for a in args if not any(b is not a and self._reaches(b, a) for b in args)]
-        return left[0] if len(left) == 1 else poly(Max(*(a.expr for a in left)))
+        maximal = [a for a in args if not any(b is not a and self._reaches(b, a) for b in args)]
+        return maximal[0] if len(maximal) == 1 else poly(Max(*(a.expr for a in maximal)))
 
     def _reaches(self, b: Poly, a: Poly) -> bool:
         return (a == ONE and b in self._axes) or holds(b - a)
@@ -116,22 +116,22 @@ class Translator:
 def holds(p: Poly, *, strict: bool = False) -> bool:
     """Whether a formula is nonnegative, or positive with `strict`, for all sizes above 1."""
     try:
-        low = lower(p.bind({n: poly(symbol(n) + 1) for n in p.names()}))
+        bound = lower(p.bind({n: poly(symbol(n) + 1) for n in p.names()}))
     except CostGraphError:
         return False
-    return low is not None and (low > 0 if strict else low >= 0)
+    return bound is not None and (bound > 0 if strict else bound >= 0)
 
 
 _ROOT = 2  # denominator of square-root exponents
 
 
 def _power(base: Poly, exponent: Poly) -> Poly:
-    whole = exponent.constant
-    if isinstance(whole, Fraction) and whole.denominator == _ROOT:
-        return poly(base.expr ** sympy.Rational(whole))
-    if not isinstance(whole, int):
+    number = exponent.constant
+    if isinstance(number, Fraction) and number.denominator == _ROOT:
+        return poly(base.expr ** sympy.Rational(number))
+    if not isinstance(number, int):
         raise UnsupportedError(f"size ({base})**({exponent}): expected a whole number or a half as exponent")
-    return base**whole if whole >= 0 else poly(1) / base**-whole
+    return base**number if number >= 0 else poly(1) / base**-number
 
 
 def remainder(expr: sympy.Expr, translator: Translator) -> Poly:

@@ -100,10 +100,10 @@ class Loops:
         """Enclosing loops, with their iterations."""
         return tuple(self.stack)
 
-    def mark(self, made: Iterable[Any]) -> None:
+    def mark(self, tensors: Iterable[Any]) -> None:
         """Tag tensors with the iteration that produced them."""
         if self.stack:
-            for t in made:
+            for t in tensors:
                 if isinstance(t, torch.Tensor):
                     t.__dict__[_TURN] = self.path
 
@@ -118,58 +118,58 @@ class Loops:
         """Yield the iteration numbers."""
         frame = sys._getframe(2)
         number, done = self._begin(count, (id(frame), frame.f_lasti)), 0
-        played = self.loops[number].played
+        iterations = self.loops[number].played
         try:
-            for k in _numbers(played):
+            for k in _numbers(iterations):
                 self._turn(number, k)
                 done += 1
                 yield k
         finally:
-            if done < played:
+            if done < iterations:
                 self.broken = True
             self._end(number)
 
-    def _begin(self, count: torch.SymInt, at: tuple[int, int]) -> int:
-        if self.stack and self.loops[self.stack[-1][0]].at == at:
+    def _begin(self, count: torch.SymInt, position: tuple[int, int]) -> int:
+        if self.stack and self.loops[self.stack[-1][0]].at == position:
             return self.stack[-1][0]  # in lockstep with a loop from the same line, as in `zip`
-        played = self._played(count)
-        self.loops.append(SymbolicLoop(count, played, caller(), at))
+        iterations = self._played(count)
+        self.loops.append(SymbolicLoop(count, iterations, caller(), position))
         return len(self.loops) - 1
 
-    def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
+    def _played(self, count: torch.SymInt, target: int | None = None) -> int:
         """Return how many iterations to run; ResizeError with a better size if it is unsuitable."""
-        now = self.shapes.backed_var_to_val
+        hints = self.shapes.backed_var_to_val
         expr = self.shapes.plain(count.node.expr)
 
         def at(symbol: sympy.Symbol, size: int) -> int:
-            return int(expr.xreplace({**now, symbol: sympy.Integer(size)}))
+            return int(expr.xreplace({**hints, symbol: sympy.Integer(size)}))
 
-        played = int(expr.xreplace(now))
-        if wanted or (self.raised is not None and not _FEWEST <= played <= _MOST):
+        iterations = int(expr.xreplace(hints))
+        if target or (self.raised is not None and not _FEWEST <= iterations <= _MOST):
             for symbol in sorted(expr.free_symbols, key=str):
-                size = int(now[symbol])
-                if not wanted and self.raised and played > _MOST and self.shapes.names[symbol] in self.raised:
+                size = int(hints[symbol])
+                if not target and self.raised and iterations > _MOST and self.shapes.names[symbol] in self.raised:
                     continue  # another loop would have too few iterations
                 period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
                 if period is None:
                     continue
-                other, taken = size + period * ((wanted or _USUAL) - played), {n for s, n in now.items() if s != symbol}
-                while other < 2 or other in taken:  # sizes stay in general position
-                    other += period
-                raise ResizeError(self.shapes.names[symbol], other)
-        return played
+                candidate, used = size + period * ((target or _USUAL) - iterations), {n for s, n in hints.items() if s != symbol}
+                while candidate < 2 or candidate in used:  # sizes stay in general position
+                    candidate += period
+                raise ResizeError(self.shapes.names[symbol], candidate)
+        return iterations
 
     def elsewhere(self) -> dict[str, int]:
         """Return sizes that give each loop one more iteration; UnsupportedError if there are none."""
-        out: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for loop in self.loops:
             try:
-                self._played(loop.count, wanted=loop.played + 1)
+                self._played(loop.count, target=loop.played + 1)
             except ResizeError as error:
-                out[error.name] = max(error.size, out.get(error.name, 0))
+                sizes[error.name] = max(error.size, sizes.get(error.name, 0))
             else:
                 raise self.refused("has no number of turns that grows evenly with it")
-        return out
+        return sizes
 
     def _turn(self, number: int, k: int) -> None:
         if (number, k) in self.stack:
@@ -200,23 +200,23 @@ class Loops:
 
     def joined(self, parts: Sequence[torch.Tensor]) -> ListSlice | None:
         """Return the longest part of a list with one result per iteration of a loop; None without one."""
-        around = self.path
-        deep = len(around)
+        path = self.path
+        depth = len(path)
         tags = [t.__dict__.get(_TURN, ()) for t in parts]
-        own = [tag[deep] if tag[:deep] == around and len(tag) > deep else (-1, -1) for tag in tags]
-        within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # inner loops, which each iteration runs
-        found: ListSlice | None = None
-        for i, (number, turn) in enumerate(own):
+        current = [tag[depth] if tag[:depth] == path and len(tag) > depth else (-1, -1) for tag in tags]
+        inner = [[turn for _, turn in tag[depth + 1 :]] for tag in tags]  # inner loops, which each iteration runs
+        longest: ListSlice | None = None
+        for i, (number, turn) in enumerate(current):
             for step in (1, -1):
                 j = i
-                while own[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and within[j + 1] == within[i]:
+                while current[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and inner[j + 1] == inner[i]:
                     if not _alike(parts[i], parts[j + 1]):
                         break
                     j += 1
-                if number >= 0 and j + 1 - i >= max(FEWEST, 0 if found is None else found.last - found.first + 1):
+                if number >= 0 and j + 1 - i >= max(FEWEST, 0 if longest is None else longest.last - longest.first + 1):
                     loop = self.loops[number]
-                    found = ListSlice(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
-        return found
+                    longest = ListSlice(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
+        return longest
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -243,17 +243,17 @@ class Loops:
         axis %= max(x.ndim, 1)
         if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
             return None
-        made = Parts()
-        made.loops, made.x, made.axis, made.size, made.back = self, x, axis, size, back
-        return made
+        views = Parts()
+        views.loops, views.x, views.axis, views.size, views.back = self, x, axis, size, back
+        return views
 
     def range(self, *args: Any) -> Any:
         """Return a `range` of symbolic arguments."""
         start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
         if isinstance(step, int) and step:
-            length, by = (stop - start, step) if step > 0 else (start - stop, -step)
-            if by != 1 and self.is_open(length):
-                length = length // by if length % by == 0 else (length + by - 1) // by
+            length, stride = (stop - start, step) if step > 0 else (start - stop, -step)
+            if stride != 1 and self.is_open(length):
+                length = length // stride if length % stride == 0 else (length + stride - 1) // stride
             if self.is_open(length):
                 return Range(self, start, step, length)
         for n in args:
@@ -427,10 +427,10 @@ _FLOAT = _Shadow(float, _real, torch.SymFloat)
 
 def _kind(*args: Any, **kwargs: Any) -> Any:
     """Return `type(...)`, such that `type(n) is int` holds where `int` is shadowed."""
-    made = _type(*args, **kwargs)
+    kind = _type(*args, **kwargs)
     if len(args) == 1:
-        return _INT if made in (int, torch.SymInt) else _FLOAT if made in (float, torch.SymFloat) else made
-    return made
+        return _INT if kind in (int, torch.SymInt) else _FLOAT if kind in (float, torch.SymFloat) else kind
+    return kind
 
 
 _SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type": _Shadow(_type, _kind, None)}
@@ -438,14 +438,14 @@ _SHADOWS: dict[str, Any] = {"int": _INT, "float": _FLOAT, "len": _length, "type"
 
 def _files(module: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield the globals of the program's modules."""
-    found = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
+    namespaces = [vars(m) for m in list(sys.modules.values()) if is_a(m, types.ModuleType)]
     for kind in {cls for part in module.modules() for cls in _type(part).__mro__}:  # a file outside `sys.modules`
-        found += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
-    seen = set[int]()
-    for names in found:
+        namespaces += [f.__globals__ for f in vars(kind).values() if is_a(f, types.FunctionType)]
+    visited = set[int]()
+    for names in namespaces:
         name = names.get("__name__")
-        if id(names) not in seen and (is_theirs(name) or name in _OF_TORCH):
-            seen.add(id(names))
+        if id(names) not in visited and (is_theirs(name) or name in _OF_TORCH):
+            visited.add(id(names))
             yield names
 
 
@@ -453,9 +453,9 @@ def _divided(a: Any, b: Any) -> tuple[Any, Any]:
     return a // b, a % b
 
 
-def _written(size: torch.SymInt, how: str) -> str:
+def _written(size: torch.SymInt, spec: str) -> str:
     """Return a size as text; a format specification needs its value."""
-    return format(int(size.node.hint), how) if how else str(size)
+    return format(int(size.node.hint), spec) if spec else str(size)
 
 
 @contextmanager
