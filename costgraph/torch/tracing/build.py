@@ -82,12 +82,17 @@ class LoopLabels:
         placeholder = Tensor(graph, name, event.result.sizes, event.result.dtype, role="buffer")
         graph.add_node(placeholder)
         self.loop_trace.joins[name] = Join(event.loop, Concat(axis=event.axis, stacked=event.stacked), event.reverse)
-        return graph.add_op(KeepAlive(), [placeholder, *parts], "stack" if event.stacked else "cat", event.phase).results[0]
+        return graph.add_op(
+            KeepAlive(), [placeholder, *parts], "stack" if event.stacked else "cat", event.phase
+        ).results[0]
 
     def counted(self, counts: Loops, translator: Translator) -> LoopTrace:
         """Return the iterations of all loops, with their counts."""
         for number, loop in enumerate(counts.loops):
-            self.loop_trace.counts[number], self.loop_trace.played[number] = translator.size(loop.count), loop.played
+            self.loop_trace.counts[number], self.loop_trace.played[number] = (
+                translator.size(loop.count),
+                loop.iterations,
+            )
         return self.loop_trace
 
 
@@ -120,9 +125,9 @@ class StorageSlice(NamedTuple):
 
 
 def part_of(part: Tensor, base: Tensor, views: Iterable[Tensor]) -> StorageSlice | None:
-    """Return the slice of `whole` that `part` covers; None if it is no slice.
+    """Return the slice of `base` that `part` covers; None if it is no slice.
 
-    A slice along several axes is found through intermediate views in `names`, as left by slicing one axis after
+    A slice along several axes is found through intermediate views in `views`, as left by slicing one axis after
     another.
     """
     if not base.ndim and not part.ndim:
@@ -149,7 +154,9 @@ def _axis_slice_of(part: Tensor, base: Tensor) -> tuple[AxisSlice, Sizes] | None
         if len(sizes) != base.ndim or not base.strides[axis]:
             continue
         others = [i for i in range(base.ndim) if i != axis]
-        others_match = all(sizes[i] == base.sizes[i] and (sizes[i] == ONE or strides[i] == base.strides[i]) for i in others)
+        others_match = all(
+            sizes[i] == base.sizes[i] and (sizes[i] == ONE or strides[i] == base.strides[i]) for i in others
+        )
         step = 1 if sizes[axis] == ONE else (strides[axis] / base.strides[axis]).constant
         start = (part.offset - base.offset) / base.strides[axis]
         if not others_match or not isinstance(step, int) or not is_integral(start):
@@ -279,7 +286,11 @@ class Builder:
 
     def _canonical(self, handle: Handle) -> Handle:
         """Return a view with the canonical number of its storage."""
-        return replace(handle, storage=self._shared_storages[handle.storage]) if handle.storage in self._shared_storages else handle
+        return (
+            replace(handle, storage=self._shared_storages[handle.storage])
+            if handle.storage in self._shared_storages
+            else handle
+        )
 
     def add(self, call: RecordedOp) -> None:
         """Add one call."""
@@ -322,7 +333,10 @@ class Builder:
             ops, results = template.add(self.graph, operands, call.name)
         for each in ops if call.no_grad else ():
             each.state(no_grad=True)
-        op, numbers = ops[-1], {t.storage: self._canonical(h).storage for t, h in zip(operands, call.operands, strict=True)}
+        op, numbers = (
+            ops[-1],
+            {t.storage: self._canonical(h).storage for t, h in zip(operands, call.operands, strict=True)},
+        )
         for storage in (each.operands[i].storage for each in ops for i in each.kind.overwrites()):
             self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)
         self._register([(*row[:3], None) for row in call.outputs], results, call.unseen)
@@ -445,7 +459,9 @@ class Builder:
         """Extend the lifetimes of storages freed since the last allocation."""
         if self._unneeded:
             storages, self._unneeded = self._unneeded, []
-            self.graph.add_op(KeepAlive(), [self.first[self._shared_storages.get(n, n)] for n in storages], "keep", self.phase)
+            self.graph.add_op(
+                KeepAlive(), [self.first[self._shared_storages.get(n, n)] for n in storages], "keep", self.phase
+            )
 
 
 def _shared_by_casts(events: Sequence[Event]) -> dict[int, int]:

@@ -32,14 +32,14 @@ __all__ = [
 aten = torch.ops.aten
 
 
-def _heads(qkv: torch.Tensor, qkv_bias: torch.Tensor, num_heads: int) -> Any:
+def _qkv_by_head(qkv: torch.Tensor, qkv_bias: torch.Tensor, num_heads: int) -> Any:
     """Return queries, keys and values by head, in one storage."""
     batch, length, width = qkv.shape
     return aten.split(qkv.new_empty([3 * batch, num_heads, length, width // 3 // num_heads]), batch)
 
 
 # torch has a kernel only for real tensors
-torch.library.register_fake("aten::_transform_bias_rescale_qkv", _heads)
+torch.library.register_fake("aten::_transform_bias_rescale_qkv", _qkv_by_head)
 
 
 def _attention(
@@ -60,14 +60,14 @@ def _attention(
     """Run multi-head attention, writing the result into the queries."""
     batch, length, _ = query.shape
     lead, size = (batch * num_head, length), embed_dim // num_head
-    qkv = _projected(query, key, value, embed_dim, qkv_weight)
+    qkv = _qkv_projection(query, key, value, embed_dim, qkv_weight)
     q, k, v = (t.view(*lead, size) for t in aten._transform_bias_rescale_qkv(qkv, qkv_bias, num_head))
     del qkv
     scores = torch.bmm(q, k.mT)
     if mask is None:
         aten._softmax.out(scores, -1, False, out=scores)
     else:
-        scores = _hidden(scores.view(batch, num_head, length, length), mask, mask_type).view(*lead, length)
+        scores = _masked_softmax(scores.view(batch, num_head, length, length), mask, mask_type).view(*lead, length)
     context = torch.bmm(scores, v, out=q).view(batch, num_head, length, size)
     weights = scores.view(batch, num_head, length, length) if need_weights else None
     del scores
@@ -80,7 +80,7 @@ def _attention(
     return out, weights
 
 
-def _projected(
+def _qkv_projection(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, width: int, weight: torch.Tensor
 ) -> torch.Tensor:
     """Return concatenated queries, keys and values; a single matmul for self-attention."""
@@ -92,7 +92,7 @@ def _projected(
     return torch.cat([query @ first.T, key @ others.T], 2)
 
 
-def _hidden(scores: torch.Tensor, mask: torch.Tensor, kind: int | None) -> torch.Tensor:
+def _masked_softmax(scores: torch.Tensor, mask: torch.Tensor, kind: int | None) -> torch.Tensor:
     out: torch.Tensor = aten._masked_softmax(scores, mask.to(torch.bool), scores.ndim - 1, kind)
     return out
 
@@ -140,7 +140,7 @@ def encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
-def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+def _euclidean_distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
     """Return distances of rows by one matmul (`native/Distance.cpp`): |x|^2 - 2*x*y + |y|^2, norms as extra columns."""
     norm_1 = x1.pow(2).sum(-1, keepdim=True)
     ones_1 = torch.ones_like(norm_1)
@@ -157,7 +157,7 @@ def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: _attention,
     aten._transformer_encoder_layer_fwd.default: encoder_layer,
-    aten._euclidean_dist.default: _distances,
+    aten._euclidean_dist.default: _euclidean_distances,
     # whether a padding mask allows packing is data; assume that it does not
     aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }
@@ -173,7 +173,9 @@ def is_composed(func: OpOverload) -> bool:
     if not torch._C._dispatch_has_kernel(name):
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, key) and not has_kernel(name, "CPU")  # ops with a CPU kernel are composed only on other devices
+    return has_kernel(name, key) and not has_kernel(
+        name, "CPU"
+    )  # ops with a CPU kernel are composed only on other devices
 
 
 # -- higher-order ops --------------------------------------------------------------------------------------------------
@@ -191,15 +193,20 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     return (true_fn if pred else false_fn)(*operands)
 
 
-def _while(
-    cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Sequence[Any], additional_inputs: Sequence[Any] = ()
+def _while_loop(
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried: Sequence[Any],
+    additional_inputs: Sequence[Any] = (),
 ) -> Any:
     while cond_fn(*carried, *additional_inputs):
         carried = body_fn(*carried, *additional_inputs)
     return tuple(carried)
 
 
-def _scan(combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], additional_inputs: Sequence[Any] = ()) -> Any:
+def _scan(
+    combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], additional_inputs: Sequence[Any] = ()
+) -> Any:
     """Scan over rows, carrying values and stacking outputs."""
     carried, count, outputs = list(init), len(init), list[Sequence[Any]]()
     for rows in zip(*(x.unbind(0) for x in xs), strict=True):
@@ -210,7 +217,7 @@ def _scan(combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any]
 
 
 #: Ops whose own kernels reject dispatch modes.
-_KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while, "scan": _scan}
+_KERNELS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
 
 
 def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -220,5 +227,5 @@ def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str
     """
     kernel = _KERNELS.get(str(func)) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:
-        raise UnsupportedError(f"{func!s}: torch runs it compiled alone, expected an op that has an eager kernel")
+        raise UnsupportedError(f"{func!s}: torch runs this op only compiled; expected an op with an eager kernel")
     return kernel(*args, **kwargs)

@@ -93,27 +93,37 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 aten = torch.ops.aten
 _ROWS = 32  # row block to which row sums are padded (kAlignLSE in mem_eff_attention/kernel_forward.h)
-_WORKSPACE = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER in RNN.cu)
+_GRU_SAVED_PER_UNIT = 5  # values saved by a GRU cell per hidden unit (GRU_WORKSPACE_MULTIPLIER in RNN.cu)
 # by torch's RNN mode: values saved per step and hidden unit, i.e. gates, and the cell state of an LSTM
-_KEPT = {0: 1, 1: 1, 2: 5, 3: 4}
+_SAVED_PER_UNIT = {0: 1, 1: 1, 2: 5, 3: 4}
 
 
 # -- attention ---------------------------------------------------------------------------------------------------
 
 
-def _seed(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+def _random_state(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     """Return a tensor for the generator's seed or offset: eight bytes, whatever the integer dtype."""
     return x.new_empty(sizes, dtype=torch.int64)
 
 
-def _sums(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
+def _logsumexp(x: torch.Tensor, *sizes: Any) -> torch.Tensor:
     return x.new_empty(sizes, dtype=torch.float32)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any) -> Any:
     """Return the output, the logsumexp of each row, and the generator's state (flash_api.cpp)."""
     out, empty = torch.empty_like(q), q.new_empty(0)
-    return out, _sums(q, *q.shape[:3]), None, None, q.shape[2], k.shape[2], _seed(q, 2), _seed(q), empty
+    return (
+        out,
+        _logsumexp(q, *q.shape[:3]),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        _random_state(q, 2),
+        _random_state(q),
+        empty,
+    )
 
 
 def _efficient(
@@ -123,7 +133,7 @@ def _efficient(
     batch, heads, length, _ = q.shape
     out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
     rows = (length + _ROWS - 1) // _ROWS * _ROWS if keeps else 0
-    return out, _sums(q, batch, heads, rows), _seed(q), _seed(q)
+    return out, _logsumexp(q, batch, heads, rows), _random_state(q), _random_state(q)
 
 
 def _cudnn(
@@ -134,38 +144,42 @@ def _cudnn(
     order = sorted(range(4), key=lambda i: (-hint(q.stride()[i]), i))
     out = torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
     rows = (*q.shape[:3], 1) if keeps else (0,)
-    return out, _sums(q, *rows), None, None, q.shape[2], k.shape[2], _seed(q), _seed(q), None
+    return out, _logsumexp(q, *rows), None, None, q.shape[2], k.shape[2], _random_state(q), _random_state(q), None
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------
 
 
-def _layers(
+def _cudnn_rnn(
     x: torch.Tensor, weight: Sequence[torch.Tensor], per_layer: int, buffer: Any, h: torch.Tensor, c: Any, mode: int,
-    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool, *rest: Any
+    size: Any, projected: Any, count: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool,
+    *rest: Any
 ) -> Any:  # fmt: skip
     """Return outputs, final states, and a lower bound on cuDNN's reserve space: gates and states for all steps."""
     directions, width = 1 + bidirectional, projected or size
     out = x.new_empty((*x.shape[:2], width * directions))
     last = h.new_empty((count * directions, *h.shape[1:]))
     cell = x.new_empty(0) if c is None else c.new_empty((count * directions, *c.shape[1:]))
-    inner = _KEPT[mode] * size * count + width * (count - 1)
+    inner = _SAVED_PER_UNIT[mode] * size * count + width * (count - 1)
     reserve = x.shape[0] * x.shape[1] * directions * inner * x.element_size() if train else 0
     return out, last, cell, x.new_empty((reserve,), dtype=torch.uint8), buffer
 
 
-def _layers_backward(
+def _cudnn_rnn_backward(
     x: torch.Tensor, weight: Sequence[torch.Tensor], per_layer: int, buffer: Any, h: torch.Tensor, c: Any, *rest: Any
 ) -> Any:
     """Return the requested gradients."""
     mask = rest[-1]
-    grads = [None if t is None or not requested else torch.empty_like(t) for t, requested in zip((x, h, c), mask, strict=False)]
+    grads = [
+        None if t is None or not requested else torch.empty_like(t)
+        for t, requested in zip((x, h, c), mask, strict=False)
+    ]
     return *grads, [torch.empty_like(w) for w in weight] if mask[3] else []
 
 
 def _gru_cell(x: torch.Tensor, gates: torch.Tensor, h: torch.Tensor, *biases: Any) -> Any:
     rows, size = h.shape
-    return torch.empty_like(h), h.new_empty((rows, _WORKSPACE * size))
+    return torch.empty_like(h), h.new_empty((rows, _GRU_SAVED_PER_UNIT * size))
 
 
 def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, biased: bool) -> Any:
@@ -180,10 +194,10 @@ def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, biased: bool
 def _rms_norm(x: torch.Tensor, shape: Sequence[Any], weight: Any, eps: Any) -> Any:
     """Return a contiguous output, and the reciprocal root mean square of each row."""
     lead = x.shape[: x.ndim - len(shape)]
-    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_wide(x))
+    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_accumulation_dtype(x))
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the accumulation dtype in CUDA kernels (toAccumulateType in AccumulateType.h)."""
     return torch.float32 if x.dtype.itemsize == 2 else x.dtype
 
@@ -196,7 +210,7 @@ def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(x: torch.Tensor, *rest: Any) -> Any:
         out, *statistics = norm(x, *rest)
-        return out, *(torch.empty_like(t, dtype=_wide(x)) for t in statistics)
+        return out, *(torch.empty_like(t, dtype=_accumulation_dtype(x)) for t in statistics)
 
     return run
 
@@ -221,8 +235,8 @@ CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_cudnn_attention.default: _cudnn,
-    aten._cudnn_rnn.default: _layers,
-    aten._cudnn_rnn_backward.default: _layers_backward,
+    aten._cudnn_rnn.default: _cudnn_rnn,
+    aten._cudnn_rnn_backward.default: _cudnn_rnn_backward,
     aten._thnn_fused_gru_cell.default: _gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     aten._fused_rms_norm.default: _rms_norm,
@@ -246,7 +260,7 @@ EFFICIENT = source("attention: efficient", f"{_CHOICE}, can_use_mem_efficient_at
 MATH = source("attention: math", f"{_CHOICE}, select_sdp_backend; {_CALL}")
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_AXIS = 65535  # cuDNN's limit for batch entries and for heads
+_MAX_CUDNN_AXIS = 65535  # cuDNN's limit for batch entries and for heads
 _MASK_ALIGNMENT = 8  # elements to which rows of a mask are padded
 
 
@@ -312,7 +326,7 @@ def _grouped(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True)
 
 
-def _grouped_apart(a: FunctionCall) -> str | None:
+def _grouped_kv_apart(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True, same=False)
 
 
@@ -320,14 +334,14 @@ def _all_heads(a: FunctionCall) -> str | None:
     return _heads(a, grouped=False)
 
 
-def _two_bytes(a: FunctionCall) -> str | None:
+def _half_precision(a: FunctionCall) -> str | None:
     """check_dtypes_low_precision."""
     formats = _HALF if a.arch.major >= 8 else _HALF[:1]
     fits = a.query.dtype in formats and len({t.dtype for t in a.tensors}) == 1
-    return None if fits else f"{_word(a.query.dtype)} on {a.arch}"
+    return None if fits else f"{_format_name(a.query.dtype)} on {a.arch}"
 
 
-def _word(dtype: torch.dtype) -> str:
+def _format_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -356,21 +370,21 @@ def _mask_shape(a: FunctionCall) -> str | None:
         return "a mask with a gradient"
     expected = (a.query.shape[0], a.query.shape[1], a.query.shape[2], a.key.shape[2])
     fits = mask.ndim in (2, 4) and all(
-        _is(n, 1) or n == m for n, m in zip(mask.shape, expected[4 - mask.ndim :], strict=True)
+        _equals(n, 1) or n == m for n, m in zip(mask.shape, expected[4 - mask.ndim :], strict=True)
     )
     return None if fits else "a mask of another shape"
 
 
-def _is(n: Any, number: int) -> bool:
+def _equals(n: Any, number: int) -> bool:
     return isinstance(n, int) and n == number
 
 
-def _dropout_of_cudnn(a: FunctionCall) -> str | None:
+def _cudnn_dropout(a: FunctionCall) -> str | None:
     """check_cudnn_dropout."""
     return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is no multiple of 1/16"
 
 
-def _shapes_of_cudnn(a: FunctionCall) -> str | None:
+def _cudnn_shapes(a: FunctionCall) -> str | None:
     """check_cudnn_tensor_shapes."""
     size, value_size = a.query.shape[3], a.value.shape[3]
     limit = 128
@@ -382,16 +396,20 @@ def _shapes_of_cudnn(a: FunctionCall) -> str | None:
         return f"heads of more than {limit}"
     if size % 8 or value_size % 8:
         return "heads that are no multiple of 8"
-    if _is(a.key.shape[2], 1):
+    if _equals(a.key.shape[2], 1):
         return "one key"
-    if a.dropout and _is(a.query.shape[2], 1):
+    if a.dropout and _equals(a.query.shape[2], 1):
         return "one query with dropout"
-    return None if all(n <= _MOST_AXIS for n in a.query.shape[:2]) else f"more than {_MOST_AXIS} batch entries or heads"
+    return (
+        None
+        if all(n <= _MAX_CUDNN_AXIS for n in a.query.shape[:2])
+        else f"more than {_MAX_CUDNN_AXIS} batch entries or heads"
+    )
 
 
-_OF_CUDNN: tuple[Check, ...] = (
-    _preferred, _enabled_cudnn, _four_axes, _two_bytes, _mask_shape, _since(8), _dropout_of_cudnn, _last_axis,
-    _grouped_apart, _shapes_of_cudnn,
+_CUDNN_CHECKS: tuple[Check, ...] = (
+    _preferred, _enabled_cudnn, _four_axes, _half_precision, _mask_shape, _since(8), _cudnn_dropout, _last_axis,
+    _grouped_kv_apart, _cudnn_shapes,
 )  # fmt: skip
 
 
@@ -408,7 +426,7 @@ def _no_mask(a: FunctionCall) -> str | None:
     return None if a.mask is None else "a mask"
 
 
-def _size_of_flash(a: FunctionCall) -> str | None:
+def _flash_head_size(a: FunctionCall) -> str | None:
     """check_head_dim_size_flash."""
     sizes = [t.shape[-1] for t in a.tensors]
     return None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "heads of more than 256, or not all alike"
@@ -427,9 +445,9 @@ def _square(a: FunctionCall) -> str | None:
     return None if not a.causal or a.query.shape[-2] == a.key.shape[-2] else "a causal mask that is not square"
 
 
-_OF_FLASH: tuple[Check, ...] = (
-    _enabled_flash, _four_axes, _no_mask, _size_of_flash, _since(8), _large_gradient, _square, _two_bytes, _grouped,
-    _last_axis,
+_FLASH_CHECKS: tuple[Check, ...] = (
+    _enabled_flash, _four_axes, _no_mask, _flash_head_size, _since(8), _large_gradient, _square, _half_precision,
+    _grouped, _last_axis,
 )  # fmt: skip
 
 
@@ -448,7 +466,7 @@ def _alignment(a: FunctionCall) -> int:
     return max(minimum, 128 // (16 if half else 32)) if a.arch.major >= 8 or (a.arch.major == 7 and half) else minimum
 
 
-def _size_of_efficient(a: FunctionCall) -> str | None:
+def _efficient_head_size(a: FunctionCall) -> str | None:
     """check_head_dim_size_mem_efficient, check_data_ptr_alignment_mem_efficient."""
     step = _alignment(a)
     q, k, v = (t.shape[-1] for t in a.tensors)
@@ -459,16 +477,16 @@ def _size_of_efficient(a: FunctionCall) -> str | None:
     return f"storages that begin at no multiple of {step}" if skewed else None
 
 
-def _formats_of_efficient(a: FunctionCall) -> str | None:
+def _efficient_formats(a: FunctionCall) -> str | None:
     formats = (torch.float32, *(_HALF if a.arch.major >= 8 else _HALF[:1]))
-    return None if a.query.dtype in formats else f"{_word(a.query.dtype)} on {a.arch}"
+    return None if a.query.dtype in formats else f"{_format_name(a.query.dtype)} on {a.arch}"
 
 
-_OF_EFFICIENT: tuple[Check, ...] = (
-    _enabled_efficient, _four_axes, _size_of_efficient, _last_axis, _all_heads, _formats_of_efficient,
+_EFFICIENT_CHECKS: tuple[Check, ...] = (
+    _enabled_efficient, _four_axes, _efficient_head_size, _last_axis, _all_heads, _efficient_formats,
 )  # fmt: skip
 
-_KERNELS = ((CUDNN, _OF_CUDNN), (FLASH, _OF_FLASH), (EFFICIENT, _OF_EFFICIENT))
+_KERNELS = ((CUDNN, _CUDNN_CHECKS), (FLASH, _FLASH_CHECKS), (EFFICIENT, _EFFICIENT_CHECKS))
 
 
 def choose(call: FunctionCall) -> tuple[str, str]:
@@ -501,10 +519,10 @@ def attend(
     call = FunctionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, device.arch)
     name, why = choose(call)
     with device.by(name, why):
-        return _WAYS[name](call, scale)
+        return _ATTENTION_BACKENDS[name](call, scale)
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype, masked_value: float) -> torch.Tensor | None:
+def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype, masked_value: float) -> torch.Tensor | None:
     """Convert a boolean mask to an additive one: convert_boolean_attn_mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -512,7 +530,7 @@ def _added(mask: torch.Tensor | None, dtype: torch.dtype, masked_value: float) -
 
 
 def _by_cudnn(a: FunctionCall, scale: float | None) -> torch.Tensor:
-    mask = _added(a.mask, a.query.dtype, -65504.0)
+    mask = _additive_mask(a.mask, a.query.dtype, -65504.0)
     more = (mask, a.trains, a.dropout, a.causal, False)
     return _first(aten._scaled_dot_product_cudnn_attention(*a.tensors, *more, scale=scale))
 
@@ -527,7 +545,7 @@ def _by_flash(a: FunctionCall, scale: float | None) -> torch.Tensor:
 
 
 def _by_efficient(a: FunctionCall, scale: float | None) -> torch.Tensor:
-    mask = _added(a.mask, a.query.dtype, float("-inf"))
+    mask = _additive_mask(a.mask, a.query.dtype, float("-inf"))
     if mask is not None:
         mask = _aligned(mask).expand(*a.query.shape[:3], a.key.shape[2])
     more = (mask, a.trains, a.dropout, a.causal)
@@ -542,8 +560,8 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
 
 
-def _by_products(a: FunctionCall, scale: float | None) -> torch.Tensor:
-    mask = _added(a.mask, a.query.dtype, float("-inf"))
+def _by_math(a: FunctionCall, scale: float | None) -> torch.Tensor:
+    mask = _additive_mask(a.mask, a.query.dtype, float("-inf"))
     more = (mask, a.dropout, a.causal, None)
     return _first(aten._scaled_dot_product_attention_math(*a.tensors, *more, scale=scale, enable_gqa=a.grouped))
 
@@ -553,11 +571,11 @@ def _first(outputs: Any) -> torch.Tensor:
     return out
 
 
-_WAYS: dict[str, Callable[[FunctionCall, float | None], torch.Tensor]] = {
+_ATTENTION_BACKENDS: dict[str, Callable[[FunctionCall, float | None], torch.Tensor]] = {
     CUDNN: _by_cudnn,
     FLASH: _by_flash,
     EFFICIENT: _by_efficient,
-    MATH: _by_products,
+    MATH: _by_math,
 }
 
 
@@ -568,7 +586,7 @@ DROPOUT = source("dropout: one kernel", "aten/src/ATen/native/Dropout.cpp, is_fu
 SOFTMAX = source("softmax: to fp32 in the kernel", "aten/src/ATen/native/SoftMax.cpp, softmax, log_softmax")
 BATCH_NORM = source("batch norm: cuDNN", "aten/src/ATen/native/Normalization.cpp, _batch_norm_impl_index")
 RMS_NORM = source("RMS norm: one kernel", "aten/src/ATen/native/layer_norm.cpp, rms_norm_symint")
-_MOST_IN_TRAINING, _MOST_IN_INFERENCE, _MOST_ELEMENTS = 880801, 65535, 2**31 - 1
+_MAX_BATCH_IN_TRAINING, _MAX_BATCH_IN_INFERENCE, _MAX_ELEMENTS = 880801, 65535, 2**31 - 1
 
 
 @rule(torch.dropout)
@@ -586,7 +604,7 @@ def softmax(
     device: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
-    return _widening(device, aten._softmax, input, dim, dtype)
+    return _softmax_to_fp32(device, aten._softmax, input, dim, dtype)
 
 
 @rule(torch.log_softmax, torch.Tensor.log_softmax)
@@ -594,10 +612,10 @@ def log_softmax(
     device: ProgramDevice, input: torch.Tensor, dim: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
     """Cast fp16 to fp32 inside the kernel."""
-    return _widening(device, aten._log_softmax, input, dim, dtype)
+    return _softmax_to_fp32(device, aten._log_softmax, input, dim, dtype)
 
 
-def _widening(
+def _softmax_to_fp32(
     device: ProgramDevice, kernel: Any, x: torch.Tensor, dim: Any, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
     if x.dtype != torch.float16 or dtype != torch.float32 or not isinstance(dim, int):
@@ -631,8 +649,8 @@ def batch_norm(
     formats = input.dtype, weight.dtype
     if torch.bfloat16 in formats or (formats[0] == torch.float16 and formats[1] != torch.float32):
         return None
-    limit = _MOST_IN_TRAINING if training else _MOST_IN_INFERENCE
-    if not (input.shape[0] <= limit and input.numel() < _MOST_ELEMENTS):
+    limit = _MAX_BATCH_IN_TRAINING if training else _MAX_BATCH_IN_INFERENCE
+    if not (input.shape[0] <= limit and input.numel() < _MAX_ELEMENTS):
         return None
     dense = input.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
     with device.by(BATCH_NORM, f"{input.ndim} axes of {str(input.dtype).removeprefix('torch.')}"):
@@ -707,7 +725,7 @@ def _cudnn_layers(
     flags: Sequence[Any],
 ) -> Any:
     if x.dtype not in _FORMATS or not torch.backends.cudnn.enabled:
-        raise UnsupportedError(f"a recurrent layer of {x.dtype}, expected one that cuDNN takes: fp32, fp16 or fp64")
+        raise UnsupportedError(f"cuDNN has no recurrent layers in {x.dtype}; expected fp32, fp16 or fp64")
     biased, count, dropout, train, bidirectional, batch_first = flags
     size, projected = state.shape[2], 0
     if cell is not None and cell.shape[2] != size:
@@ -722,7 +740,7 @@ def _cudnn_layers(
 def _need_padded(has_biases: object) -> None:
     """Raise for a packed sequence."""
     if not isinstance(has_biases, bool):
-        raise UnsupportedError("a packed sequence, whose lengths are data, expected a padded batch")
+        raise UnsupportedError("the lengths of a packed sequence are data; expected a padded batch")
 
 
 @rule(torch.lstm)
@@ -733,7 +751,7 @@ def lstm(device: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: An
     return tuple(_cudnn_layers(device, _LSTM, input, state, cell, params, (has_biases, *rest)))
 
 
-def _of_one_state(mode: int) -> Callable[..., Any]:
+def _single_state_layers(mode: int) -> Callable[..., Any]:
     def layers(device: ProgramDevice, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
         _need_padded(has_biases)
         return tuple(_cudnn_layers(device, mode, input, hx, None, params, (has_biases, *rest))[:2])
@@ -742,7 +760,7 @@ def _of_one_state(mode: int) -> Callable[..., Any]:
 
 
 for _function, _mode in ((torch.rnn_relu, _RELU), (torch.rnn_tanh, _TANH), (torch.gru, _GRU)):
-    rule(_function)(_of_one_state(_mode))
+    rule(_function)(_single_state_layers(_mode))
 
 
 # -- cells -------------------------------------------------------------------------------------------------------
@@ -760,7 +778,9 @@ def lstm_cell(
 
 
 @rule(torch.gru_cell)
-def gru_cell(device: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def gru_cell(
+    device: ProgramDevice, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
     """Run both matmuls, then the fused cell with its biases."""
     gates = input @ w_ih.t(), hx @ w_hh.t()
     with device.by(CELL, "a GRU's"):
@@ -832,16 +852,16 @@ def layer(device: ProgramDevice, *args: Any, **kwargs: Any) -> torch.Tensor:
 KERNELS = frozenset({torch.ops.aten._fused_rms_norm.default})
 
 _HOST = torch.device("cpu")
-_SHOWN = torch.device("cuda", 0)
+_REPORTED = torch.device("cuda", 0)
 #: Device attributes of a tensor.
-_FACTS: dict[Any, Any] = {
-    torch.Tensor.device.__get__: _SHOWN,
+_DEVICE_ATTRIBUTES: dict[Any, Any] = {
+    torch.Tensor.device.__get__: _REPORTED,
     torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]  # torch has no types for it
     torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]  # torch has no types for it
     torch.Tensor.get_device: 0,
 }
 #: Checks for overridden torch functions, by module.
-_ASKING = (
+_OVERRIDE_CHECKS = (
     (functional, "has_torch_function"), (functional, "has_torch_function_unary"),
     (functional, "has_torch_function_variadic"), (torch._tensor, "has_torch_function_unary"),
     (torch.autograd, "has_torch_function"),
@@ -856,38 +876,38 @@ class OnCuda(TorchFunctionMode):
 
     def __init__(self, device: ProgramDevice) -> None:
         super().__init__()
-        self.here = device
-        self._again = False
+        self.device = device
+        self._reentered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
-            return _FACTS[func]
+        if func in _DEVICE_ATTRIBUTES:
+            return _DEVICE_ATTRIBUTES[func]
         if func is torch.Tensor.cuda:
             return args[0]
-        args = tuple(_below(a, func is torch.Tensor.to) for a in args)
-        kwargs = {k: _below(v, k == "device") for k, v in kwargs.items()}
+        args = tuple(_on_host(a, func is torch.Tensor.to) for a in args)
+        kwargs = {k: _on_host(v, k == "device") for k, v in kwargs.items()}
         if torch.is_autocast_enabled("cuda"):
             raise UnsupportedError(
-                'torch.autocast("cuda"), whose casts torch makes by the device of a tensor, expected a module in its '
-                "formats; trace the module in fp32 and cast the graph with apply_precision"
+                'torch.autocast("cuda") cannot be traced, since its casts depend on the device of each tensor; '
+                "trace the module in fp32 and cast the graph with apply_precision"
             )
         replacement = RULES.get(func)
-        result = None if replacement is None else replacement(self.here, *args, **kwargs)
+        result = None if replacement is None else replacement(self.device, *args, **kwargs)
         if result is not None:
             return result
         if func in _BACKWARD or _is_functional(func):
-            self._again = True  # the function checks for overrides, and would dispatch to this mode once more
+            self._reentered = True  # the function checks for overrides, and would dispatch to this mode once more
             with self:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def asking(self, plain: Callable[..., bool]) -> Callable[..., bool]:
+    def override_check(self, plain: Callable[..., bool]) -> Callable[..., bool]:
         """Return an override check that is False for a function being called again under this mode."""
 
         def asked(*tensors: Any) -> bool:
-            if self._again:
-                self._again = False
+            if self._reentered:
+                self._reentered = False
                 return False
             return plain(*tensors)
 
@@ -910,12 +930,12 @@ def _device(plain: property) -> property:
 
     def device(self: FakeTensor) -> Any:
         assert plain.fget is not None
-        return plain.fget(self) if torch._C._is_torch_function_all_disabled() else _SHOWN
+        return plain.fget(self) if torch._C._is_torch_function_all_disabled() else _REPORTED
 
     return property(device)
 
 
-def _below(value: Any, name: bool) -> Any:
+def _on_host(value: Any, name: bool) -> Any:
     """Return an argument with CUDA devices replaced by the CPU."""
     if isinstance(value, torch.device):
         return _HOST if value.type == "cuda" else value
@@ -945,8 +965,8 @@ def on_cuda(program_device: ProgramDevice) -> Iterator[None]:
     with ExitStack() as replaced:
         for name, answer in answers.items():
             replaced.enter_context(patch.object(torch.cuda, name, answer))
-        for module, name in _ASKING:
-            replaced.enter_context(patch.object(module, name, mode.asking(getattr(module, name))))
+        for module, name in _OVERRIDE_CHECKS:
+            replaced.enter_context(patch.object(module, name, mode.override_check(getattr(module, name))))
         replaced.enter_context(patch.object(FakeTensor, "device", _device(vars(FakeTensor)["device"])))
         # optimizers use foreach ops only if all tensors are plain CUDA tensors
         kinds = [*optimizers._foreach_supported_types, FakeTensor]

@@ -32,10 +32,10 @@ _FILL_VALUES: dict[Any, int | float] = {
 }  # fmt: skip
 #: Ops whose result has the same values as their operand, in another format or place.
 _VALUE_PRESERVING = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
-_PRODUCER = "_costgraph_maker"  # tensor attribute with the producer's name
+_PRODUCER_ATTRIBUTE = "_costgraph_maker"  # tensor attribute with the producer's name
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_ELEMENTS = 1 << 24  # most elements to evaluate
-_VALUE = "_costgraph_value"  # fake-tensor attribute with its `_Value`
+_VALUE_ATTRIBUTE = "_costgraph_value"  # fake-tensor attribute with its `_Value`
 #: Sizes at which an answer is checked again, since it may depend on them, as `positions.max() > 2048` does.
 _OTHER_SIZES = (2, 3, 5, 8, 13, 64, 257, 1 << 10, 1 << 13, 1 << 17)
 
@@ -96,7 +96,7 @@ class Data:
         borrowed_data = self.real_data(real)  # the program's files may hold it too
         real = real if borrowed_data is None else borrowed_data
         if not t.is_floating_point() and not t.is_complex() and _has_data(real):
-            t.__dict__[_VALUE] = _Value(None, real, None, tuple(map(_formula, t.shape)), from_input=True)
+            t.__dict__[_VALUE_ATTRIBUTE] = _Value(None, real, None, tuple(map(_formula, t.shape)), from_input=True)
 
     def note(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Derive the values of an op's results, if its operands' values are known."""
@@ -114,7 +114,9 @@ class Data:
         for index, t in enumerate(out if is_sequence else [out]):
             if isinstance(t, FakeTensor) and not t.is_inference() and t.constant is None:
                 shape = tuple(map(_formula, t.shape))
-                t.__dict__[_VALUE] = _Value(op, args, kwargs, shape, index if is_sequence else None, from_input, t._version)
+                t.__dict__[_VALUE_ATTRIBUTE] = _Value(
+                    op, args, kwargs, shape, index if is_sequence else None, from_input, t._version
+                )
 
     def answer(self, op: Any, args: Any) -> Any:
         """Return the number or boolean that a program reads; None if unknown."""
@@ -126,13 +128,13 @@ class Data:
 
     def note_producer(self, op: Any, args: Any, out: Any) -> None:
         """Note the producer of a tensor, which views and casts keep, and name its data-dependent sizes."""
-        tensors = [t for t in _flat(args) if _PRODUCER in t.__dict__]
+        tensors = [t for t in _flat(args) if _PRODUCER_ATTRIBUTE in t.__dict__]
         keeps_producer = op.is_view or op in _VALUE_PRESERVING
         name = op._schema.name.removeprefix("aten::").strip("_")
-        producer = tensors[0].__dict__[_PRODUCER] if keeps_producer and tensors else name
+        producer = tensors[0].__dict__[_PRODUCER_ATTRIBUTE] if keeps_producer and tensors else name
         stem, upper_bound = _DATA_DEPENDENT_SIZES.get(op, ("", None))
         for t in _flat(out):
-            t.__dict__[_PRODUCER] = producer
+            t.__dict__[_PRODUCER_ATTRIBUTE] = producer
             if upper_bound is not None:
                 self.shapes.name_data_sizes(stem, t.shape, upper_bound(args))
 
@@ -144,13 +146,15 @@ class Data:
 
     def producer_of(self, t: torch.Tensor) -> str:
         """Return the name of the op that produced a tensor, or `item` without one."""
-        return str(t.__dict__.get(_PRODUCER, "item"))
+        return str(t.__dict__.get(_PRODUCER_ATTRIBUTE, "item"))
 
     def _known_answer(self, op: Any, args: Any) -> Any:
         """Answer an op that reads data, before `choose`; None if it is unknown."""
         if op is aten.equal.default:
             a, b = args
-            if a is b or (_same_memory(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()):
+            if a is b or (
+                _same_memory(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+            ):
                 return True
             if a.shape != b.shape:
                 return False
@@ -179,7 +183,7 @@ class Data:
                 continue  # the size is invalid, or the values are unknown
 
     def _value_of(self, t: torch.Tensor) -> _Value | None:
-        value = t.__dict__.get(_VALUE)
+        value = t.__dict__.get(_VALUE_ATTRIBUTE)
         if value is not None:
             return value if value.version == t._version else None
         real = self.real_data(t) if isinstance(t, FakeTensor) else t
@@ -206,7 +210,9 @@ class Data:
                     evaluated[id(v)] = _extended(v.args, shape)
                 else:
                     args, kwargs = _mapped((v.args, v.kwargs), evaluate, number)
-                    evaluated[id(v)] = v.op(*args, **{k: a for k, a in kwargs.items() if k not in ("device", "pin_memory")})
+                    evaluated[id(v)] = v.op(
+                        *args, **{k: a for k, a in kwargs.items() if k not in ("device", "pin_memory")}
+                    )
             return evaluated[id(v)] if v.index is None else evaluated[id(v)][v.index]
 
         with _disable_current_modes(), torch.no_grad():

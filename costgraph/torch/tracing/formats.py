@@ -42,7 +42,7 @@ class Formats:
     recorder: Recorder
     calls: list[tuple[str, torch.dtype | None]] = field(default_factory=list)
     """each call that states a format, and the dtype of its result"""
-    asked: list[tuple[int, FormatAssertion]] = field(default_factory=list)
+    casts: list[tuple[int, FormatAssertion]] = field(default_factory=list)
     """recorded casts, with the index of their call"""
     replaced: bool = False
     """whether a function was replaced, since it does not accept symbolic sizes"""
@@ -54,11 +54,11 @@ class Formats:
         if func in _CASTING:
             dtype = next((v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)), None)
             if dtype is not None and args and args[0].is_floating_point():
-                args = (self._taken(func, args[0], dtype), *args[1:])
+                args = (self._record_cast(func, args[0], dtype), *args[1:])
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_floating_point() and not _reads_floats(args, kwargs):
-            self._made(func, out)
+            self._record_new(func, out)
         return out
 
     def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -67,15 +67,15 @@ class Formats:
         if func in (Tensor.to, Tensor.type) and not _states(args[1:], kwargs):
             return out
         if not x.is_floating_point():
-            self._made(func, out)
+            self._record_new(func, out)
             return out
-        return self._taken(func, x, out.dtype) if out is x else self._noted(func, out)
+        return self._record_cast(func, x, out.dtype) if out is x else self._record_call(func, out)
 
-    def _noted(self, func: Any, out: Any) -> Any:
+    def _record_call(self, func: Any, out: Any) -> Any:
         self.calls.append((func.__name__, out.dtype if isinstance(out, Tensor) else None))
         return out
 
-    def _taken(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _record_cast(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Record a cast to `dtype`; a no-op cast returns a separate tensor of the same layout.
 
         Tensors with a gradient are returned as they are, since a separate tensor would have none. So are the parameters
@@ -86,11 +86,11 @@ class Formats:
             return x
         if _converts_a_module():
             return x
-        separate = self._apart(x)
-        self.asked.append((len(self.calls) - 1, self.recorder.stated(x, separate)))
+        separate = self._separate_storage(x)
+        self.casts.append((len(self.calls) - 1, self.recorder.record_cast(x, separate)))
         return separate
 
-    def _apart(self, x: Tensor) -> Tensor:
+    def _separate_storage(self, x: Tensor) -> Tensor:
         """Return a tensor of the same layout in a storage of its own."""
         offset = x.storage_offset()
         numel = offset + sum(((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)), start=1)
@@ -99,16 +99,16 @@ class Formats:
         self.recorder.data.note(torch.ops.aten.clone.default, (x,), {}, out)
         return out
 
-    def _made(self, func: Any, out: Tensor) -> None:
-        self._noted(func, out)
+    def _record_new(self, func: Any, out: Tensor) -> None:
+        self._record_call(func, out)
         if out.dtype == _WIDE and not _is_empty(out):
-            self.asked.append((len(self.calls) - 1, self.recorder.stated(out, out)))
+            self.casts.append((len(self.calls) - 1, self.recorder.record_cast(out, out)))
 
     def settle(self, other: Formats) -> bool:
         """Decide which casts have a fixed format, by the run in another one; return False if its calls differ."""
         if [name for name, _ in self.calls] != [name for name, _ in other.calls]:
             return False
-        for number, event in self.asked:
+        for number, event in self.casts:
             event.fixed = other.calls[number][1] == _WIDE
         return True
 
@@ -122,7 +122,9 @@ def narrowed(tensors: Iterable[Tensor], arguments: Mapping[str, object]) -> dict
     for t in tensors:
         converted = narrow(t)
         if converted is not t:
-            swap(t, nn.Parameter(converted, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else converted)
+            swap(
+                t, nn.Parameter(converted, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else converted
+            )
     return {name: narrow(value) for name, value in arguments.items()}
 
 

@@ -105,25 +105,25 @@ def _like(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
-def _resampled(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
+def _interpolation(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
     """Return the result of an interpolation, whose fake-tensor decomposition requires concrete sizes."""
     return _like(x, [*x.shape[:2], *sizes])
 
 
-def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], input_size: Sequence[Any], *rest: Any) -> torch.Tensor:
+def _interpolation_backward(
+    grad: torch.Tensor, sizes: Sequence[Any], input_size: Sequence[Any], *rest: Any
+) -> torch.Tensor:
     return _like(grad, input_size)
 
 
-def _product_and_sum(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
+def _baddbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
     """Return the result of `baddbmm`; fake tensors would specialize sizes to broadcast the first operand."""
     if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
         aten.baddbmm.default(x, a, b, beta=beta, alpha=alpha)  # raises the error
     return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
 
 
-def _recurrent(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *rest: Any) -> Any:
+def _lstm_layer(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *rest: Any) -> Any:
     """Return the results of an LSTM layer with its saved tensor, which fake tensors leave empty."""
     *outputs, saved = aten.mkldnn_rnn_layer.default(x, weight, hidden, *rest)
     if torch.is_grad_enabled():
@@ -132,14 +132,14 @@ def _recurrent(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *res
     return (*outputs, saved)
 
 
-def _recurrent_backward(*args: Any) -> Any:
+def _lstm_layer_backward(*args: Any) -> Any:
     """Return one tensor as the gradient of both biases, as the kernel does; fake tensors do so only the first time."""
     grads = list(aten.mkldnn_rnn_layer_backward.default(*args))
     grads[4] = grads[3]
     return tuple(grads)
 
 
-def _aligned(func: Any) -> Callable[..., Any]:
+def _with_broadcast_operands(func: Any) -> Callable[..., Any]:
     """Expand operands to a common shape first; fake tensors would specialize sizes to broadcast them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -151,12 +151,12 @@ def _aligned(func: Any) -> Callable[..., Any]:
     return run
 
 
-def _as_large(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _like_input(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Return the result of an elementwise op, whose fake-tensor implementation specializes sizes."""
     return torch.empty_like(x)
 
 
-def _unasked(func: Any) -> Callable[..., Any]:
+def _without_guards(func: Any) -> Callable[..., Any]:
     """Suppress guards of an op: its choice of kernel affects no shape."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -178,23 +178,29 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     **{op: direct(op) for op in (aten.detach.default, aten.alias.default)},
     aten._grouped_mm.default: _grouped_mm,
     aten.constant_pad_nd.default: _constant_pad,
-    aten.baddbmm.default: _product_and_sum,
-    **{op: _aligned(op) for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)},
-    **{op: _aligned(op) for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)},
-    **dict.fromkeys((aten.hardshrink.default, aten.hardshrink_backward.default), _as_large),
-    **dict.fromkeys((aten.softshrink.default, aten.softshrink_backward.default), _as_large),
-    aten.mkldnn_rnn_layer.default: _recurrent,
-    aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
-    aten.upsample_linear1d.default: _resampled,
-    aten.upsample_bilinear2d.default: _resampled,
-    aten.upsample_bicubic2d.default: _resampled,
-    aten.upsample_trilinear3d.default: _resampled,
-    aten.upsample_linear1d_backward.default: _resampled_back,
-    aten.upsample_nearest1d_backward.default: _resampled_back,
-    aten._upsample_nearest_exact1d_backward.default: _resampled_back,
-    aten.upsample_bilinear2d_backward.default: _resampled_back,
-    aten.upsample_bicubic2d_backward.default: _resampled_back,
-    aten.upsample_trilinear3d_backward.default: _resampled_back,
-    aten.convolution.default: _unasked(aten.convolution.default),
-    aten.convolution_backward.default: _unasked(aten.convolution_backward.default),
+    aten.baddbmm.default: _baddbmm,
+    **{
+        op: _with_broadcast_operands(op)
+        for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)
+    },
+    **{
+        op: _with_broadcast_operands(op)
+        for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)
+    },
+    **dict.fromkeys((aten.hardshrink.default, aten.hardshrink_backward.default), _like_input),
+    **dict.fromkeys((aten.softshrink.default, aten.softshrink_backward.default), _like_input),
+    aten.mkldnn_rnn_layer.default: _lstm_layer,
+    aten.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
+    aten.upsample_linear1d.default: _interpolation,
+    aten.upsample_bilinear2d.default: _interpolation,
+    aten.upsample_bicubic2d.default: _interpolation,
+    aten.upsample_trilinear3d.default: _interpolation,
+    aten.upsample_linear1d_backward.default: _interpolation_backward,
+    aten.upsample_nearest1d_backward.default: _interpolation_backward,
+    aten._upsample_nearest_exact1d_backward.default: _interpolation_backward,
+    aten.upsample_bilinear2d_backward.default: _interpolation_backward,
+    aten.upsample_bicubic2d_backward.default: _interpolation_backward,
+    aten.upsample_trilinear3d_backward.default: _interpolation_backward,
+    aten.convolution.default: _without_guards(aten.convolution.default),
+    aten.convolution_backward.default: _without_guards(aten.convolution_backward.default),
 }

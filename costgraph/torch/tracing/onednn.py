@@ -14,10 +14,10 @@ __all__ = ["PAGE", "Lstm"]
 
 PAGE = 4096
 #: Bytes for weight and bias pointer tables and for padding to the first page, in training and in inference.
-_TABLES, _TABLES_OF_INFERENCE = 4664, 4872
+_TABLES, _INFERENCE_TABLES = 4664, 4872
 _GATES = 4
 # block width of packed weights, and the batch size from which input matmuls run step by step
-_BLOCK, _MANY = 16, 128
+_BLOCK, _STEPWISE_BATCH = 16, 128
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Lstm:
 
     def forward(self, pages: Callable[[Any], Any]) -> Any:
         """Return the training forward pass's workspace: transposed weights, and the gates for all steps."""
-        merged = not isinstance(self.batch, int) or self.batch < _MANY
+        merged = not isinstance(self.batch, int) or self.batch < _STEPWISE_BATCH
         weights = (self.inner + self.size) * self._gates
         return weights + self._scratch(self.steps * self.batch if merged else self.batch, pages)
 
@@ -70,7 +70,7 @@ class Lstm:
         weights = (self.inner + self.size) * _GATES * padded * self.bytes
         rows = self.steps if isinstance(self.batch, int) and self.batch == 1 else self.batch
         parts = (*self._states(), rows * self._gates, self.batch * self._row(self.size))
-        return weights + sum(map(pages, parts)) + _TABLES_OF_INFERENCE
+        return weights + sum(map(pages, parts)) + _INFERENCE_TABLES
 
     def backward(self, pages: Callable[[Any], Any]) -> Any:
         """Return the workspace of the backward pass: padded weights, their gradients, and scratch buffers."""

@@ -290,16 +290,16 @@ class Leaves:
             if t.requires_grad and t._base is None:  # a view's flag follows from its base
                 cut = isinstance(t, nn.Parameter) or t.__dict__.get(BARRIER) == NONE
                 return Barrier(
-                    "a leaf of autograd (a parameter, its copy, `requires_grad_`) is made while the program runs",
+                    "an autograd leaf (a parameter, a copy of one, or `requires_grad_`) is created during the run",
                     leaf=True,
                     alone=not cut,
                 )
             return t.__dict__.get(BARRIER)
         _, name, declared, was_trained = self._declared[id(t)]
         if t.requires_grad and handle != declared:
-            return Barrier(f"parameter {name!r} gets other data while the program runs", leaf=True)
+            return Barrier(f"the data of parameter {name!r} is replaced during the run", leaf=True)
         if t.requires_grad and not was_trained:
-            return Barrier(f"{name!r} begins to require a gradient while the program runs", leaf=True)
+            return Barrier(f"{name!r} starts to require a gradient during the run", leaf=True)
         if was_trained and not t.requires_grad:
             return NONE  # frozen from here on
         return None if t.requires_grad else t.__dict__.get(BARRIER)
@@ -310,8 +310,8 @@ class Leaves:
             _, name, declared, _ = self._declared[id(t)]
             if replace(handle, barrier=None) != declared:
                 raise UnsupportedError(
-                    f"trace: parameter {name!r} gets other data while the program runs, expected one that keeps its "
-                    f"own; convert, assign or swap parameters before the trace"
+                    f"trace: the data of parameter {name!r} is replaced during the run; convert, assign or swap "
+                    f"parameters before the trace"
                 )
 
 
@@ -360,7 +360,9 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
         recorder.barrier(result, barrier)
     scope, _ = recorder.scopes.now()
     recorder.events.append(
-        JoinedTensor(operands, recorder.new_handle(result), part.loop, axis, stacked, part.reverse, scope, recorder.phase)
+        JoinedTensor(
+            operands, recorder.new_handle(result), part.loop, axis, stacked, part.reverse, scope, recorder.phase
+        )
     )
     return result
 
@@ -405,7 +407,12 @@ def one_by_one(call: Call) -> list[Call]:
             scalar_name if k in _NUMBERS else k: (v[index] if index < len(v) else None) if isinstance(v, tuple) else v
             for k, v in call.arguments.items()
         }
-        return replace(call, name=name, arguments=arguments, results=call.results[index : index + 1] or first_list[index : index + 1])
+        return replace(
+            call,
+            name=name,
+            arguments=arguments,
+            results=call.results[index : index + 1] or first_list[index : index + 1],
+        )
 
     return [call_at(i) for i in range(len(first_list))]
 
@@ -430,14 +437,19 @@ class ListPosition:
 
 def list_positions(call: Call, call_position: ListPosition) -> list[ListPosition]:
     """Return the arguments and results at each position, as lists of one element; other calls give `[whole]`."""
-    return [_position_of(call_position, i) for i in range(len(_first_list(call)))] if is_listed(call) else [call_position]
+    return (
+        [_position_of(call_position, i) for i in range(len(_first_list(call)))] if is_listed(call) else [call_position]
+    )
 
 
 def _position_of(call_position: ListPosition, i: int) -> ListPosition:
     def select(value: Any) -> Any:
         return value[i : i + 1] if isinstance(value, tuple) else value
 
-    arguments, keywords = tuple(map(select, call_position.arguments)), {k: select(v) for k, v in call_position.keywords.items()}
+    arguments, keywords = (
+        tuple(map(select, call_position.arguments)),
+        {k: select(v) for k, v in call_position.keywords.items()},
+    )
     operands: dict[Handle, int] = {}
     for h in handles((arguments, *keywords.values())):
         if h.numel:
@@ -620,7 +632,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
-            raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
+            raise UnsupportedError(f"{caller()}: op {func} has no rule; expected an op from torch.ops")
         if func.namespace == "prims" and hasattr(func, "impl_aten"):  # in forward-mode formulas
             with self:
                 return func.impl_aten(*args, **kwargs)
@@ -631,10 +643,12 @@ class Recorder(TorchDispatchMode):
             return answer
         if func is aten.equal.default:
             raise UnsupportedError(
-                f"{caller()}: asks whether two tensors are equal, which have no data; say which branch to trace: "
+                f"{caller()}: compares two tensors, whose values are unknown; choose the branch to trace: "
                 f"choose={{'equal': True}} or choose={{'equal': False}}"
             )
-        decomposition = COMPOSITES.get(func) or (func.decompose if is_composed(func) and func not in self.kernels else None)
+        decomposition = COMPOSITES.get(func) or (
+            func.decompose if is_composed(func) and func not in self.kernels else None
+        )
         if decomposition is not None:
             with self:  # below autograd and inside ops, composites have not been decomposed yet
                 return decomposition(*args, **kwargs)
@@ -931,7 +945,7 @@ def _inference(recorder: Recorder) -> Iterator[None]:
         enter(self)
         recorder.grad_off = self.mode
 
-    def has_live_storages(self: torch.inference_mode, *error: Any) -> None:
+    def left(self: torch.inference_mode, *error: Any) -> None:
         leave(self, *error)
         recorder.grad_off = previous.pop()
 

@@ -48,7 +48,7 @@ class ObservedResult:
     """operand whose storage it shares"""
     offset: Poly
     """first element within the storage"""
-    place: int
+    index: int
     """index among the returned values; -1 for an operand that is written but not returned"""
     spare: Poly = ZERO
     """bytes of the storage beyond its elements"""
@@ -73,14 +73,14 @@ class Template:
         inputs = [operands[i] for i in self.operands]
         copier.tensors |= zip(self.body.formals, inputs, strict=True)
         if self.kernel is not None:
-            op = _added(graph, replace(self.kernel, body=copier.inside(self.body, graph, name)), inputs, name)
+            op = _add_op(graph, replace(self.kernel, body=copier.copy_body(self.body, graph, name)), inputs, name)
             return [op], op.results
         ops = []
         for inner in self.body.ops:
             kind = inner.kind
             if isinstance(kind, BodyKind):
-                kind = replace(kind, body=copier.inside(kind.body, graph, name))
-            op = _added(graph, kind, [copier.tensors[t] for t in inner.operands], name)
+                kind = replace(kind, body=copier.copy_body(kind.body, graph, name))
+            op = _add_op(graph, kind, [copier.tensors[t] for t in inner.operands], name)
             copier.tensors |= zip(inner.results, op.results, strict=True)
             ops.append(op)
         return ops, tuple(copier.tensors[t] for t in self.results)
@@ -89,7 +89,7 @@ class Template:
 class _Copier(Rewriter):
     """Copies ops into the scope and phase of the call."""
 
-    def inside(self, body: Graph, graph: Graph, name: str) -> Graph:
+    def copy_body(self, body: Graph, graph: Graph, name: str) -> Graph:
         """Copy a kernel's body, in a scope with the kernel's name."""
         with scope(name):
             return self.body(body, graph, "")
@@ -101,7 +101,7 @@ class _Copier(Rewriter):
         return made
 
 
-def _added(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:
+def _add_op(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:
     op = graph.add_op(kind, operands, name)
     if op.body is not None:
         op.body.owner = op
@@ -135,9 +135,9 @@ def template_of(
 ) -> Template | None:
     """Return a call's declared ops; None if they do not reproduce the run's results.
 
-    `operands` numbers the operands, `tensors` are their graph tensors, `wanted` are the run's results, and
-    `workspace` are the temporary bytes of torch's kernel. With `whole`, the ops form one kernel that keeps the call,
-    even if each could be its own.
+    `operands` numbers the operands, `tensors` are their graph tensors, `observed` are the run's results, and
+    `workspace` are the temporary bytes of torch's kernel. With `one_kernel`, the ops form one kernel that keeps the
+    call, even if each could be its own.
     """
     relations = tensors[0].graph.root.relations if tensors else None
     try:
@@ -148,10 +148,10 @@ def template_of(
         return None
     body, inputs, returned = declaration
     used = tuple(inputs[t] for t in body.captured)
-    results = _results(returned, body, inputs, observed)
+    results = _result_tensors(returned, body, inputs, observed)
     if any(result.spare and (i or result.of is not None) for i, result in enumerate(observed)):
         return None
-    template = None if results is None else _settled(body, used, results, observed, workspace, one_kernel)
+    template = None if results is None else _as_template(body, used, results, observed, workspace, one_kernel)
     return None if template is None else _with_gradient(template, call, operands)
 
 
@@ -159,18 +159,18 @@ def template_of(
 def _arguments(name: str) -> tuple[str, ...]:
     """Return the argument names of a backward kernel; none if torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
-    return _KEPT.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
+    return _SAVED_OPERANDS.get(name, ()) if packet is None else tuple(a.name for a in packet.default._schema.arguments)
 
 
 #: Operands that autograd saves although their gradients are views.
-_KEPT = {"complex_backward": ("real", "imag")}
+_SAVED_OPERANDS = {"complex_backward": ("real", "imag")}
 
 
 def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) -> Template:
     """State the properties of the backward kernel: saved operands, gradient memory format, temporaries."""
     name = "embedding_dense_backward" if call.name == "embedding" else f"{call.name.removesuffix('_forward')}_backward"
     names, body, kernel = _arguments(name), template.body, template.kernel
-    op = next((op for op in reversed(body.ops) if _works(op)), None)
+    op = next((op for op in reversed(body.ops) if _computes(op)), None)
     if op is None:
         return template
     positions = {t.storage: i for i, t in enumerate(op.operands if kernel is None else body.formals)}
@@ -183,7 +183,9 @@ def _with_gradient(template: Template, call: Call, operands: Mapping[Any, int]) 
     layout = copied(backward_call).get(grad)
     properties: Any = {
         "saved_operands": tuple(saved[n] for n in names if n in saved),
-        "grad_memory_format": "" if layout is None else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(layout, "operand"),
+        "grad_memory_format": ""
+        if layout is None
+        else {"": "contiguous", "bshd": "bshd", grad: "grad"}.get(layout, "operand"),
         "copies_grad_input": copies_results(backward_call),
         "copies_matmul_operands": copies_matmul_operands(call),
     }
@@ -216,26 +218,26 @@ def declared(
     scratch.relations = scratch.relations if relations is None else relations
     inputs: dict[Tensor, int] = {}
 
-    def stand_in(operand: int) -> Tensor:
+    def add_formal(operand: int) -> Tensor:
         t = tensors[operand]
         formal = Tensor(scratch, f"x{len(inputs)}", t.sizes, t.dtype, role="input", strides=t.strides)
         scratch.add_node(formal)
         inputs[formal] = operand
         return formal
 
-    firsts = [stand_in(i) for i in range(len(tensors))]
+    firsts = [add_formal(i) for i in range(len(tensors))]
     unused = dict(enumerate(firsts))
 
-    def given(value: Any) -> Any:
+    def with_formals(value: Any) -> Any:
         if isinstance(value, Spec):
             operand = operands.get(value)
             if operand is None:
                 return None
-            return firsts[operand] if call.inplace else unused.pop(operand, None) or stand_in(operand)
-        return tuple(map(given, value)) if isinstance(value, tuple) else number_of(value)
+            return firsts[operand] if call.inplace else unused.pop(operand, None) or add_formal(operand)
+        return tuple(map(with_formals, value)) if isinstance(value, tuple) else number_of(value)
 
     body = scratch.start_body("call", fused=True)
-    graph_call = replace(call, arguments={k: given(v) for k, v in call.arguments.items()})
+    graph_call = replace(call, arguments={k: with_formals(v) for k, v in call.arguments.items()})
     try:
         with opened(graph=body, levels=(), phase="forward"):
             returned = translation(graph_call)
@@ -243,41 +245,45 @@ def declared(
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"aten::{call.name}.{call.overload}: its translation failed with {type(error).__name__}: "
-            f"{shown(str(error), 300)}; expected one that takes such a call, or returns None"
+            f"aten::{call.name}.{call.overload}: its translation failed on these arguments with "
+            f"{type(error).__name__}: {shown(str(error), 300)}; a translation returns None for calls that it does not "
+            f"support"
         ) from error
     return None if returned is None else (body, inputs, returned)
 
 
-def _results(
-    outputs: Tensor | Sequence[Tensor | None], body: Graph, inputs: Mapping[Tensor, int], observed: Sequence[ObservedResult]
+def _result_tensors(
+    outputs: Tensor | Sequence[Tensor | None],
+    body: Graph,
+    inputs: Mapping[Tensor, int],
+    observed: Sequence[ObservedResult],
 ) -> tuple[Tensor, ...] | None:
     """Return the tensor for each result; None if the run produced other ones."""
     returned = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     tensors = []
     for result in observed:
-        if result.place >= 0:
-            t = returned[result.place] if result.place < len(returned) else None
+        if result.index >= 0:
+            t = returned[result.index] if result.index < len(returned) else None
         else:  # an operand written in place
             first = next(x for x, i in inputs.items() if i == (result.of or 0))
-            t = next((r for r in returned if r is not None and r.storage in _stored(body, first)), None)
+            t = next((r for r in returned if r is not None and r.storage in _storages(body, first)), None)
         t = body.adopt(t) if t is not None and t in inputs else t
         if t is None or t.dtype != result.spec.dtype or len(t.sizes) != len(result.spec.sizes):
             return None
         if not all(map(body.same, t.sizes, result.spec.sizes)):
             return None
-        shared = next((i for x, i in inputs.items() if t.storage in _stored(body, x)), None)
+        shared = next((i for x, i in inputs.items() if t.storage in _storages(body, x)), None)
         if shared != result.of:
             return None
         tensors.append(t)
     return tuple(tensors)
 
 
-def _stored(body: Graph, outer: Tensor) -> list[Any]:
+def _storages(body: Graph, outer: Tensor) -> list[Any]:
     return [outer.storage, *(inner.storage for out, inner in body._captured.items() if out is outer)]
 
 
-def _settled(
+def _as_template(
     body: Graph,
     used: tuple[int, ...],
     results: tuple[Tensor, ...],
@@ -288,10 +294,10 @@ def _settled(
     """Decide whether the ops stand alone or form one kernel."""
     ops = body.ops
     spare = observed[0].spare if observed else ZERO
-    as_run = not spare and all(_lies(body, t, result) for t, result in zip(results, observed, strict=True))
+    as_run = not spare and all(_has_layout(body, t, result) for t, result in zip(results, observed, strict=True))
     if not ops:
         return None
-    work = [op for op in ops if _works(op)]
+    work = [op for op in ops if _computes(op)]
     if len(work) == 1 and isinstance(work[0].kind, Opaque) and as_run:
         work[0].state(workspace=work[0].kind.workspace + workspace)
         workspace = ZERO
@@ -325,12 +331,12 @@ def _settled(
     return Template(body, used, results, kind)
 
 
-def _works(op: Op) -> bool:
+def _computes(op: Op) -> bool:
     """Whether an op does more than return a view."""
     return bool(op.kind.overwrites()) or any(not t.is_view for t in op.results)
 
 
-def _lies(body: Graph, t: Tensor, result: ObservedResult) -> bool:
+def _has_layout(body: Graph, t: Tensor, result: ObservedResult) -> bool:
     """Whether a result has the run's memory layout; strides along size-1 axes do not matter."""
     same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, result.spec.strides, strict=True))
     return same and (result.of is None or body.same(t.offset, result.offset))
@@ -341,6 +347,8 @@ def _strides(observed: Sequence[ObservedResult]) -> tuple[Sizes | None, ...]:
     out = []
     for result in observed:
         dense = contiguous(result.spec.sizes)
-        is_strided = any(n != ONE and a != b for n, a, b in zip(result.spec.sizes, result.spec.strides, dense, strict=True))
+        is_strided = any(
+            n != ONE and a != b for n, a, b in zip(result.spec.sizes, result.spec.strides, dense, strict=True)
+        )
         out.append(result.spec.strides if is_strided and result.of is None else None)
     return tuple(out) if any(s is not None for s in out) else ()

@@ -54,7 +54,7 @@ def _sizes(call: Call, positions: int, causal: str) -> _Sizes:
     v: Spec = call["value"]
     for name, t in (("query", q), ("key", k), ("value", v)):
         if len(t.sizes) != 4:
-            raise unsupported(call, f"{name} of {len(t.sizes)} axes", "four: batch, heads, positions and size")
+            raise unsupported(call, f"{name} has {len(t.sizes)} axes", "four: batch, heads, positions and head size")
     queries, keys = q.sizes[positions], k.sizes[positions]
     if causal == "last" or (causal and queries == keys):
         seen = Domain(causal=True).points(queries, keys)
@@ -166,12 +166,12 @@ def _positions_first(call: Call) -> _Sizes:
     lengths = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "seqused_k", "block_table")
     given = next((n for n in lengths if isinstance(call.get(n), Spec) and call[n].numel), None)
     if given is not None and len(call["query"].sizes) != 4:
-        raise unsupported(call, f"sequences of lengths that are data ({given})", "a batch of equal lengths")
+        raise unsupported(call, f"the sequence lengths are data ({given})", "a batch of equal lengths")
     window = next(
         (n for n in ("window_size_left", "window_size_right", "window_size") if _is_window(call.get(n))), None
     )
     if window is not None:
-        raise unsupported(call, f"{window} {call[window]}", "no window")
+        raise unsupported(call, f"{window} is {call[window]}", "no window")
     if "custom_mask_type" in call.arguments:  # 0 none, 1 causal from the first position, 2 aligned at the last
         return _sizes(call, 1, ("", "first", "last")[int(call["custom_mask_type"])])
     return _sizes(call, 1, "last" if call.get("is_causal") else "")
@@ -212,7 +212,7 @@ def _packed(call: Call) -> _Sizes:
     q, v = call["query"], call["value"]
     window = [n for n in call.get("window_size") or () if n != ONE * -1]
     if window not in ([], [0]) or any(isinstance(call.get(name), Spec) for name in ("seqused_k", "block_table")):
-        raise unsupported(call, "a window, or keys of a paged cache", "sequences that see all keys, or a causal mask")
+        raise unsupported(call, "the call has a window or a paged KV cache", "full or causal attention")
     rows, longest = poly(call["max_q"]), poly(call["max_k"])
     causal = bool(call.get("is_causal")) or window == [0]
     pairs = Domain(causal=True).points(rows, longest) if causal else rows * longest

@@ -69,7 +69,7 @@ def unfold_backward(call: Call) -> Counts:
 def repeated(call: Call) -> Counts:
     """Count no FLOPs: each index is written as often as the operand states."""
     if call.get("output_size") is None:
-        raise unsupported(call, "a result as long as the sum of the operand", "output_size")
+        raise unsupported(call, "the result is as long as the sum of the operand, which is data", "output_size")
     return Counts()
 
 

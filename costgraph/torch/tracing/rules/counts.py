@@ -50,18 +50,18 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
     """
     shown = f"aten::{call.name}.{call.overload}"
     found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
-    why, counts = "no rule says what it costs", None
+    why, counts = "no cost rule", None
     try:
         counts = _by_rule(found, call, shown) if found is not None else _derived(call, relations)
     except CostGraphError as error:
         why = str(error)
         if found is not None or why.startswith(shown):
             raise
-        why = f"no declared kinds say what it does, {why}; and no rule says what it costs"
+        why = f"no op kind accepts these operands ({why}), and there is no cost rule"
     if counts is None:
         if torch.Tag.pointwise not in tags or not call.results:
             raise UnsupportedError(
-                f"{shown}: {why}, expected one of {len(RULES)} ops that have one; register a rule "
+                f"{shown}: {why}; expected one of {len(RULES)} ops with a rule, or register one "
                 f"under {call.name!r} with costgraph.torch.tracing.rules.rule"
             )
         counts = Counts(pointwise=call.out.numel)
@@ -79,7 +79,7 @@ def _by_rule(found: Callable[[Call], Counts | None], call: Call, shown: str) -> 
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {quoted(str(error), 300)}"
-        raise UnsupportedError(f"{shown}: its rule failed with {why}, expected one that takes such a call") from error
+        raise UnsupportedError(f"{shown}: its cost rule failed on these arguments with {why}") from error
 
 
 def is_derived(call: Call) -> bool:

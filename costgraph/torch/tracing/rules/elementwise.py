@@ -203,7 +203,7 @@ def complex_counts(call: Call, counts: Counts) -> Counts:
         return Counts(
             matmul=counts.matmul * 4, pointwise=counts.pointwise * 2, reads=counts.reads, writes=counts.writes
         )
-    raise unsupported(call, "complex numbers, of which no rule says what they cost", "real ones")
+    raise unsupported(call, "no rule for complex operands", "real ones")
 
 
 def _function(call: Call, name: str) -> Function:

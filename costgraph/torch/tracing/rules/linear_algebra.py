@@ -115,7 +115,7 @@ def trilinear(call: Call) -> Counts:
     first = has[0] | has[1]
     second = (first - early) | has[2]
     if not early <= first:
-        raise unsupported(call, f"sumdim {sorted(summed)}", "axes that an operand has")
+        raise unsupported(call, f"sumdim is {sorted(summed)}", "axes of an operand")
     parts = []
     for reached, sums in ((first, early), (second, summed - early)):
         points = product(sizes[a] for a in reached)

@@ -139,7 +139,7 @@ def embedding_bag(call: Call) -> Counts:
 def embedding_bag_backward(call: Call) -> Counts:
     """Count an addition per row element, 2 if the row has a weight or enters a mean."""
     if call.get("sparse"):
-        raise unsupported(call, "a sparse gradient", "sparse=False")
+        raise unsupported(call, "the gradient is sparse", "sparse=False")
     rows = call["indices"].numel * call["grad"].sizes[1]
     scaled = call.get("per_sample_weights") is not None or call["mode"] == 1
     return each(rows, *(("mul", "add") if scaled else ("add",)))

@@ -123,7 +123,7 @@ def layer_backward(call: Call) -> Counts:
 def _all_layers(call: Call) -> tuple[int, Poly, Poly, Poly, bool]:
     """Return the mode, all multiply-adds, hidden units per layer and in total, and whether there are biases."""
     if call.get("batch_sizes"):
-        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
+        raise unsupported(call, "the lengths of a packed sequence are data", "a padded batch")
     weights, mode = call["weight"], int(call["mode"])
     places = prod(call["input"].sizes[:-1], start=ONE)
     matrices = [w for w in weights if len(w.sizes) == 2]

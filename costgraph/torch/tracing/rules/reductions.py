@@ -297,7 +297,11 @@ def _reached(call: Call, whole: Poly, parts: Poly) -> Poly:
     if isinstance(n, int) and isinstance(k, int):
         return whole + k - gcd(n, k)
     if not isinstance(k, int):
-        raise unsupported(call, f"{parts} windows over {whole} elements", "a number of windows, or one that divides")
+        raise unsupported(
+            call,
+            f"the size of {parts} windows over {whole} elements is unknown",
+            f"a constant number, or one that divides {whole}",
+        )
     inner = (whole * i / k for i in range(1, k))
     return whole + total(poly(sympy.ceiling(at.expr)) - poly(sympy.floor(at.expr)) for at in inner)
 

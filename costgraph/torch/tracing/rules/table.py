@@ -121,4 +121,4 @@ def operand_bytes(call: Call, **instead: Poly) -> tuple[Poly, ...]:
 
 def unsupported(call: Call, found: str, expected: str) -> UnsupportedError:
     """Return the error for arguments that a rule does not cover."""
-    return UnsupportedError(f"aten::{call.name}.{call.overload}: {found}, expected {expected}")
+    return UnsupportedError(f"aten::{call.name}.{call.overload}: {found}; expected {expected}")

@@ -108,7 +108,7 @@ def _places(call: Call) -> tuple[Poly, int, int]:
     """Return the position count, the coordinates per position, and the mode."""
     mode = call.get("interpolation_mode") or _BILINEAR
     if mode not in (_BILINEAR, _NEAREST_MODE):
-        raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
+        raise unsupported(call, f"interpolation mode is {mode}", "bilinear or nearest")
     grid: Spec = call["grid"]
     return prod(grid.sizes[:-1], start=ONE), 2 if "2d" in call.name else 3, mode
 

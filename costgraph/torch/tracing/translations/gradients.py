@@ -78,7 +78,7 @@ def _pulled(
     def saved(t: Tensor) -> Tensor:
         if t not in again.tensors:
             if t.producer is None:
-                raise UnsupportedError(f"gradient of {made.name!r}: {t!r} is not saved, expected what is")
+                raise UnsupportedError(f"gradient of {made.name!r}: it reads {t!r}, which is not saved")
             for o in t.producer.operands:
                 saved(o)
             again.copy(t.producer, home)
@@ -127,7 +127,7 @@ def _results(forward: Translation, call: Call) -> tuple[Tensor, ...]:
     """Return a forward kernel's results."""
     found = forward(call)
     if found is None:
-        raise UnsupportedError(f"{call.name}: declared kinds do not say what it is, expected other arguments")
+        raise UnsupportedError(f"{call.name}: no op kind accepts these arguments")
     return (found,) if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
 
 

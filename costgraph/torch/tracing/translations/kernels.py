@@ -231,7 +231,7 @@ def _seen(call: Call, **more: Any) -> Call:
 def _counted(call: Call) -> Counts:
     counts = Counts() if call.name in _COPIES else RULES[call.name](call)
     if counts is None:
-        raise UnsupportedError(f"{call.name}: no rule says what it costs, expected other arguments")
+        raise UnsupportedError(f"{call.name}: its cost rule does not accept these arguments")
     return replace(counts, workspace=counts.workspace + workspace_of(call))
 
 
