@@ -171,9 +171,7 @@ def test_data_that_nobody_knows_are_refused(question):
 
 def test_numbers_that_an_input_holds_are_no_sizes():
     net = Asks(lambda m, x, n: x[:, : n.max().item()].shape[1] > 3)
-    with pytest.raises(
-        cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in <lambda>, .*: size max_1 depends on"
-    ):
+    with pytest.raises(cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in <lambda>, .*: size max_1 depends on"):
         trace(net, X, torch.full((3,), 5), dims=[D, ("B",)], data_sizes="error")
 
 
