@@ -70,10 +70,10 @@ class LoopLabels:
         self.written.clear()
         self._next = path
 
-    def label(self, before: int) -> None:
+    def label(self, node_count: int) -> None:
         """Assign the ops added since the graph had `before` nodes to the current iteration."""
         if self._path:
-            self.loop_trace.paths |= dict.fromkeys(added_since(self.graph, before), self._path)
+            self.loop_trace.paths |= dict.fromkeys(added_since(self.graph, node_count), self._path)
         self._path = self._next
 
     def join(self, event: JoinedTensor, parts: Sequence[Tensor]) -> Tensor:
@@ -183,13 +183,13 @@ class Builder:
         self.sources: dict[int, Tensor] = {}
         """Tensor of each storage that exists from the start."""
         self.phase = "forward"
-        self.before: dict[int, LastWrite] = {}
+        self.last_writes: dict[int, LastWrite] = {}
         """Last write to each storage."""
         self._clock = 0
         self._last_allocation = 0  # time of the last allocation
         self._last_read: dict[int, int] = {}  # time of each storage's last read
         self._alive: dict[int, None] = {}
-        self._unneeded: list[int] = []
+        self._to_extend: list[int] = []
         self._shared_storages: dict[int, int] = {}
         """Storages split by a no-op cast that must be one, since one alias is written and another read."""
         self._templates: dict[Any, Template | None] = {}
@@ -216,7 +216,7 @@ class Builder:
         """Add all events in order."""
         self._shared_storages = _shared_by_casts(events)
         for event in events:
-            before = len(self.graph)
+            node_count = len(self.graph)
             if isinstance(event, Release):
                 self._release(event.storage)
             elif isinstance(event, LoopIteration):
@@ -227,7 +227,7 @@ class Builder:
                 self._add_format_assertion(event)
             else:
                 self.add(event)
-            self.loop_labels.label(before)
+            self.loop_labels.label(node_count)
 
     def finish(self) -> None:
         """Keep storages that were never freed alive to the end."""
@@ -242,7 +242,7 @@ class Builder:
         if view is None and handle.barrier is not None:
             return self._barrier(handle, handle.barrier)
         if view is None:
-            view = self._apply_slice_writes(handle, self.before.get(handle.storage))
+            view = self._apply_slice_writes(handle, self.last_writes.get(handle.storage))
         if view is None:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
@@ -282,7 +282,7 @@ class Builder:
     def settle(self, handle: Handle) -> None:
         """Apply pending slice writes to a tensor."""
         if handle not in self.tensors[handle.storage]:
-            self._apply_slice_writes(handle, self.before.get(handle.storage))
+            self._apply_slice_writes(handle, self.last_writes.get(handle.storage))
 
     def _canonical(self, handle: Handle) -> Handle:
         """Return a view with the canonical number of its storage."""
@@ -331,13 +331,13 @@ class Builder:
                 self._foreign(call, operands, call.outputs)
                 return range(len(operands))
             ops, results = template.add(self.graph, operands, call.name)
-        for each in ops if call.no_grad else ():
-            each.state(no_grad=True)
+        for inner in ops if call.no_grad else ():
+            inner.state(no_grad=True)
         op, numbers = (
             ops[-1],
             {t.storage: self._canonical(h).storage for t, h in zip(operands, call.operands, strict=True)},
         )
-        for storage in (each.operands[i].storage for each in ops for i in each.kind.overwrites()):
+        for storage in (inner.operands[i].storage for inner in ops for i in inner.kind.overwrites()):
             self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)
         self._register([(*row[:3], None) for row in call.outputs], results, call.unseen)
         indices = {operands[i]: i for i in reversed(range(len(operands)))}
@@ -427,7 +427,7 @@ class Builder:
         """Register the tensors that stand for a call's outputs."""
         for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
             handle = self._canonical(handle)
-            if unseen and handle.storage not in self.first and handle.storage in self.before:
+            if unseen and handle.storage not in self.first and handle.storage in self.last_writes:
                 self.first[handle.storage] = t  # readers hold it by its earlier names
                 continue
             if bytes_ is None:
@@ -439,11 +439,11 @@ class Builder:
     def _overwritten(self, storage: int, part: Tensor, unseen: bool = False) -> None:
         """Drop an overwritten storage's tensors: later reads derive from the write."""
         self.first.pop(storage, None)
-        tensors, previous = self.tensors.pop(storage, {}), self.before.get(storage)
+        tensors, previous = self.tensors.pop(storage, {}), self.last_writes.get(storage)
         self.tensors[storage] = {h: t for h, t in tensors.items() if t.apart(part)}
         if previous is not None and previous.part.region() == part.region() and previous.unseen == unseen:
             tensors, previous = {**previous.tensors, **tensors}, previous.earlier
-        self.before[storage] = LastWrite(tensors, part, previous, unseen)
+        self.last_writes[storage] = LastWrite(tensors, part, previous, unseen)
         self.loop_labels.written.add(storage)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
@@ -453,12 +453,12 @@ class Builder:
         if number in self._alive:
             del self._alive[number]
             if self._last_read[number] < self._last_allocation:
-                self._unneeded.append(number)
+                self._to_extend.append(number)
 
     def _extend_lifetimes(self) -> None:
         """Extend the lifetimes of storages freed since the last allocation."""
-        if self._unneeded:
-            storages, self._unneeded = self._unneeded, []
+        if self._to_extend:
+            storages, self._to_extend = self._to_extend, []
             self.graph.add_op(
                 KeepAlive(), [self.first[self._shared_storages.get(n, n)] for n in storages], "keep", self.phase
             )

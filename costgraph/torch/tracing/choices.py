@@ -30,7 +30,7 @@ class Choices:
     _starts: list[int] = field(default_factory=list)
     _intervals: list[tuple[int, Choice]] = field(default_factory=list)
 
-    def now(self) -> Choice | None:
+    def current(self) -> Choice | None:
         """Return the choice behind the current call, None if every device would run it."""
         if self._current is not None:
             return self._current

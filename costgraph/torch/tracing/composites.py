@@ -173,9 +173,8 @@ def is_composed(func: OpOverload) -> bool:
     if not torch._C._dispatch_has_kernel(name):
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(name, key) and not has_kernel(
-        name, "CPU"
-    )  # ops with a CPU kernel are composed only on other devices
+    # ops with a CPU kernel are composed only on other devices
+    return has_kernel(name, key) and not has_kernel(name, "CPU")
 
 
 # -- higher-order ops --------------------------------------------------------------------------------------------------

@@ -902,16 +902,16 @@ class OnCuda(TorchFunctionMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def override_check(self, plain: Callable[..., bool]) -> Callable[..., bool]:
+    def override_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
         """Return an override check that is False for a function being called again under this mode."""
 
-        def asked(*tensors: Any) -> bool:
+        def has_override(*tensors: Any) -> bool:
             if self._reentered:
                 self._reentered = False
                 return False
-            return plain(*tensors)
+            return original(*tensors)
 
-        return asked
+        return has_override
 
 
 #: Functions that may rerun the program, as recomputation does.
@@ -925,12 +925,12 @@ def _is_functional(func: Any) -> bool:
     return isinstance(func, FunctionType) and func.__module__ == functional.__name__
 
 
-def _device(plain: property) -> property:
+def _device(original: property) -> property:
     """Return the device property of fake tensors: CPU below the recorder, CUDA above."""
 
     def device(self: FakeTensor) -> Any:
-        assert plain.fget is not None
-        return plain.fget(self) if torch._C._is_torch_function_all_disabled() else _REPORTED
+        assert original.fget is not None
+        return original.fget(self) if torch._C._is_torch_function_all_disabled() else _REPORTED
 
     return property(device)
 
@@ -942,12 +942,12 @@ def _on_host(value: Any, name: bool) -> Any:
     return _HOST if name and isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
-def _available(plain: Callable[[], bool]) -> Callable[[], bool]:
-    def asked() -> bool:
+def _available(original: Callable[[], bool]) -> Callable[[], bool]:
+    def is_available() -> bool:
         from_torch = sys._getframe(1).f_code.co_filename.startswith(_TENSORS_WITHOUT_DATA)
-        return plain() if from_torch else True
+        return original() if from_torch else True
 
-    return asked
+    return is_available
 
 
 @contextmanager

@@ -170,7 +170,7 @@ class Data:
             return None  # numbers derived from an input do not specialize the trace
         for size in sorted(_sizes(query, self.shapes), key=str):
             if any(other != result for other in self._answers_at_other_sizes(query, size)):
-                self.shapes.fix(size)
+                self.shapes.specialize(size)
         return result
 
     def _answers_at_other_sizes(self, query: _Value, size: sympy.Symbol) -> Iterator[Any]:
@@ -198,7 +198,7 @@ class Data:
         evaluated: dict[int, Any] = {}
 
         def number(size: Any) -> Any:
-            expr = self.shapes.plain(size).xreplace(dict(sizes))
+            expr = self.shapes.in_named_sizes(size).xreplace(dict(sizes))
             return int(expr) if expr.is_integer else bool(expr) if expr.is_Boolean else float(expr)
 
         def evaluate(v: _Value) -> Any:
@@ -298,7 +298,7 @@ def _sizes(value: _Value, shapes: Shapes) -> set[sympy.Symbol]:
         elif isinstance(v, dict):
             stack += v.values()
         elif isinstance(v, sympy.Basic):
-            out |= shapes.plain(v).free_symbols
+            out |= shapes.in_named_sizes(v).free_symbols
     return out & shapes.names.keys()
 
 

@@ -54,7 +54,7 @@ __all__ = [
     "LoopIteration",
     "Leaves",
     "JOINS",
-    "joined",
+    "record_join",
     "ListPosition",
     "handles",
     "is_listed",
@@ -141,7 +141,7 @@ class Scopes:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
 
-    def now(self) -> tuple[str, bool]:
+    def current(self) -> tuple[str, bool]:
         """Return the running op's scope, and whether it belongs to a recomputed forward pass."""
         node = torch._C._current_autograd_node()
         recomputed = node is not None and torch.is_grad_enabled()
@@ -343,9 +343,9 @@ class Recording(Protocol):
         """Return a new tensor's handle."""
 
 
-def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+def record_join(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
     """Record a join of per-iteration results and return its result; None for any other list."""
-    part = recorder.loop_state.joined(parts)
+    part = recorder.loop_state.find_join(parts)
     if part is None:
         return None
     first, stacked = parts[part.first], func is aten.stack.default
@@ -358,7 +358,7 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
     barrier = next((h.barrier for h in operands if h.barrier is not None), None)
     if barrier is not None:
         recorder.barrier(result, barrier)
-    scope, _ = recorder.scopes.now()
+    scope, _ = recorder.scopes.current()
     recorder.events.append(
         JoinedTensor(
             operands, recorder.new_handle(result), part.loop, axis, stacked, part.reverse, scope, recorder.phase
@@ -371,14 +371,14 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
 # `_foreach_` and `_fused_` calls are split into one call per list position.
 
 #: Their name prefixes; `_foreach_` precedes the single-tensor op's name.
-_EACH, _UPDATE = "_foreach_", "_fused_"
+_FOREACH, _FUSED = "_foreach_", "_fused_"
 #: Schema names of the numbers that list ops pair with each tensor.
 _NUMBERS = ("scalar", "scalars")
 
 
 def is_listed(call: Call) -> bool:
     """Whether a call maps over lists of tensors."""
-    return call.name.startswith((_EACH, _UPDATE)) and any(map(_is_list, call.arguments.values()))
+    return call.name.startswith((_FOREACH, _FUSED)) and any(map(_is_list, call.arguments.values()))
 
 
 def _first_list(call: Call) -> tuple[Spec, ...]:
@@ -398,7 +398,7 @@ def one_by_one(call: Call) -> list[Call]:
     """
     if not is_listed(call):
         return [call]
-    name = call.name.removeprefix(_EACH)
+    name = call.name.removeprefix(_FOREACH)
     scalar_name = "value" if name.startswith("addc") else "other"
     first_list = _first_list(call)
 
@@ -604,7 +604,7 @@ class Recorder(TorchDispatchMode):
 
     def record_cast(self, t: torch.Tensor, result: torch.Tensor) -> FormatAssertion:
         """Record a cast to the format that a tensor already has."""
-        event = FormatAssertion(self.handle_of(t), self.new_handle(result), self.scopes.now()[0], self.phase)
+        event = FormatAssertion(self.handle_of(t), self.new_handle(result), self.scopes.current()[0], self.phase)
         self.events.append(event)
         return event
 
@@ -658,7 +658,7 @@ class Recorder(TorchDispatchMode):
             func = aten.add_.Tensor
         elif (in_place_op := _in_place(func)) is not None and self._is_from_current_node(args[0]):
             func = in_place_op
-        if func in JOINS and self.loop_state.loops and (result := joined(self, func, *args, **kwargs)) is not None:
+        if func in JOINS and self.loop_state.loops and (result := record_join(self, func, *args, **kwargs)) is not None:
             self.loop_state.mark([result])
             return result
         operands: dict[Handle, int] = {}
@@ -763,7 +763,7 @@ class Recorder(TorchDispatchMode):
         counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
             counts = None if is_derived(call) else self._counts(call, tags)
-        scope, recomputed = self.scopes.now()
+        scope, recomputed = self.scopes.current()
         fields = (
             f"{_name(func)}.{func._overloadname}",
             tuple(position.operands),
@@ -780,7 +780,7 @@ class Recorder(TorchDispatchMode):
         )
         # translations run when the graph is built; their errors name this line
         self.events.append(
-            RecordedOp(*fields, self.choices.now(), caller() if counts is None else "", unseen, bool(self.grad_off))
+            RecordedOp(*fields, self.choices.current(), caller() if counts is None else "", unseen, bool(self.grad_off))
         )
 
     def _outputs(

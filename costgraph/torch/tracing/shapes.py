@@ -32,7 +32,7 @@ __all__ = [
     "CachedSizeNode",
     "memoized",
     "answer",
-    "HERE",
+    "TRACER",
     "REMAINDERS",
     "TORCH",
     "Shapes",
@@ -179,9 +179,9 @@ def _called_builtin(frame: FrameType) -> str:
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 TORCH = str(Path(torch.__file__).parent)
-HERE = str(Path(__file__).parent)
+TRACER = str(Path(__file__).parent)
 _PYTHON = str(Path(linecache.__file__).parent)
-_LIBRARIES = (TORCH, HERE, str(Path(sympy.__file__).parent))
+_LIBRARIES = (TORCH, TRACER, str(Path(sympy.__file__).parent))
 _SYMINT_FILE = str(Path(TORCH, "__init__.py"))  # `bool(size)` and the like
 _ALGEBRA_FILES = (_SYMINT_FILE, str(Path(TORCH, "fx", "experimental")), __file__)
 
@@ -202,18 +202,18 @@ class Shapes(ShapeEnv):
     """torch's symbolic shapes, in which named sizes become numbers only if that is allowed.
 
     With `fixed`, a program may specialize a size to a number, which becomes an assumption; otherwise that is an error.
-    `divided` are floor divisions known to be exact.
+    `exact_divisions` are floor divisions known to be exact.
     """
 
     def __init__(
         self,
-        given: Mapping[str, int] = MappingProxyType({}),
-        divided: Collection[sympy.Expr] = (),
+        given_sizes: Mapping[str, int] = MappingProxyType({}),
+        exact_divisions: Collection[sympy.Expr] = (),
         *,
         fixed: bool = False,
     ) -> None:
         super().__init__()
-        self.given, self.divided, self.fixed = given, divided, fixed
+        self.given_sizes, self.exact_divisions, self.fixed = given_sizes, exact_divisions, fixed
         self.names: dict[sympy.Symbol, str] = {}
         """Names of torch's symbols."""
         self.equalities: list[tuple[sympy.Symbol, sympy.Expr]] = []
@@ -270,12 +270,12 @@ class Shapes(ShapeEnv):
         if padded is None or not padded[0].free_symbols <= self.backed_var_to_val.keys():
             return node
         size, block = padded
-        if functions.FloorDiv(size, block) in self.divided:
+        if functions.FloorDiv(size, block) in self.exact_divisions:
             return self.create_symintnode(block * functions.FloorDiv(size, block) - size, hint=node.hint).node
         count = -functions.FloorDiv(-size, block)
         block_count = next((s for s, other in self.block_counts.items() if other == count), None)
         if block_count is None:
-            count_hint = int(self.plain(count).xreplace(self.backed_var_to_val))
+            count_hint = int(self.in_named_sizes(count).xreplace(self.backed_var_to_val))
             if count_hint < 2 or count_hint in self.backed_var_to_val.values():  # as in `hints`
                 return node
             block_count = self.create_symbol(
@@ -284,11 +284,11 @@ class Shapes(ShapeEnv):
             self.block_counts[block_count], self._paddings[block_count] = count, (block * block_count - size, block)
         return self.create_symintnode(block * block_count - size, hint=node.hint).node
 
-    def plain(self, expr: sympy.Basic) -> sympy.Basic:
+    def in_named_sizes(self, expr: sympy.Basic) -> sympy.Basic:
         """Return an expression in symbols of named sizes."""
         resolved = self.replace(expr)
         return (
-            self.plain(resolved.xreplace(self.block_counts))
+            self.in_named_sizes(resolved.xreplace(self.block_counts))
             if resolved.free_symbols & self.block_counts.keys()
             else resolved
         )
@@ -298,19 +298,18 @@ class Shapes(ShapeEnv):
         silent = self._suppress_guards_tls()
         key = (orig_expr, args[2:], tuple(kwargs.items()), silent)
         if key not in self._answers:
-            resolved = self.plain(orig_expr)
+            resolved = self.in_named_sizes(orig_expr)
             is_number = not isinstance(resolved, sympy.logic.boolalg.Boolean)
             named = resolved.free_symbols and resolved.free_symbols <= self.names.keys()
             if is_number and not silent and named and (_asked_by_program() or not self._is_shared(resolved)):
-                self.fix(resolved)
+                self.specialize(resolved)
             guard_count, ranges = len(self.guards), dict(self.var_to_range) if self.iteration else {}
             try:
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
             except GuardOnDataDependentSymNode:
                 return self._answer_on_values(orig_expr)
-            if (
-                self.iteration and not is_number
-            ):  # in a later iteration, derived facts may depend on the iteration number
+            if self.iteration and not is_number:
+                # in a later iteration, derived facts may depend on the iteration number
                 del self.guards[guard_count:]
                 self.var_to_range.update(ranges)
                 self._update_version_counter()
@@ -319,7 +318,7 @@ class Shapes(ShapeEnv):
                 self.exact |= _exact_divisions(relation)
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and (self.iteration or _asked_by_program()):
-            resolved = self.plain(orig_expr)
+            resolved = self.in_named_sizes(orig_expr)
             if resolved.free_symbols and resolved.free_symbols <= self.names.keys():
                 self._record_check(resolved if answer else sympy.Not(resolved))
         return answer
@@ -342,7 +341,7 @@ class Shapes(ShapeEnv):
             for times, more in _PROBE_SIZES
         )
 
-    def fix(self, size: sympy.Expr) -> None:
+    def specialize(self, size: sympy.Expr) -> None:
         """Specialize an expression to a number: each of its sizes is then the given one."""
         for symbol in sorted(size.free_symbols, key=str):
             name, number = self.names[symbol], self.backed_var_to_val[symbol]
@@ -351,10 +350,10 @@ class Shapes(ShapeEnv):
                     f"{caller()}: converts the size {name} to the number {number}, but the trace must hold for all "
                     f"sizes; leave this axis unnamed (None) to keep it a number, or trace with fixed='given'"
                 )
-            if number != self.given.get(name):
+            if number != self.given_sizes.get(name):
                 raise UnsupportedError(
-                    f"{caller()}: needs the size {name} as a number, but its given size is {self.given.get(name)}; "
-                    f"expected a size above 1 that no other dimension has"
+                    f"{caller()}: needs the size {name} as a number, but its given size is "
+                    f"{self.given_sizes.get(name)}; expected a size above 1 that no other dimension has"
                 )
             self._set_replacement(symbol, sympy.Integer(number), "given")
 
@@ -365,7 +364,7 @@ class Shapes(ShapeEnv):
                 continue
             expr = size.node.expr
             if expr.is_Symbol and expr not in self.backed_var_to_val and expr not in self.data_sizes:
-                used = {*self.data_sizes.values(), *self.given}
+                used = {*self.data_sizes.values(), *self.given_sizes}
                 candidates = (f"{op}_{k}" for k in range(1, len(used) + 2))
                 self.data_sizes[expr] = next(name for name in candidates if name not in used)
                 if upper_bound is not None:
@@ -406,7 +405,7 @@ class Shapes(ShapeEnv):
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if a in self.names and tgt.is_number and msg != "given":
-            self.fix(a)
+            self.specialize(a)
             return
         for block_count in tgt.free_symbols & self.block_counts.keys():
             padding, block = self._paddings[block_count]
@@ -466,7 +465,7 @@ def _asked_by_program(depth: int = 2) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_ALGEBRA_FILES):
         asked = asked or frame.f_code.co_filename == _SYMINT_FILE
         frame = frame.f_back  # type: ignore[assignment]
-    return asked and frame is not None and not frame.f_code.co_filename.startswith((TORCH, HERE))
+    return asked and frame is not None and not frame.f_code.co_filename.startswith((TORCH, TRACER))
 
 
 def is_program(file: str) -> bool:

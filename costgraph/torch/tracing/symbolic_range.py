@@ -111,7 +111,7 @@ class Loops:
         """Whether a count is symbolic in named sizes that must stay symbolic."""
         if not self.on or not isinstance(count, torch.SymInt) or self.shapes.fixed:
             return False
-        free = self.shapes.plain(count.node.expr).free_symbols
+        free = self.shapes.in_named_sizes(count.node.expr).free_symbols
         return bool(free) and free <= self.shapes.names.keys()
 
     def iterate(self, count: torch.SymInt) -> Iterator[int]:
@@ -139,7 +139,7 @@ class Loops:
     def _iteration_count(self, count: torch.SymInt, target: int | None = None) -> int:
         """Return how many iterations to run; ResizeError with a better size if it is unsuitable."""
         hints = self.shapes.backed_var_to_val
-        expr = self.shapes.plain(count.node.expr)
+        expr = self.shapes.in_named_sizes(count.node.expr)
 
         def count_at(symbol: sympy.Symbol, size: int) -> int:
             return int(expr.xreplace({**hints, symbol: sympy.Integer(size)}))
@@ -206,18 +206,20 @@ class Loops:
             f"trace with fixed='given'"
         )
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> ListSlice | None:
+    def find_join(self, parts: Sequence[torch.Tensor]) -> ListSlice | None:
         """Return the longest part of a list with one result per iteration of a loop; None without one."""
         path = self.path
         depth = len(path)
         tags = [t.__dict__.get(_ITERATION, ()) for t in parts]
         current = [tag[depth] if tag[:depth] == path and len(tag) > depth else (-1, -1) for tag in tags]
-        inner = [[turn for _, turn in tag[depth + 1 :]] for tag in tags]  # inner loops, which each iteration runs
+        inner = [
+            [iteration for _, iteration in tag[depth + 1 :]] for tag in tags
+        ]  # inner loops, which each iteration runs
         longest: ListSlice | None = None
-        for i, (number, turn) in enumerate(current):
+        for i, (number, iteration) in enumerate(current):
             for step in (1, -1):
                 j = i
-                while current[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and inner[j + 1] == inner[i]:
+                while current[j + 1 : j + 2] == [(number, iteration + step * (j + 1 - i))] and inner[j + 1] == inner[i]:
                     if not _alike(parts[i], parts[j + 1]):
                         break
                     j += 1
@@ -265,9 +267,9 @@ class Loops:
             if self.is_symbolic(length):
                 return Range(self, start, step, length)
         for n in args:
-            expr = self.shapes.plain(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
+            expr = self.shapes.in_named_sizes(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
             if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
-                self.shapes.fix(expr)  # the program itself asks for the number
+                self.shapes.specialize(expr)  # the program itself asks for the number
         return _numbers(*args)
 
 
@@ -361,8 +363,8 @@ _TORCH_MODULES = ("torch.nn.functional",)
 class _Shadow:
     """Stands in for a builtin type: calls accept symbolic sizes, all else goes to the type."""
 
-    def __init__(self, plain: type, call: Callable[..., Any], symbols: type | None) -> None:
-        self.__dict__.update({"_plain": plain, "_call": call, "_symbols": symbols, "__name__": plain.__name__})
+    def __init__(self, builtin: type, call: Callable[..., Any], symbols: type | None) -> None:
+        self.__dict__.update({"_plain": builtin, "_call": call, "_symbols": symbols, "__name__": builtin.__name__})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -475,8 +477,8 @@ def open_integers(module: nn.Module) -> Iterator[None]:
             replaced.enter_context(patch.object(torch.SymInt, name, method, create=True))
         for names in _program_globals(module):
             for name, shadow in _SHADOWS.items():
-                plain = getattr(builtins, name)
-                if names.get(name, plain) is plain:
+                builtin = getattr(builtins, name)
+                if names.get(name, builtin) is builtin:
                     replaced.callback(_restore, names, name, names.get(name))
                     names[name] = shadow
         yield

@@ -96,9 +96,9 @@ class _Copier(Rewriter):
 
     def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
         """Add an op under its own name."""
-        made = super().add(op, kind, operands, new, name)
-        made.scope, made.phase = "/".join(here().levels), here().phase
-        return made
+        new_op = super().add(op, kind, operands, new, name)
+        new_op.scope, new_op.phase = "/".join(here().levels), here().phase
+        return new_op
 
 
 def _add_op(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:

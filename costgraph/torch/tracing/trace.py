@@ -93,12 +93,12 @@ class TraceRun:
 
     def declare(self, inputs: Mapping[str, object], cache: Mapping[str, torch.Tensor]) -> None:
         """Declare the sources: parameters, buffers, existing gradients, caches and inputs."""
-        taken = set[str]()
+        used_paths = set[str]()
         for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
             path = path_of(name)
-            while path in taken:  # two names may differ only in characters that `path_of` replaces
+            while path in used_paths:  # two names may differ only in characters that `path_of` replaces
                 path += "_"
-            taken.add(path)
+            used_paths.add(path)
             self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", path)
             if isinstance(t, nn.Parameter) and t.requires_grad:
                 self.params[path] = t
@@ -427,12 +427,12 @@ def _traced(
         return run.build(graph(), relations)
     sizes |= run.recorder.loop_state.next_sizes()
     with redirect_stdout(StringIO()):
-        shapes, other = record_run(sizes, exact=exact)
-    _settle_formats(other, narrow, sizes)
-    relations_elsewhere = assumptions(shapes, other.recorder.values.translator)
+        shapes, rerun = record_run(sizes, exact=exact)
+    _settle_formats(rerun, narrow, sizes)
+    relations_elsewhere = assumptions(shapes, rerun.recorder.values.translator)
     relations = [text for text in relations if text in relations_elsewhere]
     traced = run.build(graph(), relations)
-    difference = unlike(traced, other.build(graph(), relations))
+    difference = unlike(traced, rerun.build(graph(), relations))
     if difference is not None:
         raise run.recorder.loop_state.fold_error(f"its iterations differ at other sizes: {difference}")
     return traced

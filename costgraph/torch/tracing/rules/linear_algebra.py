@@ -280,8 +280,8 @@ def transformed(call: Call) -> Counts:
 def to_real(call: Call) -> Counts:
     """Count half of a complex transform; all axes but the last are transformed first, into a temporary."""
     operand: Spec = call["self"]
-    *before, last = _axes(call)
-    extra = operand.bytes + joined(operand, before) if before else joined(operand, [last])
+    *first_axes, last_axis = _axes(call)
+    extra = operand.bytes + joined(operand, first_axes) if first_axes else joined(operand, [last_axis])
     return _transforms(call, call.out, Fraction(1, 2), extra)
 
 

@@ -158,7 +158,7 @@ def _cell(mode: int, state: str) -> Rule:
 
     def apply(call: Call) -> Counts:
         return _cell_counts(
-            mode, call[state].numel, _CELL, sum(call.get(f"{n}_bias_bytes") is not None for n in ("input", "hidden"))
+            mode, call[state].numel, _CELL, sum(call.get(f"{n}_bias") is not None for n in ("input", "hidden"))
         )
 
     return apply

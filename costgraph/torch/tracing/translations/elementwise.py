@@ -67,9 +67,9 @@ _OF_SINC: Any = (
 _QUOTIENT: Any = ("div", "a", "b")
 
 
-def _extremum_gradients(less: str, more: str) -> tuple[Any, Any]:
+def _extremum_gradients(smaller: str, larger: str) -> tuple[Any, Any]:
     """Return the gradients of `fmax` or `fmin`: the first operand gets it where it is chosen, or b is NaN."""
-    first = ("ne_", ("less_equal", less, more), ("ne", "b", "b"))  # never both true
+    first = ("ne_", ("less_equal", smaller, larger), ("ne", "b", "b"))  # never both true
     return ("masked_fill", _G, ("logical_not_", first)), ("masked_fill", _G, first)
 
 
@@ -264,11 +264,11 @@ def compared(call: Call) -> Tensor | None:
 @translation(*_SCALED)
 def added(call: Call) -> Tensor | None:
     """Translate a sum, possibly with a scaled operand."""
-    plain, scaled, name = _SCALED[call.name]
+    unscaled, scaled, name = _SCALED[call.name]
     factor = call.get(name)
     operands = [v for k, v in call.arguments.items() if k != name and _is_operand(v)]
     if factor is None or is_number(factor, 1):
-        return _apply(call, plain, operands)
+        return _apply(call, unscaled, operands)
     return _apply(call, scaled, [operands[0], factor, *operands[1:]]) if _is_operand(factor) else None
 
 
@@ -303,9 +303,11 @@ def extremum(call: Call) -> Tensor | None:
 def gelu(call: Call) -> Tensor | None:
     """Translate GELU by its approximation."""
     (name,) = gelu_steps(call["approximate"])
-    back = call.name == "gelu_backward"
+    is_backward = call.name == "gelu_backward"
     return _apply(
-        call, f"{name}_backward" if back else name, [call["grad_output"], call["self"]] if back else [call["self"]]
+        call,
+        f"{name}_backward" if is_backward else name,
+        [call["grad_output"], call["self"]] if is_backward else [call["self"]],
     )
 
 
@@ -337,8 +339,8 @@ def clamped(call: Call) -> Tensor | None:
     """Translate a clamp; at a bound, elements get the full gradient, where `maximum` halves it."""
     low, high = call.get("min"), call.get("max")
     if (low is None) != (high is None):
-        name, (less, more) = ("maximum", ("b", "a")) if high is None else ("minimum", ("a", "b"))
-        slopes = ("where", ("less_equal", less, more), "g", 0), ("where", ("less", more, less), "g", 0)
+        name, (smaller, larger) = ("maximum", ("b", "a")) if high is None else ("minimum", ("a", "b"))
+        slopes = ("where", ("less_equal", smaller, larger), "g", 0), ("where", ("less", larger, smaller), "g", 0)
         return _apply(call, replace(FUNCTIONS[name], grad=slopes), [call["self"], low if high is None else high])
     tensors = [v for v in (call["self"], low, high) if isinstance(v, Tensor)]
     if len(tensors) == 3:
@@ -362,10 +364,14 @@ _BETWEEN = Function("clamp_between", 3, 2, grad=(
 _REDUCTIONS = (None, "mean", "sum")
 
 
-def _reduce_loss(call: Call, each: Tensor) -> Tensor:
+def _reduce_loss(call: Call, losses: Tensor) -> Tensor:
     """Reduce an elementwise loss."""
     operation = _REDUCTIONS[call["reduction"]]
-    return each if operation is None else reduce(each, f"{' '.join(f'a{i}' for i in range(each.ndim))} -> ", operation)
+    return (
+        losses
+        if operation is None
+        else reduce(losses, f"{' '.join(f'a{i}' for i in range(losses.ndim))} -> ", operation)
+    )
 
 
 def _same_shape(x: Tensor, target: Tensor) -> bool:
@@ -380,7 +386,7 @@ def _difference(call: Call) -> Tensor | None:
 
 @translation("mse_loss")
 def mse_loss(call: Call) -> Tensor | None:
-    """Translate into mse_loss differences."""
+    """Translate into squared differences."""
     difference = _difference(call)
     return None if difference is None else _reduce_loss(call, pointwise("square", difference))
 
@@ -437,8 +443,8 @@ def entropy(call: Call) -> Tensor | None:
     records = [FUNCTIONS[s] for s in steps]
     flops, transcendentals = sum(f.flops for f in records), sum(f.transcendentals for f in records)
     function = Function(call.name, len(operands), flops, transcendentals, "float", formula, slopes)
-    each = pointwise(function, *operands)
-    return _reduce_loss(call, each if weight is None else pointwise("mul", each, weight))
+    losses = pointwise(function, *operands)
+    return _reduce_loss(call, losses if weight is None else pointwise("mul", losses, weight))
 
 
 @translation("soft_margin_loss")

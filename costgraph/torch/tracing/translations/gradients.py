@@ -204,8 +204,10 @@ def _first_gradient(
 ) -> list[Tensor | None]:
     """Return only the first operand's gradient."""
     mask = (True, *(False for _ in range(len(operands) - 1)))
-    one = replace(call, name=call.name.removesuffix("_backward"), arguments={**call.arguments, "output_mask": mask})
-    return _gradients(one, forward, operands, call["grad_output"], saved or {}, results=results)[:1]
+    forward_call = replace(
+        call, name=call.name.removesuffix("_backward"), arguments={**call.arguments, "output_mask": mask}
+    )
+    return _gradients(forward_call, forward, operands, call["grad_output"], saved or {}, results=results)[:1]
 
 
 @translation(

@@ -186,8 +186,8 @@ def nll(call: Call) -> tuple[Tensor, Tensor] | None:
     selected = reshape(take_along(x, reshape(targets, (*targets.sizes, ONE))), targets.sizes)
     axes = " ".join(f"n{i}" for i in range(targets.ndim))
     if weight is not None:
-        each = gather(weight, targets)
-        total, losses = reduce(each, f"{axes} -> ", "sum"), selected * each
+        weights = gather(weight, targets)
+        total, losses = reduce(weights, f"{axes} -> ", "sum"), selected * weights
         if call["reduction"]:
             losses = reduce(losses, f"{axes} -> ", "sum")
         return -(losses / total if call["reduction"] == 1 else losses), total

@@ -180,7 +180,7 @@ def repeated(call: Call) -> Tensor:
     """Translate into a copy of a broadcast."""
     x, sizes = call["self"], call.out.sizes
     aligned_sizes = (*(ONE for _ in sizes[x.ndim :]), *x.sizes)
-    times = [whole / n for whole, n in zip(sizes, aligned_sizes, strict=True)]
+    times = [result_size / n for result_size, n in zip(sizes, aligned_sizes, strict=True)]
     split_shape = reshape(x, [n for size in aligned_sizes for n in (ONE, size)])
     out = reshape(broadcast(split_shape, [n for pair in zip(times, aligned_sizes, strict=True) for n in pair]), sizes)
     return pointwise("copy", out) if out.is_view or out is x else out
@@ -244,12 +244,12 @@ def triangle(call: Call) -> Tensor:
         apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")[0] for n in x.sizes[-2:]
     )
     rows = reshape(pointwise("add", rows, shift) if shift else rows, (x.sizes[-2], ONE))
-    kept = pointwise("less_equal", *((columns, rows) if call.name == "tril" else (rows, columns)))
+    mask = pointwise("less_equal", *((columns, rows) if call.name == "tril" else (rows, columns)))
     if x.dtype.kind == "bool":
-        return pointwise("logical_and", x, kept, inplace=call.inplace)
+        return pointwise("logical_and", x, mask, inplace=call.inplace)
     if call.inplace:
-        return pointwise("masked_fill", x, pointwise("logical_not", kept), inplace=True)
-    return pointwise("where", kept, x, 0, dtype=x.dtype)
+        return pointwise("masked_fill", x, pointwise("logical_not", mask), inplace=True)
+    return pointwise("where", mask, x, 0, dtype=x.dtype)
 
 
 @translation("slice_backward")
@@ -275,7 +275,7 @@ def put_back_at(call: Call) -> Tensor:
 
 
 @translation("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
-def taken(call: Call) -> Tensor | None:
+def uninitialized(call: Call) -> Tensor | None:
     """Translate into an uninitialized tensor."""
     return _in_run_layout(call.out, lambda sizes: apply(Empty(sizes=sizes, dtype=call.out.dtype), [], "empty")[0])
 

@@ -83,12 +83,12 @@ def vector_norm(call: Call) -> Tensor | None:
     if is_number(order, 0) or not isinstance(order, int | float):
         return None
 
-    def other(x: Tensor) -> Tensor:
+    def general_norm(x: Tensor) -> Tensor:
         if operation is not None:
             return reduce(pointwise("abs", x), pattern, operation)
         return pointwise("pow", reduce(pointwise("pow", pointwise("abs", x), order), pattern, "sum"), 1 / order)
 
-    return one_kernel("norm", other, x, backward="norm")
+    return one_kernel("norm", general_norm, x, backward="norm")
 
 
 @translation("_weight_norm_interface")
@@ -101,8 +101,8 @@ def weight_norm(call: Call) -> tuple[Tensor, ...]:
         length = pointwise("sqrt", reduce(pointwise("square", v), rows, "sum"))
         return v * (scale / length), length
 
-    made: Any = fused("weight_norm", body, v, call["g"], backward="weight_norm")
-    return tuple(made)
+    results: Any = fused("weight_norm", body, v, call["g"], backward="weight_norm")
+    return tuple(results)
 
 
 @translation("var", "std", "var_mean", "std_mean")
