@@ -89,10 +89,8 @@ class LoopLabels:
     def counted(self, counts: Loops, translator: Translator) -> LoopTrace:
         """Return the iterations of all loops, with their counts."""
         for number, loop in enumerate(counts.loops):
-            self.loop_trace.counts[number], self.loop_trace.played[number] = (
-                translator.size(loop.count),
-                loop.iterations,
-            )
+            self.loop_trace.counts[number] = translator.size(loop.count)
+            self.loop_trace.played[number] = loop.iterations
         return self.loop_trace
 
 
@@ -333,10 +331,8 @@ class Builder:
             ops, results = template.add(self.graph, operands, call.name)
         for inner in ops if call.no_grad else ():
             inner.state(no_grad=True)
-        op, numbers = (
-            ops[-1],
-            {t.storage: self._canonical(h).storage for t, h in zip(operands, call.operands, strict=True)},
-        )
+        op = ops[-1]
+        numbers = {t.storage: self._canonical(h).storage for t, h in zip(operands, call.operands, strict=True)}
         for storage in (inner.operands[i].storage for inner in ops for i in inner.kind.overwrites()):
             self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)
         self._register([(*row[:3], None) for row in call.outputs], results, call.unseen)

@@ -302,7 +302,7 @@ def _four_axes(a: FunctionCall) -> str | None:
 def _last_axis(a: FunctionCall) -> str | None:
     """check_last_dim_stride_equals_1_dense."""
     tensors = a.tensors if a.mask is None else (*a.tensors, a.mask)
-    return None if all(t.stride(-1) == 1 for t in tensors) else "elements of a row that are no neighbours"
+    return None if all(t.stride(-1) == 1 for t in tensors) else "a last axis that is not contiguous"
 
 
 def _batch(a: FunctionCall) -> str | None:
@@ -316,9 +316,9 @@ def _heads(a: FunctionCall, *, grouped: bool, same: bool = True) -> str | None:
     if _batch(a):
         return _batch(a)
     if not (a.grouped and grouped):
-        return None if q == k == v else "fewer heads of keys than of queries"
+        return None if q == k == v else "unequal numbers of query, key and value heads"
     if (same and k != v) or q % k or q % v:
-        return "numbers of heads that do not divide"
+        return "head counts that do not divide"
     return None
 
 
@@ -326,7 +326,7 @@ def _grouped(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True)
 
 
-def _grouped_kv_apart(a: FunctionCall) -> str | None:
+def _grouped_unequal_kv(a: FunctionCall) -> str | None:
     return _heads(a, grouped=True, same=False)
 
 
@@ -381,7 +381,7 @@ def _equals(n: Any, number: int) -> bool:
 
 def _cudnn_dropout(a: FunctionCall) -> str | None:
     """check_cudnn_dropout."""
-    return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is no multiple of 1/16"
+    return None if a.dropout * 16 == floor(a.dropout * 16) else "dropout that is not a multiple of 1/16"
 
 
 def _cudnn_shapes(a: FunctionCall) -> str | None:
@@ -393,9 +393,9 @@ def _cudnn_shapes(a: FunctionCall) -> str | None:
     elif a.arch.major == 10 and (size, value_size) == (192, 128):
         limit = 192
     if size > limit or value_size > limit:
-        return f"heads of more than {limit}"
+        return f"a head size above {limit}"
     if size % 8 or value_size % 8:
-        return "heads that are no multiple of 8"
+        return "a head size that is not a multiple of 8"
     if _equals(a.key.shape[2], 1):
         return "one key"
     if a.dropout and _equals(a.query.shape[2], 1):
@@ -409,7 +409,7 @@ def _cudnn_shapes(a: FunctionCall) -> str | None:
 
 _CUDNN_CHECKS: tuple[Check, ...] = (
     _preferred, _enabled_cudnn, _four_axes, _half_precision, _mask_shape, _since(8), _cudnn_dropout, _last_axis,
-    _grouped_kv_apart, _cudnn_shapes,
+    _grouped_unequal_kv, _cudnn_shapes,
 )  # fmt: skip
 
 
@@ -429,7 +429,9 @@ def _no_mask(a: FunctionCall) -> str | None:
 def _flash_head_size(a: FunctionCall) -> str | None:
     """check_head_dim_size_flash."""
     sizes = [t.shape[-1] for t in a.tensors]
-    return None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "heads of more than 256, or not all alike"
+    return (
+        None if sizes[0] == sizes[1] == sizes[2] and sizes[0] <= 256 else "a head size above 256, or unequal head sizes"
+    )
 
 
 def _large_gradient(a: FunctionCall) -> str | None:
@@ -437,7 +439,7 @@ def _large_gradient(a: FunctionCall) -> str | None:
     small = Arch(8, 6) <= a.arch <= Arch(8, 9) or a.arch.major == 12
     size = a.query.shape[-1]
     fits = not (a.trains and small) or size <= 192 or (not a.dropout and size > 224)
-    return None if fits else f"gradients of heads of {size} on {a.arch}"
+    return None if fits else f"gradients for head size {size} on {a.arch}"
 
 
 def _square(a: FunctionCall) -> str | None:
@@ -471,10 +473,10 @@ def _efficient_head_size(a: FunctionCall) -> str | None:
     step = _alignment(a)
     q, k, v = (t.shape[-1] for t in a.tensors)
     if q != k or q % step or v % step:
-        return f"heads that are no multiple of {step}"
+        return f"a head size that is not a multiple of {step}"
     offsets = [t.storage_offset() for t in a.tensors]
     skewed = a.arch.major >= 8 and any(isinstance(n, int) and n % step for n in offsets)
-    return f"storages that begin at no multiple of {step}" if skewed else None
+    return f"a storage offset that is not a multiple of {step}" if skewed else None
 
 
 def _efficient_formats(a: FunctionCall) -> str | None:

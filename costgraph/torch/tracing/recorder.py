@@ -435,28 +435,26 @@ class ListPosition:
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
 
 
-def list_positions(call: Call, call_position: ListPosition) -> list[ListPosition]:
-    """Return the arguments and results at each position, as lists of one element; other calls give `[whole]`."""
+def list_positions(call: Call, all_positions: ListPosition) -> list[ListPosition]:
+    """Return the arguments and results at each position, as lists of one element; other calls give `[all_positions]`."""
     return (
-        [_position_of(call_position, i) for i in range(len(_first_list(call)))] if is_listed(call) else [call_position]
+        [_position_of(all_positions, i) for i in range(len(_first_list(call)))] if is_listed(call) else [all_positions]
     )
 
 
-def _position_of(call_position: ListPosition, i: int) -> ListPosition:
+def _position_of(all_positions: ListPosition, i: int) -> ListPosition:
     def select(value: Any) -> Any:
         return value[i : i + 1] if isinstance(value, tuple) else value
 
-    arguments, keywords = (
-        tuple(map(select, call_position.arguments)),
-        {k: select(v) for k, v in call_position.keywords.items()},
-    )
+    arguments = tuple(map(select, all_positions.arguments))
+    keywords = {k: select(v) for k, v in all_positions.keywords.items()}
     operands: dict[Handle, int] = {}
     for h in handles((arguments, *keywords.values())):
         if h.numel:
             operands.setdefault(h, len(operands))
     outputs = [
         (h, None if index >= 0 else operands[h], min(index, 0), bytes_)
-        for h, _, index, bytes_ in call_position.outputs
+        for h, _, index, bytes_ in all_positions.outputs
         if index == i or (index < 0 and h in operands)
     ]
     return ListPosition(arguments, keywords, operands, outputs)

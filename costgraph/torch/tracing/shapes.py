@@ -548,7 +548,7 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     later = {
         relation: line
         for relation, (line, iterations) in shapes.checked_later.items()
-        if _in_every_iteration(iterations)
+        if _holds_in_all_iterations(iterations)
     }
     for relation, where in (by_torch | later | shapes.checked).items():
         expr = sympy.to_nnf(relation, simplify=False)
@@ -563,7 +563,7 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     return list(dict.fromkeys(relations))
 
 
-def _in_every_iteration(iterations: set[tuple[tuple[str, int], ...]]) -> bool:
+def _holds_in_all_iterations(iterations: set[tuple[tuple[str, int], ...]]) -> bool:
     """Whether a relation is checked in enough iterations of each enclosing loop not to depend on the iteration number.
 
     A program that reads neighbouring positions checks them only in a few iterations at the ends.

@@ -158,10 +158,8 @@ class Loops:
                 period = _period(lambda n, symbol=symbol: count_at(symbol, n), size)  # type: ignore[misc]
                 if period is None:
                     continue
-                candidate, used = (
-                    size + period * ((target or _DEFAULT_ITERATIONS) - iterations),
-                    {n for s, n in hints.items() if s != symbol},
-                )
+                candidate = size + period * ((target or _DEFAULT_ITERATIONS) - iterations)
+                used = {n for s, n in hints.items() if s != symbol}
                 while candidate < 2 or candidate in used:  # sizes stay in general position
                     candidate += period
                 raise ResizeError(self.shapes.names[symbol], candidate)
@@ -212,9 +210,8 @@ class Loops:
         depth = len(path)
         tags = [t.__dict__.get(_ITERATION, ()) for t in parts]
         current = [tag[depth] if tag[:depth] == path and len(tag) > depth else (-1, -1) for tag in tags]
-        inner = [
-            [iteration for _, iteration in tag[depth + 1 :]] for tag in tags
-        ]  # inner loops, which each iteration runs
+        # inner loops, which each iteration runs
+        inner = [[iteration for _, iteration in tag[depth + 1 :]] for tag in tags]
         longest: ListSlice | None = None
         for i, (number, iteration) in enumerate(current):
             for step in (1, -1):
