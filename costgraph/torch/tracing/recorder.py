@@ -436,7 +436,7 @@ class ListPosition:
 
 
 def list_positions(call: Call, all_positions: ListPosition) -> list[ListPosition]:
-    """Return the arguments and results at each position, as lists of one element; other calls give `[all_positions]`."""
+    """Return the arguments and results at each list position; for other calls, only `all_positions`."""
     return (
         [_position_of(all_positions, i) for i in range(len(_first_list(call)))] if is_listed(call) else [all_positions]
     )
