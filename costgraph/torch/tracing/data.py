@@ -32,7 +32,7 @@ _FILL_VALUES: dict[Any, int | float] = {
 }  # fmt: skip
 #: Ops whose result has the same values as their operand, in another format or place.
 _VALUE_PRESERVING = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
-_PRODUCER_ATTRIBUTE = "_costgraph_maker"  # tensor attribute with the producer's name
+_PRODUCER_ATTRIBUTE = "_costgraph_producer"  # tensor attribute with the producer's name
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_ELEMENTS = 1 << 24  # most elements to evaluate
 _VALUE_ATTRIBUTE = "_costgraph_value"  # fake-tensor attribute with its `_Value`

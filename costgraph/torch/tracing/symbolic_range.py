@@ -34,7 +34,7 @@ __all__ = [
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 #: Tensor attribute: the loops around its producer, with their iterations.
-_ITERATION = "_costgraph_turn"
+_ITERATION = "_costgraph_iteration"
 
 #: Iterations run per loop: fewer might be alike by chance, and more take time.
 _MIN_ITERATIONS, _MAX_ITERATIONS, _DEFAULT_ITERATIONS = 8, 10, 8
