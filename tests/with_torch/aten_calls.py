@@ -57,7 +57,7 @@ class Calls(TorchDispatchMode):
                 full.removesuffix("_") if inplace else full,
                 func._overloadname,
                 inplace,
-                {k: self.values.seen(v, self.values.spec) for k, v in given.items()},
+                {k: self.values.convert(v, self.values.spec) for k, v in given.items()},
                 tuple(map(self.values.spec, results)),
             )
             for one in one_by_one(call):

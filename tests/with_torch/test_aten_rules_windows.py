@@ -73,8 +73,8 @@ def test_as_many_windows_as_a_symbol_says():
     with pytest.raises(UnsupportedError) as error:
         counts_of(Call("_adaptive_avg_pool2d", "default", False, {"self": spec(1, 1, n, 8)}, (spec(1, 1, k, 8),)))
     assert str(error.value) == (
-        "aten::_adaptive_avg_pool2d.default: K windows over N elements, expected a number of windows, or one that "
-        "divides"
+        "aten::_adaptive_avg_pool2d.default: the size of K windows over N elements is unknown; expected a "
+        "constant number, or one that divides N"
     )
 
 

@@ -101,7 +101,7 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
         (["{program}:make", "--input", "B,S:text"], "format 'text' of an input: expected one of torch's"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "Adamant"], "--optimizer 'Adamant': expected one of"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "SGD:slow"], "expected for-loop, foreach or fused"),
-        (["{program}:make", "--input", "B:int64", "--optimizer", "SGD"], "an optimizer without train=True"),
+        (["{program}:make", "--input", "B:int64", "--optimizer", "SGD"], "an optimizer requires train=True"),
         (["{program}:make", "--fold", "blocks"], "--fold 'blocks': expected SCOPE=NAME, such as transformer/h=L"),
         (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected the name of a .json file"),
         (["{program}:make", "--input", "B,S:int64", "--unknown", "zero"], "unknown"),

@@ -170,7 +170,7 @@ class Applied(nn.Module):
 
 
 def test_every_formula_has_a_program():
-    assert FORMULAS.keys() >= {*elementwise._GRADIENTS, *elementwise._SLOPES}
+    assert FORMULAS.keys() >= {*elementwise._GRADIENTS, *elementwise._PARAMETRIC_GRADIENTS}
 
 
 #: Deviations that docs/concepts/limits.md states: zeros that autograd hands on, a mask that a CPU casts, a fixed slope.

@@ -112,7 +112,7 @@ ELSEWHERE = {"native_group_norm_backward", "_cdist_backward"}
 def test_every_kernel_that_copies_is_called():
     tables = (
         rules._DENSE, rules._IN_OWN_FORMAT, rules._IN_FORMAT_OF, rules._CHANNELS_LAST_OR_DENSE, rules._BSHD,
-        rules._DENSE_ON_A_CPU,
+        rules._DENSE_ON_CPU,
     )  # fmt: skip
     copying = {name.partition(".")[0] for table in tables for name in table}
     assert copying - {name for name, _, _ in CASES} == ELSEWHERE

@@ -363,11 +363,13 @@ def test_a_translation_or_a_rule_that_fails_is_named(monkeypatch):
     x = torch.zeros(3, 5)
     monkeypatch.delitem(RULES, "tril", raising=False)
     monkeypatch.setitem(TRANSLATIONS, "tril", lambda call: call["no such argument"])
-    text = r"aten::tril.default: its translation failed with KeyError: .*no such argument"
+    text = r"aten::tril.default: its translation failed on these arguments with KeyError: .*no such argument"
     with pytest.raises(cg.UnsupportedError, match=text):
         trace(Function(torch.tril), x)
     monkeypatch.setitem(RULES, "tril", lambda call: Counts(pointwise=call.out.sizes[2]))
-    with pytest.raises(cg.UnsupportedError, match=r"aten::tril.default: its rule failed with IndexError"):
+    with pytest.raises(
+        cg.UnsupportedError, match=r"aten::tril.default: its cost rule failed on these arguments with IndexError"
+    ):
         trace(Function(torch.tril), x)
 
 

@@ -167,13 +167,13 @@ REFUSED = {
     ),
     "no such argument": (
         lambda: trace(nn.Linear(3, 3), torch.zeros(2, 3), cached=["past"]),
-        "cached ['past'], expected names of arguments among ['input']",
+        "cached is ['past']; expected names of arguments among ['input']",
     ),
     "an empty cache": (
         lambda: trace(
             Step(), ids(1), transformers.DynamicCache(), dims=[None, ("B", None, "P", None)], cached=["kept"]
         ),
-        "holds none, expected tensors of 4 axes between steps",
+        "of type DynamicCache contains no tensors with 4 axes",
     ),
 }  # fmt: skip
 

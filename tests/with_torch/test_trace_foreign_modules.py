@@ -152,9 +152,13 @@ ROWS = [torch.zeros(3, 6), torch.zeros(5, 6)]
     ("net", "given", "text"),
     [
         (mlp(), (torch.nested.nested_tensor(ROWS, layout=torch.jagged),), "input is a nested tensor.*pad it"),
-        (Calls(lambda f, a, b: f(torch.nested.as_nested_tensor([a, b]))), ROWS, "makes a nested tensor.*pad the rows"),
+        (
+            Calls(lambda f, a, b: f(torch.nested.as_nested_tensor([a, b]))),
+            ROWS,
+            "creates a nested tensor.*pad the rows",
+        ),
         (Calls(lambda f, a: f(a @ a)), (SPARSE,), "is a tensor of layout sparse_coo.*to_dense"),
-        (Calls(lambda f, a: f(a.to_sparse() @ a)), (torch.zeros(6, 6),), "takes a sparse tensor.*to_dense"),
+        (Calls(lambda f, a: f(a.to_sparse() @ a)), (torch.zeros(6, 6),), "uses a sparse tensor.*to_dense"),
     ],
     ids=["nested input", "nested inside", "sparse input", "sparse inside"],
 )

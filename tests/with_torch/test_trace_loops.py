@@ -557,9 +557,9 @@ def thirds(x):
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        (left, "counts to a size, and is left before the last of its turns; name no dimension"),
+        (left, "iterates over a size, and is left before its last iteration; leave this axis unnamed"),
         (numbered, r"'mul.i\d' has scalars \(None, \d\), 'mul.i\d' has"),
-        (counted, "what it does is not the same at other sizes: 'div' has scalars"),
+        (counted, "its iterations differ at other sizes: 'div' has scalars"),
         (thirds, "'stack' reads .* of one block"),
         (growing, "expected at least 3 consecutive equal blocks"),
         (handed, "'select.*' reads 'zeros_like', parts of which other iterations have written"),
