@@ -136,7 +136,9 @@ def _collective(site: LoweringContext[Collective]) -> None:
     elif kind.collective == "all_reduce" or (kind.collective == "reduce_scatter" and not sizes):
         site.settle(site.call(all_reduce, x, kind.operation, *ranks_and_group, like=like))
     elif kind.collective == "send":
-        raise UnsupportedError(f"lower {site.op.name!r}: send says not to whom, expected a collective of all ranks")
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: send has no destination rank, expected a collective over all ranks"
+        )
     elif not sizes:
         site.own(torch.clone, x)
     elif kind.collective == "all_gather":

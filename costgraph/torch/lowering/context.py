@@ -450,7 +450,9 @@ def groups_of(graph: Graph, mesh: object, numbers: ConcreteSizes) -> Groups:
     needed = dict(_degrees(graph, numbers))
     if mesh is None:
         if sharding is not None and needed:
-            raise GraphError(f"{place}: it is that of one rank of {sharding.mesh}, expected mesh=, torch's DeviceMesh")
+            raise GraphError(
+                f"{place}: the graph is partitioned over {sharding.mesh}, expected mesh= with torch's DeviceMesh"
+            )
         return {}
     groups = {axis: _group(place, axis, mesh) for axis in needed}
     for axis, ranks in needed.items():
@@ -484,7 +486,9 @@ def _group(place: str, axis: str, mesh: Any) -> Group:
     """Return an axis's group from a torch mesh or a mapping."""
     axes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "mesh_dim_names", None) or ()
     if axis not in axes:
-        description = f"axes {list(axes)}" if isinstance(mesh, Mapping) or axes else f"{type(mesh).__name__}, no names"
+        description = (
+            f"axes {list(axes)}" if isinstance(mesh, Mapping) or axes else f"no axis names ({type(mesh).__name__})"
+        )
         raise GraphError(
             f"{place}: mesh has {description}, expected a DeviceMesh or process groups by name with {axis!r}"
         )

@@ -75,7 +75,9 @@ def _overload(site: LoweringContext[OpKind], target: str) -> Callable[..., Any]:
     packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
     function: Callable[..., Any] | None = getattr(packet, overload or "default", None)
     if function is None or len(space) > 1 or name in _REFUSED:
-        raise UnsupportedError(f"lower {site.op.name!r}: op {target!r} of torch, expected one that it has")
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: unknown torch op {target!r}, expected an op that torch has and that reads no file"
+        )
     return function
 
 
@@ -100,7 +102,9 @@ def _named(site: LoweringContext[OpKind], text: str) -> Any:
     if text == "device":
         return site.emitter.device
     if text == "data":
-        raise UnsupportedError(f"lower {site.op.name!r}: a number that the run read off a tensor, expected a number")
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: an argument was read from a tensor during tracing, expected a constant number"
+        )
     if text.isidentifier():
         return getattr(torch, text)
     return complex(*map(float, text.split()))
@@ -117,7 +121,7 @@ def _function(site: LoweringContext[Opaque]) -> Callable[..., Any]:
         if name in site.shared.functions:
             return site.shared.functions[name]
     raise UnsupportedError(
-        f"lower {site.op.name!r}: nothing says what an opaque op computes, expected a function of torch in "
+        f"lower {site.op.name!r}: an opaque op has no implementation, expected a torch function in "
         f"functions={{{names[-1]!r}: ...}}"
     )
 

@@ -141,7 +141,7 @@ class GraphLowering(LoopExecutor[OpPosition]):
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise UnsupportedError(
-                f"lower {op.name!r}: torch refuses it ({reason}), expected operands that its kernels take"
+                f"lower {op.name!r}: torch rejects the call ({reason}), expected operands that its kernels support"
             ) from error
         env |= {t: site.results[i] for i, t in enumerate(op.results)}
         if isinstance(op.kind, Empty):
@@ -194,7 +194,7 @@ class GraphLowering(LoopExecutor[OpPosition]):
         if v is None or isinstance(v, list):
             return None if v is None else v[i]
         if not self.emitter.shadow(v).ndim:
-            raise ShapeError("slice of a scalar, expected an axis of iterations")
+            raise ShapeError("slice of a scalar, expected a tensor with an iteration axis")
         return self.emitter.call(torch.select, v, 0, i)
 
 
@@ -207,11 +207,11 @@ def _rule_of(op: Op, device: torch.device) -> Callable[[LoweringContext[Any]], N
     rule = LOWERINGS.get(type(op.kind))
     if call is not None and not available and rule is None:
         raise UnsupportedError(
-            f"lower {op.name!r}: torch has {call.target} for CUDA alone ({call.rule}), expected device='cuda'"
+            f"lower {op.name!r}: torch has {call.target} only for CUDA ({call.rule}), expected device='cuda'"
         )
     if rule is None:
         raise UnsupportedError(
-            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from costgraph.torch.lowering"
+            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one registered with costgraph.torch.lowering.lowering"
         )
     return rule
 
@@ -320,7 +320,7 @@ def lower(
     """
     need_graph("lower", graph)
     if not graph.outputs:
-        raise GraphError(f"lower of graph {graph.name!r}: no output, expected one at least")
+        raise GraphError(f"lower of graph {graph.name!r}: no output, expected at least one")
     target = _device(device)
     numbers = ConcreteSizes(graph, dims)
     walk = GraphLowering(graph, numbers, target, dict(functions or {}), groups_of(graph, mesh, numbers))
@@ -380,4 +380,4 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise GraphError(f"device {device!r}: torch knows none such, expected cpu, cuda or meta") from error
+        raise GraphError(f"device {device!r}: unknown to torch, expected cpu, cuda or meta") from error

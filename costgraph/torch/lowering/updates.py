@@ -125,7 +125,9 @@ def _fused_update(site: LoweringContext[FusedUpdate]) -> None:
     steps = tuple((record.name, *step) for record, *step in site.of(site.kind.steps))
     unknown = [name for name, *_ in steps if name not in KERNELS]
     if unknown:
-        raise UnsupportedError(f"lower {site.op.name!r}: torch has no function {unknown[0]!r}, expected a known one")
+        raise UnsupportedError(
+            f"lower {site.op.name!r}: torch has no function {unknown[0]!r}, expected one that torch has a kernel for"
+        )
     like = [site.shadow(site.operands[i]) for i in changed]
     results = site.call(updated, steps, count, changed, *site.operands, like=like)
     for i in range(len(changed)):
