@@ -44,7 +44,9 @@ def test_weights_stand_for_the_config_beside_them(capsys, tmp_path, expected, na
     assert counted(capsys, str(path)) == expected
     (tmp_path / "config.json").unlink()
     said = refused(capsys, str(path))
-    alone = "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json beside them"
+    alone = (
+        "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json in the same folder"
+    )
     assert alone in said
 
 

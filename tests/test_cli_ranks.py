@@ -141,7 +141,10 @@ def test_files_and_text_say_what_is_sent():
         (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),
         (["--pp", "2", "--layers", "1,x"], "--layers: got 'x', expected a size"),
         (["--pp", "2", "--layers", "1,2,1"], "layers of 3 stages, expected as many as pp, which is 2"),
-        (["--pp", "2", "--accumulate", "2", "--micro-batches", "4"], "--micro-batches '4': expected '2', as"),
+        (
+            ["--pp", "2", "--accumulate", "2", "--micro-batches", "4"],
+            "--micro-batches '4': expected '2', the value of --accumulate",
+        ),
     ],
 )
 def test_what_is_refused(capsys, words, text):

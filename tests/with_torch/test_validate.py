@@ -472,7 +472,7 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
         (["--out", "record.txt"], "expected a path that ends in .json"),
         (["--out", "record.json", "--only", "nothing like it"], "validate: no cases, expected one at least"),
         (["--out", "record.json", "--device", "tpu"], "expected cpu or cuda"),
-        (["--out", "record.json", "--threads", "9999"], "expected no more than that"),
+        (["--out", "record.json", "--threads", "9999"], "expected at most that number"),
         (["--out", "record.json", "--hardware", "no such device", "--quick"], "no such device"),
     ],
 )

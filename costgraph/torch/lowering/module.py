@@ -211,7 +211,8 @@ def _rule_of(op: Op, device: torch.device) -> Callable[[LoweringContext[Any]], N
         )
     if rule is None:
         raise UnsupportedError(
-            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one registered with costgraph.torch.lowering.lowering"
+            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one registered "
+            f"with costgraph.torch.lowering.lowering"
         )
     return rule
 
