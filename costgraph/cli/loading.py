@@ -99,7 +99,7 @@ def _from_hub(name: str) -> str:
     except Exception as error:  # the exception types depend on the version of the HTTP client
         reason = str(error).strip().partition("\n")[0]
         raise FormatError(
-            f"{shorten(name)}: no such path, and the Hub returned no config.json: {type(error).__name__}: "
+            f"{shorten(name)}: no such path, and its config.json cannot be read from the Hub: {type(error).__name__}: "
             f"{shorten(reason, 300)}, expected one in the cache or on the network"
         ) from None
 
