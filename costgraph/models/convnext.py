@@ -43,8 +43,10 @@ def convnext(
         for i, width in enumerate(widths, 1):
             with cg.scope(f"stage{i}"):
                 x = _channels_norm(x, "downsample/norm") if i > 1 else x
-                side = patch if i == 1 else 2
-                x = cg.conv(x, "b c h w -> b d h w", d=width, window=side, stride=side, bias=True, name="downsample")
+                kernel = patch if i == 1 else 2
+                x = cg.conv(
+                    x, "b c h w -> b d h w", d=width, window=kernel, stride=kernel, bias=True, name="downsample"
+                )
                 x = _channels_norm(x, "norm") if i == 1 else x
                 x = cg.repeat(cg.dims(f"L{i}"), block, x, name="blocks")
         x = cg.layer_norm(cg.reduce(x, "b c h w -> b c", "mean"), name="norm")

@@ -165,7 +165,7 @@ def load(
     need_flag(f"model {name!r}", composed=composed, symbolic=symbolic)
     family = _MODELS[name]
     preset = family.presets[name]
-    return _declared(family, preset, structure, name, attention, dropout, dtype, composed=composed, symbolic=symbolic)
+    return _declare(family, preset, structure, name, attention, dropout, dtype, composed=composed, symbolic=symbolic)
 
 
 def from_config(
@@ -224,13 +224,13 @@ def from_config(
             f"transformers builds: costgraph.torch.from_config traces it"
         )
     need_flag(f"model {name!r}", symbolic=symbolic)
-    config.settle(family.architectures[name])
+    config.apply_defaults(family.architectures[name])
     preset = family.read(config)
     stored = formats_of(config, family.architectures[name]) if dtype is None else None
     config.ignore("quantization_config")
     config.finish()
-    given = config.dtype or "bf16" if dtype is None else dtype
-    graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+    format_ = config.dtype or "bf16" if dtype is None else dtype
+    graph = _declare(family, preset, structure, name, attention, dropout, format_, composed=False, symbolic=symbolic)
     try:
         bindings(graph, {})  # reject sizes that violate conditions of the graph
     except BindingError as error:
@@ -244,7 +244,7 @@ def is_known(path: object) -> bool:
     return family is not None and family.read is not None
 
 
-def _declared(
+def _declare(
     family: Family,
     preset: Preset,
     structure: dict[str, object],
@@ -268,10 +268,10 @@ def _declared(
     if composed and not family.composed:
         raise UnsupportedError(f"{place}: composed=True, expected a model of which that is stated")
     declare = partial(family.declare, composed=True) if composed else family.declare
-    known = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    unknown = sorted(set(structure) - set(known))
+    options = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = sorted(set(structure) - set(options))
     if unknown:
-        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_listed(known)}")
+        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_alternatives(options)}")
     _need_options(place, family.declare, structure)
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
@@ -292,7 +292,7 @@ def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str
             raise GraphError(f"{place}: {name}={shown(value)}, expected {expected}")
 
 
-def _listed(names: list[str]) -> str:
+def _alternatives(names: list[str]) -> str:
     return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"
 
 
