@@ -238,7 +238,7 @@ class Config:
         """Apply the defaults and aliases of a model type."""
         file_type = self._fields.get("model_type")
         if isinstance(file_type, str) and file_type != kind and file_type in DEFAULTS:
-            raise self._wrong("model_type", file_type, f"{kind!r}, as its architecture has")
+            raise self._wrong("model_type", file_type, f"{kind!r}, the model type of its architecture")
         self._defaults = DEFAULTS.get(kind, {})
         for alias, name in ALIASES.get(kind, {}).items():
             if alias not in self._fields:
@@ -247,8 +247,8 @@ class Config:
             present = self._fields.setdefault(name, value)
             if not _same(present, value):
                 raise FormatError(
-                    f"{self.place}: {name} is {shown(present)} and {alias} is {shown(value)}, expected one value: they are "
-                    f"two names of one field"
+                    f"{self.place}: {name} is {shown(present)} and {alias} is {shown(value)}, expected one value for "
+                    f"the field and its alias"
                 )
 
     @property
@@ -301,7 +301,7 @@ class Config:
         value = self._get(name, default)
         if not _is_finite(value) or (above is not None and value <= above):
             expected = "a number" if above is None else f"a number above {above}"
-            raise self._wrong(name, value, f"{expected}, of less than 2**63")
+            raise self._wrong(name, value, f"{expected}, below 2**63")
         return float(value)
 
     def factor(self, name: str) -> float | None:
@@ -334,7 +334,7 @@ class Config:
             return self.size("num_labels", default=2)
         keys = {int(k) for k in names if _is_index(k)} if isinstance(names, Mapping) else set()
         if not keys or len(keys) != len(names):
-            raise self._wrong("id2label", names, "a name for each of one class or more, by its number")
+            raise self._wrong("id2label", names, "a non-empty object from class numbers to names")
         self.expect("num_labels", len(keys))
         return len(keys)
 
@@ -344,7 +344,7 @@ class Config:
         if not isinstance(value, list) or not (value or empty) or not all(_is_size(n, minimum) for n in value):
             raise self._wrong(name, value, f"a list of whole numbers of at least {minimum}")
         if len(value) > limit:
-            raise UnsupportedError(f"{self.place}: {name} has {len(value)} numbers, expected {limit} at the most")
+            raise UnsupportedError(f"{self.place}: {name} has {len(value)} numbers, expected at most {limit}")
         return list(value)
 
     def words(self, name: str) -> list[str]:
@@ -358,7 +358,7 @@ class Config:
         """Return a string."""
         value = self._get(name)
         if not isinstance(value, str):
-            raise UnsupportedError(f"{self.place} is {shown(self._fields)}, expected {name} to be a word")
+            raise UnsupportedError(f"{self.place} is {shown(self._fields)}, expected {name} to be a string")
         return value
 
     def nested(self, name: str, kind: str = "") -> Config:
@@ -389,7 +389,7 @@ class Config:
             )
         if self.has("layer_types") and len(listed) != depth:
             raise FormatError(
-                f"{self.place}: layer_types has {len(listed)} words, expected one for each of {depth} layers"
+                f"{self.place}: layer_types has {len(listed)} entries, expected one for each of {depth} layers"
             )
         return self.period("layer_types", [kind_of_type[layer_type] for layer_type in listed], depth)
 
@@ -401,7 +401,7 @@ class Config:
         runs = sum(1 for _ in groupby(kinds[:length]))
         if runs > _RUN_LIMIT:
             raise UnsupportedError(
-                f"{self.place}: {name} has {runs} runs of equal layers before it repeats, expected {_RUN_LIMIT} at the most"
+                f"{self.place}: {name} has {runs} runs of equal layers before it repeats, expected at most {_RUN_LIMIT}"
             )
         return tuple(kinds[:length]), depth % length
 
@@ -409,7 +409,7 @@ class Config:
         """Return the length of an aperiodic list of layers; raise UnsupportedError if it is too long."""
         if depth > _LIST_LIMIT:
             raise UnsupportedError(
-                f"{self.place}: {depth} layers that do not repeat, expected {_LIST_LIMIT} of such at the most"
+                f"{self.place}: {depth} layers that do not repeat, expected at most {_LIST_LIMIT} such layers"
             )
         return depth
 
@@ -427,7 +427,7 @@ class Config:
         if not any(_same(value, v) for v in values):
             raise UnsupportedError(
                 f"{self.place}: {name} is {shown(value)}, expected {' or '.join(map(shown, values)) or 'nothing'}: "
-                f"what else it would cost is not known"
+                f"the cost of other values is not modelled"
             )
 
     def ignore(self, *names: str) -> None:
@@ -453,9 +453,7 @@ class Config:
             if factor is not None and not (_is_finite(factor) and factor > 0):
                 raise self._wrong(f"{path}: factor", factor, "a number above 0")
         if len(fields) == 2 and not _same(self._fields[fields[0]], self._fields[fields[1]]):
-            raise self._wrong(
-                fields[1], self._fields[fields[1]], f"what {fields[0]} is: they are two names of one field"
-            )
+            raise self._wrong(fields[1], self._fields[fields[1]], f"the value of {fields[0]}, its alias")
         return ropes
 
     def partial_rotary(self) -> float:
@@ -468,14 +466,16 @@ class Config:
             if not _is_finite(value) or not 0 < value <= 1:
                 raise self._wrong(name, float(value) if _is_finite(value) else value, "a number above 0, up to 1")
         if len(set(factors.values())) > 1:
-            raise FormatError(f"{self.place}: {shown(factors, 200)}, expected one part that is turned")
+            raise FormatError(f"{self.place}: {shown(factors, 200)}, expected one fraction of rotated elements")
         return float(next(iter(factors.values()), 1))
 
     def rotary_size(self, head: int) -> int:
         """Return the number of rotated elements per head, in whole pairs."""
         fraction = self.partial_rotary()
         if int(head * fraction) < 1:
-            raise self._wrong("partial_rotary_factor", fraction, f"a part of {head} that is 1 at the least")
+            raise self._wrong(
+                "partial_rotary_factor", fraction, f"a fraction that rotates at least one of {head} elements"
+            )
         return -(-int(head * fraction) // 2) * 2
 
     # -- unread fields -----------------------------------------------------------------------------------------------
@@ -490,8 +490,8 @@ class Config:
         if unread:
             name = shown(unread[0]).strip("'")
             raise UnsupportedError(
-                f"{self.place}: {name} is {shown(self._fields[unread[0]])}, expected a field that is "
-                f"known: whether it changes the cost is not understood"
+                f"{self.place}: {name} is {shown(self._fields[unread[0]])}, expected a known field: "
+                f"this one may change the cost"
             )
         for nested in self._nested:
             nested.finish()
@@ -569,7 +569,7 @@ def string_keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
     checked = dict(fields)
     wrong = next((name for name in checked if not isinstance(name, str)), "")
     if wrong != "":
-        raise FormatError(f"{place}: {shown(wrong)} as the name of a field, expected a string")
+        raise FormatError(f"{place}: field name {shown(wrong)}, expected a string")
     return checked
 
 
@@ -635,7 +635,7 @@ def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
         model_kind = f" of a {kind} model" if read else ""
         raise UnsupportedError(
             f"{c.place}: quantization_config has quant_method {shown(method)}, expected one of {', '.join(_METHODS)}: "
-            f"how it stores which weights{model_kind} is not known; dtype= declares the model as it was before"
+            f"its stored weights{model_kind} are not modelled; pass dtype= for the unquantized model"
         )
     options = read(section, c)
     unquantized = section.words("modules_to_not_convert")
@@ -645,8 +645,8 @@ def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
     unsupported = next((n for n, matched in zip(unquantized, matches, strict=True) if not matched), None)
     if unsupported is not None or (unquantized and "skip" not in options and "lm_head" not in unquantized):
         raise UnsupportedError(
-            f"{section.place}: modules_to_not_convert has {shown(unsupported or unquantized)}, expected what stays anyway: lm_head, "
-            f"embeddings, norms and the router"
+            f"{section.place}: modules_to_not_convert has {shown(unsupported or unquantized)}, expected only "
+            f"modules that are never quantized: lm_head, embeddings, norms and the router"
         )
     return lambda graph: cg.quantize(graph, **options)
 
@@ -659,7 +659,7 @@ def _fp8(c: Config, model: Config) -> dict[str, Any]:
     c.need("weight_block_size", [128, 128])
     if model.has("moe_intermediate_size") and model.size("moe_intermediate_size") % 128:
         raise UnsupportedError(
-            f"{c.place}: blocks of 128 rows, expected moe_intermediate_size to be a multiple of it, so that experts "
+            f"{c.place}: blocks of 128 rows, expected moe_intermediate_size to be a multiple of 128, since experts "
             f"share no block"
         )
     return {"weights": "fp8_e4m3_b128x128_fp32", "activations": "fp8_e4m3_g128_fp32"}

@@ -65,7 +65,9 @@ def read(c: Config) -> Preset:
     """Read a transformers `ConvNextConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
-        raise cg.FormatError(f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)} as depths has")
+        raise cg.FormatError(
+            f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)}, the length of depths"
+        )
     c.expect("num_stages", len(depths))
     c.ignore("drop_path_rate", "is_encoder_decoder", "stage_names", "out_features", "out_indices")
     head = c.architecture == "ConvNextForImageClassification"

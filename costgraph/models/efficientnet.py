@@ -40,7 +40,9 @@ def efficientnet(
     """
     B, IC, R, C, width = cg.dims("B IC R C D0")
     if not len(windows) == len(strides) == len(expansions):
-        raise cg.GraphError(f"model {name!r}: windows, strides and expansions, expected one of each for every stage")
+        raise cg.GraphError(
+            f"model {name!r}: windows, strides and expansions differ in length, expected one of each per stage"
+        )
 
     def stage(x: cg.Tensor, i: int, in_width: sympy.Expr, width: sympy.Expr) -> cg.Tensor:
         options = (expansions[i - 1], strides[i - 1], windows[i - 1])
@@ -87,8 +89,8 @@ def read(c: Config) -> Preset:
     in_channels, out_channels, windows, strides, repeats, expansions = tables
     if len({*map(len, tables)}) != 1 or in_channels[1:] != out_channels[:-1]:
         raise cg.FormatError(
-            f"{c.place}: {', '.join(names)}, expected equally long lists in which each stage is given what the one "
-            f"before it makes"
+            f"{c.place}: {', '.join(names)}, expected equally long lists in which the input channels of a stage "
+            f"are the output channels of the previous one"
         )
     depths = [ceil(deep * n) for n in repeats]
     widths = [round_channels(n * wide, divisor) for n in (32, *out_channels, 1280)]
@@ -96,8 +98,8 @@ def read(c: Config) -> Preset:
     first = round_channels(in_channels[0] * wide, divisor)
     if first != widths[0] or (1 / ratio) % 1 or any(int(n * ratio) != n * ratio for n in widths[:-1]):
         raise cg.UnsupportedError(
-            f"{c.place}: squeeze_expansion_ratio {ratio} of {[first, *widths[1:-1]]} channels, expected whole numbers, "
-            f"and as many channels before the first stage as the stem makes, {widths[0]}"
+            f"{c.place}: squeeze_expansion_ratio {ratio} of {[first, *widths[1:-1]]} channels, expected integers, "
+            f"and the {widths[0]} output channels of the stem as input of the first stage"
         )
     c.expect("hidden_dim", widths[-1])
     c.expect("num_hidden_layers", 4 * sum(repeats))
@@ -122,8 +124,8 @@ def _check_padding(c: Config, windows: list[int], strides: list[int], depths: li
         side = -(-side // stride)
     if unsupported or any(n % 2 == 0 for n in windows) or any(n > 2 for n in strides):
         raise cg.UnsupportedError(
-            f"{c.place}: image_size, strides and depthwise_padding {padded}, expected that every odd side before a "
-            f"stride of 2 is padded to be rounded up, odd kernel_sizes and strides of at most 2"
+            f"{c.place}: image_size, strides and depthwise_padding {padded}, expected padding of every odd side before "
+            f"a stride of 2 so that it rounds up, odd kernel_sizes, and strides of at most 2"
         )
 
 

@@ -69,7 +69,9 @@ def _fields(file: Gguf, arch: str, place: str) -> dict[str, Any]:
             continue
         if key not in _FIELDS or value is None:
             description = f"an array of {file.lengths[name]}" if value is None else shown(value)
-            raise UnsupportedError(f"{place}: {name} is {description}, expected one number, of {', '.join(_FIELDS)}")
+            raise UnsupportedError(
+                f"{place}: {name} is {description}, expected a number for one of {', '.join(_FIELDS)}"
+            )
         config[_FIELDS[key]] = value
     return config
 

@@ -110,8 +110,8 @@ def read_v2(c: Config) -> Preset:
         widths[-1] = 1280
     if ratio % 1 or any(round_channels(round(n * ratio), divisor, minimum) != ratio * n for n in widths[1:8]):
         raise cg.UnsupportedError(
-            f"{c.place}: expand_ratio {ratio} of {widths[1:8]} channels in multiples of {divisor} and at least {minimum}, "
-            f"expected products that need no rounding"
+            f"{c.place}: expand_ratio {ratio} of {widths[1:8]} channels in multiples of {divisor} and at least "
+            f"{minimum}, expected products without rounding"
         )
     strides, total_stride = [1], 2
     for stride in (2, 2, 2, 1, 2, 1):  # beyond output_stride windows are dilated instead, at the same cost

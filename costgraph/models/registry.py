@@ -220,8 +220,8 @@ def from_config(
     if family is None or family.read is None:
         near = get_close_matches(name, _ARCHITECTURES, n=4, cutoff=0.5) or sorted(_ARCHITECTURES)
         raise UnsupportedError(
-            f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}; or one that "
-            f"transformers builds: costgraph.torch.from_config traces it"
+            f"{config.place}: architecture {shown(name)} is unknown, expected one of {', '.join(near)}; or trace the "
+            f"transformers model: costgraph.torch.from_config"
         )
     need_flag(f"model {name!r}", symbolic=symbolic)
     config.apply_defaults(family.architectures[name])
@@ -266,7 +266,7 @@ def _declare(
     if format_.kind != "float":
         raise FormatError(f"{place}: dtype {format_.name!r}, expected a floating format")
     if composed and not family.composed:
-        raise UnsupportedError(f"{place}: composed=True, expected a model of which that is stated")
+        raise UnsupportedError(f"{place}: composed=True, expected a model that supports it")
     declare = partial(family.declare, composed=True) if composed else family.declare
     options = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
     unknown = sorted(set(structure) - set(options))
@@ -293,7 +293,7 @@ def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str
 
 
 def _alternatives(names: list[str]) -> str:
-    return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"
+    return f"one of {', '.join(names)}" if names else "no structure options"
 
 
 # -- published parameters ----------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def read(c: Config) -> Preset:
     """Read a transformers `ResNetConfig`."""
     widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
-        c.expect("hidden_sizes", f"{len(depths)} numbers, as many as depths")
+        c.expect("hidden_sizes", f"{len(depths)} numbers, the length of depths")
     c.ignore("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")  # of backbones only
     stem, head = c.size("embedding_size"), c.architecture == "ResNetForImageClassification"
     structure: dict[str, object] = {"stages": len(depths), "inplace": False, "head": head}

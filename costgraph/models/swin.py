@@ -93,12 +93,14 @@ def read(c: Config) -> Preset:
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "encoder_stride", "path_norm")
     c.ignore("stage_names", "out_features", "out_indices", "is_encoder_decoder")  # not used by the model
     if len(heads) != len(depths):
-        raise cg.FormatError(f"{c.place}: num_heads has {len(heads)} numbers, expected {len(depths)} as depths has")
+        raise cg.FormatError(
+            f"{c.place}: num_heads has {len(heads)} numbers, expected {len(depths)}, the length of depths"
+        )
     sides = [-(-(size // patch) // 2**i) for i in range(len(depths))]
     if size % patch or sides[-1] < window or not (ratio * width).is_integer():
         raise cg.UnsupportedError(
             f"{c.place}: image_size {size}, patch_size {patch}, window_size {window}, mlp_ratio {ratio}, expected "
-            f"whole patches, one window at least in the last stage, and whole numbers of hidden elements"
+            f"whole patches, at least one window in the last stage, and an integer number of hidden elements"
         )
     sizes = {"R": size, "IC": c.size("num_channels"), "D": width, "F": int(ratio * width)}
     sizes |= {f"L{i}": n for i, n in enumerate(depths, 1)} | {f"H{i}": n for i, n in enumerate(heads, 1)}

@@ -184,7 +184,7 @@ def _check_positions(positions: tuple[int, ...]) -> tuple[int, ...]:
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in positions
     )
     if not fits or list(positions) != sorted(set(positions)):
-        raise cg.GraphError(f"slstm={positions!r}, expected a tuple of places in ascending order, the first block is 0")
+        raise cg.GraphError(f"slstm={positions!r}, expected a tuple of block positions in ascending order from 0")
     return positions
 
 
@@ -259,7 +259,9 @@ def read(c: Config) -> Preset:
     D, L, H = c.size("hidden_size"), c.size("num_hidden_layers"), c.size("num_heads")
     qk, v = (int(D * c.number(f"{name}_dim_factor", above=0)) for name in ("qk", "v"))
     if qk % H or v % H:
-        raise cg.FormatError(f"{c.place}: keys of {qk} and values of {v} in num_heads = {H}, expected multiples of it")
+        raise cg.FormatError(
+            f"{c.place}: key size {qk} and value size {v} with num_heads {H}, expected multiples of num_heads"
+        )
     inner, multiple = D * c.number("ffn_proj_factor", above=0), c.size("ffn_round_up_to_multiple_of")
     sizes = {"D": D, "H": H, "K": qk // H, "U": v // H, "F": int((inner + multiple - 1) // multiple) * multiple}
     sizes |= {"L": L, "V": c.size("vocab_size")}

@@ -185,7 +185,7 @@ def test_the_shell_takes_it_where_the_zoo_declares_nothing(tmp_path, capsys):
     depth = {"num_hidden_layers": 1}
     file.write_text(json.dumps(config("StableLmForCausalLM", **depth)), encoding="utf-8")
     expected = sum(p.numel() for p in built("StableLmForCausalLM", **depth).parameters())
-    with pytest.raises(CostGraphError, match=r"transformers builds: costgraph\.torch\.from_config traces it"):
+    with pytest.raises(CostGraphError, match=r"trace the transformers model: costgraph\.torch\.from_config"):
         cg.models.from_config(file)
     assert cli.main(["formula", str(file), "params", "--preset"]) == 0
     assert int(capsys.readouterr().out) == expected
