@@ -153,7 +153,7 @@ def test_a_plan_with_open_sizes(capsys):
     out = good(capsys, *PLAN)
     assert "training time                needs S" in out
     assert "activation memory [B]\n" in out
-    assert out.endswith("whether all is well depends on open sizes\n")
+    assert out.endswith("the verdict depends on unbound sizes\n")
     assert max(map(len, out.split("\n"))) <= 80
 
 

@@ -186,7 +186,7 @@ def test_a_format_that_is_given_is_that_of_all_weights():
             UnsupportedError,
             "has 'model.layers.3', ex",
         ),
-        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected only modules that are never quantized"),
+        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected only modules"),
     ],
 )
 def test_formats_that_are_not_known_are_refused_by_their_method(method, error, text):

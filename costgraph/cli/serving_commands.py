@@ -118,7 +118,7 @@ def _lines(step: Graph, result: Throughput, dims: Mapping[str, int], fallback: s
     yield f"cache    {text}"
     yield f"largest {name} that fits: {largest(step, name, hardware=result.hardware, **sizes)}"
     devices = result.rows[0].devices
-    yield _crossover_line(step, result, sizes, fallback) if devices == 1 else f"of each of {devices} devices"
+    yield _crossover_line(step, result, sizes, fallback) if devices == 1 else f"per device, on {devices} devices"
     yield ""
     yield str(result)
 

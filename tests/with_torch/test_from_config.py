@@ -151,7 +151,7 @@ def test_a_program_that_asks_for_its_length_is_held_to_the_answer():
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"architectures": ["NobodyForCausalLM"]}, UnsupportedError, "'NobodyForCausalLM', expected one of transf"),
+        ({"architectures": ["NobodyForCausalLM"]}, UnsupportedError, "'NobodyForCausalLM', expected a model class"),
         ({"architectures": ["pipeline"]}, UnsupportedError, "'pipeline', expected a model class of transformers"),
         ({"architectures": ["os.system"]}, UnsupportedError, "'os.system', expected a model class of transformers"),
         ({"num_hidden_layers": 10**9}, UnsupportedError, "num_hidden_layers is 1000000000, expected at most 1024"),

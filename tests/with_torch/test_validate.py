@@ -430,7 +430,7 @@ def test_pictures(found, tmp_path):
     assert [p.name for p in drawn] == ["peaks.png", "roof.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
     (tmp_path / "file").write_text("")
-    assert "expected a directory that can be written" in error_of(FormatError, found.plot, tmp_path / "file")
+    assert "expected a writable directory" in error_of(FormatError, found.plot, tmp_path / "file")
     assert error_of(FormatError, found.plot, None) == "plot: directory None, expected a path"
 
 
