@@ -324,7 +324,7 @@ def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
         (["train checkpoint=never"], "--checkpoint 'never': expected none"),
         ("forward", "expected a list such as"),
         ([], "views is empty"),
-        ({"a": 3}, "expected graphs by the name"),
+        ({"a": 3}, "expected a mapping from view names to graphs"),
         ([7], "view 7, expected one such as"),
     ],
 )

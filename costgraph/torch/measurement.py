@@ -258,9 +258,7 @@ def memory_bytes(device: torch.device) -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        raise UnsupportedError(
-            "device cpu: this system does not report its memory, expected os.sysconf to report it"
-        ) from None
+        raise UnsupportedError("device cpu: this system does not report its memory through os.sysconf") from None
 
 
 def counted(threads: object) -> str:

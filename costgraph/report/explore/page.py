@@ -291,10 +291,10 @@ def _stage_conditions(stage: Graph) -> list[tuple[Test, str]]:
     """Return the conditions on the number of pipeline stages."""
     if stage.waiting is None:
         return []
-    count, same = stage.waiting.stages, stage.waiting.alike
+    count, identical = stage.waiting.stages, stage.waiting.alike
     return [
         (Test(count, 2), f"a pipeline has {count.brief()} stages, 2 or more"),
-        (Test(same, 1), f"there are {same.brief()} stages like this one, 1 or more"),
+        (Test(identical, 1), f"there are {identical.brief()} stages like this one, 1 or more"),
     ]
 
 

@@ -368,10 +368,10 @@ def _contract_cheapest_pair(
         points = prod(extents[n] for n in axes)
         return [*others, stay], points * (2 if len(stay) < len(axes) else 1)
 
-    def least(remaining: list[tuple[str, ...]]) -> int:
+    def least_cost(remaining: list[tuple[str, ...]]) -> int:
         return min(
             (
-                cost + least(others)
+                cost + least_cost(others)
                 for others, cost in (after(remaining, i, j) for i, j in combinations(range(len(remaining)), 2))
             ),
             default=0,
@@ -379,7 +379,7 @@ def _contract_cheapest_pair(
 
     names = [o.names for o in operands]
     costs = {(i, j): after(names, i, j) for i, j in combinations(range(len(names)), 2)}
-    i, j = min(costs, key=lambda pair: costs[pair][1] + least(costs[pair][0]))
+    i, j = min(costs, key=lambda pair: costs[pair][1] + least_cost(costs[pair][0]))
     unpaired = [o for k, o in enumerate(operands) if k not in (i, j)]
     return [*unpaired, product(site, [operands[i], operands[j]], costs[i, j][0][-1], extents)]
 
@@ -472,7 +472,7 @@ def _matmul(
     columns = [n for n in kept_axes if n in b.names and n not in a.names]
     if kept_axes == (*batch, *columns, *rows) and rows:
         a, b, rows, columns = b, a, columns, rows
-    summed = _order_of_sum(site, a, b, (batch, rows, columns), extents)
+    summed = _summed_axis_order(site, a, b, (batch, rows, columns), extents)
     left = _matrix(site, a, (batch, rows, summed), extents)
     right = _matrix(site, b, (batch, summed, columns), extents)
     names = (*batch, *rows, *columns)
@@ -518,7 +518,7 @@ def _is_matrix(
     return True
 
 
-def _order_of_sum(
+def _summed_axis_order(
     site: LoweringContext[OpKind],
     a: NamedAxesNode,
     b: NamedAxesNode,

@@ -36,9 +36,9 @@ def _local_mask(ids: torch.Tensor, rows: int, shape: Sequence[int]) -> torch.Ten
     return local.reshape(*ids.shape, *(1,) * (len(shape) - ids.ndim))
 
 
-def zero_remote_rows(rows_found: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
+def zero_remote_rows(looked_up: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
     """Zero the rows looked up on other ranks."""
-    return rows_found.masked_fill_(~_local_mask(ids, rows, rows_found.shape), 0)
+    return looked_up.masked_fill_(~_local_mask(ids, rows, looked_up.shape), 0)
 
 
 def scatter_local(
