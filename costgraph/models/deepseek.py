@@ -50,10 +50,10 @@ def deepseek(
     options: dict[str, Any] = {"score": "sigmoid" if sigmoid else "softmax", "correction": sigmoid, "fp32": True}
     options |= {"groups": Eg, "kept_groups": kg} if limited else {}
     experts = mixture_of_experts(routing, capacity, normalize=normalize, scale=scale, system=system, **options)
-    for_all = gated_mlp("silu", f=Es * Fe, system=system, name="shared")
+    shared_experts = gated_mlp("silu", f=Es * Fe, system=system, name="shared")
 
     def channels(y: cg.Tensor) -> cg.Tensor:
-        return experts(y) + for_all(y)
+        return experts(y) + shared_experts(y)
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = partial(
