@@ -145,7 +145,7 @@ def test_a_saved_graph_is_a_model(capsys, tmp_path):
     assert data["figures"]["flops"]["value"] == cg.flops(g, B=1, S=8)
     code, _, err = run(capsys, "report", str(path), "--attention", "eager")
     assert code == 2
-    assert "is a saved graph, expected a preset for that" in err
+    assert "is a saved graph, expected a preset for this option" in err
 
 
 # -- formula, crossover, lists -----------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_one_device_with_all_that_is_known(capsys):
         (["report", "llama-3-8b", "1=2"], "'1=2': expected NAME=SIZE"),
         (["report", "llama-3-8b", "B=1", "B=2"], "B: given twice, expected one size"),
         (["report", "llama-3-8b", "Q=1"], "'Q' is no dimension of graph 'llama-3-8b', expected one of B, D, F"),
-        (["report", "llama-3-8b", "fused=1"], "fused='1': a word of the library"),
+        (["report", "llama-3-8b", "fused=1"], "fused='1': the name is reserved"),
         (["report", "llama-9"], "model 'llama-9': unknown"),
         (["report", "missing.json"], "missing.json: "),
         (["report", "llama-3-8b", "--hardware", "h1000"], "hardware 'h1000' is unknown"),

@@ -44,7 +44,9 @@ def test_weights_stand_for_the_config_beside_them(capsys, tmp_path, expected, na
     assert counted(capsys, str(path)) == expected
     (tmp_path / "config.json").unlink()
     said = refused(capsys, str(path))
-    alone = "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json beside them"
+    alone = (
+        "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json in the same folder"
+    )
     assert alone in said
 
 
@@ -94,7 +96,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(asked, expected):
 def test_a_model_that_is_neither_kept_nor_reached_is_refused(asked):
     code, out, said = asked("owner/other")
     assert (code, out, said.count("\n")) == (2, "", 1)
-    assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: ")
+    assert said.startswith("costgraph: 'owner/other': no such path, and its config.json cannot be read from the Hub: ")
     assert said.endswith("expected one in the cache or on the network\n")
 
 
@@ -102,7 +104,9 @@ def test_a_network_that_is_not_there_is_asked_once(asked):
     """A name that no resolver knows (RFC 2606): one line, where a download tells of five tries in half a minute."""
     code, out, said = asked("owner/other", HF_HUB_OFFLINE="0", HF_ENDPOINT="https://hub.invalid")
     assert (code, out, said.count("\n")) == (2, "", 1)
-    assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: Connect")
+    assert said.startswith(
+        "costgraph: 'owner/other': no such path, and its config.json cannot be read from the Hub: Connect"
+    )
 
 
 def test_without_the_client_the_error_says_what_to_install(capsys, monkeypatch):

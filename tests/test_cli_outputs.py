@@ -172,8 +172,8 @@ def test_a_file_is_what_its_content_says(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "words", "text"),
     [
-        (CONFIG, ["--composed"], "--composed: 'f.json' is a config.json, expected a preset for that"),
-        ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for that"),
+        (CONFIG, ["--composed"], "--composed: 'f.json' is a config.json, expected a preset for this option"),
+        ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for this option"),
         ({**CONFIG, "hidden_size": "x"}, [], "f.json: hidden_size is 'x', expected a whole number"),
         ({"nodes": []}, [], "f.json: "),
         ([1], [], "f.json: "),
@@ -195,8 +195,8 @@ def test_a_utilization_that_is_no_part(capsys, part):
 # -- where the output goes -----------------------------------------------------------------------------------------
 
 pipes = pytest.mark.skipif(os.name == "nt", reason="outputs break in another way there")
-CLOSED = "costgraph: the standard output: Bad file descriptor, expected a place to write to\n"
-FULL = "costgraph: the standard output: No space left on device, expected a place to write to\n"
+CLOSED = "costgraph: the standard output: Bad file descriptor, expected a writable destination\n"
+FULL = "costgraph: the standard output: No space left on device, expected a writable destination\n"
 
 
 @pipes

@@ -105,7 +105,7 @@ def test_what_collectives_do_beside_the_rest(capsys):
     assert waited["roofline"]["estimate"]["value"] > beside["roofline"]["estimate"]["value"]
     assert waited["scopes"] == beside["scopes"]
     assert sum(part["share"] for part in beside["scopes"]) == pytest.approx(1)
-    assert "if collectives waited" in run(capsys, *words, "--overlap", "ideal")[1]
+    assert "without overlap of collectives" in run(capsys, *words, "--overlap", "ideal")[1]
 
 
 def test_what_lies_on_the_host_is_not_in_the_peak(capsys):
@@ -141,7 +141,10 @@ def test_files_and_text_say_what_is_sent():
         (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),
         (["--pp", "2", "--layers", "1,x"], "--layers: got 'x', expected a size"),
         (["--pp", "2", "--layers", "1,2,1"], "layers of 3 stages, expected as many as pp, which is 2"),
-        (["--pp", "2", "--accumulate", "2", "--micro-batches", "4"], "--micro-batches '4': expected '2', as"),
+        (
+            ["--pp", "2", "--accumulate", "2", "--micro-batches", "4"],
+            "--micro-batches '4': expected '2', the value of --accumulate",
+        ),
     ],
 )
 def test_what_is_refused(capsys, words, text):
@@ -178,7 +181,7 @@ def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh
     assert {row["devices"] for row in data["rows"]} == {many}
     assert cli.main([*words, "--values", "3,9"]) == 0
     out = capsys.readouterr().out
-    assert f"of each of {many} devices\n\n{expected}\n" in out
+    assert f"per device, on {many} devices\n\n{expected}\n" in out
 
 
 def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):

@@ -198,7 +198,7 @@ def test_stages_of_a_pipeline_are_views_with_the_time_of_all(schedule):
         assert [Fraction(p) for p in answer["peaks"]] == peaks
         assert max(peaks) == cg.peak_memory(graph, **sizes)
     few = {"data": data, "asked": [{"view": 1, "sizes": {**data["sizes"], "P": 2}, "device": at}]}
-    assert "there are P - 2 stages as this one, 1 or more" in in_node(PROGRAM, few)[0]["violated"]
+    assert "there are P - 2 stages like this one, 1 or more" in in_node(PROGRAM, few)[0]["violated"]
     start = {"data": data, "asked": [{"view": v, "sizes": data["sizes"], "device": at} for v in range(3)]}
     assert not any(answer["violated"] for answer in in_node(PROGRAM, start))
 
@@ -324,7 +324,7 @@ def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
         (["train checkpoint=never"], "--checkpoint 'never': expected none"),
         ("forward", "expected a list such as"),
         ([], "views is empty"),
-        ({"a": 3}, "expected graphs by the name"),
+        ({"a": 3}, "expected a mapping from view names to graphs"),
         ([7], "view 7, expected one such as"),
     ],
 )

@@ -262,5 +262,5 @@ def test_a_stage_shows_its_memory_and_the_time_of_all(browser, tmp_path):
         assert f"the largest stage {share:.1f}%" in shown.page.inner_text("[data-key=fits] small")
         assert shown.page.inner_text("#warnings") == ""
     shown.go(view=f"{view}: middle stage", **{**sizes, "P": 2})
-    assert "there are P - 2 stages as this one, 1 or more" in shown.page.inner_text("#warnings")
+    assert "there are P - 2 stages like this one, 1 or more" in shown.page.inner_text("#warnings")
     shown.close()

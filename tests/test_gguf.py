@@ -193,7 +193,7 @@ def test_a_file_need_not_say_its_type_where_matrices_have_one_float_format(tmp_p
         ("mamba", {}, "architecture 'mamba', expected one of llama, qwen2, qwen3"),
         ("qwen2", {"qwen2.expert_count": 8}, "architecture 'qwen2' with experts, expected one of llama"),
         ("llama", {"llama.attention.head_count_kv": [2, 1, 2]}, "llama.attention.head_count_kv is an array of 3"),
-        ("llama", {"llama.odd": 7}, "llama.odd is 7, expected one number, of block_count"),
+        ("llama", {"llama.odd": 7}, "llama.odd is 7, expected a number for one of block_count"),
         ("llama", {"general.file_type": 99}, "general.file_type is 99, expected one of 0, 1, 2"),
     ],
 )

@@ -117,5 +117,5 @@ def test_what_is_composed_is_yes_or_no():
 
 
 def test_of_other_models_nothing_is_stated():
-    with pytest.raises(UnsupportedError, match="model 'mistral-7b': composed=True, expected a model of which that is"):
+    with pytest.raises(UnsupportedError, match="model 'mistral-7b': composed=True, expected a model that supports it"):
         models.load("mistral-7b", composed=True)

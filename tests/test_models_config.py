@@ -81,7 +81,7 @@ def test_a_mapping_is_not_changed():
 @each(
     ("change", "error", "text"),
     [
-        ({"architectures": ["LlamaForCausalLn"]}, UnsupportedError, "'LlamaForCausalLn' is not known, expected one of"),
+        ({"architectures": ["LlamaForCausalLn"]}, UnsupportedError, "'LlamaForCausalLn' is unknown, expected one of"),
         ({"architectures": ["A", "B"]}, FormatError, r"architectures is \['A', 'B'\], expected a list of one name"),
         ({"architectures": None}, FormatError, "architectures is None, expected a list of one name"),
         ({"hidden_size": None}, FormatError, "config: hidden_size is missing, expected a whole number"),
@@ -91,8 +91,8 @@ def test_a_mapping_is_not_changed():
         ({"num_hidden_layers": 0}, FormatError, "num_hidden_layers is 0, expected a whole number of at least 1"),
         ({"tie_word_embeddings": 1}, FormatError, "tie_word_embeddings is 1, expected true or false"),
         ({"hidden_act": "relu7"}, UnsupportedError, "hidden_act is 'relu7', expected"),
-        ({"window_of_attention": 5}, UnsupportedError, "config: window_of_attention is 5, expected a field that is"),
-        ({"num_experts": 8}, UnsupportedError, "num_experts is 8, expected a field that is known"),
+        ({"window_of_attention": 5}, UnsupportedError, "config: window_of_attention is 5, expected a known field"),
+        ({"num_experts": 8}, UnsupportedError, "num_experts is 8, expected a known field"),
         ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor is 0.5, expected 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, UnsupportedError, "is 0.25, expected 1"),
     ],
@@ -162,14 +162,18 @@ def test_a_format_that_is_given_is_that_of_all_weights():
         (
             {"quant_method": "gptq"},
             UnsupportedError,
-            "'gptq', expected one of awq, gguf, fp8, mxfp4: how it stores which",
+            "'gptq', expected one of awq, gguf, fp8, mxfp4: its stored weights",
         ),
-        ({"quant_method": "mxfp4"}, UnsupportedError, "which weights of a llama model is not known; dtype= declares"),
-        ({}, UnsupportedError, "quantization_config is {}, expected quant_method to be a word"),
+        (
+            {"quant_method": "mxfp4"},
+            UnsupportedError,
+            "its stored weights of a llama model are not modelled; pass dtype=",
+        ),
+        ({}, UnsupportedError, "quantization_config is {}, expected quant_method to be a string"),
         ({**AWQ, "bits": 8}, UnsupportedError, "quantization_config: bits is 8, expected 4"),
         ({**AWQ, "zero_point": False}, UnsupportedError, "zero_point is False, expected True"),
         ({**AWQ, "group_size": -1}, FormatError, "group_size is -1, expected a whole number"),
-        ({**AWQ, "act_order": 1}, UnsupportedError, "act_order is 1, expected a field that is known"),
+        ({**AWQ, "act_order": 1}, UnsupportedError, "act_order is 1, expected a known field"),
         ({**FP8, "weight_block_size": None}, FormatError, "weight_block_size is missing, expected [128, 128]"),
         (
             {**FP8, "weight_block_size": [64, 128]},
@@ -182,7 +186,7 @@ def test_a_format_that_is_given_is_that_of_all_weights():
             UnsupportedError,
             "has 'model.layers.3', ex",
         ),
-        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected what stays"),
+        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected only modules"),
     ],
 )
 def test_formats_that_are_not_known_are_refused_by_their_method(method, error, text):

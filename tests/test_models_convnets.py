@@ -152,10 +152,10 @@ def test_a_configuration():
     [
         ({"layer_type": "fancy"}, cg.UnsupportedError, "layer_type is 'fancy', expected one of basic, bottleneck"),
         ({"hidden_act": "cubic"}, cg.UnsupportedError, "hidden_act is 'cubic'"),
-        ({"depths": [3, 4, 6]}, cg.UnsupportedError, "hidden_sizes is .* expected '3 numbers, as many as depths'"),
+        ({"depths": [3, 4, 6]}, cg.UnsupportedError, "hidden_sizes is .* expected '3 numbers, the length of depths'"),
         ({"depths": [3, 4, 0, 3]}, cg.FormatError, "depths"),
         ({"depths": "3463"}, cg.FormatError, "depths"),
-        ({"squeeze": True}, cg.UnsupportedError, "squeeze is True, expected a field that is known"),
+        ({"squeeze": True}, cg.UnsupportedError, "squeeze is True, expected a known field"),
         ({"embedding_size": 64.5}, cg.FormatError, "embedding_size"),
         ({"downsample_in_bottleneck": "yes"}, cg.FormatError, "downsample_in_bottleneck"),
     ],

@@ -102,7 +102,7 @@ def test_a_swin_of_an_image_that_changes_its_shifts():
 
 
 def test_an_efficientnet_with_stages_that_are_not_told():
-    with pytest.raises(cg.GraphError, match="expected one of each for every stage"):
+    with pytest.raises(cg.GraphError, match="expected one of each per stage"):
         load("efficientnet-b0", windows=(3,))
 
 
@@ -134,16 +134,20 @@ def test_configurations_of_published_models(fields, name):
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({**CONVNEXT, "use_grn": True}, cg.UnsupportedError, "use_grn is True, expected a field that is known"),
+        ({**CONVNEXT, "use_grn": True}, cg.UnsupportedError, "use_grn is True, expected a known field"),
         ({**CONVNEXT, "num_stages": 3}, cg.UnsupportedError, "num_stages is 3, expected 4"),
-        ({**CONVNEXT, "depths": [3, 3]}, cg.FormatError, "hidden_sizes has 4 numbers, expected 2 as depths has"),
+        (
+            {**CONVNEXT, "depths": [3, 3]},
+            cg.FormatError,
+            "hidden_sizes has 4 numbers, expected 2, the length of depths",
+        ),
         ({**CONVNEXT, "image_size": [224, 192]}, cg.FormatError, r"image_size is \[224, 192\]"),
-        ({**SWIN, "num_heads": [3, 6]}, cg.FormatError, "num_heads has 2 numbers, expected 4 as depths has"),
+        ({**SWIN, "num_heads": [3, 6]}, cg.FormatError, "num_heads has 2 numbers, expected 4, the length of depths"),
         ({**SWIN, "image_size": 225}, cg.UnsupportedError, "image_size 225, .* expected whole patches"),
-        ({**SWIN, "image_size": 192}, cg.UnsupportedError, "one window at least in the last stage"),
-        ({**SWIN, "mlp_ratio": 3.99}, cg.UnsupportedError, "whole numbers of hidden elements"),
+        ({**SWIN, "image_size": 192}, cg.UnsupportedError, "at least one window in the last stage"),
+        ({**SWIN, "mlp_ratio": 3.99}, cg.UnsupportedError, "an integer number of hidden elements"),
         ({**SWIN, "pretrained_window_sizes": [0, 0]}, cg.UnsupportedError, "pretrained_window_sizes"),
-        ({**MOBILENET, "expand_ratio": 5.5}, cg.UnsupportedError, "expand_ratio 5.5 of .* products that need no round"),
+        ({**MOBILENET, "expand_ratio": 5.5}, cg.UnsupportedError, "expand_ratio 5.5 of .* products without round"),
         ({**MOBILENET, "hidden_act": "gelu_9"}, cg.UnsupportedError, "hidden_act is 'gelu_9', expected one of"),
         ({**EFFICIENTNET, **B0, "image_size": 225}, cg.UnsupportedError, "every odd side before a stride of 2"),
         ({**EFFICIENTNET, **B0, "hidden_dim": 640}, cg.UnsupportedError, "hidden_dim is 640, expected 1280"),

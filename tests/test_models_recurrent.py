@@ -204,9 +204,9 @@ def test_a_length_that_is_no_multiple_of_the_chunk():
         ("mamba-130m", {"scan": "fused"}, "scan 'fused', expected one of kernel, ops"),
         ("mamba2-130m", {"form": "parallel"}, "form='parallel', expected 'recurrent' or 'chunked'"),
         ("xlstm-7b", {"form": None}, "form=None, expected 'recurrent' or 'chunked'"),
-        ("xlstm-125m", {"slstm": (3, 1)}, "slstm=(3, 1), expected a tuple of places in ascending order"),
-        ("xlstm-125m", {"slstm": [1]}, "slstm=[1], expected a tuple of places"),
-        ("xlstm-125m", {"slstm": (True,)}, "slstm=(True,), expected a tuple of places"),
+        ("xlstm-125m", {"slstm": (3, 1)}, "slstm=(3, 1), expected a tuple of block positions in ascending order"),
+        ("xlstm-125m", {"slstm": [1]}, "slstm=[1], expected a tuple of block positions"),
+        ("xlstm-125m", {"slstm": (True,)}, "slstm=(True,), expected a tuple of block positions"),
         ("rwkv-7-0.1b", {"tied": True}, "tied=True, expected one of scan"),
     ],
 )
@@ -270,7 +270,7 @@ def test_configurations_of_the_presets(fields, name):
 @each(
     ("fields", "changed", "error", "text"),
     [
-        (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a field that is known"),
+        (MAMBA, {"scan_layers": 3}, cg.UnsupportedError, "scan_layers is 3, expected a known field"),
         (MAMBA, {"hidden_size": None}, cg.FormatError, "hidden_size is missing, expected a whole number"),
         (MAMBA, {"d_inner": 1024}, cg.UnsupportedError, "d_inner is 1024, expected 1536"),
         (MAMBA, {"hidden_act": "gelu"}, cg.UnsupportedError, "hidden_act is 'gelu', expected 'silu' or 'swish'"),
@@ -285,14 +285,14 @@ def test_configurations_of_the_presets(fields, name):
         (CODESTRAL, {"rms_norm": False}, cg.UnsupportedError, "rms_norm is False, expected True"),
         (XLSTM_7B, {"weight_mode": "fused"}, cg.UnsupportedError, "weight_mode is 'fused', expected 'single'"),
         (XLSTM_7B, {"use_bias": True}, cg.UnsupportedError, "use_bias is True, expected False"),
-        (XLSTM_7B, {"num_heads": 7}, cg.FormatError, "keys of 2048 and values of 4096 in num_heads = 7, expected"),
+        (XLSTM_7B, {"num_heads": 7}, cg.FormatError, "key size 2048 and value size 4096 with num_heads 7, expected"),
         (XLSTM_7B, {"inference_state_dtype": "bfloat16"}, cg.UnsupportedError, "inference_state_dtype is 'bfloat16'"),
-        (MAMBA, {"architectures": ["RwkvForCausalLM"]}, cg.UnsupportedError, "'RwkvForCausalLM' is not known"),
+        (MAMBA, {"architectures": ["RwkvForCausalLM"]}, cg.UnsupportedError, "'RwkvForCausalLM' is unknown"),
         (
             MAMBA,
             {"architectures": ["FalconMambaForCausalLM"]},
             cg.UnsupportedError,
-            "'FalconMambaForCausalLM' is not known",
+            "'FalconMambaForCausalLM' is unknown",
         ),
     ],
 )

@@ -424,7 +424,7 @@ def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
     assert main(["search", str(tmp_path / "lm.json"), *words.split(), "--sequence", "maybe"]) == 2
     assert "--sequence 'maybe': expected yes or no" in capsys.readouterr().err
     assert main(["search", str(tmp_path / "lm.json"), *words.split(), "tp=2"]) == 2
-    assert "tp=2: search has an option of this name, expected --tp" in capsys.readouterr().err
+    assert "tp=2: search has an option with this name, expected --tp" in capsys.readouterr().err
 
 
 def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_so(model, monkeypatch):

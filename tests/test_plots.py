@@ -110,7 +110,7 @@ def test_bad_paths_are_refused(tmp_path):
         found.plot("roof.gif")
     with pytest.raises(cg.FormatError, match="No such file or directory"):
         line.plot(tmp_path / "missing" / "roof.png")
-    with pytest.raises(cg.FormatError, match="path 3, expected a text or a path"):
+    with pytest.raises(cg.FormatError, match="path 3, expected a string or a path"):
         line.plot(3)
 
 

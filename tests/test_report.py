@@ -289,7 +289,7 @@ def test_orders():
 
 @each("depth", [0, -1, True, "2"])
 def test_depths_that_are_none(depth):
-    with pytest.raises(cg.GraphError, match="expected a whole number from 1"):
+    with pytest.raises(cg.GraphError, match="expected a positive whole number"):
         report(model(), depth=depth)
 
 

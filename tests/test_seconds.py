@@ -261,7 +261,7 @@ def test_what_needs_numbers_refuses_symbols():
     with pytest.raises(cg.SpecError, match=r"peak_bf16: a symbol of a device that is an unknown; expected a number"):
         float(UNKNOWN.rate("bf16"))
     assert str(UNKNOWN.bandwidth) == "bandwidth B/s"
-    with pytest.raises(cg.BindingError, match="report: rates of h100-sxm are symbols, expected a device of numbers"):
+    with pytest.raises(cg.BindingError, match="report: rates of h100-sxm are symbols, expected a device with numbers"):
         cg.report(mlp(), UNKNOWN, B=1, D=2, F=3)
     step = cg.decode(load("gpt2"))
     with pytest.raises(cg.BindingError, match="still unbound: bandwidth, c2c"):

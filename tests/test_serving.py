@@ -290,7 +290,7 @@ def test_its_files(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("decode llama-3-8b --hardware h100-sxm B=1 S=1", "--vary B: a size of it is given as well"),
+        ("decode llama-3-8b --hardware h100-sxm B=1 S=1", "--vary B: the dimension also has a size"),
         ("decode llama-3-8b --hardware h100-sxm --group 128 S=1", "group=128 without weights="),
         ("decode llama-3-8b --hardware h100-sxm --values 1,x S=1", "--values"),
         ("decode mlp --hardware h100-sxm", "graph 'mlp' keeps no state between steps"),

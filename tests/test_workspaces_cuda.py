@@ -201,7 +201,7 @@ def test_a_report_takes_the_architecture_of_the_hardware(hardware, arch, each):
 
 def test_a_report_needs_an_architecture_of_a_device():
     g = scores()
-    with pytest.raises(SpecError, match="report: mi300x states no arch, expected arch= such as 'sm_90' beside device="):
+    with pytest.raises(SpecError, match="report: mi300x has no arch, expected arch=, such as 'sm_90', with device="):
         report(g, "mi300x", device="cuda")
     with pytest.raises(GraphError, match="report: arch 'sm_80' of no device, expected device='cuda' with it"):
         report(g, "h100-sxm", arch="sm_80")

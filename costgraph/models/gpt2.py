@@ -33,10 +33,10 @@ def gpt2(
     def mixer(x: cg.Tensor) -> cg.Tensor:
         if composed:  # heads are split after queries, keys and values
             qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
-            q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.ops.split(qkv, (D, D, D)))
+            q, k, v = (cg.rearrange(piece, "b s (h k) -> b h s k", h=H) for piece in cg.ops.split(qkv, (D, D, D)))
         else:
             qkv = cg.linear(x, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
-            q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))
+            q, k, v = (cg.rearrange(piece, "b s 1 h k -> b h s k") for piece in cg.ops.split(qkv, (1, 1, 1), 2))
         y = run.attention(q, k, v, attention, dropout)
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
         return run.keep(cg.dropout(y, dropout), qkv)
@@ -48,9 +48,9 @@ def gpt2(
         return cg.dropout(y, dropout)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
-        positions = run.named(cg.ops.arange(S))
-        x = x + run.named(cg.embedding(positions, x.graph.param("positions/table", (P, D))))
-        run.hide(positions, attention)
+        positions = run.keep_for_model(cg.ops.arange(S))
+        x = x + run.keep_for_model(cg.embedding(positions, x.graph.param("positions/table", (P, D))))
+        run.create_mask(positions, attention)
         layer = block(attention=mixer, mlp=channels, norm=cg.layer_norm, run=run)
         return cg.repeat(L, layer, cg.dropout(x, dropout), name="layers")
 

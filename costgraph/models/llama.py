@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import System, block, gated
+from .blocks import System, block, gated_mlp
 from .composed import KERNELS, Composed
 from .config import Config
 from .decoder import decoder
@@ -42,15 +42,15 @@ def llama(
     assume = "H > G" if composed else "H >= G"
 
     def stack(x: cg.Tensor) -> cg.Tensor:
-        positions = run.named(cg.ops.arange(S))
-        run.hide(positions, attention)
+        positions = run.keep_for_model(cg.ops.arange(S))
+        run.create_mask(positions, attention)
         rope = run.rotary_tables(positions, K)
 
         def attend(x: cg.Tensor) -> cg.Tensor:
             return run.self_attention(x, H, K, groups=groups, rope=rope, kernel=attention, bias=bias, p=dropout)
 
-        feed = gated(activation, bias=mlp_bias, system=system)
-        layer = block(attention=attend, mlp=feed, norm=run.rms_norm, run=run)
+        mlp = gated_mlp(activation, bias=mlp_bias, system=system)
+        layer = block(attention=attend, mlp=mlp, norm=run.rms_norm, run=run)
         return cg.repeat(L, layer, x, name="layers")
 
     return decoder(name, dtype, stack, norm=run.rms_norm, tied=tied, assume=(assume,) if fewer else (), run=run)

@@ -165,7 +165,7 @@ def load(
     need_flag(f"model {name!r}", composed=composed, symbolic=symbolic)
     family = _MODELS[name]
     preset = family.presets[name]
-    return _declared(family, preset, structure, name, attention, dropout, dtype, composed=composed, symbolic=symbolic)
+    return _declare(family, preset, structure, name, attention, dropout, dtype, composed=composed, symbolic=symbolic)
 
 
 def from_config(
@@ -220,17 +220,17 @@ def from_config(
     if family is None or family.read is None:
         near = get_close_matches(name, _ARCHITECTURES, n=4, cutoff=0.5) or sorted(_ARCHITECTURES)
         raise UnsupportedError(
-            f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}; or one that "
-            f"transformers builds: costgraph.torch.from_config traces it"
+            f"{config.place}: architecture {shown(name)} is unknown, expected one of {', '.join(near)}; or trace the "
+            f"transformers model: costgraph.torch.from_config"
         )
     need_flag(f"model {name!r}", symbolic=symbolic)
-    config.settle(family.architectures[name])
+    config.apply_defaults(family.architectures[name])
     preset = family.read(config)
     stored = formats_of(config, family.architectures[name]) if dtype is None else None
     config.ignore("quantization_config")
     config.finish()
-    given = config.dtype or "bf16" if dtype is None else dtype
-    graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+    format_ = config.dtype or "bf16" if dtype is None else dtype
+    graph = _declare(family, preset, structure, name, attention, dropout, format_, composed=False, symbolic=symbolic)
     try:
         bindings(graph, {})  # reject sizes that violate conditions of the graph
     except BindingError as error:
@@ -244,7 +244,7 @@ def is_known(path: object) -> bool:
     return family is not None and family.read is not None
 
 
-def _declared(
+def _declare(
     family: Family,
     preset: Preset,
     structure: dict[str, object],
@@ -266,12 +266,12 @@ def _declared(
     if format_.kind != "float":
         raise FormatError(f"{place}: dtype {format_.name!r}, expected a floating format")
     if composed and not family.composed:
-        raise UnsupportedError(f"{place}: composed=True, expected a model of which that is stated")
+        raise UnsupportedError(f"{place}: composed=True, expected a model that supports it")
     declare = partial(family.declare, composed=True) if composed else family.declare
-    known = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    unknown = sorted(set(structure) - set(known))
+    options = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = sorted(set(structure) - set(options))
     if unknown:
-        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_listed(known)}")
+        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_alternatives(options)}")
     _need_options(place, family.declare, structure)
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
@@ -292,8 +292,8 @@ def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str
             raise GraphError(f"{place}: {name}={shown(value)}, expected {expected}")
 
 
-def _listed(names: list[str]) -> str:
-    return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"
+def _alternatives(names: list[str]) -> str:
+    return f"one of {', '.join(names)}" if names else "no structure options"
 
 
 # -- published parameters ----------------------------------------------------------------------------------------------

@@ -110,8 +110,8 @@ def test_several_files_are_one(records):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--device", "cuda"], "--device: nothing runs with --records, expected --out and --quick alone beside it"),
-        (["--like", "t4"], "--like: nothing runs with --records, expected --out and --quick alone beside it"),
+        (["--device", "cuda"], "--device: not used with --records, expected only --out and --quick"),
+        (["--like", "t4"], "--like: not used with --records, expected only --out and --quick"),
         (["--out", "model.toml"], "model.toml: expected a path that ends in .json"),
     ],
 )
@@ -125,7 +125,7 @@ def test_without_times_there_is_no_model(records, capsys):
     assert cli.main(["calibrate", "--records", str(records)]) == 2
     assert "1 records with a time that is predicted, expected two at least" in capsys.readouterr().err
     assert cli.main(["calibrate"]) == 2
-    assert "calibrate: no --out FILE, expected where the specification goes, or --records FILE" in (
+    assert "calibrate: no --out, expected --out FILE for the specification, or --records FILE" in (
         capsys.readouterr().err
     )
 

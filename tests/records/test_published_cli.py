@@ -78,8 +78,8 @@ def test_markup_and_control_characters_of_a_file_stay_text(run):
 @each(
     ("words", "text"),
     [
-        (["--device", "cuda"], "--device: nothing runs with --records, expected --out and --plots alone beside it"),
-        (["--quick"], "--quick: nothing runs with --records, "),
+        (["--device", "cuda"], "--device: not used with --records, expected only --out and --plots"),
+        (["--quick"], "--quick: not used with --records, "),
         (["--out", "x.txt"], "x.txt: expected a path that ends in .json"),
         (["--out", "/no/such/folder/x.json"], "/no/such/folder/x.json: no such folder, "),
     ],
@@ -93,7 +93,7 @@ def test_what_is_refused(run, words, text):
 def test_a_run_needs_a_place_for_its_record(capsys):
     assert cli.main(["validate"]) == 2
     assert capsys.readouterr().err == (
-        "costgraph: validate: no --out FILE, expected where the record goes, or --records FILE\n"
+        "costgraph: validate: no --out, expected --out FILE for the record, or --records FILE\n"
     )
     assert cli.main(["validate", "--records", "/no/such.json"]) == 2
     assert capsys.readouterr().err.startswith("costgraph: /no/such.json: No such file or directory, expected ")

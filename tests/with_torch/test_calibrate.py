@@ -132,7 +132,7 @@ def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_p
     calibration.save(tmp_path / "mine.toml")
     with pytest.raises(cg.errors.SpecError, match="hardware mine: it was calibrated itself, expected a data sheet"):
         calibrate("cpu", like=tmp_path / "mine.toml")
-    with pytest.raises(cg.errors.UnsupportedError, match="device 'mps': no way to measure it"):
+    with pytest.raises(cg.errors.UnsupportedError, match="device 'mps': cannot be measured"):
         calibrate("mps")
 
 
@@ -194,7 +194,7 @@ def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
         (["--out", "no/mine.toml"], "costgraph: no/mine.toml: no such folder, expected a file that can be written"),
         (["--out", "mine.toml", "--threads", "100000"], "costgraph: --threads 100000: this machine has"),
         (["--out", "mine.toml", "--threads", "all"], "costgraph: --threads"),
-        ([], "costgraph: calibrate: no --out FILE, expected where the specification goes, or --records FILE"),
+        ([], "costgraph: calibrate: no --out, expected --out FILE for the specification, or --records FILE"),
     ],
 )
 def test_what_the_command_refuses(quickly, words, text, capsys, tmp_path, monkeypatch):
@@ -209,6 +209,6 @@ def test_without_torch_the_command_says_how_to_get_it(monkeypatch, capsys, tmp_p
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["calibrate", "--out", str(tmp_path / "mine.toml")]) == 2
     assert capsys.readouterr().err == (
-        "costgraph: calibrate: torch is not installed, expected it beside costgraph: pip install torch, or the build "
+        "costgraph: calibrate: torch is not installed: pip install torch, or the build "
         "for this machine from https://pytorch.org/get-started\n"
     )

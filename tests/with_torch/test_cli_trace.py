@@ -85,7 +85,7 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
     ("words", "text"),
     [
         (["nothing"], "'nothing': expected MODULE:FACTORY, such as models.py:make"),
-        (["missing.py:make"], "'missing.py': no such file, expected one with a factory in it"),
+        (["missing.py:make"], "'missing.py': no such file, expected a file that defines the factory"),
         (
             ["no_such_module:make"],
             "raised \"ModuleNotFoundError: No module named 'no_such_module'\", expected a module",
@@ -96,14 +96,14 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
         (["{program}:wants", "--input", "1"], "missing 1 required positional argument: 'size'\", expected a function"),
         (["torch.nn:Linear", "--input", "1"], "'torch.nn:Linear': raised \"TypeError: Linear.__init__() missing 2"),
         (["{program}:Square", "--input", "2,3"], "RuntimeError"),
-        (["{program}:number"], "'number' is no function of it, expected one without arguments"),
+        (["{program}:number"], "it has no function 'number', expected a function without arguments"),
         (["{program}:make", "--input", "B,-3"], "--input 'B,-3': expected [NAME=]SIZES[:FORMAT], such as B,S:int64"),
-        (["{program}:make", "--input", "B,S:text"], "format 'text' of an input: expected one of torch's"),
+        (["{program}:make", "--input", "B,S:text"], "dtype 'text' of an input: expected one that torch has"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "Adamant"], "--optimizer 'Adamant': expected one of"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "SGD:slow"], "expected for-loop, foreach or fused"),
         (["{program}:make", "--input", "B:int64", "--optimizer", "SGD"], "an optimizer requires train=True"),
         (["{program}:make", "--fold", "blocks"], "--fold 'blocks': expected SCOPE=NAME, such as transformer/h=L"),
-        (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected the name of a .json file"),
+        (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected a name ending in .json"),
         (["{program}:make", "--input", "B,S:int64", "--unknown", "zero"], "unknown"),
         (
             ["{program}:make", "--input", "B,S:int64", "--device", "tpu"],

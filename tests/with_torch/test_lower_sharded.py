@@ -107,15 +107,18 @@ PLACE = "lower of graph 'mlp'"
 def test_a_graph_of_one_rank_wants_to_know_the_others():
     with pytest.raises(cg.GraphError) as refused:
         lower(sharded(), **SIZES)
-    assert str(refused.value) == f"{PLACE}: it is that of one rank of mesh(tp=2), expected mesh=, torch's DeviceMesh"
+    assert (
+        str(refused.value)
+        == f"{PLACE}: the graph is partitioned over mesh(tp=2), expected mesh= with torch's DeviceMesh"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (lambda mesh: 2, "mesh has int, no names, expected a DeviceMesh or process groups by name with 'tp'"),
+        (lambda mesh: 2, "mesh has no axis names (int), expected a DeviceMesh or process groups by name with 'tp'"),
         (lambda mesh: mesh(4, names=None),
-         "mesh has DeviceMesh, no names, expected a DeviceMesh or process groups by name with 'tp'"),
+         "mesh has no axis names (DeviceMesh), expected a DeviceMesh or process groups by name with 'tp'"),
         (lambda mesh: mesh(2, 2, names=("dp", "cp")),
          "mesh has axes ['dp', 'cp'], expected a DeviceMesh or process groups by name with 'tp'"),
         (lambda mesh: mesh(4, names=("tp",)), "mesh has 4 ranks along 'tp', expected 2"),
@@ -146,7 +149,9 @@ def test_groups_may_be_given_by_the_names_of_their_axes(mesh):
 def test_a_send_to_nobody_is_refused(mesh):
     with cg.Graph("sent") as g:
         g.output(apply(Collective(collective="send", ranks=poly(2), axis="tp"), [g.input("x", (4,))], "send")[0])
-    with pytest.raises(cg.UnsupportedError, match="lower 'send': send says not to whom, expected a collective of all"):
+    with pytest.raises(
+        cg.UnsupportedError, match="lower 'send': send has no destination rank, expected a collective over all"
+    ):
         lower(g, mesh=mesh(2, 2, names=("dp", "tp")))
 
 

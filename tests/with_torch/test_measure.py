@@ -276,7 +276,7 @@ def test_the_command_is_that_of_the_process(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "text"),
     [
-        ("meta", "device 'meta': no way to measure it, expected cpu or cuda"),
+        ("meta", "device 'meta': cannot be measured, expected cpu or cuda"),
         (3.5, "device '3.5': .*; expected cpu or cuda"),
         ("gpu", "device 'gpu': .*; expected cpu or cuda"),
         ("cuda:99", r"device 'cuda:99': torch sees \d+ CUDA devices, expected one of them"),
@@ -290,9 +290,9 @@ def test_devices_that_cannot_be_measured(device, text):
 def test_ops_elsewhere_are_no_measurement():
     x = torch.ones(3, device="meta")
     found = error_of(UnsupportedError, measure, torch.relu, x)
-    assert found == "device 'meta': no way to measure it, expected cpu or cuda"
+    assert found == "device 'meta': cannot be measured, expected cpu or cuda"
     assert error_of(UnsupportedError, measure, torch.relu, x, device="cpu") == (
-        "measure: ops ran on meta, expected cpu alone"
+        "measure: ops ran on meta, expected only cpu"
     )
     with FakeTensorMode():
         fake = torch.ones(3)
@@ -356,4 +356,4 @@ def test_cuda_by_hand():
     # 500 TFLOP/s is far above what plain fp32 products reach anywhere: without waiting for the device it would be less
     assert found.time.min > 4 * n**3 / 500e12
     assert found.environment["device"] == "cuda"
-    assert error_of(UnsupportedError, measure, chain, device="cpu") == "measure: ops ran on cuda:0, expected cpu alone"
+    assert error_of(UnsupportedError, measure, chain, device="cpu") == "measure: ops ran on cuda:0, expected only cpu"

@@ -430,7 +430,7 @@ def test_pictures(found, tmp_path):
     assert [p.name for p in drawn] == ["peaks.png", "roof.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in drawn)
     (tmp_path / "file").write_text("")
-    assert "expected a directory that can be written" in error_of(FormatError, found.plot, tmp_path / "file")
+    assert "expected a writable directory" in error_of(FormatError, found.plot, tmp_path / "file")
     assert error_of(FormatError, found.plot, None) == "plot: directory None, expected a path"
 
 
@@ -472,7 +472,7 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
         (["--out", "record.txt"], "expected a path that ends in .json"),
         (["--out", "record.json", "--only", "nothing like it"], "validate: no cases, expected one at least"),
         (["--out", "record.json", "--device", "tpu"], "expected cpu or cuda"),
-        (["--out", "record.json", "--threads", "9999"], "expected no more than that"),
+        (["--out", "record.json", "--threads", "9999"], "expected at most that number"),
         (["--out", "record.json", "--hardware", "no such device", "--quick"], "no such device"),
     ],
 )
