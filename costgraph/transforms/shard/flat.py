@@ -57,13 +57,13 @@ def _parts(dim: Factors, size: Poly, axes: Sequence[str]) -> list[str | Poly]:
     return [f for f in dim if not isinstance(f, str) or f in axes] or [size]
 
 
-def in_rows(graph: Graph, t: Tensor, at: Placement, axes: Sequence[str], mesh: Mesh, phase: str) -> Tensor:
+def in_rows(graph: Graph, t: Tensor, placement: Placement, axes: Sequence[str], mesh: Mesh, phase: str) -> Tensor:
     """Return a tensor as one row for each rank along `axes`, which holds the rank's shard by the placement `at`."""
-    flat = [f for dim, n in zip(at.dims, t.sizes, strict=True) for f in _parts(dim, n, axes)]
-    own = [i for i, f in enumerate(flat) if not isinstance(f, str)]
+    flat = [f for dim, n in zip(placement.dims, t.sizes, strict=True) for f in _parts(dim, n, axes)]
+    local_dims = [i for i, f in enumerate(flat) if not isinstance(f, str)]
     split = tuple(mesh[f] if isinstance(f, str) else f for f in flat)
-    merged = (*(mesh[a] for a in axes), numel([split[i] for i in own]))
-    kind = Rearrange(split=split, order=(*(flat.index(a) for a in axes), *own), merged=merged)
+    merged = (*(mesh[a] for a in axes), numel([split[i] for i in local_dims]))
+    kind = Rearrange(split=split, order=(*(flat.index(a) for a in axes), *local_dims), merged=merged)
     return added(graph, kind, [t], f"{t.name}.rows", phase)
 
 
@@ -78,20 +78,20 @@ def pieces(graph: Graph, rows: Tensor, sizes: Sequence[Poly], name: str, phase: 
 
 
 def from_rows(
-    graph: Graph, rows: Tensor, at: Placement, sizes: Sequence[Poly], axes: Sequence[str], mesh: Mesh, name: str,
-    phase: str, *, whole: bool,
+    graph: Graph, rows: Tensor, placement: Placement, sizes: Sequence[Poly], axes: Sequence[str], mesh: Mesh, name: str,
+    phase: str, *, full: bool,
 ) -> Tensor:  # fmt: skip
     """Return a tensor from its rows: all of it as a copy if `whole`, else one rank's shard."""
-    dims = [_parts(dim, n, axes) for dim, n in zip(at.dims, sizes, strict=True)]
-    own = [f for dim in dims for f in dim if not isinstance(f, str)]
-    place = iter(range(len(axes), len(axes) + len(own)))
-    order: list[int] = [] if whole else list(range(len(axes)))
+    dims = [_parts(dim, n, axes) for dim, n in zip(placement.dims, sizes, strict=True)]
+    local_factors = [f for dim in dims for f in dim if not isinstance(f, str)]
+    positions = iter(range(len(axes), len(axes) + len(local_factors)))
+    order: list[int] = [] if full else list(range(len(axes)))
     merged = []
     for dim in dims:
-        kept = [f for f in dim if whole or not isinstance(f, str)]
-        order += [axes.index(f) if isinstance(f, str) else next(place) for f in kept]
-        merged.append(numel([mesh[f] if isinstance(f, str) else f for f in kept]))
-    split = (*(mesh[a] if whole else ONE for a in axes), *own)
+        factors = [f for f in dim if full or not isinstance(f, str)]
+        order += [axes.index(f) if isinstance(f, str) else next(positions) for f in factors]
+        merged.append(numel([mesh[f] if isinstance(f, str) else f for f in factors]))
+    split = (*(mesh[a] if full else ONE for a in axes), *local_factors)
     return added(
-        graph, Rearrange(split=split, order=tuple(order), merged=tuple(merged), copy=whole), [rows], name, phase
+        graph, Rearrange(split=split, order=tuple(order), merged=tuple(merged), copy=full), [rows], name, phase
     )

@@ -134,33 +134,33 @@ class BodyGroups:
                 self.casts[c], self.of[c.storage] = op.operands[0], self.of[op.operands[0].storage]
         root = next((u for u in self.units if not u.key), None)
         for op in old.ops:
-            found = window(op)
-            if found is None or (op.results and op.results[0] in self.casts):
+            phase = window(op)
+            if phase is None or (op.results and op.results[0] in self.casts):
                 continue
             touched = list(self._at(op))
             for unit in touched:
-                unit.first.setdefault(found, op)
-                unit.last[found] = op
-            if found == "forward" and (touched or op.loop is not None):
+                unit.first.setdefault(phase, op)
+                unit.last[phase] = op
+            if phase == "forward" and (touched or op.loop is not None):
                 self.end = op
-            if root is not None and found in root.first and (found == "backward" or touched):
-                root.last[found] = op
+            if root is not None and phase in root.first and (phase == "backward" or touched):
+                root.last[phase] = op
 
     def ordered(self, phase: str, old: Graph) -> list[ParamGroup]:
         """Return the units that a pass reads, in order."""
-        found = [u for u in self.units if phase in u.first]
-        return sorted(found, key=lambda u: old.ops.index(u.first[phase]))
+        units = [u for u in self.units if phase in u.first]
+        return sorted(units, key=lambda u: old.ops.index(u.first[phase]))
 
     def unit_at(self, op: Op) -> str:
         """Return the unit whose layer contains an op; gradients of other ops are reduced after all layers."""
         scope = f"{op.scope}/"
         return next((u.key for u in self.units if scope.startswith(f"{u.key}/")), "layer")
 
-    def _narrows(self, op: Op, made: Tensor, dtype: str | None) -> bool:
+    def _narrows(self, op: Op, cast: Tensor, dtype: str | None) -> bool:
         """Whether an op casts a member to the gathered format, for the passes only."""
-        handed = made in op.graph.outputs and (self.around is None or made not in self.around.loop.saved)  # type: ignore[union-attr]
+        escapes = cast in op.graph.outputs and (self.around is None or cast not in self.around.loop.saved)  # type: ignore[union-attr]
         member = is_cast(op) and any(op.operands[0] in unit.members for unit in self.units)
-        return member and made.dtype.name == dtype and not handed and all(map(window, (op, *op.graph.successors(made))))
+        return member and cast.dtype.name == dtype and not escapes and all(map(window, (op, *op.graph.successors(cast))))
 
     def _added(self, key: str) -> ParamGroup:
         self.units.append(ParamGroup(key))
@@ -189,8 +189,8 @@ class BodyGroups:
         for op in old.ops:
             order += [u for u, w in self.beginning(op) if w == "backward"]
             order += [op] if op.loop is not None else []
-        at = order.index(unit) + 1
-        return order[at] if at < len(order) else None
+        index = order.index(unit) + 1
+        return order[index] if index < len(order) else None
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ class BodyGroups:
 class Buffers(GradBuffers):
     """Extends buffer lifetimes for prefetching."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
-        self.policy = stated.policy
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
+        self.policy = requested.policy
         self.frame = BodyGroups()
         self.left = BodyGroups()
         """The frame of the body that was copied last."""
@@ -249,18 +249,18 @@ class Buffers(GradBuffers):
             waiting = [self.hand_over("input", Undef(sizes=sizes, dtype=dtype), new)]
         return added(new, KeepAlive(), [row, *waiting], f"{row.name}.kept", phase) if waiting else row
 
-    def hand_over(self, what: str, kind: Empty | Undef, body: Graph) -> Tensor:
+    def hand_over(self, role: str, kind: Empty | Undef, body: Graph) -> Tensor:
         """Add a carry to the loop that is being written, and return its formal."""
         host, frame = body.parent, self.frame
         assert host is not None
         assert frame.around is not None
         start = self.early.get((frame.around, kind))
-        start = start or added(host, kind, [], f"{frame.around.name}.{what}", frame.around.phase)
-        made = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
-        body.formals.remove(made)  # carries come first
-        body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), made)  # type: ignore[union-attr]
-        frame.carried.append(CarriedBuffer(what, start))
-        return made
+        start = start or added(host, kind, [], f"{frame.around.name}.{role}", frame.around.phase)
+        formal = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
+        body.formals.remove(formal)  # carries come first
+        body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), formal)  # type: ignore[union-attr]
+        frame.carried.append(CarriedBuffer(role, start))
+        return formal
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
@@ -278,37 +278,37 @@ class Buffers(GradBuffers):
         return [self.kept.get(t, t) for t in xs]
 
     def finished(
-        self, op: Op, body: Graph, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], new: Graph
+        self, op: Op, body: Graph, operands: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor], new: Graph
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Add a loop with the carries and residuals of its units; yield (result, inner tensor, whether stacked)."""
         frame, loop = self.left, op.loop
         assert loop is not None
-        (begun, xs, shared), carries = given, len(loop.carries)
+        (begun, xs, shared), carries = operands, len(loop.carries)
         stacks = dict(zip(loop.slices, xs, strict=True))
-        kept = [(stacks[t], made) for t, made in frame.kept if t in stacks]
+        residuals = [(stacks[t], loop_op) for t, loop_op in frame.kept if t in stacks]
         nexts = [c.next for c in frame.carried if c.next is not None]
         # a cast of a parameter is gathered again, so it is not a residual
-        gone = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
-        self.tensors |= {op.results[i]: t for i, t in gone.items()}
-        left = [i for i in range(len(outputs)) if i not in gone]
+        regathered = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
+        self.tensors |= {op.results[i]: t for i, t in regathered.items()}
+        left = [i for i in range(len(outputs)) if i not in regathered]
         outputs = [outputs[i] for i in left]
-        inner = [*outputs[:carries], *nexts, *outputs[carries:], *(made for _, made in kept)]
+        inner = [*outputs[:carries], *nexts, *outputs[carries:], *(loop_op for _, loop_op in residuals)]
         body.outputs += [body.adopt(t) for t in inner]
         kind = replace(
-            loop.kind, body=body, carries=carries + len(nexts), saved=loop.kind.saved - len(gone) + len(kept)
+            loop.kind, body=body, carries=carries + len(nexts), saved=loop.kind.saved - len(regathered) + len(residuals)
         )
         starts = [*begun, *(c.start for c in frame.carried)]
-        made = new.add_op(kind, [*starts, *xs, *shared], op.name, op.phase)
-        made.scope, body.owner = op.scope, made
-        behind = made.results[carries + len(nexts) :]
-        own = [*made.results[:carries], *behind[: len(outputs) - carries]]
-        self.tensors |= {op.results[i]: t for i, t in zip(left, own, strict=True)}
-        for i, (r, t) in enumerate(zip(own, outputs, strict=True)):
+        loop_op = new.add_op(kind, [*starts, *xs, *shared], op.name, op.phase)
+        loop_op.scope, body.owner = op.scope, loop_op
+        behind = loop_op.results[carries + len(nexts) :]
+        loop_results = [*loop_op.results[:carries], *behind[: len(outputs) - carries]]
+        self.tensors |= {op.results[i]: t for i, t in zip(left, loop_results, strict=True)}
+        for i, (r, t) in enumerate(zip(loop_results, outputs, strict=True)):
             yield r, t, i >= carries
-        for (stack, t), r in zip(kept, behind[len(outputs) - carries :], strict=True):
+        for (stack, t), r in zip(residuals, behind[len(outputs) - carries :], strict=True):
             yield r, t, True
             self.kept[stack] = r
-        lasts = list(zip(frame.carried, made.results[carries : carries + len(nexts)], strict=True))
+        lasts = list(zip(frame.carried, loop_op.results[carries : carries + len(nexts)], strict=True))
         if op.phase == "forward":
             self.frame.flats = [r for c, r in lasts if c.what == "flat"]
         self.frame.inputs = [r for c, r in lasts if c.what == "input"]
@@ -320,8 +320,8 @@ class Buffers(GradBuffers):
 class Reducing(Buffers):
     """Defers gradients until those of their unit can be reduced by one collective."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
         self.reduced: dict[Storage, Tensor] = {}
         """What remains of each gradient storage after reduction."""
 
@@ -335,8 +335,8 @@ class Reducing(Buffers):
         if op.results and op.results[0] in frame.casts:  # the gathered parameter has the format already
             self.tensors[op.results[0]] = self.tensors[op.operands[0]]
             return True
-        found = op.loop is None and any(t in frame.late or t in frame.waiting for t in op.operands)
-        if not found or (op.phase == "optimizer" and not frame.layer):
+        waits = op.loop is None and any(t in frame.late or t in frame.waiting for t in op.operands)
+        if not waits or (op.phase == "optimizer" and not frame.layer):
             return False
         frame.waiting |= dict.fromkeys(op.results, op)
         return True
@@ -357,8 +357,8 @@ class Reducing(Buffers):
 
     def defer(self, t: Tensor) -> bool:
         """Defer a gradient's reduction to that of its unit; return False if that is impossible."""
-        made = self.tensors[t]
-        axes = self.reducible(made, self.wanted[t])
+        local = self.tensors[t]
+        axes = self.reducible(local, self.wanted[t])
         if self.policy is None or not self.policy.by_unit or self.piece is not None or not axes:
             return False
         self.frame.late[t] = self._unit(t)
@@ -377,14 +377,14 @@ class Reducing(Buffers):
 
     def narrow(self, op: Op) -> bool:
         """Reduce a gradient in its computed format and cast afterwards; return False for other tensors."""
-        t, found = op.results[0], self.tensors.get(op.operands[0]) if op.operands else None
+        t, grad = op.results[0], self.tensors.get(op.operands[0]) if op.operands else None
         policy = self.policy
-        if policy is None or policy.param_dtype is None or self.piece is not None or not isinstance(found, Tensor):
+        if policy is None or policy.param_dtype is None or self.piece is not None or not isinstance(grad, Tensor):
             return False
-        made = is_cast(op) and t in self.wanted and found.dtype.name == policy.param_dtype
-        if not made or self.unfinished(t) or not self.reducible(found, self.wanted[t]):
+        is_grad_cast = is_cast(op) and t in self.wanted and grad.dtype.name == policy.param_dtype
+        if not is_grad_cast or self.unfinished(t) or not self.reducible(grad, self.wanted[t]):
             return False
-        self.tensors[t] = found
+        self.tensors[t] = grad
         return True
 
     def reducible(self, t: Tensor, want: Placement) -> tuple[str, ...]:
@@ -423,33 +423,33 @@ class Reducing(Buffers):
 
     def _at_once(self, grads: Sequence[Tensor], new: Graph) -> Tensor:
         """Reduce gradients by one collective, and return its input buffer."""
-        first, wanted = self.tensors[grads[0]], [self.wanted[t] for t in grads]
-        axes, how = self.reducible(first, wanted[0]), self.at[first].pending
+        first, placements = self.tensors[grads[0]], [self.wanted[t] for t in grads]
+        axes, pending = self.reducible(first, placements[0]), self.at[first].pending
         assert grads[0].producer is not None
         assert self.policy is not None
         phase = grads[0].producer.phase
-        rows = [in_rows(new, self.tensors[t], at, axes, self.mesh, phase) for t, at in zip(grads, wanted, strict=True)]
+        rows = [in_rows(new, self.tensors[t], placement, axes, self.mesh, phase) for t, placement in zip(grads, placements, strict=True)]
         parts, dtype = [row.sizes[-1] for row in rows], find_dtype(self.policy.reduce_dtype or first.dtype)
         unit = new.name if self.frame.layer and not self.frame.split else self._unit(grads[0]) or "root"
         name = f"{unit}.reduce_scatter"
         if self.policy.prefetch:
             rows[0] = self.before_input(rows[0], total(parts), dtype, new, phase)
-        flat = brought = joined(new, rows, dtype, f"{name}.copy_in", phase)
+        flat = buffer = joined(new, rows, dtype, f"{name}.copy_in", phase)
         if self.policy.prefetch and self.frame.layer and not self.frame.split:
             self.frame.carried[-1].next = flat
         for i, a in enumerate(axes):
-            kind = Collective(collective="reduce_scatter", ranks=self.mesh[a], axis=a, dim=i, operation=how[a])
+            kind = Collective(collective="reduce_scatter", ranks=self.mesh[a], axis=a, dim=i, operation=pending[a])
             flat = added(new, kind, [flat], name, phase)
-        for a in (a for a in how if a not in axes):
-            kind = Collective(collective="all_reduce", ranks=self.mesh[a], axis=a, operation=how[a])
+        for a in (a for a in pending if a not in axes):
+            kind = Collective(collective="all_reduce", ranks=self.mesh[a], axis=a, operation=pending[a])
             flat = added(new, kind, [flat], f"{name}.all_reduce", phase)
         flat = cast_to(new, flat, grads[0].dtype, f"{name}.cast", phase)
-        for t, at, row in zip(grads, wanted, pieces(new, flat, parts, name, phase), strict=True):
-            sizes = at.local(t.sizes)
-            made = from_rows(new, row, at, sizes, axes, self.mesh, f"{t.name}.reduce_scatter", phase, whole=False)
-            self.tensors[t], self.at[made] = made, at
-            self.reduced[t.storage] = made
-        return brought
+        for t, placement, row in zip(grads, placements, pieces(new, flat, parts, name, phase), strict=True):
+            sizes = placement.local(t.sizes)
+            shard = from_rows(new, row, placement, sizes, axes, self.mesh, f"{t.name}.reduce_scatter", phase, full=False)
+            self.tensors[t], self.at[shard] = shard, placement
+            self.reduced[t.storage] = shard
+        return buffer
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
@@ -461,8 +461,8 @@ _Group = tuple[tuple[str, ...], list[Tensor]]
 class ParamGroups(Reducing):
     """Unshards and reshards the units of each body while its ops are copied."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
         self.apart = False
         """Whether ops read sharded parameters, as views of shards do."""
 
@@ -504,16 +504,16 @@ class ParamGroups(Reducing):
             params = [t for t in old.tensors if t.role == "param" and t.producer is None]
             for t in params:  # an op may read the root before its last parameter is declared
                 self.tensors[t] = self.source(t, new, "")
-            found = [t for t in params if self._along(self.tensors[t])]
-            members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
+            sharded = [t for t in params if self._along(self.tensors[t])]
+            members = {t: unit_of(t.name, self.policy.units) for t in sharded if not t.storage.pieces}
         else:
             loop = old.owner.loop if old.owner is not None else None
             formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
-            found = [f for f in formals if self._along(self.tensors[f])]
+            sharded = [f for f in formals if self._along(self.tensors[f])]
             if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop.body)):
                 return frame
             frame.layer = not is_pass(loop.body) and any(self.tensors.get(f) in self.params for f in loop.slices)
-            names = {f: self.names[self.tensors[f]] for f in found if not self.tensors[f].storage.pieces}
+            names = {f: self.names[self.tensors[f]] for f in sharded if not self.tensors[f].storage.pieces}
             members = {f: "layer" if frame.layer else unit_of(name, self.policy.units) for f, name in names.items()}
             if frame.layer:
                 members |= self._apart(names, old)
@@ -528,9 +528,9 @@ class ParamGroups(Reducing):
     def _apart(names: Mapping[Tensor, str], old: Graph) -> dict[Tensor, str]:
         """Return layers by parameter if an iteration has several, as when two kinds of layers alternate."""
         scopes = sorted(old.root.layers)
-        found = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
-        found = {t: scope for t, scope in found.items() if scope}
-        return found if len({*found.values()}) > 1 else {}
+        layers = {t: next((s for s in scopes if name.startswith(f"{s}/")), "") for t, name in names.items()}
+        layers = {t: scope for t, scope in layers.items() if scope}
+        return layers if len({*layers.values()}) > 1 else {}
 
     @staticmethod
     def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
@@ -543,13 +543,13 @@ class ParamGroups(Reducing):
 
     def _need_casts(self, frame: BodyGroups) -> None:
         """Raise an error if a pass reads a parameter without a cast to `param_dtype`."""
-        wanted = None if self.policy is None else self.policy.param_dtype
-        for t in (t for unit in frame.units for t in unit.members if wanted not in (None, t.dtype.name)):
+        dtype = None if self.policy is None else self.policy.param_dtype
+        for t in (t for unit in frame.units for t in unit.members if dtype not in (None, t.dtype.name)):
             for op in t.graph.successors(t):
                 if window(op) and not (op.results and op.results[0] in frame.casts) and t in reads(op):
                     raise FormatError(
                         f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}, expected a cast to "
-                        f"param_dtype={wanted!r} and nothing else"
+                        f"param_dtype={dtype!r} and nothing else"
                     )
 
     def _along(self, shard: Tensor) -> frozenset[str]:
@@ -580,31 +580,31 @@ class ParamGroups(Reducing):
             unit = self.frame.of.get(t.storage)
             if unit is None:
                 continue
-            found = self.frame.open.get(unit.key) if window(op) else None
-            self.tensors[t] = self._seen(t, self.frame.shards if found is None else found, new)
+            unsharded = self.frame.open.get(unit.key) if window(op) else None
+            self.tensors[t] = self._seen(t, self.frame.shards if unsharded is None else unsharded, new)
 
-    def _seen(self, t: Tensor, whole: dict[Tensor, Tensor], new: Graph) -> Tensor:
+    def _seen(self, t: Tensor, values: dict[Tensor, Tensor], new: Graph) -> Tensor:
         """Return the new tensor for a member, or for a view of one, which each pass creates anew."""
         if t in self.frame.casts:
-            return self._seen(self.frame.casts[t], whole, new)
-        if t not in whole:
+            return self._seen(self.frame.casts[t], values, new)
+        if t not in values:
             assert t.producer is not None
             of = next(o for o in t.producer.operands if o.storage is t.storage)
-            self.tensors[of] = self._seen(of, whole, new)
+            self.tensors[of] = self._seen(of, values, new)
             if not isinstance(t.producer.kind, KeepAlive):
-                around, self.apart = self.apart, whole is self.frame.shards
+                around, self.apart = self.apart, values is self.frame.shards
                 self.plain(t.producer, new)
                 self.apart = around
-            whole[t] = self.tensors[of if isinstance(t.producer.kind, KeepAlive) else t]
-        return whole[t]
+            values[t] = self.tensors[of if isinstance(t.producer.kind, KeepAlive) else t]
+        return values[t]
 
     def after(self, op: Op, new: Graph) -> None:
         """Reshard units that no further op of the pass reads."""
         frame = self.frame
         for t in op.results:  # views of members, and updated members
             if t.storage in frame.of and t in self.tensors and t not in frame.casts:
-                found = frame.open.get(frame.of[t.storage].key) if window(op) else None
-                (frame.shards if found is None else found)[t] = self.tensors[t]
+                unsharded = frame.open.get(frame.of[t.storage].key) if window(op) else None
+                (frame.shards if unsharded is None else unsharded)[t] = self.tensors[t]
         if frame.split or not frame.layer:
             for unit, phase in list(frame.ending(op)):
                 self._shut(unit, phase, new)
@@ -624,12 +624,12 @@ class ParamGroups(Reducing):
 
     def _groups(self, unit: ParamGroup, phase: str) -> list[_Group]:
         """Group members that one collective can gather."""
-        found: dict[object, _Group] = {}
+        groups: dict[object, _Group] = {}
         for t in unit.members:
             shard = self._part(t, phase)
             axes = tuple(a for a in self.mesh if a in self._along(shard))
-            found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
-        return list(found.values())
+            groups.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
+        return list(groups.values())
 
     def _open(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         frame, policy = self.frame, self.policy
@@ -659,10 +659,10 @@ class ParamGroups(Reducing):
         flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, old, new)
         if policy.prefetch and phase == "forward":
             flats = self.after_last(flats, new, phase)
-        made: dict[Tensor, Tensor] = {}
+        unsharded: dict[Tensor, Tensor] = {}
         for (axes, members), flat in zip(self._groups(unit, phase), flats, strict=True):
-            made |= self._copied_out(members, axes, flat, new, phase)
-        frame.open[unit.key] = made
+            unsharded |= self._copied_out(members, axes, flat, new, phase)
+        frame.open[unit.key] = unsharded
 
     def _before_layers(self, op: Op, new: Graph) -> None:
         """Allocate the buffers of a loop's first layer before the loop, as it is the next unit."""
@@ -679,16 +679,16 @@ class ParamGroups(Reducing):
         around, self.frame = self.frame, frame
         for unit in frame.ordered("backward", loop.body)[:1]:
             for axes, members in self._groups(unit, "backward"):
-                whole = total(numel(outer[t].sizes[t in slices :]) for t in members)
-                kind = Empty(sizes=(*(self.mesh[a] for a in axes), whole), dtype=self._format(members[0]))
+                size = total(numel(outer[t].sizes[t in slices :]) for t in members)
+                kind = Empty(sizes=(*(self.mesh[a] for a in axes), size), dtype=self._format(members[0]))
                 self.early[op, kind] = added(new, kind, [], f"{op.name}.flat", op.phase)
         self.frame = around
 
     def _shard_of(self, t: Tensor) -> Tensor | None:
         """Return the shard of a tensor that a loop gathers, None if it gathers nothing."""
-        made = self.tensors.get(t)
-        made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
-        return made if made is not None and self._along(made) else None
+        shard = self.tensors.get(t)
+        shard = self.kept.get(shard, shard) if isinstance(shard, Tensor) and shard in self.params else None
+        return shard if shard is not None and self._along(shard) else None
 
     def _buffers(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> list[Tensor]:
         """All-gather members into buffers with a row for each rank."""
@@ -730,34 +730,34 @@ class ParamGroups(Reducing):
         rows = pieces(new, flat, [t.numel for t in shards], flat.name, phase)
         out = {}
         for t, shard, row in zip(members, shards, rows, strict=True):
-            at, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
-            made = from_rows(new, row, at, shard.sizes, axes, self.mesh, name, phase, whole=True)
-            self.at[made] = at.without(axes, self.mesh)
-            self.params[made] = self.params[shard]
-            out[t] = made
+            placement, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
+            full = from_rows(new, row, placement, shard.sizes, axes, self.mesh, name, phase, full=True)
+            self.at[full] = placement.without(axes, self.mesh)
+            self.params[full] = self.params[shard]
+            out[t] = full
         return out
 
-    def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
+    def _half(self, t: Tensor, full: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
         """Return a copy of the part that a rank keeps between the passes."""
-        at = self.at[self.frame.shards[t]]
+        placement = self.at[self.frame.shards[t]]
         gone = self._along(self.frame.shards[t]) - axes
-        part = self.moved_to(made, at.without(gone, self.mesh), new, phase)
+        part = self.moved_to(full, placement.without(gone, self.mesh), new, phase)
         return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
 
     def _shut(self, unit: ParamGroup, phase: str, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
-        made = frame.open.get(unit.key)
-        if made is None:
+        unsharded = frame.open.get(unit.key)
+        if unsharded is None:
             return
         between = policy.between(unit.key) & self.stated.gathered
         if phase == "forward" and not between:
-            frame.kept += ((t, made[t]) for t in unit.members if frame.layer)
+            frame.kept += ((t, unsharded[t]) for t in unit.members if frame.layer)
             return
         if phase == "forward" and between != self.stated.gathered:
-            frame.halves |= {t: self._half(t, made[t], between, new, phase) for t in unit.members}
+            frame.halves |= {t: self._half(t, unsharded[t], between, new, phase) for t in unit.members}
             frame.kept += ((t, frame.halves[t]) for t in unit.members if frame.layer)
-        self.hold([made[t] for t in unit.members], new, phase)
+        self.hold([unsharded[t] for t in unit.members], new, phase)
         del frame.open[unit.key]
         self.tensors |= {t: frame.shards[t] for t in unit.members}
         self.reduce([t for t, key in frame.late.items() if key == unit.key], new)

@@ -38,8 +38,8 @@ def _left(op: Op) -> Iterator[Tensor]:
 class GradBuffers(PlacedTensors):
     """Accumulates partial sums into buffers, reduces these in place, and clears them after the update."""
 
-    def __init__(self, stated: RequestedPlacements) -> None:
-        super().__init__(stated)
+    def __init__(self, requested: RequestedPlacements) -> None:
+        super().__init__(requested)
         self.terms: dict[Tensor, Placement] = {}
         """Old buffers, and their placements as partial sums of the accumulated terms."""
         self.products: dict[Tensor, DType] = {}
@@ -63,16 +63,16 @@ class GradBuffers(PlacedTensors):
 
     def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
         """Return gradient placements, and target placements for the terms."""
-        kept = {g: self.goal(g) for g in self.of.values()}
-        known = {g: at for g, at in kept.items() if at is not None}
-        found = self.terms_of(old, {g: at for g, at in gradients.items() if g not in kept} | known)
-        return found | {g: gradients[g] for g in kept}
+        buffers = {g: self.goal(g) for g in self.of.values()}
+        placed = {g: placement for g, placement in buffers.items() if placement is not None}
+        placements = self.terms_of(old, {g: placement for g, placement in gradients.items() if g not in buffers} | placed)
+        return placements | {g: gradients[g] for g in buffers}
 
     def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
         """Extend a mapping of gradients to their terms, including casts into a buffer's format."""
-        kept = {*self.of.values()}
-        found = super().terms_of(old, {g: at for g, at in gradients.items() if g not in kept})
-        return found | targets(old, {g: at for g, at in gradients.items() if g in kept}, adds)
+        buffered = {*self.of.values()}
+        terms = super().terms_of(old, {g: value for g, value in gradients.items() if g not in buffered})
+        return terms | targets(old, {g: value for g, value in gradients.items() if g in buffered}, adds)
 
     def buffer(self, t: Tensor) -> Tensor | None:
         """Return the old gradient buffer that an old tensor is in."""
@@ -82,21 +82,21 @@ class GradBuffers(PlacedTensors):
     def goal(self, t: Tensor) -> Placement | None:
         """Return the placement of the sum in a buffer as an old tensor sees it, None if it is unknown."""
         source = self.buffer(t)
-        at = None if source is None else self.stated.kept.get(source)
-        return None if at is None else at.with_dims(at.dims[len(at.dims) - t.ndim :])
+        placement = None if source is None else self.stated.kept.get(source)
+        return None if placement is None else placement.with_dims(placement.dims[len(placement.dims) - t.ndim :])
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops, and add the dummy gradients of accumulation fusion."""
-        found = {**self.stated.kept} if old.parent is None else {}
-        sizes = [(at.local(t.sizes)[t.storage.pieces :], self.stated.products.get(t)) for t, at in found.items()]
-        apart = [
+        buffers = {**self.stated.kept} if old.parent is None else {}
+        sizes = [(placement.local(t.sizes)[t.storage.pieces :], self.stated.products.get(t)) for t, placement in buffers.items()]
+        dummies = [
             added(new, Empty(sizes=n, dtype=dtype), [], "gradients.handed", "forward")
             for n, dtype in dict.fromkeys(sizes)
             if dtype is not None
         ]
         super().fill(old, new, suffix)
-        if apart:
-            added(new, KeepAlive(), apart, "gradients.kept", "backward")
+        if dummies:
+            added(new, KeepAlive(), dummies, "gradients.kept", "backward")
 
     def note_term(self, op: Op) -> None:
         """Note the mesh axes along which terms added to a buffer are partial sums."""
@@ -104,16 +104,16 @@ class GradBuffers(PlacedTensors):
         term = self.tensors[op.operands[1]] if source is not None else None
         if source is None or not isinstance(term, Tensor):
             return
-        place = self.stated.places.get(source, Placement(((),) * source.ndim))
-        made = op.operands[1].producer
-        if self.stated.fused and source.storage.pieces and made is not None and isinstance(made.kind, Einsum):
+        placement = self.stated.places.get(source, Placement(((),) * source.ndim))
+        producer = op.operands[1].producer
+        if self.stated.fused and source.storage.pieces and producer is not None and isinstance(producer.kind, Einsum):
             self.products[source] = term.dtype
         stays = self.stated.staying[self.of[source]]
-        known = self.terms[source].pending if source in self.terms else None
-        pending = {a for a, how in self.at[term].partial if how == "sum" and a not in stays}
-        pending &= {*(pending if known is None else known)}
-        whole = place.without(pending, self.mesh)
-        self.terms[source] = replace(whole, partial=tuple((a, "sum") for a in self.mesh if a in pending))
+        earlier = self.terms[source].pending if source in self.terms else None
+        pending = {a for a, operation in self.at[term].partial if operation == "sum" and a not in stays}
+        pending &= {*(pending if earlier is None else earlier)}
+        base = placement.without(pending, self.mesh)
+        self.terms[source] = replace(base, partial=tuple((a, "sum") for a in self.mesh if a in pending))
 
     def in_product(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph) -> Op | None:
         """Fuse an accumulation into the matmul of its term; return None if there is none."""
@@ -121,33 +121,33 @@ class GradBuffers(PlacedTensors):
         if source not in self.stated.products:
             return None
         base, term = operands
-        made = term.producer
-        if made is None or made not in new or [*new.successors(term)] or term.is_view:
+        product = term.producer
+        if product is None or product not in new or [*new.successors(term)] or term.is_view:
             return None
         body = new.start_body(op.name, fused=True)
-        inside = added(body, made.kind, [body.capture(t) for t in made.operands], made.name, made.phase)
-        body.outputs.append(added(body, kind, [body.capture(base), inside], op.name, op.phase))
+        fused_term = added(body, product.kind, [body.capture(t) for t in product.operands], product.name, product.phase)
+        body.outputs.append(added(body, kind, [body.capture(base), fused_term], op.name, op.phase))
         into = body.captured.index(base)
-        new.remove_nodes_from([term, made])
-        return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, made.name)
+        new.remove_nodes_from([term, product])
+        return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, product.name)
 
     # -- after the last term -----------------------------------------------------------------------------------------
 
     def settled(self, t: Tensor, new: Graph, phase: str) -> Tensor:
         """Reduce a buffer in place, and return a view of this rank's part."""
-        made, want, source = self.tensors[t], self.wanted[t], self.buffer(t)
+        local, want, source = self.tensors[t], self.wanted[t], self.buffer(t)
         assert source is not None
-        self.names[made] = f"{self.finals[t].name}.grad"
-        found = (kind for kind, _, _ in reductions(self.at[made], want, self.mesh))
-        kinds = [kind for kind in found if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
-        self.own_parts[source] = [(kind, kind.dim - made.ndim) for kind in kinds]
-        return self._reduced(made, want, new, phase)
+        self.names[local] = f"{self.finals[t].name}.grad"
+        all_kinds = (kind for kind, _, _ in reductions(self.at[local], want, self.mesh))
+        kinds = [kind for kind in all_kinds if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
+        self.own_parts[source] = [(kind, kind.dim - local.ndim) for kind in kinds]
+        return self._reduced(local, want, new, phase)
 
     def _reduced(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
         """Reduce in place; separate storages of a stack are reduced one after the other."""
-        name, way = self.names[t], list(reductions(self.at[t], want, self.mesh))
-        if not t.storage.pieces or not way:
-            for kind, after, step in way:
+        name, path = self.names[t], list(reductions(self.at[t], want, self.mesh))
+        if not t.storage.pieces or not path:
+            for kind, after, step in path:
                 assert isinstance(kind, Collective)
                 t = self.step(replace(kind, inplace=True), t, step, new, phase)
                 self.at[t], self.names[t] = after, name
@@ -158,16 +158,16 @@ class GradBuffers(PlacedTensors):
         body.outputs.append(self._reduced(slice_, want.with_dims(want.dims[1:]), body, phase))
         op = new.add_op(Repeat(body=body, count=t.sizes[0], carries=0, xs=1, saved=1), [t], body.name, phase)
         op.scope, body.owner = name.rpartition("/")[0], op
-        (made,) = op.results
-        self.at[made], self.names[made] = way[-1][1], name
-        return made
+        (reduced,) = op.results
+        self.at[reduced], self.names[reduced] = path[-1][1], name
+        return reduced
 
     def clear(self, t: Tensor, new: Graph, phase: str) -> None:
         """Pass the whole buffer, with the parts of other ranks, to an op that zeroes a gradient."""
-        source, made = self.buffer(t), self.tensors[t]
+        source, local = self.buffer(t), self.tensors[t]
         for kind, dim in reversed(self.own_parts.get(source, ()) if source is not None else ()):
-            around = Unshard(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
-            whole = self.step(around, made, "around", new, phase)
-            self.at[whole] = self.at[made].without(self.mesh.parts(kind.axis), self.mesh)
-            made = whole
-        self.tensors[t] = made
+            around = Unshard(ranks=kind.ranks, axis=kind.axis, dim=local.ndim + dim)
+            full = self.step(around, local, "around", new, phase)
+            self.at[full] = self.at[local].without(self.mesh.parts(kind.axis), self.mesh)
+            local = full
+        self.tensors[t] = local

@@ -44,7 +44,7 @@ class PeeledLastMicroBatch(Rewriter):
 
     def said(self, of: Mapping[Tensor, T]) -> dict[Tensor, T]:
         """Translate a mapping of old tensors to both copies."""
-        return {made: what for t, what in of.items() for made in (self.tensors[t], self.before.get(t, self.tensors[t]))}
+        return {new: value for t, value in of.items() for new in (self.tensors[t], self.before.get(t, self.tensors[t]))}
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op; peel a loop over micro-batches.
@@ -59,25 +59,25 @@ class PeeledLastMicroBatch(Rewriter):
 
     def apart(self, loop: Loop, new: Graph) -> None:
         """Copy a loop without its last iteration, and then that iteration."""
-        op, rest = loop.op, loop.count - 1
-        whole = {t: self.tensors[t] for t in (*loop.xs, *loop.shared)}
+        op, count = loop.op, loop.count - 1
+        full = {t: self.tensors[t] for t in (*loop.xs, *loop.shared)}
         for t in loop.xs:
-            first = Slice(axis=0, start=ZERO, size=rest, step=1, split=True)
-            self.tensors[t] = added(new, first, [whole[t]], f"{t.name}.first", op.phase)
+            first = Slice(axis=0, start=ZERO, size=count, step=1, split=True)
+            self.tensors[t] = added(new, first, [full[t]], f"{t.name}.first", op.phase)
         stacks = {t: added(new, Empty(sizes=t.sizes, dtype=t.dtype), [], t.name, op.phase) for t in loop.stacks}
-        least = 0 if rest.constant is None else 1
+        minimum = 0 if count.constant is None else 1
         body = self.body(loop.body, new, "")
-        kind = replace(loop.kind, body=body, count=rest, least=least)
-        made = self.add(op, kind, [self.tensors[t] for t in op.operands], new)
-        self.tensors |= whole
+        kind = replace(loop.kind, body=body, count=count, least=minimum)
+        loop_op = self.add(op, kind, [self.tensors[t] for t in op.operands], new)
+        self.tensors |= full
         self.before |= self.tensors
-        self.tensors |= dict(zip(loop.carries, made.results, strict=False))
+        self.tensors |= dict(zip(loop.carries, loop_op.results, strict=False))
         for f, t in zip(loop.slices, loop.xs, strict=True):
-            self.tensors[f] = position(whole[t], rest, new, op)
-        self.tensors |= {f: whole[t] for f, t in zip(loop.captured, loop.shared, strict=True)}
+            self.tensors[f] = position(full[t], count, new, op)
+        self.tensors |= {f: full[t] for f, t in zip(loop.captured, loop.shared, strict=True)}
         self.fill(loop.body, new, ".last")
         self.tensors |= {t: self.tensors[o] for t, o in zip(loop.lasts, loop.nexts, strict=True)}
-        before = dict(zip(op.results, made.results, strict=True))
+        before = dict(zip(op.results, loop_op.results, strict=True))
         for t, o in zip(loop.stacks, loop.ys, strict=True):
             slices = [stacks[t], before[t], self.tensors[o]]
             self.tensors[t] = added(new, Stacked(), slices, f"{t.name}.filled", op.phase)
@@ -198,8 +198,8 @@ class _InBuckets(Rewriter):
         """Yield the reductions of a gradient's terms."""
         left: list[tuple[Tensor, tuple[Op, ...], Tensor]] = [(g, (), g)]
         while left:
-            made, way, outer = left.pop()
-            op, kind = made.producer, None if made.producer is None else made.producer.kind
+            tensor, loops, outer = left.pop()
+            op, kind = tensor.producer, None if tensor.producer is None else tensor.producer.kind
             if op is None:
                 continue
             if isinstance(kind, Collective) and kind.axis in self.axes:
@@ -208,27 +208,27 @@ class _InBuckets(Rewriter):
                         f"shard: buckets beside {op.name!r}, a {kind.collective} of the gradient of {t.name!r}: "
                         f"expected gradients that every rank has whole"
                     )
-                yield self.reduction(t, op, way, outer if way else made, kept=origin(g).role == "gradient")
+                yield self.reduction(t, op, loops, outer if loops else tensor, persistent=origin(g).role == "gradient")
             elif op.loop is not None:
-                inner = op.loop.body.outputs[op.results.index(made)]
-                left.append((inner, (*way, op), outer if way else made))
+                inner = op.loop.body.outputs[op.results.index(tensor)]
+                left.append((inner, (*loops, op), outer if loops else tensor))
             elif adds(op) or isinstance(kind, KeepAlive | Collective) or is_cast(op):
-                left += [(o, way, outer) for o in op.operands[: 2 if adds(op) else 1]]
+                left += [(o, loops, outer) for o in op.operands[: 2 if adds(op) else 1]]
 
-    def reduction(self, t: Tensor, last: Op, way: tuple[Op, ...], outer: Tensor, *, kept: bool) -> _Reduction:
+    def reduction(self, t: Tensor, last: Op, loops: tuple[Op, ...], outer: Tensor, *, persistent: bool) -> _Reduction:
         """Return the reduction that ends with an op."""
         chain = [last]
         while (op := chain[0].operands[0].producer) is not None and self.reduces(op):
             chain.insert(0, op)
-        (made,) = last.results
-        within = any(is_pass(op.loop.body) for op in way if op.loop is not None)
-        alone = not way or (made in made.graph.outputs and not [*made.graph.successors(made)])
-        if within and self.policy.view and not kept:
+        (result,) = last.results
+        within = any(is_pass(op.loop.body) for op in loops if op.loop is not None)
+        alone = not loops or (result in result.graph.outputs and not [*result.graph.successors(result)])
+        if within and self.policy.view and not persistent:
             raise UnsupportedError(
                 f"shard: buckets that the gradient of {t.name!r} stays in, to which micro-batches add: expected "
                 f"reduce_each=False, a step with set_to_none=False, or view=False"
             )
-        return _Reduction(t, tuple(chain), way, outer, late=alone and not within, stays=kept and self.policy.view)
+        return _Reduction(t, tuple(chain), loops, outer, late=alone and not within, stays=persistent and self.policy.view)
 
     def reduces(self, op: Op) -> bool:
         """Whether an op is an all-reduce along one of the axes."""
@@ -258,9 +258,9 @@ class _InBuckets(Rewriter):
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
         """Return the placements of the new graph, buckets included."""
-        made = super().laid(old, sharding)
-        own = {r.bucket.storage.name: sharding.gradients[r.of.name] for r in self.found.values() if not r.stays}
-        return replace(made, places={**made.places, **own}, own=(*made.own, *own))
+        placed = super().laid(old, sharding)
+        buckets = {r.bucket.storage.name: sharding.gradients[r.of.name] for r in self.found.values() if not r.stays}
+        return replace(placed, places={**placed.places, **buckets}, own=(*placed.own, *buckets))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op; reduced gradients that it reads are copied back first."""
@@ -274,13 +274,13 @@ class _InBuckets(Rewriter):
 
     def reduce(self, r: _Reduction, new: Graph) -> None:
         """Add the reduction of a gradient in its bucket."""
-        given, name, phase = self.tensors[r.chain[0].operands[0]], r.chain[0].name, r.chain[0].phase
-        (x,), t = r.chain[0].operands, given
+        grad, name, phase = self.tensors[r.chain[0].operands[0]], r.chain[0].name, r.chain[0].phase
+        (x,), t = r.chain[0].operands, grad
         if not r.stays:
             if not self.policy.view and not self.is_alone(x):
                 copy = Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True)
-                given = added(new, copy, [given], f"{name}.own", phase)
-            r.bucket = t = added(new, Pack(), [r.bucket, given], f"{name}.copy_in", phase)
+                grad = added(new, copy, [grad], f"{name}.own", phase)
+            r.bucket = t = added(new, Pack(), [r.bucket, grad], f"{name}.copy_in", phase)
         for op in r.chain:
             kind = op.kind
             assert isinstance(kind, Collective)
@@ -289,7 +289,7 @@ class _InBuckets(Rewriter):
         if not r.stays:
             r.bucket = t
         if not self.policy.view:
-            t = given if r.late else added(new, Pack(), [given, t], f"{name}.copy_out", phase)
+            t = grad if r.late else added(new, Pack(), [grad, t], f"{name}.copy_out", phase)
             if r.late:
                 self.waiting.append(r)
         self.tensors[r.chain[-1].results[0]] = t
@@ -299,45 +299,45 @@ class _InBuckets(Rewriter):
 
         This holds for gradients that micro-batches accumulate into.
         """
-        known = self.by_storage.setdefault(x.graph, {})
-        if not known:
+        tensors = self.by_storage.setdefault(x.graph, {})
+        if not tensors:
             for t in x.graph.tensors:
-                known.setdefault(t.storage, []).append(t)
-        readers = [op for t in known[x.storage] for op in x.graph.successors(t)]
+                tensors.setdefault(t.storage, []).append(t)
+        readers = [op for t in tensors[x.storage] for op in x.graph.successors(t)]
         others = [op for op in readers if not all(t.storage is x.storage for t in op.results)]
-        whole = x.storage.bytes == x.numel * x.element_bytes()
-        return origin(x).producer is None or (whole and len(others) <= 1)
+        fills_storage = x.storage.bytes == x.numel * x.element_bytes()
+        return origin(x).producer is None or (fills_storage and len(others) <= 1)
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op; a loop receives the buckets of the gradients reduced in it."""
-        inside = [r for r in self.found.values() if op in r.way and not r.stays]
-        if not inside:
+        reduced = [r for r in self.found.values() if op in r.way and not r.stays]
+        if not reduced:
             return super().copy(op, new, suffix)
         loop, kind = op.loop, op.kind
         assert loop is not None
         assert isinstance(kind, Repeat)
-        outer, body = [r.bucket for r in inside], new.start_body(loop.body.name, fused=False)
+        outer, body = [r.bucket for r in reduced], new.start_body(loop.body.name, fused=False)
         for f in loop.body.formals:
             self.tensors[f] = self.formal(f, body, suffix)
-        self.enter(loop, inside, body)
+        self.enter(loop, reduced, body)
         self.fill(loop.body, body, suffix)
         outputs = [body.adopt(self.tensors[t]) for t in loop.body.outputs]
         sliced = not is_pass(loop.body)
-        left = [body.adopt(r.bucket) for r in inside if sliced and r.bucket not in outputs]
+        left = [body.adopt(r.bucket) for r in reduced if sliced and r.bucket not in outputs]
         body.outputs += [*outputs, *left]
         ends = [self.tensors[t] for t in op.operands]
-        at = kind.carries + kind.xs
-        operands = [*ends[:at], *outer, *ends[at:]] if sliced else [*ends, *outer]
+        index = kind.carries + kind.xs
+        operands = [*ends[:index], *outer, *ends[index:]] if sliced else [*ends, *outer]
         kind = replace(kind, body=body, xs=kind.xs + sliced * len(outer), saved=kind.saved + len(left))
-        made = self.add(op, kind, operands, new, op.name + suffix)
-        for r, t in zip(inside, outer, strict=True):
-            r.bucket = made.results[body.outputs.index(r.bucket)] if sliced else t
-        return made
+        loop_op = self.add(op, kind, operands, new, op.name + suffix)
+        for r, t in zip(reduced, outer, strict=True):
+            r.bucket = loop_op.results[body.outputs.index(r.bucket)] if sliced else t
+        return loop_op
 
-    def enter(self, loop: Loop, inside: Sequence[_Reduction], body: Graph) -> None:
+    def enter(self, loop: Loop, reduced: Sequence[_Reduction], body: Graph) -> None:
         """Add formals for buckets: slices in a loop over layers, whole buckets in one over micro-batches."""
         drop = 0 if is_pass(loop.body) else 1
-        for i, r in enumerate(inside):
+        for i, r in enumerate(reduced):
             t = r.bucket
             r.bucket = body.formal(t, t.name, t.sizes[drop:], t.strides[drop:], t.storage.pieces - drop)
             if drop:  # slices precede captured operands

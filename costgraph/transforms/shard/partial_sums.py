@@ -112,12 +112,12 @@ def late(loop: Loop, i: int, each: bool) -> bool:
     return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop.body))
 
 
-def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:
+def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], placements: Mapping[Any, Placement]) -> Placement | None:
     """Return the common placement of a carry's terms, None if they are not all partial sums alike."""
     carry = loop.carries[i]
-    found = {at.get(tensors[t]): t.ndim for t in _terms(loop, i)}
-    (first, ndim), *others = found.items()
-    if others or first is None or not first.partial or any(how != "sum" for _, how in first.partial):
+    ndims = {placements.get(tensors[t]): t.ndim for t in _terms(loop, i)}
+    (first, ndim), *others = ndims.items()
+    if others or first is None or not first.partial or any(operation != "sum" for _, operation in first.partial):
         return None
     return first.with_dims([*((),) * (carry.ndim - ndim), *first.dims])
 
@@ -134,7 +134,7 @@ def _adds(op: Op) -> bool:
 
 def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bool] = _adds) -> dict[Tensor, T]:
     """Extend a mapping of gradients to the terms that are accumulated into them."""
-    found = dict(gradients)
+    extended = dict(gradients)
     left = list(gradients)
     while left:
         t = left.pop()
@@ -142,10 +142,10 @@ def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bo
         if op is None or not (isinstance(op.kind, KeepAlive) or adds(op)):
             continue
         for o in op.operands[: 1 if isinstance(op.kind, KeepAlive) else 2]:
-            if o.sizes == t.sizes and o.producer is not None and o not in found:
-                found[o] = found[t]
+            if o.sizes == t.sizes and o.producer is not None and o not in extended:
+                extended[o] = extended[t]
                 left.append(o)
-    return found
+    return extended
 
 
 def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
@@ -167,7 +167,7 @@ def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind],
 def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
     """Return the parameter gradients and their terms, also inside loops, in other formats and axis orders."""
     left = [g for t, g in graph.gradients.items() if t.role == "param"]
-    found = {*left}
+    grads = {*left}
     while left:
         t = left.pop()
         op = t.producer
@@ -180,6 +180,6 @@ def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], 
         else:
             alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, same) and len(op.operands) == 1)
             before = [*op.operands[:1]] if alone else []
-        left += [o for o in before if o not in found]
-        found |= {*before}
-    return found
+        left += [o for o in before if o not in grads]
+        grads |= {*before}
+    return grads
