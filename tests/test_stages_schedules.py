@@ -156,7 +156,7 @@ def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
             done = [a for a in done if (a.micro_batch < m // 2) == (a.stage < half)]
         waits = Counter(a.stage for a in done if a.kind == "F")
         waits.subtract(a.stage for a in done if a.kind in "BI")
-        own, found = sorted(waits), [int(n.constant) for n in order.ends(first=first, last=last, turns=rank > 0)]
+        own, found = sorted(waits), [int(n.constant) for n in order.ends(first=first, last=last, turning=rank > 0)]
         if folded and not first:
             assert found == [waits[own[1]], waits[own[0]]]
         else:

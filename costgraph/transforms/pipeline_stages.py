@@ -34,7 +34,7 @@ from ..ops.keep_alive import KeepAlive
 from ..ops.layout import Concat
 from ..ops.loops import Accumulate, Kernel
 from ..ops.updates import Unscale
-from .pipeline_schedules import SCHEDULES, RankOrder, asked
+from .pipeline_schedules import SCHEDULES, RankOrder, schedule_sizes
 from .rewrite import Rewriter, bound, bound_record
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "EqualRanks",
     "Stage",
     "in_stages",
-    "together",
+    "with_stage_reductions",
     "waiting_of",
 ]
 
@@ -88,18 +88,18 @@ class StageCuts:
 
 def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
     """Return the ops that depend on `starts`, up to the loop `stop`."""
-    reached, found = set(starts), set()
+    reached, ops = set(starts), set()
     for op in home.ops:
         if op is not stop and op.phase != "optimizer" and not reached.isdisjoint(op.operands):
-            found.add(op)
+            ops.add(op)
             reached |= {*op.results}
-    return frozenset(found)
+    return frozenset(ops)
 
 
 def planned(graph: Graph) -> StageCuts:
     """Find where a graph is cut: at its last loop over layers and that loop's backward loop, if any."""
-    both = [op.loop.body for op in graph.ops if op.loop is not None and is_pass(op.loop.body)]
-    home = both[0] if both else graph
+    micro_batch_loops = [op.loop.body for op in graph.ops if op.loop is not None and is_pass(op.loop.body)]
+    home = micro_batch_loops[0] if micro_batch_loops else graph
     loops = [op.loop for op in home.ops if op.loop is not None and op.loop.starts and op.phase != "optimizer"]
     pairs = [
         (f, b) for f in loops for b in loops
@@ -172,35 +172,35 @@ class StageExtractor(Rewriter):
     ) -> None:
         super().__init__(values)
         self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
-        self.alike, self.part = set[Tensor](), set[Tensor]()
+        self.stage_scalars, self.split_stacks = set[Tensor](), set[Tensor]()
         """Scalars equal on all stages, and stacks of scalars that are split between stages."""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
         self.half = half
         """Whether half the micro-batches enter at each end: a pass runs one from each, in different layer groups."""
-        self.wanted: set[Tensor] = set()
-        self.kept = self.needed()
+        self.required: set[Tensor] = set()
+        self.ops = self.needed()
         self.used = self.sources()
-        self.left = self.left_out()
+        self.left = self.omitted_sources()
 
     # -- selection -----------------------------------------------------------------------------------------------
 
     def needed(self) -> set[Op]:
         """Return the ops that this stage executes, and record the tensors they read."""
-        plan, kept = self.plan, {*self.plan.loops}
+        plan, ops = self.plan, {*self.plan.loops}
         if self.last:
-            kept |= plan.behind | plan.added | plan.sums.keys()
+            ops |= plan.behind | plan.added | plan.sums.keys()
         if self.first:
-            kept |= plan.ahead
-            kept |= {op for op in plan.home.ops if op not in plan.behind and self.unread(op)}
+            ops |= plan.ahead
+            ops |= {op for op in plan.home.ops if op not in plan.behind and self.unread(op)}
         for op in reversed(plan.home.ops):
-            if op in kept or not self.wanted.isdisjoint(op.results):
+            if op in ops or not self.required.isdisjoint(op.results):
                 if op in plan.behind and not self.last:
                     raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last one")
-                kept.add(op)
-                self.wanted |= {*self.read(op)}
+                ops.add(op)
+                self.required |= {*self.read(op)}
         if self.last:
-            self.wanted |= {*plan.home.outputs} & {t for op in kept for t in op.results}
-        return kept
+            self.required |= {*plan.home.outputs} & {t for op in ops for t in op.results}
+        return ops
 
     def unread(self, op: Op) -> bool:
         """Whether a forward op has only a side effect: it writes into its operand."""
@@ -241,17 +241,17 @@ class StageExtractor(Rewriter):
 
     def sources(self) -> set[Tensor]:
         """Return the tensors outside the pass that this stage needs."""
-        used = set(self.wanted)
+        used = set(self.required)
         if self.plan.home is not self.graph:
             owner = self.plan.home.owner
             assert owner is not None
-            used = {t for f, t in zip(self.plan.home.formals, owner.operands, strict=True) if f in self.wanted}
+            used = {t for f, t in zip(self.plan.home.formals, owner.operands, strict=True) if f in self.required}
             for op in reversed(self.graph.ops):
                 if op is not owner and op.phase != "optimizer" and not used.isdisjoint(op.results):
                     used |= {*op.operands}
         return used
 
-    def left_out(self) -> set[Tensor]:
+    def omitted_sources(self) -> set[Tensor]:
         """Return the sources that this stage does not have, including their optimizer state."""
         sources = [t for t in self.graph.tensors if t.producer is None]
         out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer", "cache")}
@@ -266,16 +266,16 @@ class StageExtractor(Rewriter):
         carry_facts(old, new)
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
-            new.output(*(made for t in old.outputs if (made := self.tensors[t]) is not None))
-            made = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.left}
-            new.gradients |= {t: g for t, g in made.items() if t is not None and g is not None}
+            new.output(*(copy for t in old.outputs if (copy := self.tensors[t]) is not None))
+            grads = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.left}
+            new.gradients |= {t: g for t, g in grads.items() if t is not None and g is not None}
         return new.freeze()
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor | None:
         """Copy a source, unless it belongs to another rank."""
         if old in self.left:
             return None
-        made: Tensor = super().source(old, new, suffix)
+        copy: Tensor = super().source(old, new, suffix)
         passes = self.plan.home.owner
         if (
             self.half
@@ -284,23 +284,23 @@ class StageExtractor(Rewriter):
             and old in passes.loop.xs
             and old.role == "input"
         ):
-            made.sizes = (made.sizes[0] / 2, *made.sizes[1:])
-        return made
+            copy.sizes = (copy.sizes[0] / 2, *copy.sizes[1:])
+        return copy
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy the rank's part of an op."""
         if op.graph is self.plan.home and op.phase != "optimizer":
-            self.of_pass(op, new)
+            self.inside_pass(op, new)
         elif op.body is self.plan.home:
-            self.partly(op, new)
+            self.micro_batch_loop(op, new)
         elif op.graph is self.graph:
-            self.around(op, new)
+            self.outside_pass(op, new)
         else:
             self.copy(op, new, suffix)
 
-    def of_pass(self, op: Op, new: Graph) -> None:
+    def inside_pass(self, op: Op, new: Graph) -> None:
         """Copy an op in the pass, with its receives and sends."""
-        if op not in self.kept:
+        if op not in self.ops:
             self.tensors |= dict.fromkeys(op.results)
             return
         if op in self.plan.sums and not (self.first and self.last):
@@ -314,11 +314,11 @@ class StageExtractor(Rewriter):
             self.tensors[t] = new.add_op(kind, [], f"{op.name}.receive", op.phase).results[0]
         self.copy(op, new)
         if op in (self.plan.forward, self.plan.backward) and self.between != ZERO:
-            self.hand_over(op, new)
+            self.exchange_groups(op, new)
         for t in op.loop.lasts if op.loop is not None and self.leaves(op) else ():
             new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
 
-    def hand_over(self, op: Op, new: Graph) -> None:
+    def exchange_groups(self, op: Op, new: Graph) -> None:
         """Add sends and receives between layer groups; the next ones are on other ranks."""
         assert op.loop is not None
         body = new.start_body(f"{op.name}.groups", fused=False)
@@ -326,19 +326,19 @@ class StageExtractor(Rewriter):
         for i, t in enumerate(starts):
             f = body.formal(t, f"{op.name}.group{i}", t.sizes, t.strides)
             body.add_op(Send(), [f], f"{op.name}.between.send", op.phase)
-            there = Receive(sizes=t.sizes, dtype=t.dtype)
-            body.outputs += body.add_op(there, [], f"{op.name}.between.receive", op.phase).results
+            receive = Receive(sizes=t.sizes, dtype=t.dtype)
+            body.outputs += body.add_op(receive, [], f"{op.name}.between.receive", op.phase).results
         kind = Repeat(body=body, count=self.between, carries=len(starts), xs=0)
-        made = new.add_op(kind, starts, f"{op.name}.between", op.phase)
-        made.scope, body.owner = op.scope, made
-        self.tensors |= dict(zip(op.loop.lasts, made.results, strict=True))
+        exchange = new.add_op(kind, starts, f"{op.name}.between", op.phase)
+        exchange.scope, body.owner = op.scope, exchange
+        self.tensors |= dict(zip(op.loop.lasts, exchange.results, strict=True))
 
-    def partly(self, op: Op, new: Graph) -> None:
+    def micro_batch_loop(self, op: Op, new: Graph) -> None:
         """Copy the loop over micro-batches, with this stage's carries and slices."""
         old, loop = self.plan.home, op.loop
         assert loop is not None
         assert isinstance(op.kind, Repeat)
-        formals = [f for f in old.formals if f in self.wanted]
+        formals = [f for f in old.formals if f in self.required]
         body = new.start_body(old.name, fused=False)
         for f in formals:
             self.tensors[f] = self.formal(f, body)
@@ -346,21 +346,21 @@ class StageExtractor(Rewriter):
         ends = [
             (t, r)
             for i, (t, r) in enumerate(zip(old.outputs, op.results, strict=True))
-            if (old.formals[i] in self.wanted if i < op.kind.carries else self.tensors[t] is not None)
+            if (old.formals[i] in self.required if i < op.kind.carries else self.tensors[t] is not None)
         ]
         body.outputs += [body.adopt(self.tensors[t]) for t, _ in ends]
         kind = replace(
             bound_record(op.kind, self.values), body=body,
             count=bound(loop.count, self.values) / (2 if self.half else 1),
-            carries=sum(f in self.wanted for f in loop.carries), xs=sum(f in self.wanted for f in loop.slices),
+            carries=sum(f in self.required for f in loop.carries), xs=sum(f in self.required for f in loop.slices),
         )  # fmt: skip
-        operands = [self.tensors[t] for f, t in zip(old.formals, op.operands, strict=True) if f in self.wanted]
-        made = new.add_op(kind, operands, op.name, op.phase)
-        made.scope, body.owner = op.scope, made
+        operands = [self.tensors[t] for f, t in zip(old.formals, op.operands, strict=True) if f in self.required]
+        loop_op = new.add_op(kind, operands, op.name, op.phase)
+        loop_op.scope, body.owner = op.scope, loop_op
         self.tensors |= dict.fromkeys(op.results)
-        self.tensors |= dict(zip((r for _, r in ends), made.results, strict=True))
+        self.tensors |= dict(zip((r for _, r in ends), loop_op.results, strict=True))
 
-    def around(self, op: Op, new: Graph) -> None:
+    def outside_pass(self, op: Op, new: Graph) -> None:
         """Copy an op outside the pass, such as an update, unless it belongs to another stage."""
         if op.phase != "optimizer":
             if self.used.isdisjoint(op.results):
@@ -368,34 +368,36 @@ class StageExtractor(Rewriter):
             else:
                 self.copy(op, new)
             return
-        self.flags |= dict.fromkeys(found := [*_flags(op)])
-        if self.flags and not found:
-            self.meet(list(self.flags), "max", op, new)
+        self.flags |= dict.fromkeys(flags := [*_flags(op)])
+        if self.flags and not flags:
+            self.mark_all_reduce(list(self.flags), "max", op, new)
             self.flags = {}
-        gone = [t for t in op.operands if self.tensors[t] is None]
-        rest = [
-            t for t in op.operands if self.tensors[t] is not None and t not in self.alike and (t.ndim or t.producer)
+        missing = [t for t in op.operands if self.tensors[t] is None]
+        present = [
+            t
+            for t in op.operands
+            if self.tensors[t] is not None and t not in self.stage_scalars and (t.ndim or t.producer)
         ]
         stack = _is_stack(op)
-        if gone and rest and not stack:
+        if missing and present and not stack:
             raise UnsupportedError(
-                f"parallelize: pp: {op.name!r} puts {gone[0].name!r} and {rest[0].name!r} of different stages "
+                f"parallelize: pp: {op.name!r} puts {missing[0].name!r} and {present[0].name!r} of different stages "
                 f"together, expected updates of each parameter by itself"
             )
         if stack:
             self.add(op, op.kind, [self.tensors[t] for t in op.operands if self.tensors[t] is not None], new)
-            self.part |= {*op.results}
-        elif gone:
+            self.split_stacks |= {*op.results}
+        elif missing:
             self.tensors |= dict.fromkeys(op.results)
         else:
             self.copy(op, new)
-            self.alike |= {t for t in op.results if not t.ndim and all(map(self.is_alike, op.operands))}
-            if not self.part.isdisjoint(op.operands):
+            self.stage_scalars |= {t for t in op.results if not t.ndim and all(map(self.is_stage_scalar, op.operands))}
+            if not self.split_stacks.isdisjoint(op.operands):
                 self.norm_of_all(op, new)
 
-    def is_alike(self, t: Tensor) -> bool:
+    def is_stage_scalar(self, t: Tensor) -> bool:
         """Whether a scalar is equal on all stages: step counts, scales, and their functions."""
-        return t in self.alike or (not t.ndim and t.producer is None)
+        return t in self.stage_scalars or (not t.ndim and t.producer is None)
 
     @property
     def clips(self) -> bool:
@@ -408,21 +410,21 @@ class StageExtractor(Rewriter):
             raise UnsupportedError(f"parallelize: pp: {op.name!r} of what each stage has a part of, expected a 2-norm")
         (t,) = op.results
         self.tensors[t] = self.step(Pointwise(function=FUNCTIONS["square"]), t, f"{t.name}.square", op, new)
-        self.meet([t], "sum", op, new)
+        self.mark_all_reduce([t], "sum", op, new)
         self.tensors[t] = self.step(_ROOT, t, f"{t.name}.root", op, new)
 
-    def meet(self, tensors: Sequence[Tensor], operation: str, op: Op, new: Graph) -> None:
+    def mark_all_reduce(self, tensors: Sequence[Tensor], operation: str, op: Op, new: Graph) -> None:
         """Mark scalars for an all-reduce over the stages, inserted once all placements are known."""
         for t in tensors:
             self.tensors[t] = self.step(KeepAlive(), t, f"{t.name}.all_reduce", op, new)
             self.meets[self.tensors[t].producer.name] = operation
-            self.alike.add(t)
+            self.stage_scalars.add(t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, op: Op, new: Graph) -> Tensor:
         """Add an op on a rewritten tensor, in another op's scope."""
-        made = new.add_op(kind, [self.tensors[t]], name, op.phase)
-        made.scope = op.scope
-        return made.results[0]
+        added = new.add_op(kind, [self.tensors[t]], name, op.phase)
+        added.scope = op.scope
+        return added.results[0]
 
 
 def _is_stack(op: Op) -> bool:
@@ -453,57 +455,57 @@ class _Parts:
 
     late: frozenset[Op]
     """Ops that contribute only to weight gradients."""
-    apart: frozenset[Op]
+    out_of_place: frozenset[Op]
     """In-place ops that become out-of-place, because late ops read the value they would overwrite."""
 
 
-def _parts(ops: Sequence[Op], wanted: Collection[Tensor]) -> _Parts:
+def _parts(ops: Sequence[Op], required: Collection[Tensor]) -> _Parts:
     """Split ops into those that `wanted` depends on and late ones, which only weight gradients need.
 
     An op is not late if it reads a tensor that is overwritten by then, or overwrites one that is read before.
     """
-    soon, read = set[Op](), set(wanted)
+    soon, read = set[Op](), set(required)
     while True:
         for op in reversed(ops):
             if op in soon or not read.isdisjoint(op.results):
                 soon.add(op)
                 read |= {*op.operands}
         late = [op for op in ops if op not in soon]
-        apart, moved = _overwriting(ops, late)
+        out_of_place, moved = _overwriting(ops, late)
         if not moved:
-            return _Parts(frozenset(late), frozenset(apart))
+            return _Parts(frozenset(late), frozenset(out_of_place))
         soon |= moved
 
 
 def _overwriting(ops: Sequence[Op], late: Collection[Op]) -> tuple[set[Op], set[Op]]:
     """Return the ops that must become out-of-place for late ops, and the late ops that cannot be late."""
-    asked = {t for op in late for t in op.operands}
-    place: dict[Tensor, object] = {}
-    there: dict[object, set[Tensor]] = {}
-    apart, moved = set[Op](), set[Op]()
+    late_reads = {t for op in late for t in op.operands}
+    versions: dict[Tensor, object] = {}
+    by_version: dict[object, set[Tensor]] = {}
+    out_of_place, moved = set[Op](), set[Op]()
     for op in ops:
         for t in op.operands:
-            there.setdefault(place.setdefault(t, t.storage), set()).add(t)
+            by_version.setdefault(versions.setdefault(t, t.storage), set()).add(t)
         if op in late:
             continue
         for i in op.kind.overwrites():
-            at = place[op.operands[i]]
-            spoiled = there[at] & asked
-            if spoiled and _fresh(op.kind) is not None:
-                apart.add(op)
+            version = versions[op.operands[i]]
+            overwritten = by_version[version] & late_reads
+            if overwritten and _out_of_place(op.kind) is not None:
+                out_of_place.add(op)
             else:
-                moved |= {o for o in late if not spoiled.isdisjoint(o.operands)}
+                moved |= {o for o in late if not overwritten.isdisjoint(o.operands)}
         read = {t.storage for t in op.operands}
         before = (o for o in ops[: ops.index(op)] if o in late)
         moved |= {o for o in before if any(o.operands[i].storage in read for i in o.kind.overwrites())}
         for t in op.results:
-            same = next((place[o] for o in op.operands if o.storage is t.storage), t.storage)
-            place[t] = op if op in apart else same
-            there.setdefault(place[t], set()).add(t)
-    return apart, moved
+            same = next((versions[o] for o in op.operands if o.storage is t.storage), t.storage)
+            versions[t] = op if op in out_of_place else same
+            by_version.setdefault(versions[t], set()).add(t)
+    return out_of_place, moved
 
 
-def _fresh(kind: OpKind) -> OpKind | None:
+def _out_of_place(kind: OpKind) -> OpKind | None:
     """Return a kind's out-of-place version, None if there is none."""
     if isinstance(kind, Accumulate):
         return Pointwise(function=FUNCTIONS["add"])
@@ -517,7 +519,7 @@ class SplitBackward(Rewriter):
     loop. The first loop stacks residuals for the second one, with a storage per iteration.
     """
 
-    def __init__(self, plan: StageCuts, *, whole: bool = False) -> None:
+    def __init__(self, plan: StageCuts, *, retain_saved: bool = False) -> None:
         super().__init__()
         assert plan.backward is not None
         self.back, loop = plan.backward, plan.backward.loop
@@ -527,54 +529,54 @@ class SplitBackward(Rewriter):
                 f"parallelize: schedule: {loop.op.name!r} goes back through layers of several kinds, or through a part "
                 f"of them, expected one loop to take gradients of weights out of"
             )
-        self.plan, self.loop, self.held, self.whole = plan, loop, list[Op](), whole
+        self.plan, self.loop, self.deferred, self.retain_saved = plan, loop, list[Op](), retain_saved
         before = [op for op in plan.home.ops if op.phase in BACK]
-        self.around = _parts(before[: before.index(self.back)], self.back.operands)
-        self.inside = _parts(loop.body.ops, loop.nexts)
-        self.again = set[Op]()
+        self.outer_parts = _parts(before[: before.index(self.back)], self.back.operands)
+        self.layer_parts = _parts(loop.body.ops, loop.nexts)
+        self.recomputed = set[Op]()
         self.crossing = list(dict.fromkeys(self.needed()))
 
     def needed(self) -> Iterator[Tensor]:
         """Yield the tensors that weight gradients need from the first half; views of them are made again."""
-        ahead = [t for op in reversed(self.loop.body.ops) if op in self.inside.late for t in op.operands]
-        own = {*self.loop.slices, *self.loop.captured}
+        ahead = [t for op in reversed(self.loop.body.ops) if op in self.layer_parts.late for t in op.operands]
+        inputs = {*self.loop.slices, *self.loop.captured}
         for t in ahead:  # grows during iteration
             op = t.producer
-            if t in own or op in self.inside.late:
+            if t in inputs or op in self.layer_parts.late:
                 continue
-            if op is None or op in self.inside.apart or op.kind.overwrites() or not _is_view(op):
+            if op is None or op in self.layer_parts.out_of_place or op.kind.overwrites() or not _is_view(op):
                 yield t
             else:
-                self.again.add(op)
+                self.recomputed.add(op)
                 ahead += op.operands[:1] if isinstance(op.kind, KeepAlive) else op.operands
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op; late ops wait for the loop over layers."""
-        if op in self.around.late:
-            self.held.append(op)
-        elif op in self.around.apart or op in self.inside.apart:
-            kind = _fresh(op.kind)
+        if op in self.outer_parts.late:
+            self.deferred.append(op)
+        elif op in self.outer_parts.out_of_place or op in self.layer_parts.out_of_place:
+            kind = _out_of_place(op.kind)
             assert kind is not None
             self.add(op, kind, [self.tensors[t] for t in op.operands], new)
         elif op is self.back:
-            self.both(new)
+            self.add_loops(new)
         else:
             super().emit(op, new, suffix)
 
     # -- loops over layers ---------------------------------------------------------------------------------------
 
-    def both(self, new: Graph) -> None:
+    def add_loops(self, new: Graph) -> None:
         """Add the loop for input gradients, and the one for weight gradients."""
-        loop, late = self.loop, self.inside.late
+        loop, late = self.loop, self.layer_parts.late
         outer = dict(zip(loop.slices, loop.xs, strict=True)) | dict(zip(loop.captured, loop.shared, strict=True))
-        given = {f: self.tensors[t] for f, t in outer.items()}
+        values = {f: self.tensors[t] for f, t in outer.items()}
         soon = [op for op in loop.body.ops if op not in late]
-        made = self.half(soon, given, loop.carries, new)
-        for op in self.held:
+        residuals = self.add_loop(soon, values, loop.carries, new)
+        for op in self.deferred:
             self.copy(op, new)
-        given = dict(zip(self.crossing, made, strict=True)) | given
-        self.half([op for op in loop.body.ops if op in late or op in self.again], given, (), new)
-        if self.whole:
+        values = dict(zip(self.crossing, residuals, strict=True)) | values
+        self.add_loop([op for op in loop.body.ops if op in late or op in self.recomputed], values, (), new)
+        if self.retain_saved:
             self.keep_saved(new)
 
     def keep_saved(self, new: Graph) -> None:
@@ -582,7 +584,7 @@ class SplitBackward(Rewriter):
 
         Tensors saved after the last op with weights are not reachable from these gradients and are freed before.
         """
-        late, home, loop = self.around.late, self.plan.home, self.loop
+        late, home, loop = self.outer_parts.late, self.plan.home, self.loop
         soon = [op for op in home.ops if op.phase in BACK and op not in late]
         reached = {t for op in late for t in op.operands} & {t for op in soon for t in op.results}
         read: list[Tensor] = []
@@ -590,17 +592,19 @@ class SplitBackward(Rewriter):
             if not reached.isdisjoint(op.operands):
                 reached |= {*op.results}
                 read += op.operands
-        made = (t for i, t in enumerate(loop.op.results) if self.is_late(i, loop.body.outputs[i]))
-        outside = (t for op in self.held for t in op.results if t in home.outputs or {*home.successors(t)} - late)
-        for done, saved in ((next(made, None), loop.xs), (next(outside, None), read)):
-            kept = [t for t in dict.fromkeys(saved) if t.producer is not None and t.producer.phase == "forward"]
-            if done is not None and kept:
-                op = new.add_op(KeepAlive(), [self.tensors[t] for t in (done, *kept)], f"{done.name}.kept", "backward")
+        late_results = (t for i, t in enumerate(loop.op.results) if self.is_late(i, loop.body.outputs[i]))
+        outside = (t for op in self.deferred for t in op.results if t in home.outputs or {*home.successors(t)} - late)
+        for done, saved in ((next(late_results, None), loop.xs), (next(outside, None), read)):
+            tensors = [t for t in dict.fromkeys(saved) if t.producer is not None and t.producer.phase == "forward"]
+            if done is not None and tensors:
+                op = new.add_op(
+                    KeepAlive(), [self.tensors[t] for t in (done, *tensors)], f"{done.name}.kept", "backward"
+                )
                 op.scope = loop.op.scope
                 self.tensors[done] = op.results[0]
 
-    def half(
-        self, ops: Sequence[Op], given: Mapping[Tensor, Tensor], carries: Sequence[Tensor], new: Graph
+    def add_loop(
+        self, ops: Sequence[Op], values: Mapping[Tensor, Tensor], carries: Sequence[Tensor], new: Graph
     ) -> Sequence[Tensor]:
         """Add a loop with some backward ops, and return its residuals for the other loop."""
         loop = self.loop
@@ -608,14 +612,14 @@ class SplitBackward(Rewriter):
         outputs = [(i, t) for i, t in enumerate(loop.body.outputs) if self.is_late(i, t) != first]
         crossing = self.crossing if first else []
         read = {t for op in ops for t in op.operands} | {t for _, t in outputs}
-        slices = [t for t in given if t in read and t not in loop.captured]
-        shared = [t for t in given if t in read and t in loop.captured]
+        slices = [t for t in values if t in read and t not in loop.captured]
+        shared = [t for t in values if t in read and t in loop.captured]
         starts = [self.tensors[t] for t in loop.starts] if first else []
         body = new.start_body(loop.body.name, fused=False)
         for t in (*carries, *slices, *shared):
             self.tensors[t] = self.formal(t, body)
         for op in ops:
-            if op in self.again and not first and isinstance(op.kind, KeepAlive):
+            if op in self.recomputed and not first and isinstance(op.kind, KeepAlive):
                 self.tensors[op.results[0]] = self.tensors[op.operands[0]]
             elif first:
                 self.emit(op, body)
@@ -624,16 +628,16 @@ class SplitBackward(Rewriter):
         body.outputs += [body.adopt(self.tensors[t]) for t in (*(t for _, t in outputs), *crossing)]
         saved = sum(i >= fixed for i, _ in outputs) + len(crossing)
         kind = replace(bound_record(loop.kind, {}), body=body, carries=len(carries), xs=len(slices), saved=saved)
-        operands = [*starts, *(given[t] for t in (*slices, *shared))]
-        made = new.add_op(kind, operands, loop.op.name if first else f"{loop.op.name}.weights", loop.op.phase)
-        made.scope, body.owner = loop.op.scope, made
+        operands = [*starts, *(values[t] for t in (*slices, *shared))]
+        loop_op = new.add_op(kind, operands, loop.op.name if first else f"{loop.op.name}.weights", loop.op.phase)
+        loop_op.scope, body.owner = loop.op.scope, loop_op
         results = [loop.op.results[i] for i, _ in outputs]
-        self.tensors |= dict(zip(results, made.results[: len(results)], strict=True))
-        return made.results[len(results) :]
+        self.tensors |= dict(zip(results, loop_op.results[: len(results)], strict=True))
+        return loop_op.results[len(results) :]
 
     def is_late(self, i: int, t: Tensor) -> bool:
         """Whether an output of the body belongs to the second half."""
-        return i >= len(self.loop.nexts) and t.producer in self.inside.late
+        return i >= len(self.loop.nexts) and t.producer in self.layer_parts.late
 
 
 def _is_view(op: Op) -> bool:
@@ -693,13 +697,13 @@ def in_stages(
         return [Stage(graph)]
     need_of_all("parallelize", graph)
     groups = _groups(schedule, groups, every)
-    _, open_ones = asked(schedule, stages.expr, m.expr, groups.expr)
+    _, unresolved = schedule_sizes(schedule, stages.expr, m.expr, groups.expr)
     order = RankOrder(schedule, stages, m, groups)
     plan = planned(graph)
     if plan.backward is None:
         return _passes(graph, plan, order, every)
     if order.splits:
-        graph = SplitBackward(plan, whole=torch).run(graph)
+        graph = SplitBackward(plan, retain_saved=torch).run(graph)
         plan = planned(graph)
     if micro_batches_of(graph) != m:
         raise GraphError(
@@ -708,23 +712,30 @@ def in_stages(
         )
     count = _count(plan)
     kinds = (
-        _uneven(order, every) if every else _both_ways(order, count) if order.made.both_ways else _even(order, count)
+        _uneven(order, every)
+        if every
+        else _both_ways(order, count)
+        if order.schedule.both_ways
+        else _even(order, count)
     )
-    conditions = [c for validity in open_ones for c in validity.conditions.declared]
-    wanted = [(c.formula, c.place, c.least) for c in conditions]
+    conditions = [c for validity in unresolved for c in validity.conditions.declared]
+    requirements = [(c.formula, c.place, c.least) for c in conditions]
     if groups != ONE:
-        wanted.append((count / (order.p * groups), f"layers of each of {groups} groups of a rank", 1))
+        requirements.append((count / (order.p * groups), f"layers of each of {groups} groups of a rank", 1))
     if stages.constant is None:
-        wanted += [(stages, "stages of a pipeline", 2)]
-    shares, shared = cut(graph, plan, kinds, both_ways=order.made.both_ways)
-    made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
-    more = [[(kind.alike, "stages between the first and the last one", 1)] * bool(kind.alike.names()) for kind in kinds]
-    held = [
-        replace(waiting_of(order, k, torch=torch), asked=(*wanted, *own)) for k, own in zip(kinds, more, strict=True)
+        requirements += [(stages, "stages of a pipeline", 2)]
+    shares, shared = cut(graph, plan, kinds, both_ways=order.schedule.both_ways)
+    graphs = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
+    extras = [
+        [(kind.alike, "stages between the first and the last one", 1)] * bool(kind.alike.names()) for kind in kinds
     ]
-    twice = order.made.both_ways
+    in_flight = [
+        replace(waiting_of(order, k, torch=torch), asked=(*requirements, *extra))
+        for k, extra in zip(kinds, extras, strict=True)
+    ]
+    twice = order.schedule.both_ways
     ends = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
-    return list(map(Stage, made, held, ends, (share.meets for share in shares)))
+    return list(map(Stage, graphs, in_flight, ends, (share.meets for share in shares)))
 
 
 def _passes(graph: Graph, plan: StageCuts, order: RankOrder, every: Sequence[int]) -> list[Stage]:
@@ -736,10 +747,10 @@ def _passes(graph: Graph, plan: StageCuts, order: RankOrder, every: Sequence[int
         )
     kinds = _uneven(order, every) if every else _even(order, _count(plan))
     shares, _ = cut(graph, plan, kinds)
-    made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
+    graphs = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
     return [
         Stage(g, InFlightMicroBatches((), (), FORWARD, order.p, order.m, k.alike))
-        for g, k in zip(made, kinds, strict=True)
+        for g, k in zip(graphs, kinds, strict=True)
     ]
 
 
@@ -747,8 +758,8 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
     """Return the number of layers per stage, empty for an even split."""
     if layers is None:
         return ()
-    known = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
-    if not known or not all(type(n) is int and n > 0 for n in layers):  # type: ignore[attr-defined]
+    is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    if not is_list or not all(type(n) is int and n > 0 for n in layers):  # type: ignore[attr-defined]
         raise GraphError(f"parallelize: layers is {shown(layers)}, expected a whole number of layers for each stage")
     every: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
     if stages != poly(len(every)):
@@ -758,8 +769,8 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
 
 def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
     """Return the number of layer groups per rank."""
-    made = SCHEDULES[schedule]
-    groups = poly(made.chunks) if made.chunks is not None and virtual == ONE else virtual
+    spec = SCHEDULES[schedule]
+    groups = poly(spec.chunks) if spec.chunks is not None and virtual == ONE else virtual
     if every and groups != ONE:
         raise UnsupportedError(f"parallelize: layers of stages with {groups} groups each, expected stages of one group")
     return groups
@@ -777,7 +788,7 @@ def _count(plan: StageCuts) -> Poly:
 
 def _even(order: RankOrder, count: Poly) -> list[EqualRanks]:
     """Return the first, middle and last ranks, with equal numbers of layers."""
-    p, folded, between = order.p, order.made.folded, order.v - 1
+    p, folded, between = order.p, order.schedule.folded, order.v - 1
     share = poly(symbol(*count.names())) / p
     # a folded pipeline turns at its last rank and ends on its first
     last = EqualRanks("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
@@ -819,9 +830,9 @@ def waiting_of(order: RankOrder, kind: EqualRanks, *, torch: bool) -> InFlightMi
         tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
         for later in (False, True)
     )
-    ends = order.ends(first=kind.first, last=kind.last, turns=kind.name == "last") if torch else (ZERO, ZERO)
+    ends = order.ends(first=kind.first, last=kind.last, turning=kind.name == "last") if torch else (ZERO, ZERO)
     return InFlightMicroBatches(
-        first, later, order.name, *order.whole, kind.alike, order.v, ranks=kind.runs, handed=torch, ends=ends
+        first, later, order.name, *order.totals, kind.alike, order.v, ranks=kind.runs, handed=torch, ends=ends
     )
 
 
@@ -830,19 +841,21 @@ def cut(
 ) -> tuple[list[StageExtractor], frozenset[str]]:
     """Return the share of each kind of rank, and the parameters that two ranks have: those at both ends, or all."""
     (name,) = _count(plan).names()
-    _need_apart(plan, name)
-    made = [
+    _need_constant_sizes(plan, name)
+    extractors = [
         StageExtractor(
             graph, plan, {name: kind.layers + (ZERO if kind.first else plan.before)},
             first=kind.first, last=kind.last, between=kind.between, half=both_ways,
         )
         for kind in kinds
     ]  # fmt: skip
-    _need_own(plan, StageExtractor(graph, plan, {}, first=False, last=True))
+    _need_local_layers(plan, StageExtractor(graph, plan, {}, first=False, last=True))
     if plan.backward is None:  # nothing to reduce
-        return made, frozenset()
-    own = made[0].used if made[0].last else StageExtractor(graph, plan, {}, first=False, last=False).used
-    tied = (made[0].used & made[-1].used) - own
+        return extractors, frozenset()
+    inner_used = (
+        extractors[0].used if extractors[0].last else StageExtractor(graph, plan, {}, first=False, last=False).used
+    )
+    tied = (extractors[0].used & extractors[-1].used) - inner_used
     if both_ways:
         tied = {t for t in graph.tensors if t.role == "param"}
     late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
@@ -852,17 +865,17 @@ def cut(
             f"before they meet, expected a step without optimizer_in_backward"
         )
     shared = frozenset(t.name for t in tied if t in graph.gradients)
-    if shared and any(share.clips for share in made):
+    if shared and any(share.clips for share in extractors):
         raise UnsupportedError(
             f"parallelize: pp: gradients are clipped by their norm, to which {min(shared)!r} of both ends would count "
             f"twice, expected tables of one stage"
         )
-    return made, shared
+    return extractors, shared
 
 
-def _need_own(plan: StageCuts, last: StageExtractor) -> None:
+def _need_local_layers(plan: StageCuts, last: StageExtractor) -> None:
     """Raise UnsupportedError if layers read a tensor that only the last stage computes."""
-    again = next((op for op in last.kept if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
+    again = next((op for op in last.ops if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
     if again is not None:
         raise UnsupportedError(
             f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "
@@ -870,7 +883,7 @@ def _need_own(plan: StageCuts, last: StageExtractor) -> None:
         )
 
 
-class _Together(Rewriter):
+class _StageReductions(Rewriter):
     """Inserts all-reduces over stages: for gradients of shared parameters, global norms, and non-finite flags."""
 
     lies = True
@@ -890,8 +903,8 @@ class _Together(Rewriter):
         while self.left and op.phase == "optimizer" and new.parent is None:
             g = self.left.pop()
             kind = Collective(collective="all_reduce", ranks=poly(2), axis="pp")
-            made = new.add_op(kind, [self.tensors[g]], f"{g.name}.all_reduce", "backward")
-            self.tensors[g] = made.results[0]
+            reduced = new.add_op(kind, [self.tensors[g]], f"{g.name}.all_reduce", "backward")
+            self.tensors[g] = reduced.results[0]
         super().emit(op, new, suffix)
 
 
@@ -902,14 +915,14 @@ def _before_updates(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def together(graph: Graph, stage: Stage) -> Graph:
+def with_stage_reductions(graph: Graph, stage: Stage) -> Graph:
     """Return a pipeline rank's graph, including communication between stages."""
-    made = _Together(graph, stage).run(graph) if stage.shared or stage.meets else graph
-    made.waiting = stage.waiting
-    return made
+    result = _StageReductions(graph, stage).run(graph) if stage.shared or stage.meets else graph
+    result.waiting = stage.waiting
+    return result
 
 
-def _need_apart(plan: StageCuts, layers: str) -> None:
+def _need_constant_sizes(plan: StageCuts, layers: str) -> None:
     """Raise UnsupportedError for sizes outside the layers that depend on their number."""
     for op in {*plan.behind, *plan.ahead}:
         for t in op.results:

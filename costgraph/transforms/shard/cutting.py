@@ -11,12 +11,12 @@ from ...ops.loops import Kernel
 from ...ops.reduce import Reduce
 from .kernels import (
     SplitKernel,
-    before,
     heads,
-    live,
-    passes,
-    swapped,
+    is_linear_in,
+    live_ops,
+    operand_placement,
     views,
+    with_axis_moved,
 )
 from .placed_tensors import (
     RequestedPlacements,
@@ -46,7 +46,7 @@ class Cutting(TokenRouting):
             isinstance(zero, UnplacedSource)
             and zero.zero
             and one
-            and any(isinstance(f, str) for f in self.at[result].dims[axis])
+            and any(isinstance(f, str) for f in self.placements[result].dims[axis])
         ):
             self.scattered[result] = axis, values
 
@@ -73,31 +73,31 @@ class Cutting(TokenRouting):
         kind = op.kind
         assert isinstance(kind, Kernel)
         body = kind.body
-        head_axes = heads(body) if self.stated.exchanged else {}
+        head_axes = heads(body) if self.requested.exchanged else {}
         for old in op.operands:
-            if old.sizes in head_axes and old not in self.inside:
+            if old.sizes in head_axes and old not in self.by_heads:
                 self.swap(old, *head_axes[old.sizes], new, op.phase)
-        operands = [self.prepared(op, i, new, self.inside if head_axes else {}) for i in range(len(op.operands))]
-        outer, self.piece = self.piece, SplitKernel(op, kind, operands, new, self.piece)
+        operands = [self.operand(op, i, new, self.by_heads if head_axes else {}) for i in range(len(op.operands))]
+        outer, self.open_kernel = self.open_kernel, SplitKernel(op, kind, operands, new, self.open_kernel)
         for f, t in zip(body.formals, operands, strict=True):
             self.tensors[f] = t
-        needed = live(body)
+        needed = live_ops(body)
         for inner in body.ops:
             self.emit(inner, new)
-            self.piece.useful |= inner in needed
+            self.open_kernel.useful |= inner in needed
         outputs = [self.value(o, new) for o in body.outputs]
-        self.piece.outputs = outputs
-        self.piece.useful |= any(t.graph is self.piece.body for t in outputs)
-        self.piece.close(last=True)
-        self.piece = outer
+        self.open_kernel.outputs = outputs
+        self.open_kernel.useful |= any(t.graph is self.open_kernel.body for t in outputs)
+        self.open_kernel.close(last=True)
+        self.open_kernel = outer
         for old, f, t in zip(op.operands, body.formals, operands, strict=True):
             if self.tensors[f] is not t:  # rows were exchanged
                 self.tensors[old] = self.tensors[f]
         for t, inner_t in zip(op.results, outputs, strict=True):
-            result = self.here(new).adopt(inner_t)
-            self.stands_for(result, inner_t)
-            if inner_t in self.homes:
-                self.homes[result] = self.homes[inner_t]
+            result = self.current_graph(new).adopt(inner_t)
+            self.note_alias(result, inner_t)
+            if inner_t in self.natural:
+                self.natural[result] = self.natural[inner_t]
             if inner_t in self.scattered:
                 self.scattered[result] = self.scattered[inner_t]
             self.tensors[t] = result
@@ -107,54 +107,54 @@ class Cutting(TokenRouting):
     def swap(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
         """Redistribute an attention operand from sequence to heads; the base of its views is moved, which is saved."""
         t = self.value(old, new)
-        placement = self.at[t]
-        for axis in self.stated.exchanged:
+        placement = self.placements[t]
+        for axis in self.requested.exchanged:
             if placement.dim(axis) == position:
-                placement = swapped(placement, axis, head, old.sizes, self.mesh)
-        if placement == self.at[t]:
+                placement = with_axis_moved(placement, axis, head, old.sizes, self.mesh)
+        if placement == self.placements[t]:
             return
         base, chain = old, list[Op]()
         for op in views(old) if phase == "forward" else ():
-            base_placement = before(op.kind.placed(op), placement, self.mesh)  # type: ignore[arg-type]  # it has a rule
+            base_placement = operand_placement(op.kind.placed(op), placement, self.mesh)  # type: ignore[arg-type]  # it has a rule
             if base_placement is None:
                 break
             placement, base = base_placement, op.operands[0]
             chain.append(op)
         saved = {t: self.tensors[t] for t in (base, *(op.results[0] for op in chain))}
-        self.inside[base] = self.tensors[base] = self.moved_to(self.value(base, new), placement, new, phase)
+        self.by_heads[base] = self.tensors[base] = self.moved_to(self.value(base, new), placement, new, phase)
         for op in reversed(chain):
             self.plain(op, new)
-        self.inside[old] = self.tensors[old]
+        self.by_heads[old] = self.tensors[old]
         self.tensors |= saved
 
     def swap_back(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
         """Redistribute an attention result from heads to the sequence."""
         t = self.tensors[old]
-        placement = self.at[t]
-        for axis in self.stated.exchanged:
+        placement = self.placements[t]
+        for axis in self.requested.exchanged:
             if placement.dim(axis) == head:
-                placement = swapped(placement, axis, position, old.sizes, self.mesh)
-        if placement != self.at[t]:
-            self.inside[old], self.tensors[old] = t, self.moved_to(t, placement, new, phase)
+                placement = with_axis_moved(placement, axis, position, old.sizes, self.mesh)
+        if placement != self.placements[t]:
+            self.by_heads[old], self.tensors[old] = t, self.moved_to(t, placement, new, phase)
 
-    def prepared(self, op: Op, i: int, new: Graph, by_heads: Mapping[Tensor, Tensor]) -> Tensor:
+    def operand(self, op: Op, i: int, new: Graph, by_heads: Mapping[Tensor, Tensor]) -> Tensor:
         """Return a kernel operand, with a partial sum reduced to the placement of a similar operand."""
         old = op.operands[i]
         t = by_heads[old] if old in by_heads else self.value(old, new)
-        placement = self.at[t]
+        placement = self.placements[t]
         if t in self.params and op.phase != "optimizer":
             placement = placement.without(self.params[t] & placement.axes, self.mesh)
         shared = all(self.mesh.beside(axis) & placement.axes for axis in placement.pending)
         assert isinstance(op.kind, Kernel)
         # row offsets are rank-local partial sums that ops inside handle themselves
-        reduced = placement.pending and t not in self.rows.own
-        if reduced and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
+        reduced = placement.pending and t not in self.rows.indices
+        if reduced and not (shared and is_linear_in(op.kind.body, op.kind.body.formals[i])):
             like = next(
                 (
-                    self.at[self.tensors[o]]
+                    self.placements[self.tensors[o]]
                     for o in op.operands
                     if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
-                    and not self.at[self.tensors[o]].pending
+                    and not self.placements[self.tensors[o]].pending
                 ),
                 placement.without(placement.pending, self.mesh),
             )  # fmt: skip

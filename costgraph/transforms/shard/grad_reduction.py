@@ -17,7 +17,7 @@ from ...ops.layout import Rearrange, Slice
 from ...ops.loops import Empty, Stacked
 from ..rewrite import Rewriter
 from ..unroll import position
-from .flat import added
+from .flat import add_op
 from .fsdp import is_cast
 from .partial_sums import adds, origin
 
@@ -39,12 +39,16 @@ class PeeledLastMicroBatch(Rewriter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before: dict[Tensor, Tensor] = {}
+        self.loop_tensors: dict[Tensor, Tensor] = {}
         """New tensors in the remaining loop, by old tensor."""
 
-    def said(self, of: Mapping[Tensor, T]) -> dict[Tensor, T]:
+    def translated(self, of: Mapping[Tensor, T]) -> dict[Tensor, T]:
         """Translate a mapping of old tensors to both copies."""
-        return {new: value for t, value in of.items() for new in (self.tensors[t], self.before.get(t, self.tensors[t]))}
+        return {
+            new: value
+            for t, value in of.items()
+            for new in (self.tensors[t], self.loop_tensors.get(t, self.tensors[t]))
+        }
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Copy an op; peel a loop over micro-batches.
@@ -53,24 +57,24 @@ class PeeledLastMicroBatch(Rewriter):
         """
         loop = op.loop if new.parent is None else None
         if loop is not None and is_pass(loop.body) and all(t.storage.role == "activation" for t in loop.starts):
-            self.apart(loop, new)
+            self.peel(loop, new)
         else:
             super().emit(op, new, suffix)
 
-    def apart(self, loop: Loop, new: Graph) -> None:
+    def peel(self, loop: Loop, new: Graph) -> None:
         """Copy a loop without its last iteration, and then that iteration."""
         op, count = loop.op, loop.count - 1
         full = {t: self.tensors[t] for t in (*loop.xs, *loop.shared)}
         for t in loop.xs:
             first = Slice(axis=0, start=ZERO, size=count, step=1, split=True)
-            self.tensors[t] = added(new, first, [full[t]], f"{t.name}.first", op.phase)
-        stacks = {t: added(new, Empty(sizes=t.sizes, dtype=t.dtype), [], t.name, op.phase) for t in loop.stacks}
+            self.tensors[t] = add_op(new, first, [full[t]], f"{t.name}.first", op.phase)
+        stacks = {t: add_op(new, Empty(sizes=t.sizes, dtype=t.dtype), [], t.name, op.phase) for t in loop.stacks}
         minimum = 0 if count.constant is None else 1
         body = self.body(loop.body, new, "")
         kind = replace(loop.kind, body=body, count=count, least=minimum)
         loop_op = self.add(op, kind, [self.tensors[t] for t in op.operands], new)
         self.tensors |= full
-        self.before |= self.tensors
+        self.loop_tensors |= self.tensors
         self.tensors |= dict(zip(loop.carries, loop_op.results, strict=False))
         for f, t in zip(loop.slices, loop.xs, strict=True):
             self.tensors[f] = position(full[t], count, new, op)
@@ -80,7 +84,7 @@ class PeeledLastMicroBatch(Rewriter):
         before = dict(zip(op.results, loop_op.results, strict=True))
         for t, o in zip(loop.stacks, loop.ys, strict=True):
             slices = [stacks[t], before[t], self.tensors[o]]
-            self.tensors[t] = added(new, Stacked(), slices, f"{t.name}.filled", op.phase)
+            self.tensors[t] = add_op(new, Stacked(), slices, f"{t.name}.filled", op.phase)
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
@@ -158,11 +162,11 @@ def in_buckets(graph: Graph, policy: Buckets, axes: frozenset[str]) -> Graph:
 class _Reduction:
     """All-reduces of a gradient, or of one term."""
 
-    of: Tensor
+    param: Tensor
     """The parameter."""
     chain: tuple[Op, ...]
     """Consecutive all-reduces along one mesh axis each."""
-    way: tuple[Op, ...]
+    loops: tuple[Op, ...]
     """Enclosing loops, outermost first."""
     outer: Tensor
     """The result outside all loops."""
@@ -182,12 +186,12 @@ class _InBuckets(Rewriter):
     def __init__(self, policy: Buckets, axes: frozenset[str], graph: Graph) -> None:
         super().__init__()
         self.policy, self.axes = policy, axes
-        self.found: dict[Op, _Reduction] = {}
+        self.by_op: dict[Op, _Reduction] = {}
         """Reductions, by their first op."""
         for t, g in graph.gradients.items():
             for r in self.reductions(t, g):
-                self.found.setdefault(r.chain[0], r)
-        self.others = {op for r in self.found.values() for op in r.chain[1:]}
+                self.by_op.setdefault(r.chain[0], r)
+        self.others = {op for r in self.by_op.values() for op in r.chain[1:]}
         self.by_storage: dict[Graph, dict[Storage, list[Tensor]]] = {}
         self.waiting: list[_Reduction] = []
         """Reductions whose result is not copied back yet."""
@@ -228,7 +232,9 @@ class _InBuckets(Rewriter):
                 f"shard: buckets that the gradient of {t.name!r} stays in, to which micro-batches add: expected "
                 f"reduce_each=False, a step with set_to_none=False, or view=False"
             )
-        return _Reduction(t, tuple(chain), loops, outer, late=alone and not within, stays=persistent and self.policy.view)
+        return _Reduction(
+            t, tuple(chain), loops, outer, late=alone and not within, stays=persistent and self.policy.view
+        )
 
     def reduces(self, op: Op) -> bool:
         """Whether an op is an all-reduce along one of the axes."""
@@ -239,7 +245,7 @@ class _InBuckets(Rewriter):
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops, and add buckets."""
-        for r in self.found.values() if old.parent is None else ():
+        for r in self.by_op.values() if old.parent is None else ():
             if not r.stays:
                 r.bucket = self.declared(r, new)
         super().fill(old, new, suffix)
@@ -249,9 +255,9 @@ class _InBuckets(Rewriter):
     def declared(self, r: _Reduction, new: Graph) -> Tensor:
         """Declare the bucket of a gradient, with as many storages as the gradient."""
         (x,) = r.chain[0].operands
-        counts = [op.loop.count for op in r.way if op.loop is not None and not is_pass(op.loop.body)]
+        counts = [op.loop.count for op in r.loops if op.loop is not None and not is_pass(op.loop.body)]
         tensor = Tensor(
-            new, new.unique(f"{r.of.name}.bucket"), (*counts, *x.sizes), x.dtype, role="gradient", pieces=len(counts)
+            new, new.unique(f"{r.param.name}.bucket"), (*counts, *x.sizes), x.dtype, role="gradient", pieces=len(counts)
         )
         new.add_node(tensor)
         return tensor
@@ -259,7 +265,7 @@ class _InBuckets(Rewriter):
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
         """Return the placements of the new graph, buckets included."""
         placed = super().laid(old, sharding)
-        buckets = {r.bucket.storage.name: sharding.gradients[r.of.name] for r in self.found.values() if not r.stays}
+        buckets = {r.bucket.storage.name: sharding.gradients[r.param.name] for r in self.by_op.values() if not r.stays}
         return replace(placed, places={**placed.places, **buckets}, own=(*placed.own, *buckets))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -267,8 +273,8 @@ class _InBuckets(Rewriter):
         if op.graph.parent is None and self.waiting:
             due = self.waiting if op.phase == "optimizer" else [r for r in self.waiting if r.outer in op.operands]
             self.copy_back(due, new)
-        if op in self.found:
-            self.reduce(self.found[op], new)
+        if op in self.by_op:
+            self.reduce(self.by_op[op], new)
         elif op not in self.others:
             self.copy(op, new, suffix)
 
@@ -279,8 +285,8 @@ class _InBuckets(Rewriter):
         if not r.stays:
             if not self.policy.view and not self.is_alone(x):
                 copy = Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True)
-                grad = added(new, copy, [grad], f"{name}.own", phase)
-            r.bucket = t = added(new, Pack(), [r.bucket, grad], f"{name}.copy_in", phase)
+                grad = add_op(new, copy, [grad], f"{name}.own", phase)
+            r.bucket = t = add_op(new, Pack(), [r.bucket, grad], f"{name}.copy_in", phase)
         for op in r.chain:
             kind = op.kind
             assert isinstance(kind, Collective)
@@ -289,7 +295,7 @@ class _InBuckets(Rewriter):
         if not r.stays:
             r.bucket = t
         if not self.policy.view:
-            t = grad if r.late else added(new, Pack(), [grad, t], f"{name}.copy_out", phase)
+            t = grad if r.late else add_op(new, Pack(), [grad, t], f"{name}.copy_out", phase)
             if r.late:
                 self.waiting.append(r)
         self.tensors[r.chain[-1].results[0]] = t
@@ -310,7 +316,7 @@ class _InBuckets(Rewriter):
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op; a loop receives the buckets of the gradients reduced in it."""
-        reduced = [r for r in self.found.values() if op in r.way and not r.stays]
+        reduced = [r for r in self.by_op.values() if op in r.loops and not r.stays]
         if not reduced:
             return super().copy(op, new, suffix)
         loop, kind = op.loop, op.kind
@@ -356,7 +362,7 @@ class _InBuckets(Rewriter):
 def _copied(t: Tensor, bucket: Tensor, last: Op, new: Graph) -> Tensor:
     """Copy a bucket into its gradient, one storage at a time."""
     if not t.storage.pieces:
-        return added(new, Pack(), [t, bucket], f"{last.name}.copy_out", last.phase)
+        return add_op(new, Pack(), [t, bucket], f"{last.name}.copy_out", last.phase)
     name = f"{t.name}.copy_out"
     body = new.start_body(name, fused=False)
     into, of = (body.formal(o, o.name, o.sizes[1:], o.strides[1:], o.storage.pieces - 1) for o in (t, bucket))

@@ -13,14 +13,14 @@ from ...ops.layout import Rearrange
 from ...ops.loops import Kernel
 
 __all__ = [
-    "before",
-    "common",
+    "operand_placement",
+    "shared_contraction",
     "heads",
-    "swapped",
+    "with_axis_moved",
     "views",
     "SplitKernel",
-    "live",
-    "passes",
+    "live_ops",
+    "is_linear_in",
 ]
 
 
@@ -52,7 +52,7 @@ def heads(body: Graph) -> dict[Sizes, tuple[int, int]]:
     return axes
 
 
-def swapped(placement: Placement, axis: str, target_dim: int, sizes: Sizes, mesh: Mesh) -> Placement:
+def with_axis_moved(placement: Placement, axis: str, target_dim: int, sizes: Sizes, mesh: Mesh) -> Placement:
     """Return a placement with a mesh axis moved to another tensor axis, within its other factors."""
     free = placement.without([axis], mesh)
     *parts, last = free.dims[target_dim] or (sizes[target_dim],)
@@ -61,7 +61,7 @@ def swapped(placement: Placement, axis: str, target_dim: int, sizes: Sizes, mesh
     return free.with_dims(dims)
 
 
-def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
+def operand_placement(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
     """Return the operand placement of a unary op from that of its result, None if there is none."""
     labels = rule.operands[0]
     parts: dict[str, Factors] = {}
@@ -77,7 +77,7 @@ def before(rule: Split, want: Placement, mesh: Mesh) -> Placement | None:
     )
 
 
-def common(rule: Split, placements: Sequence[Placement | None]) -> dict[str, str]:
+def shared_contraction(rule: Split, placements: Sequence[Placement | None]) -> dict[str, str]:
     """Return the contracted name that all operands share, by the mesh axis that splits it in one of them."""
     out: dict[str, str] = {}
     for labels, placement in zip(rule.operands, placements, strict=True):
@@ -97,7 +97,7 @@ def views(t: Tensor) -> Iterator[Op]:
 # -- splitting ---------------------------------------------------------------------------------------------------------
 
 
-def live(body: Graph) -> set[Op]:
+def live_ops(body: Graph) -> set[Op]:
     """Return the ops of a body that its outputs depend on, and those that write into its operands."""
     ops: set[Op] = set()
     needed = set(body.outputs)
@@ -109,7 +109,7 @@ def live(body: Graph) -> set[Op]:
     return ops
 
 
-def passes(body: Graph, formal: Tensor) -> bool:
+def is_linear_in(body: Graph, formal: Tensor) -> bool:
     """Whether a body is linear in an input, so that a partial sum may pass through."""
     parts = {formal}
     for op in body.ops:
@@ -138,7 +138,7 @@ class SplitKernel:
     def __init__(
         self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: SplitKernel | None
     ) -> None:
-        self.op, self.kind, self.new, self.around = op, kind, new, around
+        self.op, self.kind, self.new, self.outer = op, kind, new, around
         self.operands = list(operands)
         self.body: Graph | None = None
         self.cuts = 0
@@ -149,7 +149,7 @@ class SplitKernel:
     def graph(self) -> Graph:
         """Return the body that ops are added to."""
         if self.body is None:
-            home = self.new if self.around is None else self.around.graph()
+            home = self.new if self.outer is None else self.outer.graph()
             self.body = home.start_body(self.op.body.name, fused=True)  # type: ignore[union-attr]
             if not self.cuts:
                 for t in self.operands:
@@ -160,7 +160,7 @@ class SplitKernel:
         """Return the graph for an op that redistributes a tensor; the kernel ends first if it produced the tensor."""
         if self.body is not None and self.body in _bodies(t):
             self.close()
-        return self.new if self.around is None else self.around.outside(t)
+        return self.new if self.outer is None else self.outer.outside(t)
 
     def strides(self, t: Tensor, i: int) -> Sizes | None:
         """Return a result's strides, with the axis order of the full tensor."""
@@ -194,5 +194,5 @@ class SplitKernel:
         op = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
         op.scope = self.op.scope
         body.owner = op
-        if self.around is not None:
-            self.around.useful = True
+        if self.outer is not None:
+            self.outer.useful = True

@@ -11,13 +11,13 @@ from ...ops.keep_alive import KeepAlive
 from ...ops.loops import Accumulate
 
 __all__ = [
-    "added",
+    "accumulated_stacks",
     "adds",
-    "late",
+    "reduced_after_loop",
     "origin",
     "pending_of",
-    "becoming",
-    "made_of",
+    "chain_to_gradient",
+    "weight_gradients",
     "targets",
 ]
 
@@ -65,7 +65,7 @@ class PartialSums(NamedTuple):
     terms: list[Tensor]
 
 
-def added(loop: Loop) -> list[PartialSums]:
+def accumulated_stacks(loop: Loop) -> list[PartialSums]:
     """Return the stacks to whose slices a loop does nothing but add terms."""
     of = dict(zip(loop.slices, loop.xs, strict=True))
     out = []
@@ -85,7 +85,7 @@ def _chain(t: Tensor, adds: Callable[[Op], bool] = adds) -> tuple[Tensor, list[T
             t, term = op.operands
             out.append(term)
             continue
-        within = next((a for a in added(op.loop) if a.result is t), None) if op.loop is not None else None
+        within = next((a for a in accumulated_stacks(op.loop) if a.result is t), None) if op.loop is not None else None
         if within is None:
             break
         t = within.read
@@ -104,7 +104,7 @@ def _terms(loop: Loop, i: int, adds: Callable[[Op], bool] = adds) -> list[Tensor
     return terms if alone else []
 
 
-def late(loop: Loop, i: int, each: bool) -> bool:
+def reduced_after_loop(loop: Loop, i: int, each: bool) -> bool:
     """Whether a carry is a partial sum that is reduced once, after the loop.
 
     With `each`, carries of micro-batch loops are not, nor are buffers in another format.
@@ -112,7 +112,9 @@ def late(loop: Loop, i: int, each: bool) -> bool:
     return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop.body))
 
 
-def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], placements: Mapping[Any, Placement]) -> Placement | None:
+def pending_of(
+    loop: Loop, i: int, tensors: Mapping[Tensor, Any], placements: Mapping[Any, Placement]
+) -> Placement | None:
     """Return the common placement of a carry's terms, None if they are not all partial sums alike."""
     carry = loop.carries[i]
     ndims = {placements.get(tensors[t]): t.ndim for t in _terms(loop, i)}
@@ -148,7 +150,7 @@ def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bo
     return extended
 
 
-def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
+def chain_to_gradient(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
     """Return the unary ops that turn a tensor into a gradient by a cast or another axis order.
 
     The list is empty for a gradient itself; None if the tensor does not become a gradient.
@@ -164,7 +166,7 @@ def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind],
     return ops
 
 
-def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
+def weight_gradients(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
     """Return the parameter gradients and their terms, also inside loops, in other formats and axis orders."""
     left = [g for t, g in graph.gradients.items() if t.role == "param"]
     grads = {*left}
