@@ -99,13 +99,15 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
     need_graph("offload", graph)
     chosen = need_offloaded("offload", what)
     if any(t.storage.host for g in graph.bodies() for t in g.tensors):
-        raise UnsupportedError(f"offload of graph {graph.name!r}, of which something lies on the host already")
+        raise UnsupportedError(
+            f"offload: graph {graph.name!r} already has tensors on the host; expected a graph without any"
+        )
     offloaded = set[str]()
     result = map_stages(graph, lambda stage: _Offloader(chosen, link, offloaded).run(stage))
     missing = next((name for name in OFFLOADED if name in chosen - offloaded), None)
     if missing is not None:
         raise GraphError(
-            f"offload: graph {graph.name!r} has no {missing} to offload, expected "
+            f"offload: graph {graph.name!r} has no {missing} to offload; expected "
             f"{'a graph with parameters' if missing == 'parameters' else 'a training step'}"
         )
     return result
@@ -116,7 +118,7 @@ def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
     names = [what] if isinstance(what, str) else [*what]
     odd = next((name for name in names if name not in OFFLOADED), None)
     if odd is not None:
-        raise GraphError(f"{place}: {shown(odd)}, expected of {', '.join(OFFLOADED)}")
+        raise GraphError(f"{place}: {shown(odd)}, expected one of {', '.join(OFFLOADED)}")
     return frozenset(names)
 
 
@@ -285,8 +287,8 @@ class _Offloader(Rewriter):
                 operands.append(self.in_memory(t, op, new, host=host))
         if isinstance(kind, Collective) and kind.inplace and originals[0].storage.host:
             raise UnsupportedError(
-                f"offload: {op.name!r} puts a parameter on the host together of parts of all ranks, expected "
-                f"parameters of which each rank has a part (zero=3), or all"
+                f"offload: {op.name!r} assembles a parameter on the host from the shards of all ranks; expected "
+                f"parameters that are sharded (zero=3) or replicated"
             )
         if isinstance(kind, DenseFactory):
             kind = replace(kind, host=host)

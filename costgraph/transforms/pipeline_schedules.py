@@ -159,19 +159,19 @@ SCHEDULES: Mapping[str, Schedule] = {
 def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
     """Yield formulas, their descriptions, and their minimum values."""
     spec = SCHEDULES[name]
-    yield spec.surplus(_M, _P), "micro-batches above the fewest", 0
+    yield spec.surplus(_M, _P), "micro-batches above the minimum", 0
     if spec.chunks is None:
-        yield _V - 1, "virtual stages of a rank beyond one", 1
+        yield _V - 1, "virtual stages per rank beyond one", 1
     else:
         for sign in (1, -1):
-            yield sign * (_V - spec.chunks), f"virtual stages of a rank beyond {spec.chunks}", 0
+            yield sign * (_V - spec.chunks), f"virtual stages per rank beyond {spec.chunks}", 0
     if spec.in_rounds:
-        yield _M / _P, "micro-batches for each rank", 1
+        yield _M / _P, "micro-batches per rank", 1
     if spec.both_ways:
-        yield _M / 2, "half of the micro-batches", 1
-        yield _P / 2, "half of the ranks", 1
+        yield _M / 2, "half the micro-batches", 1
+        yield _P / 2, "half the ranks", 1
     if ranked:
-        yield _P - 1 - rank_symbol(), "ranks behind this one", 0
+        yield _P - 1 - rank_symbol(), "ranks after this one", 0
 
 
 def schedule_sizes(
@@ -189,7 +189,7 @@ def schedule_sizes(
     if rank is not None:
         values["place"] = amount(f"schedule {name!r}: rank", rank) + poly(1)
     unresolved = []
-    extra = [(_P - fewest, "ranks above the fewest", 0)] if fewest > 1 and values["p"].names() else []
+    extra = [(_P - fewest, "ranks above the minimum", 0)] if fewest > 1 and values["p"].names() else []
     for formula, text, minimum in (*_conditions(name, rank is not None), *extra):
         condition = Condition(
             poly(formula), f"schedule {name!r}: {text}", minimum, True, frozenset(poly(formula).names())
@@ -306,7 +306,7 @@ def schedule(
     values, _ = schedule_sizes(name, pp, micro_batches, virtual)
     p, m, v = (int(values[key].expr) for key in "pmv")
     if m * p * v > _MAX_ACTIONS:
-        raise UnsupportedError(f"schedule {name!r}: {m * p * v} forwards, expected at most {_MAX_ACTIONS}")
+        raise UnsupportedError(f"schedule {name!r}: {m * p * v} forward actions, expected at most {_MAX_ACTIONS}")
     ranks = [list(_actions(name, m, p, v, r)) for r in range(p)]
     return tuple(map(tuple, _with_sends(ranks) if sends else ranks))
 
@@ -360,8 +360,8 @@ def run_actions(
         if actions:
             kind, stage, number, _ = actions[-1]
             raise GraphError(
-                f"simulate: rank {r} waits for ever to do {kind} of stage {stage} and micro-batch {number}, expected "
-                f"lists in which what it needs is done before"
+                f"simulate: rank {r} deadlocks at {kind} of stage {stage} and micro-batch {number}; expected action "
+                f"lists in which the actions that it depends on come first"
             )
     return out
 
@@ -426,7 +426,9 @@ def idle(name: str) -> tuple[tuple[sympy.Expr, ...], int]:
                 for pair in zip(first.tolist(), grown.tolist(), strict=True)
             ]
             return tuple(sums), next(p for i, p in enumerate(counts) if all(holds[i:]))
-    raise UnsupportedError(f"bubble: schedule {name!r} has no idle time that grows evenly with its ranks")
+    raise UnsupportedError(
+        f"bubble: the idle time of schedule {name!r} does not grow linearly with the number of ranks"
+    )
 
 
 def _as_rows(table: Table) -> tuple[tuple[int, ...], ...]:
@@ -514,8 +516,10 @@ def _peaks(name: str, select: _Selector, within: _Selector | None = None) -> lis
     ]
     bounds = np.array(rows, dtype=np.int64) @ _BYTES
     peaks, limits = (
-        np.array([(np.array([pair for counts in {*_waiting_in_list(actions)} if (pair := selector(*counts))]) @ _BYTES).max(axis=0)
-                  for _, actions in _lists(name)])
+        np.array([
+            (np.array([pair for n in {*_waiting_in_list(actions)} if (pair := selector(*n))]) @ _BYTES).max(axis=0)
+            for _, actions in _lists(name)
+        ])
         for selector in (select, within or select)
     )  # fmt: skip
     forms = [pair for counts in _waiting_in_phases(name, _M, _P, _V, rank_symbol()) if (pair := select(*counts))]
@@ -526,7 +530,9 @@ def _peaks(name: str, select: _Selector, within: _Selector | None = None) -> lis
         if others and (bounds[:, others].max(axis=1) >= peaks).all():
             selected = others
     if not selected or not (bounds[:, selected].max(axis=1) >= peaks).all():
-        raise UnsupportedError(f"schedule {name!r}: what waits in its lists is not what its phases say")
+        raise UnsupportedError(
+            f"schedule {name!r}: the formulas of its phases do not match the waiting chunks in its action lists"
+        )
     return [(_for_full_pipeline(name, forms[k][0]), _for_full_pipeline(name, forms[k][1])) for k in selected]
 
 
@@ -585,7 +591,7 @@ def _fitted(name: str, count: Callable[[_ActionList, int], int], position: str, 
     factors = np.round(np.linalg.lstsq(table[free], counted[free], rcond=None)[0]).astype(int)
     fit = table @ factors
     if not ((np.minimum(fit, micro_batches) if enough else fit) == counted).all():
-        raise UnsupportedError(f"schedule {name!r}: what is counted in its lists is not linear in ranks and chunks")
+        raise UnsupportedError(f"schedule {name!r}: a count over its action lists is not linear in ranks and chunks")
     formula = sympy.Add(*(int(n) * t for n, t in zip(factors, terms, strict=True)))
     return _for_full_pipeline(name, sympy.Min(_M, formula) if enough else formula)
 
@@ -747,7 +753,7 @@ class RankOrder:
         """Whether weight gradients are computed later than input gradients."""
 
     def held(self, rank: Poly, *, first: bool, last: bool, later: bool) -> Iterator[Held]:
-        """Yield the activations that a rank holds in addition to those of a pass through its groups, at each potential peak.
+        """Yield the activations that a rank holds at each potential peak, without those of the pass through its groups.
 
         `rank` counts from 0, `first` and `last` tell whether it has that end of the model, and `later` whether all its
         weight gradients exist already.

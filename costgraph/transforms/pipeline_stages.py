@@ -110,13 +110,13 @@ def planned(graph: Graph) -> StageCuts:
         return StageCuts(home, last.op, None, _after(home, last.lasts, None), total(f.count for f in others))
     if not pairs or len(loops) != 2 * len(pairs):
         raise UnsupportedError(
-            f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected loops over "
-            f"layers, in a step of training each with its backward pass"
+            f"parallelize: pp: graph {graph.name!r} has {len(loops)} loops with carries; expected loops over layers, "
+            f"each with its backward pass in a training step"
         )
     forward, backward = pairs[-1]
     if len(backward.starts) > len(forward.starts):
         raise UnsupportedError(
-            f"parallelize: pp of graph {graph.name!r}, whose layers share a parameter, expected layers with their own"
+            f"parallelize: pp: the layers of graph {graph.name!r} share a parameter; expected parameters of their own"
         )
     ahead = _after(home, backward.lasts, None)
     behind = _after(home, forward.lasts, backward.op) - ahead
@@ -138,8 +138,8 @@ def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[
         early = [t for t in op.operands if t not in late]
         if not adds or len(late) != 1 or len(early) != 1:
             raise UnsupportedError(
-                f"parallelize: pp: {op.name!r} of the first stage reads {late[0]!r} of the last one, expected sums of "
-                f"gradients alone"
+                f"parallelize: pp: {op.name!r} of the first stage reads {late[0]!r} of the last stage; expected only "
+                f"sums of gradients to do so"
             )
         yield op, (late[0], early[0])
 
@@ -195,7 +195,7 @@ class StageExtractor(Rewriter):
         for op in reversed(plan.home.ops):
             if op in ops or not self.required.isdisjoint(op.results):
                 if op in plan.behind and not self.last:
-                    raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last one")
+                    raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last stage")
                 ops.add(op)
                 self.required |= {*self.read(op)}
         if self.last:
@@ -381,8 +381,8 @@ class StageExtractor(Rewriter):
         stack = _is_stack(op)
         if missing and present and not stack:
             raise UnsupportedError(
-                f"parallelize: pp: {op.name!r} puts {missing[0].name!r} and {present[0].name!r} of different stages "
-                f"together, expected updates of each parameter by itself"
+                f"parallelize: pp: {op.name!r} combines {missing[0].name!r} and {present[0].name!r} of different "
+                f"stages; expected a separate update for each parameter"
             )
         if stack:
             self.add(op, op.kind, [self.tensors[t] for t in op.operands if self.tensors[t] is not None], new)
@@ -407,7 +407,9 @@ class StageExtractor(Rewriter):
     def norm_of_all(self, op: Op, new: Graph) -> None:
         """Turn the norm of a stage's gradients into the global norm: all-reduce the squares, then take the root."""
         if op.results[0].ndim or not isinstance(op.kind, Kernel) or op.kind.body.ops[-1].kind != _ROOT:
-            raise UnsupportedError(f"parallelize: pp: {op.name!r} of what each stage has a part of, expected a 2-norm")
+            raise UnsupportedError(
+                f"parallelize: pp: {op.name!r} reduces over parameters of all stages; expected a 2-norm"
+            )
         (t,) = op.results
         self.tensors[t] = self.step(Pointwise(function=FUNCTIONS["square"]), t, f"{t.name}.square", op, new)
         self.mark_all_reduce([t], "sum", op, new)
@@ -526,8 +528,8 @@ class SplitBackward(Rewriter):
         assert loop is not None
         if loop.until or plan.before or any(t.producer is None and t.role != "formal" for t in loop.body.tensors):
             raise UnsupportedError(
-                f"parallelize: schedule: {loop.op.name!r} goes back through layers of several kinds, or through a part "
-                f"of them, expected one loop to take gradients of weights out of"
+                f"parallelize: schedule: {loop.op.name!r} is a backward loop over several kinds of layers, or over "
+                f"some of them; expected one loop from which weight gradients can be split off"
             )
         self.plan, self.loop, self.deferred, self.retain_saved = plan, loop, list[Op](), retain_saved
         before = [op for op in plan.home.ops if op.phase in BACK]
@@ -693,7 +695,7 @@ def in_stages(
     if stages == ONE:
         for name, value in (("micro_batches", m), ("virtual", groups)):
             if value != ONE:
-                raise UnsupportedError(f"parallelize: {name} is {value} of one stage, expected 1: a step accumulates")
+                raise UnsupportedError(f"parallelize: {name} is {value} with one pipeline stage, expected 1")
         return [Stage(graph)]
     need_of_all("parallelize", graph)
     groups = _groups(schedule, groups, every)
@@ -707,8 +709,8 @@ def in_stages(
         plan = planned(graph)
     if micro_batches_of(graph) != m:
         raise GraphError(
-            f"parallelize: {m} micro_batches of graph {graph.name!r}, which has {micro_batches_of(graph)}, expected as "
-            f"many: training_step(accumulate={m})"
+            f"parallelize: micro_batches is {m}, but graph {graph.name!r} has {micro_batches_of(graph)}; expected a "
+            f"step from training_step(accumulate={m})"
         )
     count = _count(plan)
     kinds = (
@@ -721,7 +723,7 @@ def in_stages(
     conditions = [c for validity in unresolved for c in validity.conditions.declared]
     requirements = [(c.formula, c.place, c.least) for c in conditions]
     if groups != ONE:
-        requirements.append((count / (order.p * groups), f"layers of each of {groups} groups of a rank", 1))
+        requirements.append((count / (order.p * groups), f"layers per group, with {groups} groups per rank", 1))
     if stages.constant is None:
         requirements += [(stages, "stages of a pipeline", 2)]
     shares, shared = cut(graph, plan, kinds, both_ways=order.schedule.both_ways)
@@ -742,8 +744,8 @@ def _passes(graph: Graph, plan: StageCuts, order: RankOrder, every: Sequence[int
     """Return the graphs for the ranks of a forward pass, with as many batches in flight as micro-batches."""
     if order.name != "1f1b" or order.v != ONE:
         raise UnsupportedError(
-            f"parallelize: schedule {order.name!r} with {order.v} groups of layers of a rank, of graph {graph.name!r} "
-            f"that has no backward pass, expected neither to be stated: batches go through one after the other"
+            f"parallelize: schedule {order.name!r} with {order.v} layer groups per rank, but graph {graph.name!r} has "
+            f"no backward pass; omit schedule= and virtual=, as batches run one after the other"
         )
     kinds = _uneven(order, every) if every else _even(order, _count(plan))
     shares, _ = cut(graph, plan, kinds)
@@ -760,10 +762,10 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
         return ()
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
     if not is_list or not all(type(n) is int and n > 0 for n in layers):  # type: ignore[attr-defined]
-        raise GraphError(f"parallelize: layers is {shown(layers)}, expected a whole number of layers for each stage")
+        raise GraphError(f"parallelize: layers is {shown(layers)}, expected a positive number of layers for each stage")
     every: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
     if stages != poly(len(every)):
-        raise GraphError(f"parallelize: layers of {len(every)} stages, expected as many as pp, which is {stages}")
+        raise GraphError(f"parallelize: layers lists {len(every)} stages, expected pp={stages}")
     return every
 
 
@@ -772,7 +774,7 @@ def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
     spec = SCHEDULES[schedule]
     groups = poly(spec.chunks) if spec.chunks is not None and virtual == ONE else virtual
     if every and groups != ONE:
-        raise UnsupportedError(f"parallelize: layers of stages with {groups} groups each, expected stages of one group")
+        raise UnsupportedError(f"parallelize: layers with {groups} layer groups per rank, expected one group per rank")
     return groups
 
 
@@ -782,7 +784,7 @@ def _count(plan: StageCuts) -> Poly:
     count = plan.forward.loop.count + plan.before
     names = sorted(count.names())
     if len(names) != 1 or (plan.before and count != poly(symbol(names[0]))):
-        raise UnsupportedError(f"parallelize: pp of {count} layers, expected a number of layers that is one symbol")
+        raise UnsupportedError(f"parallelize: pp: the number of layers is {count}, expected a single symbol")
     return count
 
 
@@ -861,14 +863,14 @@ def cut(
     late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
     if late is not None:
         raise UnsupportedError(
-            f"parallelize: pp: the gradient of {late.name!r} has a part in the first and in the last stage and is gone "
-            f"before they meet, expected a step without optimizer_in_backward"
+            f"parallelize: pp: the gradient of {late.name!r} has contributions from the first and the last stage but "
+            f"is freed before they are reduced; expected a step without optimizer_in_backward"
         )
     shared = frozenset(t.name for t in tied if t in graph.gradients)
     if shared and any(share.clips for share in extractors):
         raise UnsupportedError(
-            f"parallelize: pp: gradients are clipped by their norm, to which {min(shared)!r} of both ends would count "
-            f"twice, expected tables of one stage"
+            f"parallelize: pp: gradients are clipped by their global norm, in which {min(shared)!r}, shared by two "
+            f"stages, would count twice; expected parameters that belong to one stage"
         )
     return extractors, shared
 
@@ -878,8 +880,8 @@ def _need_local_layers(plan: StageCuts, last: StageExtractor) -> None:
     again = next((op for op in last.ops if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
     if again is not None:
         raise UnsupportedError(
-            f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "
-            f"they make to the next one alone"
+            f"parallelize: pp: {again.name!r} is read by layers of every stage; expected layers that pass "
+            f"results only to the next layer"
         )
 
 
@@ -928,5 +930,5 @@ def _need_constant_sizes(plan: StageCuts, layers: str) -> None:
         for t in op.results:
             if any(layers in n.names() for n in t.sizes):
                 raise UnsupportedError(
-                    f"parallelize: pp: {t!r} has a size of the {layers} layers, expected none outside"
+                    f"parallelize: pp: {t!r} outside the layers has a size that depends on their number {layers}"
                 )

@@ -140,9 +140,7 @@ def training_step(
     need_flag("training_step", optimizer_in_backward=optimizer_in_backward, defer_accumulation=defer_accumulation)
     need_of_all("training_step", graph)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
-        raise GraphError(
-            f"training_step: graph {graph.name!r} has a backward pass already, expected a forward pass alone"
-        )
+        raise GraphError(f"training_step: graph {graph.name!r} already has a backward pass; expected a forward pass")
     formats = find_policy(precision, autocast_device=autocast_device)
     if optimizer_in_backward:
         _need_separate_updates(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
@@ -164,22 +162,22 @@ def training_step(
 def _need_separate_updates(formats: Policy, *, accumulate: bool, clip: bool, set_to_none: bool) -> None:
     """Raise GraphError if an update needs more than its own parameter's gradient, or that gradient must persist."""
     wants = {
-        "accumulate: gradients of micro-batches are added up before it": accumulate,
-        "clip: the norm of all gradients comes before it": clip,
-        "set_to_none=False: gradients stay": not set_to_none,
-        f"precision {formats.name!r}: its loss is scaled, all gradients are looked at before it": formats.loss_scaling,
+        "accumulate, because an update needs the sum over all micro-batches": accumulate,
+        "clip, because the total norm needs all gradients": clip,
+        "set_to_none=False, because gradients are freed after their update": not set_to_none,
+        f"precision {formats.name!r}, because loss scaling checks all gradients before an update": formats.loss_scaling,
     }
     for text, requested in wants.items():
         if requested:
-            raise GraphError(f"training_step: optimizer_in_backward beside {text}; expected one of the two")
+            raise GraphError(f"training_step: optimizer_in_backward cannot be combined with {text}")
 
 
 def _need_wider(forward: Graph, formats: Policy) -> None:
     """Raise GraphError if no gradient is kept in a wider format than it is computed in."""
     if not any(_is_wider(t, formats) for t in _differentiable_sources(forward)):
         raise GraphError(
-            f"training_step: defer_accumulation beside precision {formats.name!r}, which keeps gradients as they are "
-            f"made; expected one that keeps wider ones, such as megatron-bf16"
+            f"training_step: defer_accumulation needs gradients in a wider format than they are computed in, which "
+            f"precision {formats.name!r} does not keep; expected a policy such as megatron-bf16"
         )
 
 
@@ -189,7 +187,9 @@ def _need_wider(forward: Graph, formats: Policy) -> None:
 def _differentiable_sources(graph: Graph) -> list[Tensor]:
     sources = [t for t in graph.tensors if t.producer is None and t.requires_grad]
     if not any(t.role == "param" for t in sources):
-        raise GraphError(f"training_step: no parameter of graph {graph.name!r} wants a gradient, expected one")
+        raise GraphError(
+            f"training_step: no parameter of graph {graph.name!r} requires a gradient; expected at least one"
+        )
     return sources
 
 
@@ -215,8 +215,8 @@ def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer
     if optimizer is not None:
         if stored.grad.bits > t.dtype.bits:
             raise GraphError(
-                f"training_step: optimizer_in_backward beside precision {formats.name!r}, whose gradients in "
-                f"{stored.grad.name} stay from one step to the next; expected one of the two"
+                f"training_step: optimizer_in_backward cannot be combined with precision {formats.name!r}, whose "
+                f"{stored.grad.name} gradients persist across steps"
             )
         update = Update(optimizer, partial(source_like, t), stored.master, stored.moments)
     return Leaf(total, None if stored.grad == t.dtype else stored.grad, update)

@@ -138,7 +138,9 @@ class _Op:
                 continue
             if name is None:
                 why = (
-                    "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
+                    "its shard spans several axes"
+                    if not any(axis in d for d in parts.values())
+                    else "the op cannot shard this axis"
                 )
                 self.moved.append((i, axis, why))
             elif self.fits(name, axis) and self.divides(name, axis, taken):
@@ -175,7 +177,7 @@ class _Op:
             return {n: indices for n, indices in names.items() if n in self.rule.paired}
         name = next((n for n in rows if n in self.result_names), rows[0])
         lost = (i for n, indices in names.items() if n != name for i in indices if self.operands[i].stays)
-        self.moved += [(i, axis, "rows are split along it") for i in lost]
+        self.moved += [(i, axis, "rows are sharded along it") for i in lost]
         return {name: []}
 
     def only_new(self, name: str) -> bool:
@@ -242,7 +244,11 @@ class _Op:
             g for j, g in enumerate(self.operands) if j != i and g.placement is not None and axis in g.placement.axes
         )
         other = next(others, None)
-        return "its parts cannot stay" if other is None else f"{other.name!r} is split along it otherwise"
+        return (
+            "its shards do not match those of the op"
+            if other is None
+            else f"{other.name!r} is sharded along it differently"
+        )
 
     def pending(self, axis: str) -> str | None:
         """Return the reduction of operands that are all partial along an axis, None if they are not.
@@ -448,7 +454,8 @@ def _in_blocks(dim: Factors) -> bool:
 def _local_domain(domain: Domain, dim: Factors, mesh: Mesh) -> Domain:
     if not _in_blocks(dim):
         raise UnsupportedError(
-            f"shard: queries of a domain in parts {' '.join(map(str, dim))}, expected one block for each rank"
+            f"shard: queries of a domain are sharded as {' '.join(map(str, dim))}; expected one contiguous block per "
+            f"rank"
         )
     return replace(domain, ranks=tuple((f, mesh[f]) for f in dim if isinstance(f, str)))
 
@@ -554,8 +561,8 @@ class RankOrderedRows:
         shared_axes = [f for f in parts if isinstance(f, str) and f in _axes([indices.rows])]
         if shared_axes and parts != self.experts(shared_axes[0], indices.routing):
             raise UnsupportedError(
-                f"shard: {op.name!r}: experts lie as {table}, and rows go to the ranks that have theirs: expected one "
-                f"axis of the mesh to split them, each rank with experts beside each other"
+                f"shard: {op.name!r}: experts are placed as {table}, but rows are sent to the ranks of their experts; "
+                f"expected one mesh axis that splits experts and tokens, with consecutive experts on each rank"
             )
         return shared_axes[0] if shared_axes else ""
 
@@ -674,8 +681,8 @@ class RankOrderedRows:
     def refuse(self, node: Op | Tensor) -> None:
         """Raise an error for mixing rank-local orders."""
         raise UnsupportedError(
-            f"shard: {node.name!r} is in the order of each rank, or has positions in it, which mean nothing elsewhere: "
-            f"expected what is made of it to be split as its rows are"
+            f"shard: {node.name!r} is in rank-local order, or holds indices into rows in that order, which are invalid "
+            f"on other ranks; expected tensors computed from it to be sharded like its rows"
         )
 
 

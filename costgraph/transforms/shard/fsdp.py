@@ -274,8 +274,8 @@ class Buffers(GradBuffers):
         for f, t in zip(loop.slices, xs, strict=True):
             if t in self.unsharded and f.storage in written:
                 raise UnsupportedError(
-                    f"shard: {loop.op.name!r} updates {t.name!r}, of which reshard_after_forward=False keeps a copy: "
-                    f"expected updates behind the backward pass, or reshard_after_forward=True"
+                    f"shard: {loop.op.name!r} updates {t.name!r}, but reshard_after_forward=False keeps an unsharded "
+                    f"copy of it; expected updates after the backward pass, or reshard_after_forward=True"
                 )
         return [self.unsharded.get(t, t) for t in xs]
 
@@ -555,8 +555,8 @@ class ParamGroups(Reducing):
             for op in t.graph.successors(t):
                 if window(op) and not (op.results and op.results[0] in frame.casts) and t in reads(op):
                     raise FormatError(
-                        f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}, expected a cast to "
-                        f"param_dtype={dtype!r} and nothing else"
+                        f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}; expected it to be read only "
+                        f"by casts to param_dtype={dtype!r}"
                     )
 
     def _along(self, shard: Tensor) -> frozenset[str]:

@@ -89,7 +89,7 @@ class FullyShard:
                 value = self.axes if value else ()
             names = _names(value)
             if not all(isinstance(text, str) for text in names):
-                raise GraphError(f"FullyShard: {name}={shown(value)}, expected a name or several")
+                raise GraphError(f"FullyShard: {name}={shown(value)}, expected one or several names")
             object.__setattr__(self, name, names)
         need_flag("FullyShard", reshard_root=self.reshard_root, prefetch=self.prefetch, by_unit=self.by_unit)
         for name in ("param_dtype", "reduce_dtype"):
@@ -99,10 +99,12 @@ class FullyShard:
         object.__setattr__(self, "resident", resident)
         odd = sorted({a for _, along in resident for a in along} - {*self.axes})
         if odd:
-            raise GraphError(f"FullyShard: resident along {shown(odd[0])}, expected axes of {shown(self.axes)}")
+            raise GraphError(f"FullyShard: resident: {shown(odd[0])} is not one of the axes {shown(self.axes)}")
         odd = sorted({*_names(self.reshard_after_forward)} - {*self.axes})
         if odd:
-            raise GraphError(f"FullyShard: reshard_after_forward={shown(odd[0])}, expected axes of {shown(self.axes)}")
+            raise GraphError(
+                f"FullyShard: reshard_after_forward: {shown(odd[0])} is not one of the axes {shown(self.axes)}"
+            )
 
     def _format(self, name: str, value: object) -> str | None:
         if value is None:
@@ -112,7 +114,7 @@ class FullyShard:
         except CostGraphError as error:
             raise FormatError(f"FullyShard: {name}: {error}") from None
         if parsed.kind != "float" or not self.by_unit:
-            raise FormatError(f"FullyShard: {name}={parsed.name!r}, expected a floating format, and units")
+            raise FormatError(f"FullyShard: {name}={parsed.name!r}, expected a floating-point format and by_unit=True")
         return parsed.name
 
     def between(self, unit: str) -> frozenset[str]:

@@ -139,7 +139,7 @@ class Buckets:
     def __post_init__(self) -> None:
         names = (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
         if not all(isinstance(name, str) for name in names):
-            raise GraphError(f"Buckets: axes={shown(self.axes)}, expected a name or several")
+            raise GraphError(f"Buckets: axes={shown(self.axes)}, expected one or several names")
         object.__setattr__(self, "axes", names)
         need_flag("Buckets", view=self.view)
 
@@ -209,8 +209,8 @@ class _InBuckets(Rewriter):
             if isinstance(kind, Collective) and kind.axis in self.axes:
                 if kind.collective != "all_reduce":
                     raise UnsupportedError(
-                        f"shard: buckets beside {op.name!r}, a {kind.collective} of the gradient of {t.name!r}: "
-                        f"expected gradients that every rank has whole"
+                        f"shard: buckets cannot be combined with {op.name!r}, a {kind.collective} of the gradient of "
+                        f"{t.name!r}; expected gradients that are replicated on all ranks"
                     )
                 yield self.reduction(t, op, loops, outer if loops else tensor, persistent=origin(g).role == "gradient")
             elif op.loop is not None:
@@ -229,8 +229,8 @@ class _InBuckets(Rewriter):
         alone = not loops or (result in result.graph.outputs and not [*result.graph.successors(result)])
         if within and self.policy.view and not persistent:
             raise UnsupportedError(
-                f"shard: buckets that the gradient of {t.name!r} stays in, to which micro-batches add: expected "
-                f"reduce_each=False, a step with set_to_none=False, or view=False"
+                f"shard: buckets with view=True cannot hold the gradient of {t.name!r}, because micro-batches "
+                f"accumulate into it; expected reduce_each=False, a step with set_to_none=False, or view=False"
             )
         return _Reduction(
             t, tuple(chain), loops, outer, late=alone and not within, stays=persistent and self.policy.view

@@ -178,8 +178,8 @@ class SplitKernel:
             return
         if (self.cuts or not last) and self.kind.changed:
             raise UnsupportedError(
-                f"shard: {self.op.name!r} is a kernel that writes into its operands, and ranks have to meet inside: "
-                "expected a placement that leaves it whole"
+                f"shard: {self.op.name!r} is a kernel that writes into its operands and would need a collective "
+                f"inside; expected placements that do not split the kernel"
             )
         self.cuts += 1
         self.useful = False

@@ -208,8 +208,8 @@ def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
     few = {n for n in counts.values() if _fewer(n, tp, graph)}
     if len(few) > 1:
         raise GraphError(
-            f"parallelize: layers of {' and of '.join(sorted(map(str, few)))} heads of keys and values, which are "
-            f"fewer than tp={tp}: expected one number"
+            f"parallelize: layers have {' and '.join(sorted(map(str, few)))} KV heads, fewer than tp={tp}; expected "
+            f"the same number in all layers"
         )
     placed = {n: text if counts.get(n) in few else text.replace(" kv)", " tp)") for n, text in split.items()}
     if not few:
@@ -218,7 +218,7 @@ def heads(graph: Graph, split: Mapping[str, str], tp: Poly) -> Heads:
     share = tp / count
     if share.constant is not None and not isinstance(share.constant, int):
         raise ShapeError(
-            f"parallelize: {count} heads of keys and values over tp={tp} ranks, expected a multiple or a divisor"
+            f"parallelize: {count} KV heads on tp={tp} ranks; expected tp to be a multiple or a divisor of the heads"
         )
     return Heads((("kv", count), ("replica", share)), (("tp", ("kv", "replica")),), placed)
 
@@ -618,8 +618,8 @@ def parallelize(
     need_flag("parallelize", sequence=sequence, hold=hold, reduce_each=reduce_each, strict=strict)
     if system == "megatron" and zero > 1:
         raise UnsupportedError(
-            f"parallelize: zero={zero} beside system='megatron', whose distributed optimizer splits states: expected 0 "
-            f"or 1"
+            f"parallelize: zero={zero} with system='megatron', whose distributed optimizer shards optimizer states "
+            f"only; expected 0 or 1"
         )
     degrees = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
     host_kinds = need_offloaded("parallelize: offload", offload)
@@ -658,8 +658,8 @@ def _of_rank(
     unsplit = replicated(graph, places, placements or ()) if mesh["tp"] != ONE else []
     if strict and unsplit:
         raise UnsupportedError(
-            f"parallelize: tp leaves {len(unsplit)} weights whole on every rank, such as {unsplit[0]!r}: expected "
-            f"placements= for these, or strict=False"
+            f"parallelize: tp leaves {len(unsplit)} weights replicated on every rank, such as {unsplit[0]!r}; pass "
+            f"placements= for them, or strict=False"
         )
     local = shard(
         graph, mesh, {**places, **(placements or {})},
@@ -732,8 +732,8 @@ def _all_placements(
         carries = list(_carries(graph))
         if sequence and mesh["tp"] != ONE and not carries:
             raise GraphError(
-                f"parallelize: no loop of graph {graph.name!r} hands on what sequence=True splits, expected layers "
-                f"in a loop, such as costgraph.fold makes of a trace"
+                f"parallelize: no loop of graph {graph.name!r} carries a tensor that sequence=True can shard; expected "
+                f"layers in a loop, such as costgraph.fold builds from a trace"
             )
         split |= dict.fromkeys(carries, f"(b dp ep) (s {along}) d")
     split |= dict(_data_placements(graph, split, lengths, "" if continued else "cp"))
@@ -763,7 +763,7 @@ def _need_some(axis: str, mesh: Mesh, placements: Mapping[str, str], graph: Grap
     if mesh[axis] != ONE and not placements:
         raise GraphError(
             f"parallelize: {axis} splits no parameter of graph {graph.name!r}, expected layers of costgraph.nn or of "
-            f"transformers, pairs of products, or placements for shard"
+            f"transformers, pairs of matmuls, or placements passed to shard"
         )
 
 
@@ -820,8 +820,8 @@ def _need_positions(graph: Graph) -> None:
     one = next((t for t in graph.tensors if t.role == "input" and t.ndim == 2 and t.sizes[1] == ONE), None)
     if one is not None and any(t.role == "cache" for g in graph.bodies() for t in g.tensors):
         raise GraphError(
-            f"parallelize: {one!r} of graph {graph.name!r} has one position, and no cache of it holds others, expected "
-            f"positions that cp splits"
+            f"parallelize: {one!r} of graph {graph.name!r} has a single position, and the graph has no cache with a "
+            f"sequence axis; expected a sequence that cp can split"
         )
 
 

@@ -208,7 +208,8 @@ def _exchange(
 ) -> tuple[Placement, Collective]:
     after = _with_axis(placement.without([axis], mesh), want, axis, target_dim, mesh)
     kind = Collective(
-        collective="all_to_all", ranks=mesh[axis], axis=axis, dim=target_dim, blocks=blocks(after.dims[target_dim], axis),
+        collective="all_to_all", ranks=mesh[axis], axis=axis,
+        dim=target_dim, blocks=blocks(after.dims[target_dim], axis),
         source=source_dim, source_blocks=blocks(placement.dims[source_dim], axis),
     )  # fmt: skip
     return after, kind
@@ -657,7 +658,7 @@ class PlacedTensors(Rewriter):
             self.stacks[stack] = inferred
         required = [Placement((*((),) * (t.ndim - slice_ndim), *placement.dims[1:])) for t in slices]
         for t, have, want in zip(slices, current, required, strict=True):
-            self.note_resharded(op, t, have, want, "other slices of its stack lie otherwise")
+            self.note_resharded(op, t, have, want, "other slices of its stack have another placement")
         moved = [self.value(t, new, want, op.phase) for t, want in zip(slices, required, strict=True)]
         (filled,) = self.add(op, op.kind, [self.tensors[stack], *moved], self.current_graph(new)).results
         self.placements[filled] = placement
@@ -665,7 +666,7 @@ class PlacedTensors(Rewriter):
     def note_resharded(self, op: Op, t: Tensor, have: Placement, want: Placement, why: str) -> None:
         """Note the mesh axes along which a tensor is redistributed without a request."""
         axes = sorted(axis for axis in have.axes if want.dim(axis) != have.dim(axis))
-        self.resharded += [f"{op.name!r}: {t.name!r} put together along {axis}: {why}" for axis in axes]
+        self.resharded += [f"{op.name!r}: {t.name!r} is redistributed along {axis}: {why}" for axis in axes]
 
     def note_partial_write(self, before: Tensor, written: Tensor, after: Tensor) -> None:
         """Note a tensor that is written in parts although it is replicated."""

@@ -150,7 +150,7 @@ class Sharder(Cutting):
         )
         choice = self.rows.counted(op, choice)
         self.resharded += [
-            f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}"
+            f"{op.name!r}: {op.operands[i].name!r} is redistributed along {axis}: {why}"
             for i, axis, why in choice.moved
             if rule is None or axis not in queries(op, rule, choice)  # keys are all-gathered for its queries
         ]
@@ -266,7 +266,7 @@ class Sharder(Cutting):
     def replicate_operands(self, op: Op) -> Choice:
         """Replicate every operand of an op that has no sharding rule."""
         self.resharded += [
-            f"{op.name!r}: {t.name!r} put together along {axis}: {op.kind.name} has no rule of placement"
+            f"{op.name!r}: {t.name!r} is redistributed along {axis}: {op.kind.name} has no sharding rule"
             for t in op.operands
             if not isinstance(self.tensors[t], UnplacedSource)
             for axis in self.mesh
@@ -284,8 +284,8 @@ class Sharder(Cutting):
                 self.inherit_placement(op.operands[i], placements[i])
             if persistent and isinstance(old, Tensor) and operands[i].storage is not old.storage:
                 raise UnsupportedError(
-                    f"shard: {op.name!r} writes into {old.name!r}, which lies as {self.placements[old]} and is wanted as "
-                    f"{self.placements[operands[i]]}: expected one placement"
+                    f"shard: {op.name!r} writes into {old.name!r}, which is placed as {self.placements[old]} but "
+                    f"needed as {self.placements[operands[i]]}; expected the same placement"
                 )
 
     # -- bodies ------------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ class Sharder(Cutting):
             *(f for f in first if isinstance(f, str)),
         }
         self.resharded += [
-            f"{old.name!r} put together along {f}: iterations read it in slices" for f in first if f in removed
+            f"{old.name!r} is redistributed along {f}: iterations read it in slices" for f in first if f in removed
         ]
         return self.moved_to(t, placement.without(removed, self.mesh), graph, phase)
 
@@ -458,7 +458,7 @@ class Sharder(Cutting):
             and loop.carries[i] not in self.requested.placements
             and t not in self.grad_placements
         ):
-            self.note_resharded(op, t, after, placement, "the next iteration has it otherwise")
+            self.note_resharded(op, t, after, placement, "the next iteration reads it with another placement")
         self.tensors[t] = self.dense(self.moved_to(local, placement, body, op.phase), body, op.phase)
 
     def add_formal(
@@ -514,7 +514,7 @@ def mesh(**axes: object) -> Mesh:
     mesh(dp=8, tp=T)
     """
     if not axes or not all(map(is_name, axes)):
-        raise GraphError(f"mesh: axes {shown(list(axes))}, expected a name and a number of ranks at least")
+        raise GraphError(f"mesh: axes {shown(list(axes))}, expected at least one name with a number of ranks")
     joint = {name: n for name, n in axes.items() if isinstance(n, tuple)}
     sizes = {name: positive(f"mesh: {name}", n) for name, n in axes.items() if name not in joint}
     order = [*sizes]
@@ -678,8 +678,8 @@ def _resident(graph: Graph, policy: FullyShard) -> dict[Tensor, frozenset[str]]:
         matched = [t for t in graph.params if t.name == pattern or fnmatchcase(t.name, pattern)]
         if not matched:
             raise GraphError(
-                f"FullyShard: resident {shown(pattern)} is no parameter of graph {graph.name!r}, expected a name or a "
-                f"pattern"
+                f"FullyShard: resident: {shown(pattern)} matches no parameter of graph {graph.name!r}; expected a name "
+                f"or a pattern"
             )
         out |= {t: out.get(t, frozenset()) | frozenset(axes) for t in matched}
     return out
@@ -690,8 +690,8 @@ def _need_reduce_dtype(policy: FullyShard, graph: Graph) -> None:
     odd = next((g for g in graph.gradients.values() if policy.reduce_dtype not in (None, g.dtype.name)), None)
     if odd is not None:
         raise UnsupportedError(
-            f"shard: reduce_each=False beside reduce_dtype={policy.reduce_dtype!r}, expected gradients that are "
-            f"reduced in the format in which they are added up, {odd.dtype.name}"
+            f"shard: reduce_each=False with reduce_dtype={policy.reduce_dtype!r}; expected gradients to be reduced in "
+            f"the format in which they are accumulated, {odd.dtype.name}"
         )
 
 
@@ -700,7 +700,7 @@ def _axes(option: str, names: str | Iterable[str], used: Mesh, mesh: Mesh) -> fr
     axes = frozenset([names] if isinstance(names, str) else names)
     odd = sorted(axes - {*mesh}, key=str)
     if odd:
-        raise GraphError(f"shard: {option} along {shown(odd[0])}, expected axes of {mesh}")
+        raise GraphError(f"shard: {option}: unknown axis {shown(odd[0])}, expected axes of {mesh}")
     return axes & {*used}
 
 
@@ -758,7 +758,9 @@ def _matched(graph: Graph, used: Mesh, mesh: Mesh, requested: Placements) -> dic
     for key, text in requested.items():
         matched = [named[key]] if key in named else [t for t in sources if fnmatchcase(t.name, key)]
         if not matched:
-            raise GraphError(f"shard: {shown(key)} is no tensor of graph {graph.name!r}, expected a name or a pattern")
+            raise GraphError(
+                f"shard: {shown(key)} matches no tensor of graph {graph.name!r}; expected a name or a pattern"
+            )
         out |= {t: _read(t, text, used, mesh) for t in matched}
     return out
 
@@ -769,7 +771,7 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
     where = f"shard: {text!r} of {t!r}"
     axis_groups = groups(text)
     if axis_groups is None or len(axis_groups) != t.ndim - pieces:
-        raise PatternError(f"{where}: expected a place for each of {t.ndim - pieces} axes")
+        raise PatternError(f"{where}: expected an entry for each of {t.ndim - pieces} axes")
     out: list[Factors] = [()] * pieces
     used_axes: set[str] = set()
     for group, size in zip(axis_groups, t.sizes[pieces:], strict=True):
@@ -778,12 +780,13 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
         axes = [a for n in group if n in mesh for a in mesh.parts(n)]
         if len(names) != 1 or blocks < 1 or used_axes & {*axes} or len(axes) > len({*axes}):
             words = f"({' '.join(group)})" if len(group) > 1 else group[0]
-            raise PatternError(f"{where}: {words}, expected a name and axes of {mesh}, each once")
+            raise PatternError(f"{where}: {words}, expected one name and axes of {mesh}, each at most once")
         used_axes |= {*axes}
         part = size / prod((used[a] for a in axes if a in used), start=poly(blocks))
         if part.constant is not None and not isinstance(part.constant, int):
             raise ShapeError(
-                f"{where}: ({' '.join(group)}) is {size} in parts of {part}, expected a size that the ranks divide"
+                f"{where}: ({' '.join(group)}) splits size {size} into parts of {part}; expected a size that the "
+                f"number of ranks divides"
             )
         out.append(tidy([poly(blocks), *(a for a in axes if a in used), part]))
     return Placement(tuple(out))
