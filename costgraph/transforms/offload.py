@@ -116,9 +116,9 @@ def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> G
 def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
     """Return the kinds to offload; raise GraphError for names that are not in `OFFLOADED`."""
     names = [what] if isinstance(what, str) else [*what]
-    odd = next((name for name in names if name not in OFFLOADED), None)
-    if odd is not None:
-        raise GraphError(f"{place}: {shown(odd)}, expected one of {', '.join(OFFLOADED)}")
+    unknown = next((name for name in names if name not in OFFLOADED), None)
+    if unknown is not None:
+        raise GraphError(f"{place}: {shown(unknown)}, expected one of {', '.join(OFFLOADED)}")
     return frozenset(names)
 
 
@@ -184,9 +184,9 @@ class _Offloader(Rewriter):
             return False
         users = list(self.readers(t))
         if "activations" in self.kinds and producer.phase == "forward":
-            behind = [op for op in users if op.phase in _BACK]
-            within = producer.loop is not None and t not in producer.loop.lasts and len(behind) < len(users)
-            return bool(behind) and not within and self.chosen("activations")
+            backward_users = [op for op in users if op.phase in _BACK]
+            returned = producer.loop is not None and t not in producer.loop.lasts and len(backward_users) < len(users)
+            return bool(backward_users) and not returned and self.chosen("activations")
         return producer.phase in _BACK and bool(users) and all(map(self.on_host, users))
 
     # -- placement ---------------------------------------------------------------------------------------------------
@@ -256,8 +256,8 @@ class _Offloader(Rewriter):
     def send(self, t: Tensor, op: Op, new: Graph) -> None:
         """Send a tensor to the host if it is offloaded."""
         owner = t.graph.owner
-        around = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
-        if self.tensors[t].storage.pieces or not (t in self.leaving if around else self.leaves(t)):
+        returned = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
+        if self.tensors[t].storage.pieces or not (t in self.leaving if returned else self.leaves(t)):
             return
         self.away[t] = self.in_memory(self.tensors[t], op, new, host=True)
         if op.phase != "forward":

@@ -97,8 +97,8 @@ def _one_by_one(ahead: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, An
     """Return the phases of a 1F1B schedule: `ahead` warm-up forwards, the steady state, and the cool-down."""
 
     def phases(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
-        every = (m * v, ahead(p, v, r))
-        w = min(every) if isinstance(m, int) else sympy.Min(*every)
+        candidates = (m * v, ahead(p, v, r))
+        w = min(candidates) if isinstance(m, int) else sympy.Min(*candidates)
         return [("F", w), ("B F", m * v - w), ("B", w)]
 
     return phases
@@ -258,13 +258,13 @@ def _with_sends(ranks: list[list[Action]]) -> list[list[Action]]:
     for r, actions in enumerate(ranks):
         out.append([])
         for a in actions:
-            way, on = ("F", 1) if a.kind == "F" else ("B", -1)
-            ends = [owner.get((a.stage + step, a.micro_batch), r) for step in (-on, on)]
-            if a.kind != "W" and ends[0] != r:
-                out[r].append(Action(f"receive {way}", *a[1:3], ends[0]))
+            direction, on = ("F", 1) if a.kind == "F" else ("B", -1)
+            peers = [owner.get((a.stage + step, a.micro_batch), r) for step in (-on, on)]
+            if a.kind != "W" and peers[0] != r:
+                out[r].append(Action(f"receive {direction}", *a[1:3], peers[0]))
             out[r].append(a)
-            if a.kind != "W" and ends[1] != r:
-                out[r].append(Action(f"send {way}", *a[1:3], ends[1]))
+            if a.kind != "W" and peers[1] != r:
+                out[r].append(Action(f"send {direction}", *a[1:3], peers[1]))
     return out
 
 
@@ -342,11 +342,11 @@ def run_actions(
     last = max((a.stage for actions in ranks for a in actions), default=0)
     done: dict[tuple[str, int, int], tuple[int, Any]] = {}
     out: list[list[tuple[Action, Any, Any]]] = [[] for _ in ranks]
-    left = [list(reversed([a for a in actions if a.kind in COSTS])) for actions in ranks]
+    remaining = [list(reversed([a for a in actions if a.kind in COSTS])) for actions in ranks]
     waiting = True
     while waiting:
         waiting = False
-        for r, actions in enumerate(left):
+        for r, actions in enumerate(remaining):
             while actions and all(need in done for need in _needs(actions[-1], last)):
                 a = actions.pop()
                 before = [done[need] for need in _needs(a, last)]
@@ -356,7 +356,7 @@ def run_actions(
                 out[r].append((a, start, after(start, a)))
                 done["I" if a.kind == "B" else a.kind, a.stage, a.micro_batch] = r, out[r][-1][2]
                 waiting = True
-    for r, actions in enumerate(left):
+    for r, actions in enumerate(remaining):
         if actions:
             kind, stage, number, _ = actions[-1]
             raise GraphError(
@@ -389,9 +389,9 @@ def idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
     ranks = schedule(name, p, m, v)
     costs = {kind: np.array([cost]) for kind, cost in COSTS.items()}
     zero = np.zeros((1, 3), dtype=np.int64)
-    ends = [row[-1][2] for row in run_actions(ranks, zero, lambda start, a: start + costs[a.kind], _latest)]
+    finish_times = [row[-1][2] for row in run_actions(ranks, zero, lambda start, a: start + costs[a.kind], _latest)]
     busy = sum(costs[a.kind] for a in ranks[0])
-    return tuple(sorted(tuple(int(n) for n in row) for row in _hull(_latest(ends)) - busy))
+    return tuple(sorted(tuple(int(n) for n in row) for row in _hull(_latest(finish_times)) - busy))
 
 
 def sizes(name: str, p: int) -> Iterator[tuple[int, int]]:
@@ -467,8 +467,8 @@ def _samples(spec: Schedule) -> Iterator[tuple[int, int, int]]:
 def _lists(name: str) -> tuple[tuple[tuple[int, int, int, int], _ActionList], ...]:
     """Return the action lists for all ranks, with micro-batches, ranks, chunks and the rank."""
     spec = SCHEDULES[name]
-    every = [(m, p, v, r) for m, p, v in _samples(spec) for r in range(p)]
-    return tuple((sizes, list(rank_actions(spec, *sizes))) for sizes in every)
+    cases = [(m, p, v, r) for m, p, v in _samples(spec) for r in range(p)]
+    return tuple((sizes, list(rank_actions(spec, *sizes))) for sizes in cases)
 
 
 def _waiting_in_phases(name: str, m: Any, p: Any, v: Any, r: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -553,10 +553,10 @@ def other_waiting(name: str) -> tuple[tuple[Poly, Poly, bool], ...]:
     def selecting(kinds: str) -> _Selector:
         return lambda kind, waits, weights: (waits, weights) if kind in kinds else None
 
-    every = selecting("FBIW")
+    all_actions = selecting("FBIW")
     if not {"B", "I"} <= {kind for _, actions in _lists(name) for kind, *_ in actions}:
-        return tuple((*pair, False) for pair in _peaks(name, every))
-    return tuple((*pair, kinds == "B") for kinds in ("IW", "B") for pair in _peaks(name, selecting(kinds), every))
+        return tuple((*pair, False) for pair in _peaks(name, all_actions))
+    return tuple((*pair, kinds == "B") for kinds in ("IW", "B") for pair in _peaks(name, selecting(kinds), all_actions))
 
 
 @cache
@@ -724,14 +724,14 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
     """
     values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual, rank)
     # 1 if there is a neighbour on that side, else 0
-    before, behind = sympy.Min(1, rank_symbol()), sympy.Min(1, _P - 1 - rank_symbol())
+    before, after = sympy.Min(1, rank_symbol()), sympy.Min(1, _P - 1 - rank_symbol())
     spec = SCHEDULES[schedule]
     if spec.both_ways:  # a rank is the first for one half and the last for the other
-        count = _M * (before + behind)
+        count = _M * (before + after)
     elif spec.folded:  # to both neighbours, in both directions
-        count = 2 * _M * (before + behind)
+        count = 2 * _M * (before + after)
     else:  # ranks form a ring, except at the ends of the model
-        count = _M * (2 * (_V - 1) * sympy.Min(1, _P - 1) + before + behind)
+        count = _M * (2 * (_V - 1) * sympy.Min(1, _P - 1) + before + after)
     return answer(poly(count).bind(values), conditions)
 
 
@@ -762,9 +762,9 @@ class RankOrder:
         for *pair, at_once in other_waiting(self.name):
             waits, weights = (n.bind(sizes) for n in pair)
             if later:  # everything left except the running one
-                every = smaller(waits + weights, self.m * self.v - reached(self.name).bind(sizes) - 1)
-                weights = smaller(weights, every) if weights else ZERO
-                waits = every - weights
+                remaining = smaller(waits + weights, self.m * self.v - reached(self.name).bind(sizes) - 1)
+                weights = smaller(weights, remaining) if weights else ZERO
+                waits = remaining - weights
             # chunks that await their backward pass beyond the groups that the pass itself goes through
             beyond = waits - (self.v - 1)
             before, behind = (

@@ -213,16 +213,16 @@ class StageExtractor(Rewriter):
     def read(self, op: Op) -> tuple[Tensor, ...]:
         """Return the operands that exist on this stage."""
         assert op.kind is not None
-        if self.arrives(op):
+        if self.receives_carries(op):
             assert isinstance(op.kind, Repeat)
             return op.operands[op.kind.carries :]
         if op in self.plan.sums and not (self.first and self.last):
             late, early = self.plan.sums[op]
-            so_far = self.begun(op)
+            so_far = self.initial_value(op)
             return (late,) if self.last else (early,) if so_far is None else (so_far, early)
         return op.operands
 
-    def begun(self, op: Op) -> Tensor | None:
+    def initial_value(self, op: Op) -> Tensor | None:
         """Return a sum's initial value without last-stage terms, None for a sum of two terms."""
         t = op.operands[0]
         while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
@@ -231,11 +231,11 @@ class StageExtractor(Rewriter):
             t = t.producer.operands[0]
         return t if isinstance(op.kind, Accumulate) else None
 
-    def arrives(self, op: Op) -> bool:
+    def receives_carries(self, op: Op) -> bool:
         """Whether a loop's carries are received from a neighbour."""
         return (op is self.plan.forward and not self.first) or (op is self.plan.backward and not self.last)
 
-    def leaves(self, op: Op) -> bool:
+    def sends_carries(self, op: Op) -> bool:
         """Whether a loop's final carries are sent to a neighbour."""
         return (op is self.plan.forward and not self.last) or (op is self.plan.backward and not self.first)
 
@@ -309,13 +309,13 @@ class StageExtractor(Rewriter):
             if len(read) > 1:
                 self.add(op, op.kind, read, new)
             return
-        for t in op.loop.starts if op.loop is not None and self.arrives(op) else ():
+        for t in op.loop.starts if op.loop is not None and self.receives_carries(op) else ():
             kind = Receive(sizes=tuple(bound(n, self.values) for n in t.sizes), dtype=t.dtype)
             self.tensors[t] = new.add_op(kind, [], f"{op.name}.receive", op.phase).results[0]
         self.copy(op, new)
         if op in (self.plan.forward, self.plan.backward) and self.between != ZERO:
             self.exchange_groups(op, new)
-        for t in op.loop.lasts if op.loop is not None and self.leaves(op) else ():
+        for t in op.loop.lasts if op.loop is not None and self.sends_carries(op) else ():
             new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
 
     def exchange_groups(self, op: Op, new: Graph) -> None:
@@ -343,12 +343,12 @@ class StageExtractor(Rewriter):
         for f in formals:
             self.tensors[f] = self.formal(f, body)
         self.fill(old, body)
-        ends = [
+        present = [
             (t, r)
             for i, (t, r) in enumerate(zip(old.outputs, op.results, strict=True))
             if (old.formals[i] in self.required if i < op.kind.carries else self.tensors[t] is not None)
         ]
-        body.outputs += [body.adopt(self.tensors[t]) for t, _ in ends]
+        body.outputs += [body.adopt(self.tensors[t]) for t, _ in present]
         kind = replace(
             bound_record(op.kind, self.values), body=body,
             count=bound(loop.count, self.values) / (2 if self.half else 1),
@@ -358,7 +358,7 @@ class StageExtractor(Rewriter):
         loop_op = new.add_op(kind, operands, op.name, op.phase)
         loop_op.scope, body.owner = op.scope, loop_op
         self.tensors |= dict.fromkeys(op.results)
-        self.tensors |= dict(zip((r for _, r in ends), loop_op.results, strict=True))
+        self.tensors |= dict(zip((r for _, r in present), loop_op.results, strict=True))
 
     def outside_pass(self, op: Op, new: Graph) -> None:
         """Copy an op outside the pass, such as an update, unless it belongs to another stage."""
@@ -462,21 +462,21 @@ class _Parts:
 
 
 def _parts(ops: Sequence[Op], required: Collection[Tensor]) -> _Parts:
-    """Split ops into those that `wanted` depends on and late ones, which only weight gradients need.
+    """Split ops into those that `required` depends on and late ones, which only weight gradients need.
 
     An op is not late if it reads a tensor that is overwritten by then, or overwrites one that is read before.
     """
-    soon, read = set[Op](), set(required)
+    immediate, read = set[Op](), set(required)
     while True:
         for op in reversed(ops):
-            if op in soon or not read.isdisjoint(op.results):
-                soon.add(op)
+            if op in immediate or not read.isdisjoint(op.results):
+                immediate.add(op)
                 read |= {*op.operands}
-        late = [op for op in ops if op not in soon]
+        late = [op for op in ops if op not in immediate]
         out_of_place, moved = _overwriting(ops, late)
         if not moved:
             return _Parts(frozenset(late), frozenset(out_of_place))
-        soon |= moved
+        immediate |= moved
 
 
 def _overwriting(ops: Sequence[Op], late: Collection[Op]) -> tuple[set[Op], set[Op]]:
@@ -572,8 +572,8 @@ class SplitBackward(Rewriter):
         loop, late = self.loop, self.layer_parts.late
         outer = dict(zip(loop.slices, loop.xs, strict=True)) | dict(zip(loop.captured, loop.shared, strict=True))
         values = {f: self.tensors[t] for f, t in outer.items()}
-        soon = [op for op in loop.body.ops if op not in late]
-        residuals = self.add_loop(soon, values, loop.carries, new)
+        immediate = [op for op in loop.body.ops if op not in late]
+        residuals = self.add_loop(immediate, values, loop.carries, new)
         for op in self.deferred:
             self.copy(op, new)
         values = dict(zip(self.crossing, residuals, strict=True)) | values
@@ -587,10 +587,10 @@ class SplitBackward(Rewriter):
         Tensors saved after the last op with weights are not reachable from these gradients and are freed before.
         """
         late, home, loop = self.outer_parts.late, self.plan.home, self.loop
-        soon = [op for op in home.ops if op.phase in BACK and op not in late]
-        reached = {t for op in late for t in op.operands} & {t for op in soon for t in op.results}
+        immediate = [op for op in home.ops if op.phase in BACK and op not in late]
+        reached = {t for op in late for t in op.operands} & {t for op in immediate for t in op.results}
         read: list[Tensor] = []
-        for op in soon[: soon.index(self.back)]:
+        for op in immediate[: immediate.index(self.back)]:
             if not reached.isdisjoint(op.operands):
                 reached |= {*op.results}
                 read += op.operands
@@ -688,22 +688,22 @@ def in_stages(
     """
     stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
     need_choice("parallelize: schedule", schedule, SCHEDULES)
-    every = _listed(layers, stages)
+    layer_counts = _listed(layers, stages)
     groups = positive("parallelize: virtual", virtual)
-    if every:
-        stages = poly(len(every))
+    if layer_counts:
+        stages = poly(len(layer_counts))
     if stages == ONE:
         for name, value in (("micro_batches", m), ("virtual", groups)):
             if value != ONE:
                 raise UnsupportedError(f"parallelize: {name} is {value} with one pipeline stage, expected 1")
         return [Stage(graph)]
     need_of_all("parallelize", graph)
-    groups = _groups(schedule, groups, every)
+    groups = _groups(schedule, groups, layer_counts)
     _, unresolved = schedule_sizes(schedule, stages.expr, m.expr, groups.expr)
     order = RankOrder(schedule, stages, m, groups)
     plan = planned(graph)
     if plan.backward is None:
-        return _passes(graph, plan, order, every)
+        return _passes(graph, plan, order, layer_counts)
     if order.splits:
         graph = SplitBackward(plan, retain_saved=torch).run(graph)
         plan = planned(graph)
@@ -714,8 +714,8 @@ def in_stages(
         )
     count = _count(plan)
     kinds = (
-        _uneven(order, every)
-        if every
+        _uneven(order, layer_counts)
+        if layer_counts
         else _both_ways(order, count)
         if order.schedule.both_ways
         else _even(order, count)
@@ -736,18 +736,18 @@ def in_stages(
         for k, extra in zip(kinds, extras, strict=True)
     ]
     twice = order.schedule.both_ways
-    ends = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
-    return list(map(Stage, graphs, in_flight, ends, (share.meets for share in shares)))
+    shared_by_kind = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
+    return list(map(Stage, graphs, in_flight, shared_by_kind, (share.meets for share in shares)))
 
 
-def _passes(graph: Graph, plan: StageCuts, order: RankOrder, every: Sequence[int]) -> list[Stage]:
+def _passes(graph: Graph, plan: StageCuts, order: RankOrder, layer_counts: Sequence[int]) -> list[Stage]:
     """Return the graphs for the ranks of a forward pass, with as many batches in flight as micro-batches."""
     if order.name != "1f1b" or order.v != ONE:
         raise UnsupportedError(
             f"parallelize: schedule {order.name!r} with {order.v} layer groups per rank, but graph {graph.name!r} has "
             f"no backward pass; omit schedule= and virtual=, as batches run one after the other"
         )
-    kinds = _uneven(order, every) if every else _even(order, _count(plan))
+    kinds = _uneven(order, layer_counts) if layer_counts else _even(order, _count(plan))
     shares, _ = cut(graph, plan, kinds)
     graphs = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
     return [
@@ -763,17 +763,17 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
     if not is_list or not all(type(n) is int and n > 0 for n in layers):  # type: ignore[attr-defined]
         raise GraphError(f"parallelize: layers is {shown(layers)}, expected a positive number of layers for each stage")
-    every: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
-    if stages != poly(len(every)):
-        raise GraphError(f"parallelize: layers lists {len(every)} stages, expected pp={stages}")
-    return every
+    layer_counts: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
+    if stages != poly(len(layer_counts)):
+        raise GraphError(f"parallelize: layers lists {len(layer_counts)} stages, expected pp={stages}")
+    return layer_counts
 
 
-def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
+def _groups(schedule: str, virtual: Poly, layer_counts: Sequence[int]) -> Poly:
     """Return the number of layer groups per rank."""
     spec = SCHEDULES[schedule]
     groups = poly(spec.chunks) if spec.chunks is not None and virtual == ONE else virtual
-    if every and groups != ONE:
+    if layer_counts and groups != ONE:
         raise UnsupportedError(f"parallelize: layers with {groups} layer groups per rank, expected one group per rank")
     return groups
 
@@ -797,8 +797,8 @@ def _even(order: RankOrder, count: Poly) -> list[EqualRanks]:
     last = replace(last, runs=((p - 1, p - 1),))
     kinds = [EqualRanks("first", (ZERO,), ONE, share, first=True, last=folded, between=between, runs=((ZERO, ZERO),))]
     if p.constant != 2:
-        ends = tuple(dict.fromkeys((ONE, p - 2)))
-        kinds.append(EqualRanks("middle", ends, p - 2, share, between=between, runs=((ONE, p - 2),)))
+        candidates = tuple(dict.fromkeys((ONE, p - 2)))
+        kinds.append(EqualRanks("middle", candidates, p - 2, share, between=between, runs=((ONE, p - 2),)))
     return [*kinds, last]
 
 
@@ -810,18 +810,18 @@ def _both_ways(order: RankOrder, count: Poly) -> list[EqualRanks]:
     return [first, *between * (p != ONE), last]
 
 
-def _uneven(order: RankOrder, every: Sequence[int]) -> list[EqualRanks]:
+def _uneven(order: RankOrder, layer_counts: Sequence[int]) -> list[EqualRanks]:
     """Return the first rank, groups of middle ranks with equal numbers of layers, and the last rank."""
-    last = len(every) - 1
-    kinds = [EqualRanks("first", (ZERO,), ONE, poly(every[0]), first=True, runs=((ZERO, ZERO),))]
-    for n in dict.fromkeys(every[1:last]):
-        ranks = [i for i in range(1, last) if every[i] == n]
-        ends = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
-        name = "middle" if len({*every[1:last]}) == 1 else f"middle of {n}"
+    last = len(layer_counts) - 1
+    kinds = [EqualRanks("first", (ZERO,), ONE, poly(layer_counts[0]), first=True, runs=((ZERO, ZERO),))]
+    for n in dict.fromkeys(layer_counts[1:last]):
+        ranks = [i for i in range(1, last) if layer_counts[i] == n]
+        candidates = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
+        name = "middle" if len({*layer_counts[1:last]}) == 1 else f"middle of {n}"
         runs = tuple((poly(i), poly(i)) for i in ranks)
-        kinds.append(EqualRanks(name, ends, poly(len(ranks)), poly(n), runs=runs))
+        kinds.append(EqualRanks(name, candidates, poly(len(ranks)), poly(n), runs=runs))
     end = poly(last)
-    return [*kinds, EqualRanks("last", (end,), ONE, poly(every[last]), last=True, runs=((end, end),))]
+    return [*kinds, EqualRanks("last", (end,), ONE, poly(layer_counts[last]), last=True, runs=((end, end),))]
 
 
 def waiting_of(order: RankOrder, kind: EqualRanks, *, torch: bool) -> InFlightMicroBatches:
@@ -860,10 +860,10 @@ def cut(
     tied = (extractors[0].used & extractors[-1].used) - inner_used
     if both_ways:
         tied = {t for t in graph.tensors if t.role == "param"}
-    late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
-    if late is not None:
+    freed = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
+    if freed is not None:
         raise UnsupportedError(
-            f"parallelize: pp: the gradient of {late.name!r} has contributions from the first and the last stage but "
+            f"parallelize: pp: the gradient of {freed.name!r} has contributions from the first and the last stage but "
             f"is freed before they are reduced; expected a step without optimizer_in_backward"
         )
     shared = frozenset(t.name for t in tied if t in graph.gradients)
@@ -877,10 +877,10 @@ def cut(
 
 def _need_local_layers(plan: StageCuts, last: StageExtractor) -> None:
     """Raise UnsupportedError if layers read a tensor that only the last stage computes."""
-    again = next((op for op in last.ops if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
-    if again is not None:
+    shared_op = next((op for op in last.ops if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
+    if shared_op is not None:
         raise UnsupportedError(
-            f"parallelize: pp: {again.name!r} is read by layers of every stage; expected layers that pass "
+            f"parallelize: pp: {shared_op.name!r} is read by layers of every stage; expected layers that pass "
             f"results only to the next layer"
         )
 

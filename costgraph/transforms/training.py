@@ -222,13 +222,13 @@ def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer
     return Leaf(total, None if stored.grad == t.dtype else stored.grad, update)
 
 
-def _accumulated_late(grads: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+def _accumulate_deferred(grads: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Add deferred gradients to their buffers, one after the other."""
-    late = [t for t in totals if t in grads]
+    deferred = [t for t in totals if t in grads]
     with opened(phase="backward"):
-        groups = [(totals[t], grads[t]) for t in late]
+        groups = [(totals[t], grads[t]) for t in deferred]
         sums = over(groups, lambda total, grad: pointwise("add", total, grad, inplace=True), "accumulate")
-    return {**grads, **{t: total for t, (total,) in zip(late, sums, strict=True)}}
+    return {**grads, **{t: total for t, (total,) in zip(deferred, sums, strict=True)}}
 
 
 def _single_batch(
@@ -239,9 +239,9 @@ def _single_batch(
     buffers = {t: None if at_once else _buffer(t, formats, always=always) for t in sources}
     loss = loss_of(new)
     scaled = _scaled(loss, formats, ONE)
-    late = {t: b for t, b in buffers.items() if b is not None and defer and _is_wider(t, formats)}
-    leaves = {t: Leaf() if t in late else _leaf(t, formats, buffers[t], at_once) for t in sources}
-    final = _accumulated_late(differentiate(new, new.ops, scaled, leaves, policy).final, late)
+    deferred = {t: b for t, b in buffers.items() if b is not None and defer and _is_wider(t, formats)}
+    leaves = {t: Leaf() if t in deferred else _leaf(t, formats, buffers[t], at_once) for t in sources}
+    final = _accumulate_deferred(differentiate(new, new.ops, scaled, leaves, policy).final, deferred)
     params = [t for t in sources if t in final and leaves[t].update is None]
     return _Pass(new, {t: final[t] for t in params}, {t for t in params if buffers[t] is not None})
 
@@ -276,25 +276,27 @@ def _accumulated(
     }
     into = _IntoLoop(inner)
     into.fill(forward, body)
-    every = _differentiable_sources(forward)
-    trained = [t for t in every if t.role == "param"]
+    differentiable = _differentiable_sources(forward)
+    trained = [t for t in differentiable if t.role == "param"]
     buffers = {t: _buffer(sources[t], formats, always=always) for t in trained}
     totals = {t: _total(sources[t], body, formats, buffers[t]) for t in trained}
     loss = into.tensors[loss_of(forward)]
     with building(body):
         scaled = _scaled(loss, formats, times)
-    late = {inner[t]: totals[t] for t in trained if defer and _is_wider(sources[t], formats)}
-    leaves = {inner[t]: Leaf() if inner[t] in late else _leaf(sources[t], formats, totals.get(t)) for t in every}
+    deferred = {inner[t]: totals[t] for t in trained if defer and _is_wider(sources[t], formats)}
+    leaves = {
+        inner[t]: Leaf() if inner[t] in deferred else _leaf(sources[t], formats, totals.get(t)) for t in differentiable
+    }
     walked = differentiate(body, body.ops, scaled, leaves, policy).final
     with building(body):
-        final = _accumulated_late(walked, late)
+        final = _accumulate_deferred(walked, deferred)
     params = [t for t in trained if inner[t] in final]
     for t in trained:
         if t not in params:  # nothing contributes to its gradient
             body.remove_node(totals[t])
     with building(body):
         after = [final[inner[t]] for t in params]
-        slices = [t for t in every if t.role == "input" and inner[t] in final]
+        slices = [t for t in differentiable if t.role == "input" and inner[t] in final]
         parts = [final[inner[t]] for t in slices]
         body.outputs += [*after, *written_slices(body, after, [loss, *parts])]
     inputs = [t for t in sources if t.role == "input"]

@@ -162,10 +162,10 @@ class _Op:
 
     def reduced(self, name: str, axis: str) -> bool:
         """Whether a partial sum has an axis into which it may be reduce-scattered."""
-        both = zip(self.rule.operands, self.operands, strict=True)
+        pairs = zip(self.rule.operands, self.operands, strict=True)
         return any(
             labels and (name,) in labels and g.placement is not None and axis in g.placement.pending
-            for labels, g in both
+            for labels, g in pairs
         )
 
     def paired(self, axis: str, names: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
@@ -286,7 +286,7 @@ class _Op:
 def choose(rule: Split, placed: Sequence[PlacedOperand], mesh: Mesh, preferred: Mapping[str, str]) -> Choice:
     """Choose for each mesh axis the name of an op's sharding rule that it splits.
 
-    `wanted` gives preferred names by mesh axis, from the placement requested for the result.
+    `preferred` gives names by mesh axis, from the placement requested for the result.
     """
     op = _Op(rule, placed, mesh)
     chosen: dict[str, str] = {}
@@ -310,13 +310,15 @@ def choose(rule: Split, placed: Sequence[PlacedOperand], mesh: Mesh, preferred: 
         partial = pending if rule.linear else {} if operand.placement is None else operand.placement.pending
         passing = tuple((a, reduction) for a, reduction in pending.items() if a in partial)
         operands.append(Placement(tuple(_dim(names, spread, rule.extents) for names in labels), passing))
-    left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.result_names and rule.reduced[n] != "own"]
-    if rule.into is not None and (left or pending):
+    contracted = [
+        (a, rule.reduced[n]) for a, n in chosen.items() if n not in op.result_names and rule.reduced[n] != "own"
+    ]
+    if rule.into is not None and (contracted or pending):
         base = operands[rule.into]
         assert base is not None
-        operands[rule.into] = Placement(base.dims, tuple({**dict(base.partial), **pending, **dict(left)}.items()))
+        operands[rule.into] = Placement(base.dims, tuple({**dict(base.partial), **pending, **dict(contracted)}.items()))
     order = list(mesh)
-    after = tuple(sorted({**pending, **dict(left)}.items(), key=lambda p: order.index(p[0])))
+    after = tuple(sorted({**pending, **dict(contracted)}.items(), key=lambda p: order.index(p[0])))
     results = [Placement(tuple(_dim(names, spread, rule.extents) for names in r), after) for r in rule.results]
     op.moved += op.conflicts(operands, chosen)
     extents = {n: size_of(spread[n], size) for n, size in rule.extents.items()}

@@ -60,7 +60,7 @@ def _parts(dim: Factors, size: Poly, axes: Sequence[str]) -> list[str | Poly]:
 
 
 def in_rows(graph: Graph, t: Tensor, placement: Placement, axes: Sequence[str], mesh: Mesh, phase: str) -> Tensor:
-    """Return a tensor as one row for each rank along `axes`, which holds the rank's shard by the placement `at`."""
+    """Return a tensor as one row per rank along `axes`, which holds the shard of that rank."""
     flat = [f for dim, n in zip(placement.dims, t.sizes, strict=True) for f in _parts(dim, n, axes)]
     local_dims = [i for i, f in enumerate(flat) if not isinstance(f, str)]
     split = tuple(mesh[f] if isinstance(f, str) else f for f in flat)
@@ -83,7 +83,7 @@ def from_rows(
     graph: Graph, rows: Tensor, placement: Placement, sizes: Sequence[Poly], axes: Sequence[str], mesh: Mesh, name: str,
     phase: str, *, full: bool,
 ) -> Tensor:  # fmt: skip
-    """Return a tensor from its rows: all of it as a copy if `whole`, else one rank's shard."""
+    """Return a tensor from its rows: all of it as a copy if `full`, else one rank's shard."""
     dims = [_parts(dim, n, axes) for dim, n in zip(placement.dims, sizes, strict=True)]
     local_factors = [f for dim in dims for f in dim if not isinstance(f, str)]
     positions = iter(range(len(axes), len(axes) + len(local_factors)))

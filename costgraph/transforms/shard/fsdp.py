@@ -235,13 +235,13 @@ class Buffers(GradBuffers):
         self.frame.flats = [] if self.frame.layer and not self.frame.split else [*out]
         return out
 
-    def hand_on_last(self, body: Graph, phase: str) -> None:
+    def carry_last_buffers(self, body: Graph, phase: str) -> None:
         """Carry the last unit's buffers to the next iteration, if shape and format match."""
-        left = {"flat": self.frame.flats, "input": self.frame.inputs}
+        buffers = {"flat": self.frame.flats, "input": self.frame.inputs}
         for c in (c for c in self.frame.carried if c.next is None):
-            alike = [t for t in left[c.role] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
+            matching = [t for t in buffers[c.role] if t.sizes == c.start.sizes and t.dtype == c.start.dtype]
             kind = Undef(sizes=c.start.sizes, dtype=c.start.dtype)
-            c.next = alike[0] if alike else add_op(body, kind, [], f"{c.start.name}.none", phase)
+            c.next = matching[0] if matching else add_op(body, kind, [], f"{c.start.name}.none", phase)
 
     def before_input(self, row: Tensor, size: Poly, dtype: DType, new: Graph, phase: str) -> Tensor:
         """Return the first row of a reduce-scatter input, which is filled after the previous input is freed."""
@@ -285,29 +285,29 @@ class Buffers(GradBuffers):
         """Add a loop with the carries and residuals of its units; yield (result, inner tensor, whether stacked)."""
         frame, loop = self.last_frame, op.loop
         assert loop is not None
-        (begun, xs, shared), carries = operands, len(loop.carries)
+        (carried, xs, shared), carries = operands, len(loop.carries)
         stacks = dict(zip(loop.slices, xs, strict=True))
         residuals = [(stacks[t], full) for t, full in frame.kept if t in stacks]
         nexts = [c.next for c in frame.carried if c.next is not None]
         # a cast of a parameter is gathered again, so it is not a residual
         regathered = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
         self.tensors |= {op.results[i]: t for i, t in regathered.items()}
-        left = [i for i in range(len(outputs)) if i not in regathered]
-        outputs = [outputs[i] for i in left]
+        kept_indices = [i for i in range(len(outputs)) if i not in regathered]
+        outputs = [outputs[i] for i in kept_indices]
         inner = [*outputs[:carries], *nexts, *outputs[carries:], *(full for _, full in residuals)]
         body.outputs += [body.adopt(t) for t in inner]
         kind = replace(
             loop.kind, body=body, carries=carries + len(nexts), saved=loop.kind.saved - len(regathered) + len(residuals)
         )
-        starts = [*begun, *(c.start for c in frame.carried)]
+        starts = [*carried, *(c.start for c in frame.carried)]
         loop_op = new.add_op(kind, [*starts, *xs, *shared], op.name, op.phase)
         loop_op.scope, body.owner = op.scope, loop_op
-        behind = loop_op.results[carries + len(nexts) :]
-        loop_results = [*loop_op.results[:carries], *behind[: len(outputs) - carries]]
-        self.tensors |= {op.results[i]: t for i, t in zip(left, loop_results, strict=True)}
+        stacked_results = loop_op.results[carries + len(nexts) :]
+        loop_results = [*loop_op.results[:carries], *stacked_results[: len(outputs) - carries]]
+        self.tensors |= {op.results[i]: t for i, t in zip(kept_indices, loop_results, strict=True)}
         for i, (r, t) in enumerate(zip(loop_results, outputs, strict=True)):
             yield r, t, i >= carries
-        for (stack, t), r in zip(residuals, behind[len(outputs) - carries :], strict=True):
+        for (stack, t), r in zip(residuals, stacked_results[len(outputs) - carries :], strict=True):
             yield r, t, True
             self.unsharded[stack] = r
         lasts = list(zip(frame.carried, loop_op.results[carries : carries + len(nexts)], strict=True))
@@ -481,12 +481,12 @@ class ParamGroups(Reducing):
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy ops, with units unsharded and resharded between them."""
-        around, self.frame = self.frame, self._frame(old, new)
+        outer_frame, self.frame = self.frame, self._frame(old, new)
         if self.frame.layer and not self.frame.split:
             for unit in self.frame.units:
                 self._unshard(unit, self._phase(old), old, new)
         super().fill(old, new, suffix)
-        self.last_frame, self.frame = self.frame, around
+        self.last_frame, self.frame = self.frame, outer_frame
 
     def close(self, old: Graph, new: Graph) -> None:
         """Reshard open units at the end of a body, and reduce the remaining gradients."""
@@ -495,7 +495,7 @@ class ParamGroups(Reducing):
         for key in dict.fromkeys(self.frame.late.values()):
             self.reduce([t for t, k in self.frame.late.items() if k == key], new)
         if self.frame.split:
-            self.hand_on_last(new, self._phase(old))
+            self.carry_last_buffers(new, self._phase(old))
         if old.parent is None:  # gradients refer to shards
             self.tensors |= {t: self.frame.shards[t] for unit in self.frame.units for t in unit.members}
 
@@ -544,8 +544,8 @@ class ParamGroups(Reducing):
         """Return the units of gradients, and their terms, that a graph or one iteration computes."""
         loop = old.owner.loop if old.owner is not None else None
         inner = {} if loop is None else dict(zip(loop.shared, loop.captured, strict=True))
-        left = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
-        of = {left.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
+        next_of_last = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
+        of = {next_of_last.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
         return targets(old, {g: unit for g, unit in of.items() if unit is not None})
 
     def _need_casts(self, frame: BodyGroups) -> None:
@@ -599,9 +599,9 @@ class ParamGroups(Reducing):
             of = next(o for o in t.producer.operands if o.storage is t.storage)
             self.tensors[of] = self._member(of, values, new)
             if not isinstance(t.producer.kind, KeepAlive):
-                around, self.use_shards = self.use_shards, values is self.frame.shards
+                previous, self.use_shards = self.use_shards, values is self.frame.shards
                 self.plain(t.producer, new)
-                self.use_shards = around
+                self.use_shards = previous
             values[t] = self.tensors[of if isinstance(t.producer.kind, KeepAlive) else t]
         return values[t]
 
@@ -683,13 +683,13 @@ class ParamGroups(Reducing):
         frame = BodyGroups(around=op, layer=True, shards=outer)
         layers = self._layers({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
         frame.note(loop.body, {**dict.fromkeys(outer, "layer"), **layers}, policy.param_dtype)
-        around, self.frame = self.frame, frame
+        outer_frame, self.frame = self.frame, frame
         for unit in frame.ordered("backward", loop.body)[:1]:
             for axes, members in self._groups(unit, "backward"):
                 size = total(numel(outer[t].sizes[t in slices :]) for t in members)
                 kind = Empty(sizes=(*(self.mesh[a] for a in axes), size), dtype=self._format(members[0]))
                 self.early[op, kind] = add_op(new, kind, [], f"{op.name}.flat", op.phase)
-        self.frame = around
+        self.frame = outer_frame
 
     def _shard_of(self, t: Tensor) -> Tensor | None:
         """Return the shard of a tensor that a loop gathers, None if it gathers nothing."""
@@ -747,8 +747,8 @@ class ParamGroups(Reducing):
     def _kept_part(self, t: Tensor, full: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
         """Return a copy of the part that a rank keeps between the passes."""
         placement = self.placements[self.frame.shards[t]]
-        gone = self._along(self.frame.shards[t]) - axes
-        part = self.moved_to(full, placement.without(gone, self.mesh), new, phase)
+        gathered_axes = self._along(self.frame.shards[t]) - axes
+        part = self.moved_to(full, placement.without(gathered_axes, self.mesh), new, phase)
         return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
 
     def _reshard(self, unit: ParamGroup, phase: str, new: Graph) -> None:

@@ -97,13 +97,13 @@ class FullyShard:
         pairs = self.resident.items() if isinstance(self.resident, Mapping) else self.resident
         resident = tuple((pattern, _names(along)) for pattern, along in pairs)
         object.__setattr__(self, "resident", resident)
-        odd = sorted({a for _, along in resident for a in along} - {*self.axes})
-        if odd:
-            raise GraphError(f"FullyShard: resident: {shown(odd[0])} is not one of the axes {shown(self.axes)}")
-        odd = sorted({*_names(self.reshard_after_forward)} - {*self.axes})
-        if odd:
+        unknown = sorted({a for _, along in resident for a in along} - {*self.axes})
+        if unknown:
+            raise GraphError(f"FullyShard: resident: {shown(unknown[0])} is not one of the axes {shown(self.axes)}")
+        unknown = sorted({*_names(self.reshard_after_forward)} - {*self.axes})
+        if unknown:
             raise GraphError(
-                f"FullyShard: reshard_after_forward: {shown(odd[0])} is not one of the axes {shown(self.axes)}"
+                f"FullyShard: reshard_after_forward: {shown(unknown[0])} is not one of the axes {shown(self.axes)}"
             )
 
     def _format(self, name: str, value: object) -> str | None:

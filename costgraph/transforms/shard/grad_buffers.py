@@ -180,8 +180,8 @@ class GradBuffers(PlacedTensors):
         """Pass the whole buffer, with the parts of other ranks, to an op that zeroes a gradient."""
         source, local = self.buffer(t), self.tensors[t]
         for kind, dim in reversed(self.reduce_scatters.get(source, ()) if source is not None else ()):
-            around = Unshard(ranks=kind.ranks, axis=kind.axis, dim=local.ndim + dim)
-            full = self.step(around, local, "around", new, phase)
+            unshard = Unshard(ranks=kind.ranks, axis=kind.axis, dim=local.ndim + dim)
+            full = self.step(unshard, local, "around", new, phase)
             self.placements[full] = self.placements[local].without(self.mesh.parts(kind.axis), self.mesh)
             local = full
         self.tensors[t] = local

@@ -107,7 +107,6 @@ class Buckets:
     view : bool
         Whether gradients become views of their buckets: `gradient_as_bucket_view`. If a step keeps its gradients, they
         are the buckets.
-        its gradients, these are the buckets.
     cap : int, optional
         Bucket size in bytes; by default 25 MiB, and 1 MiB for the first bucket.
 
@@ -200,9 +199,9 @@ class _InBuckets(Rewriter):
 
     def reductions(self, t: Tensor, g: Tensor) -> Iterator[_Reduction]:
         """Yield the reductions of a gradient's terms."""
-        left: list[tuple[Tensor, tuple[Op, ...], Tensor]] = [(g, (), g)]
-        while left:
-            tensor, loops, outer = left.pop()
+        worklist: list[tuple[Tensor, tuple[Op, ...], Tensor]] = [(g, (), g)]
+        while worklist:
+            tensor, loops, outer = worklist.pop()
             op, kind = tensor.producer, None if tensor.producer is None else tensor.producer.kind
             if op is None:
                 continue
@@ -215,9 +214,9 @@ class _InBuckets(Rewriter):
                 yield self.reduction(t, op, loops, outer if loops else tensor, persistent=origin(g).role == "gradient")
             elif op.loop is not None:
                 inner = op.loop.body.outputs[op.results.index(tensor)]
-                left.append((inner, (*loops, op), outer if loops else tensor))
+                worklist.append((inner, (*loops, op), outer if loops else tensor))
             elif adds(op) or isinstance(kind, KeepAlive | Collective) or is_cast(op):
-                left += [(o, loops, outer) for o in op.operands[: 2 if adds(op) else 1]]
+                worklist += [(o, loops, outer) for o in op.operands[: 2 if adds(op) else 1]]
 
     def reduction(self, t: Tensor, last: Op, loops: tuple[Op, ...], outer: Tensor, *, persistent: bool) -> _Reduction:
         """Return the reduction that ends with an op."""
@@ -225,15 +224,15 @@ class _InBuckets(Rewriter):
         while (op := chain[0].operands[0].producer) is not None and self.reduces(op):
             chain.insert(0, op)
         (result,) = last.results
-        within = any(is_pass(op.loop.body) for op in loops if op.loop is not None)
+        per_micro_batch = any(is_pass(op.loop.body) for op in loops if op.loop is not None)
         alone = not loops or (result in result.graph.outputs and not [*result.graph.successors(result)])
-        if within and self.policy.view and not persistent:
+        if per_micro_batch and self.policy.view and not persistent:
             raise UnsupportedError(
                 f"shard: buckets with view=True cannot hold the gradient of {t.name!r}, because micro-batches "
                 f"accumulate into it; expected reduce_each=False, a step with set_to_none=False, or view=False"
             )
         return _Reduction(
-            t, tuple(chain), loops, outer, late=alone and not within, stays=persistent and self.policy.view
+            t, tuple(chain), loops, outer, late=alone and not per_micro_batch, stays=persistent and self.policy.view
         )
 
     def reduces(self, op: Op) -> bool:
@@ -329,12 +328,12 @@ class _InBuckets(Rewriter):
         self.fill(loop.body, body, suffix)
         outputs = [body.adopt(self.tensors[t]) for t in loop.body.outputs]
         sliced = not is_pass(loop.body)
-        left = [body.adopt(r.bucket) for r in reduced if sliced and r.bucket not in outputs]
-        body.outputs += [*outputs, *left]
-        ends = [self.tensors[t] for t in op.operands]
+        saved = [body.adopt(r.bucket) for r in reduced if sliced and r.bucket not in outputs]
+        body.outputs += [*outputs, *saved]
+        inputs = [self.tensors[t] for t in op.operands]
         index = kind.carries + kind.xs
-        operands = [*ends[:index], *outer, *ends[index:]] if sliced else [*ends, *outer]
-        kind = replace(kind, body=body, xs=kind.xs + sliced * len(outer), saved=kind.saved + len(left))
+        operands = [*inputs[:index], *outer, *inputs[index:]] if sliced else [*inputs, *outer]
+        kind = replace(kind, body=body, xs=kind.xs + sliced * len(outer), saved=kind.saved + len(saved))
         loop_op = self.add(op, kind, operands, new, op.name + suffix)
         for r, t in zip(reduced, outer, strict=True):
             r.bucket = loop_op.results[body.outputs.index(r.bucket)] if sliced else t

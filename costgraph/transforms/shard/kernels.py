@@ -39,8 +39,8 @@ def heads(body: Graph) -> dict[Sizes, tuple[int, int]]:
         if not isinstance(op.kind, Einsum) or len(op.operands) != 2:
             continue
         rule = op.kind.placed(op)
-        both = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
-        sides = [(labels, t) for labels, t in both if labels]
+        pairs = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
+        sides = [(labels, t) for labels, t in pairs if labels]
         for labels, t in sides:
             if t in body.formals or t in body.outputs or len(labels) < 3 or t.sizes[-1] != t.sizes[-2]:
                 continue
@@ -135,10 +135,8 @@ def _bodies(t: Tensor) -> Iterator[Graph]:
 class SplitKernel:
     """A kernel that is being rewritten: a collective ends the current body, and a new one starts after it."""
 
-    def __init__(
-        self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: SplitKernel | None
-    ) -> None:
-        self.op, self.kind, self.new, self.outer = op, kind, new, around
+    def __init__(self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, outer: SplitKernel | None) -> None:
+        self.op, self.kind, self.new, self.outer = op, kind, new, outer
         self.operands = list(operands)
         self.body: Graph | None = None
         self.cuts = 0

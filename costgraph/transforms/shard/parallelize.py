@@ -142,7 +142,7 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
         if pattern is None:
             continue
         layer = "/".join([*of.split("/")[: -1 - pattern.count("/")], ""])
-        if any(pattern in ends and layer + fused in names for fused, ends in _FUSED.items()):
+        if any(pattern in suffixes and layer + fused in names for fused, suffixes in _FUSED.items()):
             continue
         if len(axes_of(TENSOR[pattern])) == t.ndim - t.storage.pieces:
             yield t.name, _as_stored(t, TENSOR[pattern])
@@ -150,8 +150,8 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
 
 def is_known(name: str) -> bool:
     """Whether a parameter belongs to a known layer, so that a missing placement is intended."""
-    ends = (*TENSOR, *_FUSED)
-    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in ends)
+    suffixes = (*TENSOR, *_FUSED)
+    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*/{end}") for end in suffixes)
 
 
 def _as_stored(t: Tensor, text: str) -> str:
@@ -309,8 +309,8 @@ class _Flat:
         for g in graph.bodies():
             if not g.fused:
                 loop = None if g.owner is None else g.owner.loop
-                left = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # residuals inherit their placement
-                self.ends |= {*left, *(f for f in g.formals if f.role != "param")}
+                escaping = g.outputs if loop is None else [*loop.nexts, *loop.ys]  # residuals inherit their placement
+                self.ends |= {*escaping, *(f for f in g.formals if f.role != "param")}
                 self.note(g)
         for op in self.ops:
             for t in dict.fromkeys(map(self.root, op.operands)):
@@ -693,9 +693,13 @@ def _unit_patterns(graph: Graph) -> list[str]:
         if index is not None:
             layers = layers_by_pattern.setdefault("/".join([*levels[:index], "[0-9]*"]), {})
             layers.setdefault(levels[index], set()).add("/".join(levels[index + 1 :]))
-    alike = {pattern: [*map(sorted, layers.values())] for pattern, layers in layers_by_pattern.items()}
-    nested = {pattern for pattern, names in alike.items() if any("/" in name for layer in names for name in layer)}
-    return [p for p, names in alike.items() if p in nested and any(names.count(layer) > 1 for layer in names)]
+    names_by_pattern = {pattern: [*map(sorted, layers.values())] for pattern, layers in layers_by_pattern.items()}
+    nested = {
+        pattern for pattern, names in names_by_pattern.items() if any("/" in name for layer in names for name in layer)
+    }
+    return [
+        p for p, names in names_by_pattern.items() if p in nested and any(names.count(layer) > 1 for layer in names)
+    ]
 
 
 def shares(graph: Graph, degrees: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:

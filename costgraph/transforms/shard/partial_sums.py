@@ -46,9 +46,9 @@ def origin(t: Tensor) -> Tensor:
             continue
         before = next((o for o in op.operands if o.storage is t.storage), None)
         if before is None and op.loop is not None:
-            left = op.loop.body.outputs[op.results.index(t)]
-            both = zip(op.loop.body.formals, op.operands, strict=True)
-            before = next((o for f, o in both if f.storage is left.storage), None)
+            output = op.loop.body.outputs[op.results.index(t)]
+            pairs = zip(op.loop.body.formals, op.operands, strict=True)
+            before = next((o for f, o in pairs if f.storage is output.storage), None)
         if before is None:
             return t
         t = before
@@ -85,11 +85,11 @@ def _chain(t: Tensor, adds: Callable[[Op], bool] = adds) -> tuple[Tensor, list[T
             t, term = op.operands
             out.append(term)
             continue
-        within = next((a for a in accumulated_stacks(op.loop) if a.result is t), None) if op.loop is not None else None
-        if within is None:
+        stack = next((a for a in accumulated_stacks(op.loop) if a.result is t), None) if op.loop is not None else None
+        if stack is None:
             break
-        t = within.read
-        out += within.terms
+        t = stack.read
+        out += stack.terms
     return t, out
 
 
@@ -137,16 +137,16 @@ def _adds(op: Op) -> bool:
 def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bool] = _adds) -> dict[Tensor, T]:
     """Extend a mapping of gradients to the terms that are accumulated into them."""
     extended = dict(gradients)
-    left = list(gradients)
-    while left:
-        t = left.pop()
+    worklist = list(gradients)
+    while worklist:
+        t = worklist.pop()
         op = t.producer
         if op is None or not (isinstance(op.kind, KeepAlive) or adds(op)):
             continue
         for o in op.operands[: 1 if isinstance(op.kind, KeepAlive) else 2]:
             if o.sizes == t.sizes and o.producer is not None and o not in extended:
                 extended[o] = extended[t]
-                left.append(o)
+                worklist.append(o)
     return extended
 
 
@@ -168,10 +168,10 @@ def chain_to_gradient(t: Tensor, gradients: Collection[Tensor], same: tuple[type
 
 def weight_gradients(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
     """Return the parameter gradients and their terms, also inside loops, in other formats and axis orders."""
-    left = [g for t, g in graph.gradients.items() if t.role == "param"]
-    grads = {*left}
-    while left:
-        t = left.pop()
+    worklist = [g for t, g in graph.gradients.items() if t.role == "param"]
+    grads = {*worklist}
+    while worklist:
+        t = worklist.pop()
         op = t.producer
         if op is None:
             continue
@@ -182,6 +182,6 @@ def weight_gradients(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[
         else:
             alone = isinstance(op.kind, KeepAlive) or (isinstance(op.kind, same) and len(op.operands) == 1)
             before = [*op.operands[:1]] if alone else []
-        left += [o for o in before if o not in grads]
+        worklist += [o for o in before if o not in grads]
         grads |= {*before}
     return grads

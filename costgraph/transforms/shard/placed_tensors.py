@@ -61,9 +61,9 @@ def _joined(have: Placement, unmerged: Iterable[Step], mesh: Mesh) -> Iterator[S
     before, waiting = have, list[Step]()
     for step in unmerged:
         if waiting:
-            both = _merged(before, waiting[-1], step, mesh)
-            if both is not None:
-                waiting[-1] = both
+            merged = _merged(before, waiting[-1], step, mesh)
+            if merged is not None:
+                waiting[-1] = merged
                 continue
             yield waiting[-1]
             before = waiting.pop()[1]
@@ -150,9 +150,11 @@ def _inner(have: Placement, want: Placement, query: int | None) -> list[str]:
     """Return the mesh axes that must leave the query axis, innermost first; some are added again later."""
     if query is None:
         return []
-    now, then = _axes(have.dims[query]), _axes(want.dims[query])
-    alike = next((i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then)))
-    return now[alike:][::-1]
+    current, target = _axes(have.dims[query]), _axes(want.dims[query])
+    common = next(
+        (i for i, (a, b) in enumerate(zip(current, target, strict=False)) if a != b), min(len(current), len(target))
+    )
+    return current[common:][::-1]
 
 
 def _reduction_steps(
@@ -306,15 +308,15 @@ class _Rings(Rewriter):
         for f, t in zip(old.formals, op.operands, strict=True):
             self.tensors[f] = self.tensors[t] if t in shards else formals[t]
         super().fill(old, body)
-        ends = self.ends(op, old, ring, body)
-        body.outputs += [body.adopt(t) for t in ends.values()]
+        outputs = self.ends(op, old, ring, body)
+        body.outputs += [body.adopt(t) for t in outputs.values()]
         in_flight = total(
             2 * t.storage.bytes for t in (*(formals[m.operands[0]] for m in ring.gathered), *self.sums(ring))
         )
         kernel = self.add(
             op, replace(kind, body=body, workspace=kind.workspace + in_flight), [self.tensors[t] for t in outer], new
         )  # fmt: skip
-        self.tensors |= dict(zip(ends, kernel.results, strict=True))
+        self.tensors |= dict(zip(outputs, kernel.results, strict=True))
 
     def ends(self, op: Op, old: Graph, ring: _Ring, body: Graph) -> dict[Tensor, Tensor]:
         """Return the outputs of a kernel by the outer tensor they replace; reduced sums are this rank's part."""

@@ -687,20 +687,20 @@ def _resident(graph: Graph, policy: FullyShard) -> dict[Tensor, frozenset[str]]:
 
 def _need_reduce_dtype(policy: FullyShard, graph: Graph) -> None:
     """Raise an error if partial gradients would be accumulated in another format than they are reduced in."""
-    odd = next((g for g in graph.gradients.values() if policy.reduce_dtype not in (None, g.dtype.name)), None)
-    if odd is not None:
+    mismatched = next((g for g in graph.gradients.values() if policy.reduce_dtype not in (None, g.dtype.name)), None)
+    if mismatched is not None:
         raise UnsupportedError(
             f"shard: reduce_each=False with reduce_dtype={policy.reduce_dtype!r}; expected gradients to be reduced in "
-            f"the format in which they are accumulated, {odd.dtype.name}"
+            f"the format in which they are accumulated, {mismatched.dtype.name}"
         )
 
 
 def _axes(option: str, names: str | Iterable[str], used: Mesh, mesh: Mesh) -> frozenset[str]:
     """Return the named mesh axes, without those of one rank."""
     axes = frozenset([names] if isinstance(names, str) else names)
-    odd = sorted(axes - {*mesh}, key=str)
-    if odd:
-        raise GraphError(f"shard: {option}: unknown axis {shown(odd[0])}, expected axes of {mesh}")
+    unknown = sorted(axes - {*mesh}, key=str)
+    if unknown:
+        raise GraphError(f"shard: {option}: unknown axis {shown(unknown[0])}, expected axes of {mesh}")
     return axes & {*used}
 
 
