@@ -320,7 +320,7 @@ REFUSED = {
     ),
     "a size that the ranks do not divide": (
         {"up": "d (f tp)"}, {}, cg.ShapeError,
-        "'d (f tp)' of up(D, 6; fp32): (f tp) splits size 6 into parts of 3/2; expected a size that the number of",
+        "'d (f tp)' of up(D, 6; fp32): (f tp) splits size 6 into parts of 3/2; expected a size that the ranks divide",
     ),
     "no text": ({"up": 3}, {}, cg.GraphError, f"placements is {{'up': 3}}, {TEXTS}"),
     "no mapping": (["up"], {}, cg.GraphError, f"placements is ['up'], {TEXTS}"),

@@ -785,8 +785,8 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
         part = size / prod((used[a] for a in axes if a in used), start=poly(blocks))
         if part.constant is not None and not isinstance(part.constant, int):
             raise ShapeError(
-                f"{where}: ({' '.join(group)}) splits size {size} into parts of {part}; expected a size that the "
-                f"number of ranks divides"
+                f"{where}: ({' '.join(group)}) splits size {size} into parts of {part}; expected a size that the ranks "
+                f"divide"
             )
         out.append(tidy([poly(blocks), *(a for a in axes if a in used), part]))
     return Placement(tuple(out))
