@@ -132,9 +132,9 @@ class _Offloader(Rewriter):
         self.kinds, self.link, self.done = kinds, link, done
         self.copies: dict[tuple[Tensor, str, Graph], Tensor] = {}
         """Copy of a new tensor in the other memory, by pass."""
-        self.away: dict[Tensor, Tensor] = {}
+        self.host_copies: dict[Tensor, Tensor] = {}
         """Host copy of an old tensor, read by later passes."""
-        self.leaving: set[Tensor] = set()
+        self.returned_to_host: set[Tensor] = set()
         """Old tensors that iterations return on the host."""
         self.operands: dict[Tensor, Tensor] = {}
         """Operands by formal, for the kernel being copied."""
@@ -177,7 +177,7 @@ class _Offloader(Rewriter):
                 if result is t:
                     yield from [owner] if i < len(owner.loop.carries) else self.readers(owner.results[i])
 
-    def leaves(self, t: Tensor) -> bool:
+    def goes_to_host(self, t: Tensor) -> bool:
         """Whether all later passes read a tensor on the host."""
         producer = t.producer
         if producer is None or t.role != "activation" or _is_view(producer):
@@ -201,7 +201,7 @@ class _Offloader(Rewriter):
         if op.phase == "forward":
             return self.current(t)
         view = t.producer
-        operand: Tensor | None = self.away.get(t)
+        operand: Tensor | None = self.host_copies.get(t)
         if (
             operand is None
             and view is not None
@@ -211,7 +211,7 @@ class _Offloader(Rewriter):
         ):
             base = self.operand(view.operands[0], op, new)
             if base.storage.host:  # view the copy: a view of the original would keep it on the device
-                operand = self.away[t] = new.add_op(view.kind, [base], view.name, op.phase).results[0]
+                operand = self.host_copies[t] = new.add_op(view.kind, [base], view.name, op.phase).results[0]
         return self.current(t) if operand is None else operand
 
     def current(self, t: Tensor) -> Tensor:
@@ -257,11 +257,11 @@ class _Offloader(Rewriter):
         """Send a tensor to the host if it is offloaded."""
         owner = t.graph.owner
         returned = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
-        if self.tensors[t].storage.pieces or not (t in self.leaving if returned else self.leaves(t)):
+        if self.tensors[t].storage.pieces or not (t in self.returned_to_host if returned else self.goes_to_host(t)):
             return
-        self.away[t] = self.in_memory(self.tensors[t], op, new, host=True)
+        self.host_copies[t] = self.in_memory(self.tensors[t], op, new, host=True)
         if op.phase != "forward":
-            self.tensors[t] = self.away[t]
+            self.tensors[t] = self.host_copies[t]
 
     def view(self, op: Op, new: Graph) -> None:
         """Add a view or `KeepAlive` of a tensor in whichever memory has it; a mere `KeepAlive` fetches nothing."""
@@ -323,7 +323,9 @@ class _Offloader(Rewriter):
     def loop(self, op: Op, loop: Loop, new: Graph) -> None:
         """Add a loop; slices are fetched in each iteration, captured tensors before it."""
         host, old = self.on_host(op), loop.body
-        self.leaving |= {t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.leaves(r)}
+        self.returned_to_host |= {
+            t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.goes_to_host(r)
+        }
         starts = [self.in_memory(self.operand(t, op, new), op, new, host=host) for t in loop.starts]
         xs = [self.sliced(t, op, new) for t in loop.xs]
         shared = [
@@ -336,8 +338,8 @@ class _Offloader(Rewriter):
             formal.offset, formal.domain = outer.offset if f in loop.captured else f.offset, f.domain
             self.tensors[f] = formal
         for f in loop.carries:
-            if f in self.leaving:
-                self.away[f] = self.in_memory(self.tensors[f], op, body, host=True)
+            if f in self.returned_to_host:
+                self.host_copies[f] = self.in_memory(self.tensors[f], op, body, host=True)
         self.fill(old, body)
         outputs = [self.in_memory(self.tensors[t], op, body, host=host) for t in loop.nexts]
         outputs += [self.iteration_output(t, op) for t in (*loop.ys, *loop.saved)]
@@ -363,7 +365,7 @@ class _Offloader(Rewriter):
     def iteration_output(self, t: Tensor, op: Op) -> Tensor:
         """Return an output of an iteration, on the host if offloaded; an inner loop has moved its own results."""
         computed = self.current(t)
-        return self.away.get(t, computed) if t in self.leaving else computed
+        return self.host_copies.get(t, computed) if t in self.returned_to_host else computed
 
     def shared(self, operand: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
         """Return a captured operand, copied before the loop if all readers are in the other memory.

@@ -37,11 +37,11 @@ __all__ = [
     "idle_at",
     "run_actions",
     "sizes",
-    "at_last",
+    "waiting_at_last_forward",
     "other_waiting",
     "in_flight",
-    "of_end",
-    "reached",
+    "end_stage_peaks",
+    "until_each_chunk",
     "sends",
     "RankOrder",
 ]
@@ -70,7 +70,7 @@ class Action(NamedTuple):
 class Schedule:
     """A rank's work, as phases in which a sequence of words repeats.
 
-    A word is an action, followed by the rank's chunk unless chunks take turns. A bare `W` belongs to the oldest
+    A word is an action, followed by the rank's chunk unless chunks alternate. A bare `W` belongs to the oldest
     micro-batch without weight gradients. Counts are formulas in micro-batches m, ranks p, chunks v per rank, and the
     rank r.
     """
@@ -597,7 +597,7 @@ def _fitted(name: str, count: Callable[[_ActionList, int], int], position: str, 
 
 
 @cache
-def reached(name: str) -> Poly:
+def until_each_chunk(name: str) -> Poly:
     """Return the number of weight gradients until each chunk of a rank has one."""
 
     def count(actions: _ActionList, v: int) -> int:
@@ -608,7 +608,7 @@ def reached(name: str) -> Poly:
 
 
 @cache
-def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
+def end_stage_peaks(name: str, last: bool) -> tuple[Poly, Poly]:
     """Return the peak number of micro-batches that a rank holds of the first or last stage of the model.
 
     The first number counts until the input gradient, the second those that await only weight gradients other_waiting a
@@ -630,7 +630,7 @@ def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
 
 
 @cache
-def at_last(name: str, chunk: int, position: str) -> Poly:
+def waiting_at_last_forward(name: str, chunk: int, position: str) -> Poly:
     """Return how many micro-batches of chunk 0 or -1 await their backward pass at a rank's last forward."""
 
     def count(actions: _ActionList, v: int) -> int:
@@ -762,20 +762,20 @@ class RankOrder:
         for *pair, at_once in other_waiting(self.name):
             waits, weights = (n.bind(sizes) for n in pair)
             if later:  # everything left except the running one
-                remaining = smaller(waits + weights, self.m * self.v - reached(self.name).bind(sizes) - 1)
+                remaining = smaller(waits + weights, self.m * self.v - until_each_chunk(self.name).bind(sizes) - 1)
                 weights = smaller(weights, remaining) if weights else ZERO
                 waits = remaining - weights
             # chunks that await their backward pass beyond the groups that the pass itself goes through
             beyond = waits - (self.v - 1)
             before, behind = (
-                self.of_end(at_end, sizes) if present and self.v != ONE else (beyond, weights)
+                self.end_waiting(at_end, sizes) if present and self.v != ONE else (beyond, weights)
                 for present, at_end in ((first, False), (last, True))
             )
             yield (beyond, weights, *before, *behind, ONE if at_once else ZERO)
 
-    def of_end(self, last: bool, sizes: Mapping[str, Poly]) -> tuple[Poly, Poly]:
+    def end_waiting(self, last: bool, sizes: Mapping[str, Poly]) -> tuple[Poly, Poly]:
         """Return the numbers of waiting micro-batches of an end of the model, without the running one."""
-        waits, weights = (n.bind(sizes) for n in of_end(self.name, last))
+        waits, weights = (n.bind(sizes) for n in end_stage_peaks(self.name, last))
         return waits - 1, weights
 
     def ends(self, *, first: bool, last: bool, turning: bool) -> tuple[Poly, Poly]:
@@ -788,9 +788,12 @@ class RankOrder:
             return ZERO, ZERO
         folded, sizes = self.schedule.folded, {**dict(zip("pm", self.totals, strict=True)), "v": self.v}
         if folded and turning and not last:
-            counts = at_last(self.name, -1, "last"), at_last(self.name, 0, "last")
+            counts = waiting_at_last_forward(self.name, -1, "last"), waiting_at_last_forward(self.name, 0, "last")
         else:
-            counts = at_last(self.name, 0, "first"), at_last(self.name, -1, "first" if folded else "last")
+            counts = (
+                waiting_at_last_forward(self.name, 0, "first"),
+                waiting_at_last_forward(self.name, -1, "first" if folded else "last"),
+            )
         return counts[0].bind(sizes), counts[1].bind(sizes)
 
 

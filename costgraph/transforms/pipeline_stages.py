@@ -67,15 +67,15 @@ class StageCuts:
     forward: Op
     backward: Op | None
     """None for a pass without gradients."""
-    behind: frozenset[Op]
+    last_stage: frozenset[Op]
     """Last-stage ops, after the forward layers and before the backward ones."""
     before: Poly
     """Number of leading layers of another kind, all in the first stage."""
-    ahead: frozenset[Op] = frozenset()
+    first_stage: frozenset[Op] = frozenset()
     """First-stage ops that read the gradients of the first layer's inputs."""
     sums: Mapping[Op, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Sums of gradients from both stages, for shared parameters, with their two terms."""
-    added: frozenset[Op] = frozenset()
+    sum_readers: frozenset[Op] = frozenset()
     """Ops that read these sums."""
     weights: frozenset[Op] = frozenset()
     """Loops that compute weight gradients later, and the `KeepAlive` ops that extend live ranges until then."""
@@ -118,20 +118,24 @@ def planned(graph: Graph) -> StageCuts:
         raise UnsupportedError(
             f"parallelize: pp: the layers of graph {graph.name!r} share a parameter; expected parameters of their own"
         )
-    ahead = _after(home, backward.lasts, None)
-    behind = _after(home, forward.lasts, backward.op) - ahead
-    sums = dict(_sums(home, behind, ahead))
-    added = _after(home, [t for op in sums for t in op.results], None)
+    first_stage = _after(home, backward.lasts, None)
+    last_stage = _after(home, forward.lasts, backward.op) - first_stage
+    sums = dict(_sums(home, last_stage, first_stage))
+    sum_readers = _after(home, [t for op in sums for t in op.results], None)
     before = total(f.count for f, _ in pairs[:-1])
-    late = {o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs)}
-    late |= {o for o in home.ops if isinstance(o.kind, KeepAlive) and o.operands[0].producer in late}
-    return StageCuts(home, forward.op, backward.op, behind, before, ahead, sums, added, frozenset(late))
+    weights = {o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs)}
+    weights |= {o for o in home.ops if isinstance(o.kind, KeepAlive) and o.operands[0].producer in weights}
+    return StageCuts(
+        home, forward.op, backward.op, last_stage, before, first_stage, sums, sum_readers, frozenset(weights)
+    )
 
 
-def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
+def _sums(
+    home: Graph, last_stage: frozenset[Op], first_stage: frozenset[Op]
+) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
     """Yield the ops that add last-stage gradients to first-stage ones."""
     for op in home.ops:
-        late = [t for t in op.operands if t.producer in behind] if op in ahead else []
+        late = [t for t in op.operands if t.producer in last_stage] if op in first_stage else []
         if not late:
             continue
         adds = isinstance(op.kind, Accumulate) or (isinstance(op.kind, Pointwise) and op.kind.function.name == "add")
@@ -171,7 +175,7 @@ class StageExtractor(Rewriter):
         half: bool = False,
     ) -> None:
         super().__init__(values)
-        self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
+        self.flags, self.all_reduces = dict[Tensor, None](), dict[str, str]()
         self.stage_scalars, self.split_stacks = set[Tensor](), set[Tensor]()
         """Scalars equal on all stages, and stacks of scalars that are split between stages."""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
@@ -180,7 +184,7 @@ class StageExtractor(Rewriter):
         self.required: set[Tensor] = set()
         self.ops = self.needed()
         self.used = self.sources()
-        self.left = self.omitted_sources()
+        self.omitted = self.omitted_sources()
 
     # -- selection -----------------------------------------------------------------------------------------------
 
@@ -188,13 +192,13 @@ class StageExtractor(Rewriter):
         """Return the ops that this stage executes, and record the tensors they read."""
         plan, ops = self.plan, {*self.plan.loops}
         if self.last:
-            ops |= plan.behind | plan.added | plan.sums.keys()
+            ops |= plan.last_stage | plan.sum_readers | plan.sums.keys()
         if self.first:
-            ops |= plan.ahead
-            ops |= {op for op in plan.home.ops if op not in plan.behind and self.unread(op)}
+            ops |= plan.first_stage
+            ops |= {op for op in plan.home.ops if op not in plan.last_stage and self.unread(op)}
         for op in reversed(plan.home.ops):
             if op in ops or not self.required.isdisjoint(op.results):
-                if op in plan.behind and not self.last:
+                if op in plan.last_stage and not self.last:
                     raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last stage")
                 ops.add(op)
                 self.required |= {*self.read(op)}
@@ -225,7 +229,7 @@ class StageExtractor(Rewriter):
     def initial_value(self, op: Op) -> Tensor | None:
         """Return a sum's initial value without last-stage terms, None for a sum of two terms."""
         t = op.operands[0]
-        while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
+        while isinstance(op.kind, Accumulate) and t.producer in self.plan.last_stage:
             if not isinstance(t.producer.kind, Accumulate):
                 return None
             t = t.producer.operands[0]
@@ -267,13 +271,13 @@ class StageExtractor(Rewriter):
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(copy for t in old.outputs if (copy := self.tensors[t]) is not None))
-            grads = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.left}
+            grads = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.omitted}
             new.gradients |= {t: g for t, g in grads.items() if t is not None and g is not None}
         return new.freeze()
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor | None:
         """Copy a source, unless it belongs to another rank."""
-        if old in self.left:
+        if old in self.omitted:
             return None
         copy: Tensor = super().source(old, new, suffix)
         passes = self.plan.home.owner
@@ -419,7 +423,7 @@ class StageExtractor(Rewriter):
         """Mark scalars for an all-reduce over the stages, inserted once all placements are known."""
         for t in tensors:
             self.tensors[t] = self.step(KeepAlive(), t, f"{t.name}.all_reduce", op, new)
-            self.meets[self.tensors[t].producer.name] = operation
+            self.all_reduces[self.tensors[t].producer.name] = operation
             self.stage_scalars.add(t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, op: Op, new: Graph) -> Tensor:
@@ -656,7 +660,7 @@ class Stage(NamedTuple):
     waiting: InFlightMicroBatches | None = None
     shared: frozenset[str] = frozenset()
     """parameters that the rank at the other end has too"""
-    meets: Mapping[str, str] = MappingProxyType({})
+    all_reduces: Mapping[str, str] = MappingProxyType({})
     """all-reduces of scalars over the stages: op name to reduction"""
 
 
@@ -737,7 +741,7 @@ def in_stages(
     ]
     twice = order.schedule.both_ways
     shared_by_kind = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
-    return list(map(Stage, graphs, in_flight, shared_by_kind, (share.meets for share in shares)))
+    return list(map(Stage, graphs, in_flight, shared_by_kind, (share.all_reduces for share in shares)))
 
 
 def _passes(graph: Graph, plan: StageCuts, order: RankOrder, layer_counts: Sequence[int]) -> list[Stage]:
@@ -892,18 +896,18 @@ class _StageReductions(Rewriter):
 
     def __init__(self, graph: Graph, stage: Stage) -> None:
         super().__init__()
-        self.left = [_before_updates(g) for t, g in graph.gradients.items() if t.name in stage.shared]
+        self.unreduced = [_before_updates(g) for t, g in graph.gradients.items() if t.name in stage.shared]
         self.stage = stage
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        if new.parent is None and op.name in self.stage.meets:
+        if new.parent is None and op.name in self.stage.all_reduces:
             assert self.stage.waiting is not None
-            ranks, operation = self.stage.waiting.stages, self.stage.meets[op.name]
+            ranks, operation = self.stage.waiting.stages, self.stage.all_reduces[op.name]
             kind = Collective(collective="all_reduce", ranks=ranks, axis="pp", operation=operation)
             self.add(op, kind, [self.tensors[t] for t in op.operands], new)
             return
-        while self.left and op.phase == "optimizer" and new.parent is None:
-            g = self.left.pop()
+        while self.unreduced and op.phase == "optimizer" and new.parent is None:
+            g = self.unreduced.pop()
             kind = Collective(collective="all_reduce", ranks=poly(2), axis="pp")
             reduced = new.add_op(kind, [self.tensors[g]], f"{g.name}.all_reduce", "backward")
             self.tensors[g] = reduced.results[0]
@@ -919,14 +923,14 @@ def _before_updates(gradient: Tensor) -> Tensor:
 
 def with_stage_reductions(graph: Graph, stage: Stage) -> Graph:
     """Return a pipeline rank's graph, including communication between stages."""
-    result = _StageReductions(graph, stage).run(graph) if stage.shared or stage.meets else graph
+    result = _StageReductions(graph, stage).run(graph) if stage.shared or stage.all_reduces else graph
     result.waiting = stage.waiting
     return result
 
 
 def _need_constant_sizes(plan: StageCuts, layers: str) -> None:
     """Raise UnsupportedError for sizes outside the layers that depend on their number."""
-    for op in {*plan.behind, *plan.ahead}:
+    for op in {*plan.last_stage, *plan.first_stage}:
         for t in op.results:
             if any(layers in n.names() for n in t.sizes):
                 raise UnsupportedError(

@@ -57,7 +57,7 @@ class _Pass:
     graph: Graph
     grads: dict[Tensor, Tensor]
     """gradients by source"""
-    stay: set[Tensor]
+    persistent: set[Tensor]
     """sources whose gradient buffers persist across steps"""
 
 
@@ -343,7 +343,7 @@ def _update(result: _Pass, optimizer: Optimizer, formats: Policy, clip: float | 
         if clip is not None:
             _, slots = clip_grad_norm(slots, clip)
         slots = optimizer.update(slots)
-        stay = [slot for t, slot in zip(params, slots, strict=True) if t in result.stay]
+        stay = [slot for t, slot in zip(params, slots, strict=True) if t in result.persistent]
         if stay:
             zero_grad(stay, set_to_none=False)
 

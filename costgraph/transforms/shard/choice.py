@@ -63,7 +63,7 @@ class PlacedOperand:
     """None if it is created for this reader, at any placement."""
     gathered: Collection[str] = ()
     """Mesh axes along which it is gathered for its readers: a parameter under ZeRO-3."""
-    stays: bool = False
+    is_param: bool = False
     """Whether it is a parameter, to which the other operands are redistributed."""
     name: str = ""
     """The tensor's name."""
@@ -152,7 +152,7 @@ class _Op:
 
     def same_on(self, axis: str, preferred: Mapping[str, str]) -> bool:
         """Whether ranks along an axis replicate a parameter that other members of a joint axis split."""
-        stay = [g.placement.axes for g in self.operands if g.stays and g.placement is not None]
+        stay = [g.placement.axes for g in self.operands if g.is_param and g.placement is not None]
         return any(axis not in axes and self.mesh.beside(axis) & {*axes} for axes in (*stay, preferred))
 
     def alone(self, name: str, axis: str, taken: Mapping[str, str]) -> bool:
@@ -176,7 +176,7 @@ class _Op:
         if self.rule.paired:
             return {n: indices for n, indices in names.items() if n in self.rule.paired}
         name = next((n for n in rows if n in self.result_names), rows[0])
-        lost = (i for n, indices in names.items() if n != name for i in indices if self.operands[i].stays)
+        lost = (i for n, indices in names.items() if n != name for i in indices if self.operands[i].is_param)
         self.moved += [(i, axis, "rows are sharded along it") for i in lost]
         return {name: []}
 
@@ -205,7 +205,7 @@ class _Op:
         """Choose a name: a parameter's first, then the requested one, then a result's."""
         if not names:
             return None
-        in_params = [n for n, indices in names.items() if any(self.operands[i].stays for i in indices)]
+        in_params = [n for n, indices in names.items() if any(self.operands[i].is_param for i in indices)]
         requested = [n for n in names if preferred.get(axis) == n]
         in_results = [n for n in names if n in self.result_names]
         name = (in_params or requested or in_results or list(names))[0]

@@ -85,7 +85,7 @@ class CarriedBuffer:
 class BodyGroups:
     """The state of a body's units while it is copied."""
 
-    around: Op | None = None
+    loop_op: Op | None = None
     """The loop, None for the graph itself."""
     layer: bool = False
     """Whether the body is an iteration of a loop over layers; it is one unit unless `split`."""
@@ -98,13 +98,13 @@ class BodyGroups:
     """Old casts of members to the format that is gathered, and the members."""
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     """Shards by member."""
-    halves: dict[Tensor, Tensor] = field(default_factory=dict)
+    kept_shards: dict[Tensor, Tensor] = field(default_factory=dict)
     """The part of each member that a rank keeps between the passes, if it is larger than the shard."""
-    open: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
+    unsharded: dict[str, dict[Tensor, Tensor]] = field(default_factory=dict)
     """Unsharded members, by unit."""
-    ahead: dict[str, list[Tensor]] = field(default_factory=dict)
+    prefetched: dict[str, list[Tensor]] = field(default_factory=dict)
     """Prefetched buffers, by unit."""
-    late: dict[Tensor, str] = field(default_factory=dict)
+    unreduced: dict[Tensor, str] = field(default_factory=dict)
     """Old gradients that are not reduced yet, and their units."""
     waiting: dict[Tensor, Op] = field(default_factory=dict)
     """Old tensors that wait for reduced gradients, and the ops that compute them."""
@@ -115,7 +115,7 @@ class BodyGroups:
     inputs: list[Tensor] = field(default_factory=list)
     """Reduce-scatter inputs that are freed just before the next ones are filled."""
     carried: list[CarriedBuffer] = field(default_factory=list)
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    residuals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Members that stay unsharded for the backward pass."""
     end: Op | None = None
     """The last op of the forward pass that reads a member."""
@@ -158,7 +158,7 @@ class BodyGroups:
 
     def _narrows(self, op: Op, cast: Tensor, dtype: str | None) -> bool:
         """Whether an op casts a member to the gathered format, for the passes only."""
-        escapes = cast in op.graph.outputs and (self.around is None or cast not in self.around.loop.saved)  # type: ignore[union-attr]
+        escapes = cast in op.graph.outputs and (self.loop_op is None or cast not in self.loop_op.loop.saved)  # type: ignore[union-attr]
         member = is_cast(op) and any(op.operands[0] in unit.members for unit in self.units)
         return (
             member and cast.dtype.name == dtype and not escapes and all(map(window, (op, *op.graph.successors(cast))))
@@ -209,7 +209,7 @@ class Buffers(GradBuffers):
         """The frame of the body that was copied last."""
         self.unsharded: dict[Tensor, Tensor] = {}
         """New stacks of parameters, and their unsharded residuals for the backward pass."""
-        self.early: dict[tuple[Op, Empty | Undef], Tensor] = {}
+        self.preallocated: dict[tuple[Op, Empty | Undef], Tensor] = {}
         """Buffers that are allocated before a loop, for its first layer."""
 
     def keep_alive(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
@@ -255,12 +255,12 @@ class Buffers(GradBuffers):
         """Add a carry to the loop that is being written, and return its formal."""
         host, frame = body.parent, self.frame
         assert host is not None
-        assert frame.around is not None
-        start = self.early.get((frame.around, kind))
-        start = start or add_op(host, kind, [], f"{frame.around.name}.{role}", frame.around.phase)
+        assert frame.loop_op is not None
+        start = self.preallocated.get((frame.loop_op, kind))
+        start = start or add_op(host, kind, [], f"{frame.loop_op.name}.{role}", frame.loop_op.phase)
         formal = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
         body.formals.remove(formal)  # carries come first
-        body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), formal)  # type: ignore[union-attr]
+        body.formals.insert(len(frame.loop_op.loop.carries) + len(frame.carried), formal)  # type: ignore[union-attr]
         frame.carried.append(CarriedBuffer(role, start))
         return formal
 
@@ -287,7 +287,7 @@ class Buffers(GradBuffers):
         assert loop is not None
         (carried, xs, shared), carries = operands, len(loop.carries)
         stacks = dict(zip(loop.slices, xs, strict=True))
-        residuals = [(stacks[t], full) for t, full in frame.kept if t in stacks]
+        residuals = [(stacks[t], full) for t, full in frame.residuals if t in stacks]
         nexts = [c.next for c in frame.carried if c.next is not None]
         # a cast of a parameter is gathered again, so it is not a residual
         regathered = {i: stacks[frame.casts[t]] for i, t in enumerate(loop.body.outputs) if t in frame.casts}
@@ -337,7 +337,7 @@ class Reducing(Buffers):
         if op.results and op.results[0] in frame.casts:  # the gathered parameter has the format already
             self.tensors[op.results[0]] = self.tensors[op.operands[0]]
             return True
-        waits = op.loop is None and any(t in frame.late or t in frame.waiting for t in op.operands)
+        waits = op.loop is None and any(t in frame.unreduced or t in frame.waiting for t in op.operands)
         if not waits or (op.phase == "optimizer" and not frame.layer):
             return False
         frame.waiting |= dict.fromkeys(op.results, op)
@@ -363,7 +363,7 @@ class Reducing(Buffers):
         axes = self.reducible(local, self.grad_placements[t])
         if self.policy is None or not self.policy.by_unit or self.open_kernel is not None or not axes:
             return False
-        self.frame.late[t] = self._unit(t)
+        self.frame.unreduced[t] = self._unit(t)
         return True
 
     def _unit(self, t: Tensor) -> str:
@@ -401,7 +401,7 @@ class Reducing(Buffers):
         # along axes that replicate the whole unit, all-reduce after the reduce-scatter: fewer bytes
         copied = {a for a in self.mesh if all(self._summed(t, a) for t in grads)}
         for t in grads:
-            del self.frame.late[t]
+            del self.frame.unreduced[t]
             want = self.grad_placements[t]
             axes = self.reducible(self.tensors[t], want)
             pending = tuple(p for p in self.placements[self.tensors[t]].partial if p[0] in {*axes, *copied})
@@ -414,7 +414,7 @@ class Reducing(Buffers):
             self.frame.inputs += inputs
         waiting = list(dict.fromkeys(self.frame.waiting.values()))
         for op in waiting:
-            if not any(t in self.frame.late or t in self.frame.waiting for t in op.operands):
+            if not any(t in self.frame.unreduced or t in self.frame.waiting for t in op.operands):
                 for t in op.results:
                     del self.frame.waiting[t]
                 self.emit(op, new)
@@ -492,8 +492,8 @@ class ParamGroups(Reducing):
         """Reshard open units at the end of a body, and reduce the remaining gradients."""
         for unit in self.frame.units if self.frame.layer else ():
             self._reshard(unit, self._phase(old), new)
-        for key in dict.fromkeys(self.frame.late.values()):
-            self.reduce([t for t, k in self.frame.late.items() if k == key], new)
+        for key in dict.fromkeys(self.frame.unreduced.values()):
+            self.reduce([t for t, k in self.frame.unreduced.items() if k == key], new)
         if self.frame.split:
             self.carry_last_buffers(new, self._phase(old))
         if old.parent is None:  # gradients refer to shards
@@ -504,7 +504,7 @@ class ParamGroups(Reducing):
         return "forward" if old.owner is None else window(old.owner) or "backward"
 
     def _frame(self, old: Graph, new: Graph) -> BodyGroups:
-        frame = BodyGroups(around=old.owner)
+        frame = BodyGroups(loop_op=old.owner)
         if self.policy is None or not self.policy.by_unit:
             return frame
         if old.parent is None:
@@ -568,8 +568,8 @@ class ParamGroups(Reducing):
     def before(self, op: Op, new: Graph) -> None:
         """Unshard units that an op is the first to read, and reduce gradients that it reads."""
         frame = self.frame
-        while any(t in frame.late or t in frame.waiting for t in op.operands):
-            self.reduce([*frame.late], new)
+        while any(t in frame.unreduced or t in frame.waiting for t in op.operands):
+            self.reduce([*frame.unreduced], new)
         if frame.layer and not frame.split:
             self._bind_members(op, new)
             return
@@ -587,7 +587,7 @@ class ParamGroups(Reducing):
             unit = self.frame.by_storage.get(t.storage)
             if unit is None:
                 continue
-            unsharded = self.frame.open.get(unit.key) if window(op) else None
+            unsharded = self.frame.unsharded.get(unit.key) if window(op) else None
             self.tensors[t] = self._member(t, self.frame.shards if unsharded is None else unsharded, new)
 
     def _member(self, t: Tensor, values: dict[Tensor, Tensor], new: Graph) -> Tensor:
@@ -610,7 +610,7 @@ class ParamGroups(Reducing):
         frame = self.frame
         for t in op.results:  # views of members, and updated members
             if t.storage in frame.by_storage and t in self.tensors and t not in frame.casts:
-                unsharded = frame.open.get(frame.by_storage[t.storage].key) if window(op) else None
+                unsharded = frame.unsharded.get(frame.by_storage[t.storage].key) if window(op) else None
                 (frame.shards if unsharded is None else unsharded)[t] = self.tensors[t]
         if frame.split or not frame.layer:
             for unit, phase in list(frame.ending(op)):
@@ -623,7 +623,7 @@ class ParamGroups(Reducing):
 
     def _part(self, t: Tensor, phase: str) -> Tensor:
         """Return the part of a member that a rank has at the start of a pass."""
-        return self.frame.halves.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
+        return self.frame.kept_shards.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
 
     def _format(self, t: Tensor) -> DType:
         """Return the format in which a member is gathered."""
@@ -641,7 +641,7 @@ class ParamGroups(Reducing):
     def _unshard(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
-        if unit.key not in frame.open:
+        if unit.key not in frame.unsharded:
             self._all_gather(unit, phase, old, new)
         if policy.prefetch and phase == "backward" and frame.split:
             order = frame.ordered(phase, old)
@@ -650,26 +650,26 @@ class ParamGroups(Reducing):
                 for c in (c for c in frame.carried if c.role == "flat"):
                     kind = Empty(sizes=c.start.sizes, dtype=c.start.dtype)
                     c.next = add_op(new, kind, [], f"{c.start.name}.next", phase)
-            elif ahead[0].key not in {*frame.open, *frame.ahead}:
-                frame.ahead[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
+            elif ahead[0].key not in {*frame.unsharded, *frame.prefetched}:
+                frame.prefetched[ahead[0].key] = self._buffers(ahead[0], phase, old, new)
         elif policy.prefetch and phase == "backward" and not frame.layer:
             following = frame.following(unit, old)
             if isinstance(following, Op):
                 self._before_layers(following, new)
-            elif following is not None and following.key not in {*frame.open, *frame.ahead}:
-                frame.ahead[following.key] = self._buffers(following, phase, old, new)
+            elif following is not None and following.key not in {*frame.unsharded, *frame.prefetched}:
+                frame.prefetched[following.key] = self._buffers(following, phase, old, new)
 
     def _all_gather(self, unit: ParamGroup, phase: str, old: Graph, new: Graph) -> None:
         """All-gather a unit, into prefetched buffers if there are any."""
         frame, policy = self.frame, self.policy
         assert policy is not None
-        flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, old, new)
+        flats = frame.prefetched.pop(unit.key, None) or self._buffers(unit, phase, old, new)
         if policy.prefetch and phase == "forward":
             flats = self.after_last(flats, new, phase)
         unsharded: dict[Tensor, Tensor] = {}
         for (axes, members), flat in zip(self._groups(unit, phase), flats, strict=True):
             unsharded |= self._copied_out(members, axes, flat, new, phase)
-        frame.open[unit.key] = unsharded
+        frame.unsharded[unit.key] = unsharded
 
     def _before_layers(self, op: Op, new: Graph) -> None:
         """Allocate the buffers of a loop's first layer before the loop, as it is the next unit."""
@@ -680,7 +680,7 @@ class ParamGroups(Reducing):
         slices = {*loop.slices}
         if is_pass(loop.body) or not slices & outer.keys():
             return
-        frame = BodyGroups(around=op, layer=True, shards=outer)
+        frame = BodyGroups(loop_op=op, layer=True, shards=outer)
         layers = self._layers({f: self.names.get(t, t.name) for f, t in outer.items()}, loop.body)
         frame.note(loop.body, {**dict.fromkeys(outer, "layer"), **layers}, policy.param_dtype)
         outer_frame, self.frame = self.frame, frame
@@ -688,7 +688,7 @@ class ParamGroups(Reducing):
             for axes, members in self._groups(unit, "backward"):
                 size = total(numel(outer[t].sizes[t in slices :]) for t in members)
                 kind = Empty(sizes=(*(self.mesh[a] for a in axes), size), dtype=self._format(members[0]))
-                self.early[op, kind] = add_op(new, kind, [], f"{op.name}.flat", op.phase)
+                self.preallocated[op, kind] = add_op(new, kind, [], f"{op.name}.flat", op.phase)
         self.frame = outer_frame
 
     def _shard_of(self, t: Tensor) -> Tensor | None:
@@ -754,17 +754,17 @@ class ParamGroups(Reducing):
     def _reshard(self, unit: ParamGroup, phase: str, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
-        unsharded = frame.open.get(unit.key)
+        unsharded = frame.unsharded.get(unit.key)
         if unsharded is None:
             return
         between = policy.between(unit.key) & self.requested.gathered
         if phase == "forward" and not between:
-            frame.kept += ((t, unsharded[t]) for t in unit.members if frame.layer)
+            frame.residuals += ((t, unsharded[t]) for t in unit.members if frame.layer)
             return
         if phase == "forward" and between != self.requested.gathered:
-            frame.halves |= {t: self._kept_part(t, unsharded[t], between, new, phase) for t in unit.members}
-            frame.kept += ((t, frame.halves[t]) for t in unit.members if frame.layer)
+            frame.kept_shards |= {t: self._kept_part(t, unsharded[t], between, new, phase) for t in unit.members}
+            frame.residuals += ((t, frame.kept_shards[t]) for t in unit.members if frame.layer)
         self.keep_alive([unsharded[t] for t in unit.members], new, phase)
-        del frame.open[unit.key]
+        del frame.unsharded[unit.key]
         self.tensors |= {t: frame.shards[t] for t in unit.members}
-        self.reduce([t for t, key in frame.late.items() if key == unit.key], new)
+        self.reduce([t for t, key in frame.unreduced.items() if key == unit.key], new)

@@ -120,7 +120,7 @@ class GradBuffers(PlacedTensors):
             and isinstance(producer.kind, Einsum)
         ):
             self.products[source] = term.dtype
-        stays = self.requested.staying[self.grad_of_buffer[source]]
+        stays = self.requested.param_axes[self.grad_of_buffer[source]]
         earlier = self.terms[source].pending if source in self.terms else None
         pending = {a for a, operation in self.placements[term].partial if operation == "sum" and a not in stays}
         pending &= {*(pending if earlier is None else earlier)}

@@ -169,9 +169,9 @@ class _Reduction:
     """Enclosing loops, outermost first."""
     outer: Tensor
     """The result outside all loops."""
-    late: bool
+    deferred: bool
     """Whether it is not needed before the end of the backward pass."""
-    stays: bool
+    persistent: bool
     """Whether the gradient has a persistent buffer that serves as its bucket."""
     bucket: Tensor = field(init=False)
     """The bucket in the new graph."""
@@ -232,7 +232,12 @@ class _InBuckets(Rewriter):
                 f"accumulate into it; expected reduce_each=False, a step with set_to_none=False, or view=False"
             )
         return _Reduction(
-            t, tuple(chain), loops, outer, late=alone and not per_micro_batch, stays=persistent and self.policy.view
+            t,
+            tuple(chain),
+            loops,
+            outer,
+            deferred=alone and not per_micro_batch,
+            persistent=persistent and self.policy.view,
         )
 
     def reduces(self, op: Op) -> bool:
@@ -245,7 +250,7 @@ class _InBuckets(Rewriter):
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops, and add buckets."""
         for r in self.by_op.values() if old.parent is None else ():
-            if not r.stays:
+            if not r.persistent:
                 r.bucket = self.declared(r, new)
         super().fill(old, new, suffix)
         if old.parent is None:
@@ -264,7 +269,9 @@ class _InBuckets(Rewriter):
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
         """Return the placements of the new graph, buckets included."""
         placed = super().laid(old, sharding)
-        buckets = {r.bucket.storage.name: sharding.gradients[r.param.name] for r in self.by_op.values() if not r.stays}
+        buckets = {
+            r.bucket.storage.name: sharding.gradients[r.param.name] for r in self.by_op.values() if not r.persistent
+        }
         return replace(placed, places={**placed.places, **buckets}, own=(*placed.own, *buckets))
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -281,7 +288,7 @@ class _InBuckets(Rewriter):
         """Add the reduction of a gradient in its bucket."""
         grad, name, phase = self.tensors[r.chain[0].operands[0]], r.chain[0].name, r.chain[0].phase
         (x,), t = r.chain[0].operands, grad
-        if not r.stays:
+        if not r.persistent:
             if not self.policy.view and not self.is_alone(x):
                 copy = Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True)
                 grad = add_op(new, copy, [grad], f"{name}.own", phase)
@@ -289,13 +296,13 @@ class _InBuckets(Rewriter):
         for op in r.chain:
             kind = op.kind
             assert isinstance(kind, Collective)
-            inplace = not r.stays or kind.inplace or self.is_alone(x)
+            inplace = not r.persistent or kind.inplace or self.is_alone(x)
             (t,) = self.add(op, replace(kind, inplace=inplace, bucket=self.policy.limits), [t], new).results
-        if not r.stays:
+        if not r.persistent:
             r.bucket = t
         if not self.policy.view:
-            t = grad if r.late else add_op(new, Pack(), [grad, t], f"{name}.copy_out", phase)
-            if r.late:
+            t = grad if r.deferred else add_op(new, Pack(), [grad, t], f"{name}.copy_out", phase)
+            if r.deferred:
                 self.waiting.append(r)
         self.tensors[r.chain[-1].results[0]] = t
 
@@ -315,7 +322,7 @@ class _InBuckets(Rewriter):
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op; a loop receives the buckets of the gradients reduced in it."""
-        reduced = [r for r in self.by_op.values() if op in r.loops and not r.stays]
+        reduced = [r for r in self.by_op.values() if op in r.loops and not r.persistent]
         if not reduced:
             return super().copy(op, new, suffix)
         loop, kind = op.loop, op.kind

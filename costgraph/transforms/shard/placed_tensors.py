@@ -364,7 +364,7 @@ class RequestedPlacements:
     """Placements of old sources, and other old tensors with a stated placement."""
     gradients: Mapping[Tensor, Placement]
     """Placements of old gradients."""
-    staying: Mapping[Tensor, frozenset[str]]
+    param_axes: Mapping[Tensor, frozenset[str]]
     """Mesh axes along which the parameter of a gradient stays sharded while an op reads it."""
     gathered: frozenset[str]
     """Mesh axes along which parameters are all-gathered before use."""
@@ -423,7 +423,7 @@ class PlacedTensors(Rewriter):
         """Unrequested redistributions, in words."""
         self.grad_placements: dict[Tensor, Placement] = {}
         """Gradients of the old graph, and their placements."""
-        self.staying: dict[Tensor, frozenset[str]] = {}
+        self.param_axes: dict[Tensor, frozenset[str]] = {}
         self.rows = RankOrderedRows(requested.mesh)
         """New tensors whose rows are in rank-local order."""
         self.carried: set[Storage] = set()
@@ -442,7 +442,7 @@ class PlacedTensors(Rewriter):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the per-rank graph."""
         self.grad_placements = self.target_placements(old, self.requested.gradients)
-        self.staying = self.terms_of(old, self.requested.staying)
+        self.param_axes = self.terms_of(old, self.requested.param_axes)
         return super().run(old, name)
 
     def target_placements(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:

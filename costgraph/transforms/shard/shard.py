@@ -197,7 +197,7 @@ class Sharder(Cutting):
                 PlacedOperand(
                     self.placements[local],
                     gathered,
-                    stays=param,
+                    is_param=param,
                     name=t.name,
                     stated=fixed,
                     repeated=expanded_axes(local),
@@ -214,7 +214,7 @@ class Sharder(Cutting):
         placement, axes = self.requested.placements.get(result), None
         if chain is not None:
             grad = chain[-1].results[0] if chain else result
-            placement, axes = self.placement_before(self.grad_placements[grad], chain), self.staying[grad]
+            placement, axes = self.placement_before(self.grad_placements[grad], chain), self.param_axes[grad]
         operands = [self.tensors[t] for t in op.operands]
         placements = [self.placements[t] for t in operands if isinstance(t, Tensor)]
         if placement is None and any(p.pending for p in placements):
@@ -407,23 +407,25 @@ class Sharder(Cutting):
         for o, r in buffers.items():
             goal = self.buffer_placement(o)
             if r in self.grad_placements and goal is not None:
-                self.set_target(o, goal, self.staying[r])
+                self.set_target(o, goal, self.param_axes[r])
         for r, o in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
             if r in self.grad_placements and o not in buffers:
-                self.set_target(o, self.grad_placements[r].with_dims(self.grad_placements[r].dims[1:]), self.staying[r])
+                self.set_target(
+                    o, self.grad_placements[r].with_dims(self.grad_placements[r].dims[1:]), self.param_axes[r]
+                )
         for i, (r, o) in enumerate(zip(loop.lasts, loop.nexts, strict=True)):
             if o in buffers:
                 continue
             if r in self.grad_placements and not reduced_after_loop(loop, i, self.requested.reduce_each):
-                self.set_target(o, self.grad_placements[r], self.staying[r])
+                self.set_target(o, self.grad_placements[r], self.param_axes[r])
             elif r in self.grad_placements and is_pass(loop.body) and self.placements[carried[i]].pending:
-                self.set_target(o, self.placements[carried[i]], self.staying[r])
+                self.set_target(o, self.placements[carried[i]], self.param_axes[r])
 
-    def set_target(self, t: Tensor, placement: Placement, staying: frozenset[str]) -> None:
+    def set_target(self, t: Tensor, placement: Placement, param_axes: frozenset[str]) -> None:
         """Note the placement of a gradient that is computed inside a body."""
         terms = targets(t.graph, {t: placement}) if self.buffer(t) is None else targets(t.graph, {t: placement}, adds)
         self.grad_placements |= terms
-        self.staying |= dict.fromkeys(terms, staying)
+        self.param_axes |= dict.fromkeys(terms, param_axes)
 
     def partial_start(self, i: int, op: Op, placement: Placement) -> Placement | None:
         """Return the initial placement of a carry that is reduced after the loop; None if it has it already."""
@@ -652,7 +654,7 @@ def shard(
         gradients={
             g: grad_placements.get(t, tensor_placements.get(t, replicated[t])) for t, g in graph.gradients.items()
         },
-        staying={
+        param_axes={
             g: tensor_placements.get(t, replicated[t]).axes - gathered
             | tensor_placements.get(t, replicated[t]).axes & resident.get(t, frozenset())
             for t, g in graph.gradients.items()
