@@ -172,22 +172,22 @@ def test_gradients_that_stay_are_copied_once():
     with pytest.raises(cg.UnsupportedError) as refused:
         sharded(step(accumulate=2), cg.Buckets(view=True))
     assert str(refused.value) == (
-        "shard: buckets that the gradient of 'layers/w' stays in, to which micro-batches add: expected "
-        "reduce_each=False, a step with set_to_none=False, or view=False"
+        "shard: buckets with view=True cannot hold the gradient of 'layers/w', because micro-batches accumulate into "
+        "it; expected reduce_each=False, a step with set_to_none=False, or view=False"
     )
 
 
 def test_gradients_that_are_scattered_are_in_no_bucket():
     with pytest.raises(cg.UnsupportedError) as refused:
         cg.parallelize(training_step(load("gpt2")), dp=2, zero=2, buckets=cg.Buckets())
-    assert str(refused.value).startswith("shard: buckets beside ")
-    assert str(refused.value).endswith(": expected gradients that every rank has whole")
+    assert str(refused.value).startswith("shard: buckets cannot be combined with ")
+    assert str(refused.value).endswith("; expected gradients that are replicated on all ranks")
 
 
 @each(
     ("options", "text"),
     [
-        ({"axes": (1,)}, "Buckets: axes=(1,), expected a name or several"),
+        ({"axes": (1,)}, "Buckets: axes=(1,), expected one or several names"),
         ({"cap": 0}, "Buckets: cap is 0, expected bytes, at least 1"),
         ({"view": 1}, "Buckets: view is 1, expected True or False"),
     ],
@@ -199,5 +199,5 @@ def test_a_policy_is_looked_at(options, text):
 
 
 def test_its_axes_are_those_of_the_mesh():
-    with pytest.raises(cg.GraphError, match="shard: buckets along 'tp', expected axes of"):
+    with pytest.raises(cg.GraphError, match="shard: buckets: unknown axis 'tp', expected axes of"):
         sharded(step(), cg.Buckets("tp"))

@@ -135,12 +135,12 @@ def test_files_and_text_say_what_is_sent():
         (["--dp", "2", "--buckets", "many"], "--buckets 'many': expected none or copy or view"),
         (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
         (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),
-        (["--offload", "disk"], "offload: 'disk', expected of optimizer, parameters, activations"),
+        (["--offload", "disk"], "offload: 'disk', expected one of optimizer, parameters, activations"),
         (["--tp", "7"], "expected a positive whole number"),
         (["--pp", "2", "--stage", "third"], "--stage 'third': expected one of first, last"),
         (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),
         (["--pp", "2", "--layers", "1,x"], "--layers: got 'x', expected a size"),
-        (["--pp", "2", "--layers", "1,2,1"], "layers of 3 stages, expected as many as pp, which is 2"),
+        (["--pp", "2", "--layers", "1,2,1"], "layers lists 3 stages, expected pp=2"),
         (
             ["--pp", "2", "--accumulate", "2", "--micro-batches", "4"],
             "--micro-batches '4': expected '2', the value of --accumulate",
@@ -217,7 +217,10 @@ def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
     ("words", "text"),
     [
         ("decode llama-3-8b --hardware h100-sxm --tp x S=7", "--tp: got 'x', expected a size"),
-        ("decode llama-3-8b --hardware h100-sxm --micro-batches 2 S=7", "micro_batches is 2 of one stage, expected 1"),
+        (
+            "decode llama-3-8b --hardware h100-sxm --micro-batches 2 S=7",
+            "micro_batches is 2 with one pipeline stage, expected 1",
+        ),
         ("decode llama-3-8b --hardware h100-sxm --ep 2 S=7", "ep splits no parameter of graph 'llama-3-8b.decode'"),
         ("latency llama-3-8b --hardware h100-sxm --prompt 0 --steps 3 B=1", "--prompt: got '0', expected"),
         ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is no dimension of either graph"),

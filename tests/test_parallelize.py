@@ -134,7 +134,7 @@ def test_parts_of_sums_are_reduced_in_the_format_that_they_are_added_up_in():
     whole = step("llama-2-13b", accumulate=2, precision="bf16")
     policy = cg.FullyShard("dp", reduce_dtype="fp32")
     split = {t.name: "(b dp)" + " c" * (t.ndim - 1) for t in whole.tensors if t.name == "norm/weight"}
-    with pytest.raises(cg.UnsupportedError, match="reduce_dtype='fp32', expected gradients that are reduced in the"):
+    with pytest.raises(cg.UnsupportedError, match="reduce_dtype='fp32'; expected gradients to be reduced in the"):
         cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_each=False)
 
 

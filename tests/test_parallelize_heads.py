@@ -115,17 +115,19 @@ def test_heads_that_are_neither_split_nor_copied_evenly():
             g.output(cg.nn.self_attention(g.input("x", (2, 3, 16)), heads, 2, groups=groups))
         return g
 
-    wrong = "parallelize: 3 heads of keys and values over tp=4 ranks, expected a multiple or a divisor"
+    wrong = "parallelize: 3 KV heads on tp=4 ranks; expected tp to be a multiple or a divisor of the heads"
     with pytest.raises(cg.ShapeError, match=wrong):
         cg.parallelize(attention(12, 3), tp=4)
-    with pytest.raises(cg.ShapeError, match=r"'d \(h tp\) k' of .*: \(h tp\) is 6 in parts of 3/2, expected"):
+    with pytest.raises(
+        cg.ShapeError, match=r"'d \(h tp\) k' of .*: \(h tp\) splits size 6 into parts of 3/2; expected"
+    ):
         cg.parallelize(attention(6, 6), tp=4)
     with cg.Graph("two") as g:
         x = g.input("x", (2, 3, 16))
         y = cg.nn.self_attention(x, 8, 2, groups=2)
         with cg.scope("other"):
             g.output(cg.nn.self_attention(y, 8, 2, groups=4))
-    with pytest.raises(cg.GraphError, match="layers of 2 and of 4 heads of keys and values, which are fewer than tp=8"):
+    with pytest.raises(cg.GraphError, match="layers have 2 and 4 KV heads, fewer than tp=8"):
         cg.parallelize(g, tp=8)
 
 

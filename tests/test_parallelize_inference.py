@@ -134,7 +134,9 @@ def test_stages_have_parts_of_the_context():
 
 
 def test_a_state_has_no_positions_to_split():
-    with pytest.raises(cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has one position"):
+    with pytest.raises(
+        cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has a single position"
+    ):
         cg.parallelize(cg.decode(load("mamba-1.4b")), cp=2)
 
 

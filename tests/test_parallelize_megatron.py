@@ -150,7 +150,8 @@ def test_policies_of_other_systems_are_refused():
     with pytest.raises(cg.UnsupportedError) as refused:
         megatron(whole, dp=2, zero=3)
     assert str(refused.value) == (
-        "parallelize: zero=3 beside system='megatron', whose distributed optimizer splits states: expected 0 or 1"
+        "parallelize: zero=3 with system='megatron', whose distributed optimizer shards optimizer states only; "
+        "expected 0 or 1"
     )
     with pytest.raises(cg.GraphError, match="parallelize: system is 'deepspeed', expected torch or megatron"):
         cg.parallelize(whole, dp=2, system="deepspeed")

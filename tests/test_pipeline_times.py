@@ -171,7 +171,7 @@ def test_what_is_no_time_is_refused(actions, named, text):
 def test_lists_that_are_none_are_refused():
     (first, *rest), *others = cg.plan.schedule("1f1b", 3, 5)
     for lists, text in (
-        ([[*rest, first], *others], "rank 0 waits for ever to do B of stage 0 and micro-batch 0"),
+        ([[*rest, first], *others], "rank 0 deadlocks at B of stage 0 and micro-batch 0"),
         ([[first, first, *rest], *others], "actions[0][1] is ('F', 0, 0) a second time"),
         ([[first._replace(kind="G"), *rest], *others], "actions[0][0] is ('G', 0, 0), expected one as schedule lists"),
         ([[first._replace(stage=-1), *rest], *others], "actions[0][0] is ('F', -1, 0), expected one"),
@@ -184,11 +184,11 @@ def test_lists_that_are_none_are_refused():
 def test_shares_that_are_none_are_refused():
     for arguments, named, text in (
         (("1f1c", 3, 5), {}, "schedule '1f1c', expected one of gpipe"),
-        (("zb-h1", 5, 3), {}, "micro-batches above the fewest"),
+        (("zb-h1", 5, 3), {}, "micro-batches above the minimum"),
         (("1f1b", 3, 5), {"forward": 0}, "bubble: forward: 0, expected a positive number"),
     ):
         with pytest.raises(cg.CostGraphError) as refused:
             cg.plan.bubble(*arguments, **named)
         assert text in str(refused.value)
-    with pytest.raises(cg.BindingError, match="ranks above the fewest"):
+    with pytest.raises(cg.BindingError, match="ranks above the minimum"):
         cg.evaluate(cg.plan.bubble("zbv", p, m), p=1, m=3)

@@ -68,7 +68,7 @@ def test_a_schedule_says_how_long_ranks_of_a_pipeline_wait(step):
     pp, m = cg.dims("pp m")
     formula = cg.plan.run(s, "h100-sxm", 10**9, schedule="zb-h1", pp=pp, micro_batches=m, **SIZES).seconds
     assert cg.evaluate(formula, pp=5, m=7) == pytest.approx(alone.seconds * (1 + 4 / (3 * 7)))
-    with pytest.raises(cg.BindingError, match="micro-batches above the fewest"):
+    with pytest.raises(cg.BindingError, match="micro-batches above the minimum"):
         cg.evaluate(formula, pp=7, m=5)
     for named, says in (
         ({"pp": 5}, "run: pp is 5, expected a schedule beside it"),

@@ -78,13 +78,13 @@ def test_formulas_are_what_is_counted(name, chunks, ranks, many):
     [
         (("1f1c", 4, 8), "schedule '1f1c', expected one of gpipe, 1f1b"),
         (("1f1b", 0, 8), "schedule '1f1b': pp: 0, expected a positive integer"),
-        (("1f1b", 4, 8, 2), "virtual stages of a rank beyond 1"),
-        (("interleaved", 4, 6), "schedule 'interleaved': micro-batches for each rank has size m/p = 3/2, expected"),
-        (("interleaved", 4, 8, 1), "virtual stages of a rank beyond one"),
-        (("zb-h1", 4, 3), "m=3, p=4: schedule 'zb-h1': micro-batches above the fewest has size m - p = -1"),
-        (("zbv", 4, 6), "micro-batches above the fewest"),
-        (("dualpipev", 4, 7), "micro-batches above the fewest"),
-        (("dualpipe", 3, 8), "half of the ranks"),
+        (("1f1b", 4, 8, 2), "virtual stages per rank beyond 1"),
+        (("interleaved", 4, 6), "schedule 'interleaved': micro-batches per rank has size m/p = 3/2, expected"),
+        (("interleaved", 4, 8, 1), "virtual stages per rank beyond one"),
+        (("zb-h1", 4, 3), "m=3, p=4: schedule 'zb-h1': micro-batches above the minimum has size m - p = -1"),
+        (("zbv", 4, 6), "micro-batches above the minimum"),
+        (("dualpipev", 4, 7), "micro-batches above the minimum"),
+        (("dualpipe", 3, 8), "half the ranks"),
         (("1f1b", p, 8), "pp is p, expected a whole number"),
         (("gpipe", 1000, 10**9), "expected at most 5000000"),
     ],
@@ -96,13 +96,13 @@ def test_what_has_no_lists_is_refused(arguments, text):
 
 
 def test_formulas_carry_what_they_hold_for():
-    with pytest.raises(cg.BindingError, match="ranks behind this one"):
+    with pytest.raises(cg.BindingError, match="ranks after this one"):
         cg.plan.in_flight("1f1b", 4, 8, 1, 4)
     with pytest.raises(cg.CostGraphError, match="rank: -1"):
         cg.plan.in_flight("1f1b", 4, 8, 1, -1)
     with pytest.raises(cg.GraphError, match="until 'end', expected one of input, weights"):
         cg.plan.in_flight("1f1b", 4, 8, 1, 1, "end")
     formula = cg.plan.in_flight("zb-h1", p, m, 1, r)
-    with pytest.raises(cg.BindingError, match="micro-batches above the fewest"):
+    with pytest.raises(cg.BindingError, match="micro-batches above the minimum"):
         cg.evaluate(formula, p=5, m=3, r=2)
     assert cg.evaluate(formula, p=5, m=7, r=2) == 3

@@ -302,11 +302,11 @@ def mlp():
     return g
 
 
-EACH = "expected a name and axes of mesh(tp=4), each once"
+EACH = "expected one name and axes of mesh(tp=4), each at most once"
 TEXTS = "expected a mapping of names to placements such as 'd (f tp)'"
 REFUSED = {
     "a name that is no tensor": (
-        {"upp": "d f"}, {}, cg.GraphError, "'upp' is no tensor of graph 'mlp', expected a name or a pattern"
+        {"upp": "d f"}, {}, cg.GraphError, "'upp' matches no tensor of graph 'mlp'; expected a name or a pattern"
     ),
     "two names in brackets": (
         {"up": "(d f) tp"}, {}, cg.PatternError, f"'(d f) tp' of up(D, 6; fp32): (d f), {EACH}"
@@ -316,16 +316,16 @@ REFUSED = {
         {"up": "(d tp) (f tp)"}, {}, cg.PatternError, f"'(d tp) (f tp)' of up(D, 6; fp32): (f tp), {EACH}"
     ),
     "axes that are too many": (
-        {"up": "d f g"}, {}, cg.PatternError, "'d f g' of up(D, 6; fp32): expected a place for each of 2 axes"
+        {"up": "d f g"}, {}, cg.PatternError, "'d f g' of up(D, 6; fp32): expected an entry for each of 2 axes"
     ),
     "a size that the ranks do not divide": (
         {"up": "d (f tp)"}, {}, cg.ShapeError,
-        "'d (f tp)' of up(D, 6; fp32): (f tp) is 6 in parts of 3/2, expected a size that the ranks divide",
+        "'d (f tp)' of up(D, 6; fp32): (f tp) splits size 6 into parts of 3/2; expected a size that the ranks divide",
     ),
     "no text": ({"up": 3}, {}, cg.GraphError, f"placements is {{'up': 3}}, {TEXTS}"),
     "no mapping": (["up"], {}, cg.GraphError, f"placements is ['up'], {TEXTS}"),
     "an axis that the mesh does not have": (
-        {}, {"gather": "dp"}, cg.GraphError, "gather along 'dp', expected axes of mesh(tp=4)"
+        {}, {"gather": "dp"}, cg.GraphError, "gather: unknown axis 'dp', expected axes of mesh(tp=4)"
     ),
     "no mesh": ({}, {"mesh": 4}, cg.GraphError, "mesh is 4, expected a mesh"),
 }  # fmt: skip
@@ -340,7 +340,7 @@ def test_what_is_no_placement_is_refused(what):
 
 
 def test_a_mesh_has_an_axis_and_its_degrees_are_positive():
-    with pytest.raises(cg.GraphError, match=r"mesh: axes \[\], expected a name and a number of ranks at least"):
+    with pytest.raises(cg.GraphError, match=r"mesh: axes \[\], expected at least one name with a number of ranks"):
         cg.mesh()
     with pytest.raises(cg.ShapeError, match="mesh: tp: 0, expected a positive integer"):
         cg.mesh(tp=0)
@@ -360,9 +360,11 @@ def test_an_op_that_cannot_keep_a_placement_says_so():
     with cg.Graph("rolled") as g:
         g.output(cg.ops.roll(g.input("x", (B, D)), 1))
     sharded = cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"})
-    assert sharded.sharding.resharded[0] == "'roll_parts': 'x' put together along tp: it is whole"
+    assert sharded.sharding.resharded[0] == "'roll_parts': 'x' is redistributed along tp: the op cannot shard this axis"
     assert [m.collective for m in cg.communication(sharded)] == ["all_gather"]
-    with pytest.raises(cg.UnsupportedError, match="'roll_parts': 'x' put together along tp: it is whole, expected pl"):
+    with pytest.raises(
+        cg.UnsupportedError, match="'roll_parts': 'x' is redistributed along tp: the op cannot shard this axis, ex"
+    ):
         cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
 
 
@@ -439,7 +441,7 @@ def test_rows_in_the_order_of_a_rank_stay_there():
         sent = cg.ops.dispatch(ids, 3)
         rows = cg.ops.gather(x, sent.tokens)
         g.output(rows)
-    text = "shard: 'gather' is in the order of each rank, or has positions in it, which mean nothing elsewhere"
+    text = "shard: 'gather' is in rank-local order, or holds indices into rows in that order, which are invalid"
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(g, cg.mesh(dp=2), {"x": "(b dp) d", "ids": "(b dp) k"})
     with g:

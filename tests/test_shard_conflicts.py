@@ -20,31 +20,31 @@ CASES = {
     "made": (
         lambda g: cg.relu(g.input("a", (B, D))) + cg.relu(g.input("b", (B, D))),
         {"a": "(b x) d", "b": "b (d x)"},
-        "'add': 'relu_1' put together along x: 'relu' is split along it otherwise",
+        "'add': 'relu_1' is redistributed along x: 'relu' is sharded along it differently",
         ["all_to_all"],
     ),
     "both stated": (
         lambda g: g.input("a", (B, D)) + g.input("b", (B, D)),
         {"a": "(b x) d", "b": "b (d x)"},
-        "'add': 'b' put together along x: 'a' is split along it otherwise",
+        "'add': 'b' is redistributed along x: 'a' is sharded along it differently",
         ["all_to_all"],
     ),
     "product": (
         lambda g: cg.einsum(g.input("a", (B, D)), cg.relu(g.input("b", (B, D))), "b d, b d -> b") + g.input("c", (B,)),
         {"a": "b (d x)", "b": "(b x) d", "c": "(b x)"},
-        "'einsum': 'a' put together along x: 'relu' is split along it otherwise",
+        "'einsum': 'a' is redistributed along x: 'relu' is sharded along it differently",
         ["all_to_all"],
     ),
     "slices": (
         lambda g: cg.scan(L, lambda c, x: (c + x, c), g.input("z", (B,)), g.input("xs", (L, B)))[1],
         {"xs": "(l x) b"},
-        "'xs' put together along x: iterations read it in slices",
+        "'xs' is redistributed along x: iterations read it in slices",
         ["all_gather"],
     ),
     "handed on": (
         lambda g: cg.repeat(L, lambda c: cg.relu(cg.rearrange(c, "a b -> b a")), g.input("a", (B, B)), name="turn"),
         {"a": "(b x) d"},
-        "'turn': 'turn/contiguous' put together along x: the next iteration has it otherwise",
+        "'turn': 'turn/contiguous' is redistributed along x: the next iteration reads it with another placement",
         ["all_to_all"],
     ),
 }

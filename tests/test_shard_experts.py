@@ -88,7 +88,9 @@ def test_layers_with_routers_leave_the_same_numbers(checkpoint):
 def test_experts_are_split_along_one_axis():
     whole = mixture(4, 2, bias=False)
     places = {name: text for name, text in PLACES.items() if "bias" not in name}
-    text = r"experts lie as \(dp ep 4/\(N\*P\)\) _ _, and rows go to the ranks that have theirs: expected one axis of"
+    text = (
+        r"experts are placed as \(dp ep 4/\(N\*P\)\) _ _, but rows are sent to the ranks of their experts; expected one"
+    )
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(whole, cg.mesh(dp=N, ep=P, tp=1), {**places, "experts/gate_up": "(e dp ep) d f"})
 
@@ -160,7 +162,7 @@ def test_widths_that_rows_split_are_put_together():
         y = cg.ops.grouped(cg.ops.gather(x, sent.tokens), weights, sent.ends, 2)
         g.output(cg.reduce(cg.ops.gather(y, sent.places), "b k f -> b f", "sum"))
     places = {"x": "(b tp) d", "ids": "(b tp) k", "w": "e (f tp) d"}
-    text = "'grouped': 'rearrange' put together along tp: rows are split along it"
+    text = "'grouped': 'rearrange' is redistributed along tp: rows are sharded along it"
     with pytest.raises(cg.UnsupportedError, match=text):
         cg.shard(g, cg.mesh(tp=T), places, strict=True)
     testing.check_sharded(g, cg.shard(g, cg.mesh(tp=T), places), B=4, D=3, F=4, T=2)

@@ -156,7 +156,7 @@ def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
             done = [a for a in done if (a.micro_batch < m // 2) == (a.stage < half)]
         waits = Counter(a.stage for a in done if a.kind == "F")
         waits.subtract(a.stage for a in done if a.kind in "BI")
-        own, found = sorted(waits), [int(n.constant) for n in order.ends(first=first, last=last, turns=rank > 0)]
+        own, found = sorted(waits), [int(n.constant) for n in order.ends(first=first, last=last, turning=rank > 0)]
         if folded and not first:
             assert found == [waits[own[1]], waits[own[0]]]
         else:
@@ -312,7 +312,7 @@ def test_norms_and_flags_of_all_gradients_are_put_together():
         assert [(op.kind.operation, op.kind.ranks) for op in met] == [("max", poly(5)), ("sum", poly(5))]
         rows = [r for r in cg.communication(g, hardware="h100-sxm", **own_sizes(g, M=8, L=15)).rows if r.axis == "pp"]
         assert [(r.bytes, r.times, r.link) for r in rows if r.collective == "all_reduce"] == [(4, 1, "network")] * 2
-    with pytest.raises(cg.UnsupportedError, match="'tokens/table' of both ends would count twice"):
+    with pytest.raises(cg.UnsupportedError, match="'tokens/table', shared by two stages, would count twice"):
         cg.parallelize(training_step(load("gpt2"), accumulate=2, clip=1.0), pp=2, micro_batches=2)
 
 
@@ -339,7 +339,7 @@ def test_both_directions_have_two_whole_stages_on_each_rank_and_half_of_the_micr
         assert {(r.axis, r.ranks, r.times) for r in met} == {("pp", 2, 1)}
     found = cg.plan.run(s, "h100-sxm", 10**6, **{**SIZES, "L": 12})
     assert (found.devices, found.step_tokens) == (6, 16 * SIZES["B"] * SIZES["S"])
-    with pytest.raises(cg.BindingError, match="half of the ranks"):
+    with pytest.raises(cg.BindingError, match="half the ranks"):
         cut(llama(), 5, 16, schedule="dualpipe")
 
 
@@ -435,14 +435,14 @@ def test_stages_may_have_layers_of_their_own():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"schedule": "1f1b", "virtual": 2}, "virtual stages of a rank beyond 1"),
-        ({"schedule": "interleaved"}, "virtual stages of a rank beyond one"),
-        ({"schedule": "dualpipe", "virtual": 3}, "schedule 'dualpipe': virtual stages of a rank beyond 2"),
+        ({"schedule": "1f1b", "virtual": 2}, "virtual stages per rank beyond 1"),
+        ({"schedule": "interleaved"}, "virtual stages per rank beyond one"),
+        ({"schedule": "dualpipe", "virtual": 3}, "schedule 'dualpipe': virtual stages per rank beyond 2"),
         ({"schedule": "1f1c"}, "parallelize: schedule '1f1c', expected one of gpipe"),
-        ({"schedule": "zbv", "layers": (1, 2, 3, 4)}, "layers of stages with 2 groups each, expected stages of one"),
-        ({"layers": (1, 2, 3)}, "layers of 3 stages, expected as many as pp, which is 4"),
-        ({"layers": (1, 2, 0, 3)}, "layers is (1, 2, 0, 3), expected a whole number of layers for each stage"),
-        ({"layers": 7}, "layers is 7, expected a whole number of layers for each stage"),
+        ({"schedule": "zbv", "layers": (1, 2, 3, 4)}, "layers with 2 layer groups per rank, expected one group"),
+        ({"layers": (1, 2, 3)}, "layers lists 3 stages, expected pp=4"),
+        ({"layers": (1, 2, 0, 3)}, "layers is (1, 2, 0, 3), expected a positive number of layers for each stage"),
+        ({"layers": 7}, "layers is 7, expected a positive number of layers for each stage"),
     ],
 )  # fmt: skip
 def test_what_no_schedule_has_is_refused(options, text):
@@ -454,8 +454,8 @@ def test_what_no_schedule_has_is_refused(options, text):
 def test_numbers_that_a_schedule_has_no_lists_for_are_refused_where_they_are_bound():
     s = cg.parallelize(step(), pp=P, micro_batches=M, schedule="interleaved", virtual=2)
     g = s.stages[1]
-    with pytest.raises(cg.BindingError, match="micro-batches for each rank has size M/P = 7/4"):
+    with pytest.raises(cg.BindingError, match="micro-batches per rank has size M/P = 7/4"):
         cg.peak_memory(g, **own_sizes(g, M=7, P=4))
-    with pytest.raises(cg.BindingError, match="layers of each of 2 groups of a rank has size L"):
+    with pytest.raises(cg.BindingError, match="layers per group, with 2 groups per rank has size L"):
         cg.peak_memory(g, **own_sizes(g, M=8, P=4, L=12))
     assert g.waiting.groups == 2 * ONE

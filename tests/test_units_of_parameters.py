@@ -75,7 +75,7 @@ def test_a_unit_is_gathered_and_reduced_in_formats_of_its_own(name):
 def test_a_format_that_a_pass_does_not_read_is_refused():
     with pytest.raises(cg.FormatError) as error:
         sharded(step(), cg.FullyShard("dp", param_dtype="bf16"))
-    assert "in fp32, expected a cast to param_dtype='bf16' and nothing else" in str(error.value)
+    assert "in fp32; expected it to be read only by casts to param_dtype='bf16'" in str(error.value)
 
 
 def test_shards_are_reduced_over_copies_once_they_are_shards():
@@ -109,20 +109,20 @@ def test_micro_batches_reduce_layers_as_one():
 @each(
     ("policy", "text"),
     [
-        ({"axes": 3}, "FullyShard: axes=3, expected a name or several"),
-        ({"axes": "dp", "units": ("a", 1)}, "FullyShard: units=('a', 1), expected a name or several"),
+        ({"axes": 3}, "FullyShard: axes=3, expected one or several names"),
+        ({"axes": "dp", "units": ("a", 1)}, "FullyShard: units=('a', 1), expected one or several names"),
         ({"axes": "dp", "prefetch": 1}, "FullyShard: prefetch is 1, expected True or False"),
         (
             {"axes": "dp", "param_dtype": "int8"},
-            "FullyShard: param_dtype='int8', expected a floating format, and units",
+            "FullyShard: param_dtype='int8', expected a floating-point format and by_unit=True",
         ),
         (
             {"axes": "dp", "reduce_dtype": "bf16", "by_unit": False},
-            "FullyShard: reduce_dtype='bf16', expected a floating format, and units",
+            "FullyShard: reduce_dtype='bf16', expected a floating-point format and by_unit=True",
         ),
         (
             {"axes": "dp", "reshard_after_forward": "tp"},
-            "FullyShard: reshard_after_forward='tp', expected axes of ('dp',)",
+            "FullyShard: reshard_after_forward: 'tp' is not one of the axes ('dp',)",
         ),
     ],
 )
@@ -134,7 +134,9 @@ def test_a_policy_that_is_none_is_refused(policy, text):
 
 def test_updates_in_the_backward_pass_need_parameters_in_parts():
     graph = step("fused", optimizer_in_backward=True)
-    with pytest.raises(cg.UnsupportedError, match="reshard_after_forward=False keeps a copy: expected"):
+    with pytest.raises(
+        cg.UnsupportedError, match="reshard_after_forward=False keeps an unsharded copy of it; expected"
+    ):
         sharded(graph, cg.FullyShard("dp", reshard_after_forward=False))
     rank = sharded(graph, "dp")
     testing.check_sharded(graph, rank, **SIZES, N=2)

@@ -23,10 +23,10 @@ from ..transforms.pipeline_schedules import (
     COSTS,
     SCHEDULES,
     Action,
-    asked,
     idle,
     idle_at,
-    played,
+    run_actions,
+    schedule_sizes,
     sizes,
 )
 
@@ -124,7 +124,7 @@ def simulate(
         took: Time = sum((t for n, t in zip(COSTS[action.kind], costs[action.stage], strict=True) if n), 0)
         return start + took
 
-    events = played(actions, 0, after, max, lambda time: time + wait)
+    events = run_actions(actions, 0, after, max, lambda time: time + wait)
     return Simulated(tuple(tuple(Event(*e) for e in row) for row in events))
 
 
@@ -218,7 +218,7 @@ def bubble(
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     exact = [given(f"bubble: {key}", value) for key, value in times.items()]
     _, fewest = idle(name) if isinstance(name, str) and name in SCHEDULES else ((), 1)
-    values, held = asked(name, pp, micro_batches, virtual, fewest=fewest)
+    values, held = schedule_sizes(name, pp, micro_batches, virtual, fewest=fewest)
     m, p, v = (values[key] for key in "mpv")
     forms, _ = idle(name)
     if p.constant is not None and int(p.constant) < fewest:  # too few ranks for the general formula

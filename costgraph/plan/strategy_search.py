@@ -30,7 +30,7 @@ from ..notation.validation import READ, guarded
 from ..optimizers import AdamW, Optimizer, optimizer_of
 from ..transforms.checkpoint import every_block, read_checkpoint
 from ..transforms.offload import OFFLOADED, need_offloaded
-from ..transforms.pipeline_schedules import SCHEDULES, asked
+from ..transforms.pipeline_schedules import SCHEDULES, schedule_sizes
 from ..transforms.precision import find_policy
 from ..transforms.shard.parallelize import SYSTEMS, System
 from .capacity import Bytes, memory_limit
@@ -752,7 +752,7 @@ class _Choices(NamedTuple):
 def _runs(schedule: str, pp: int, micro_batches: int, virtual: int) -> bool:
     """Whether a schedule has action lists for these numbers."""
     try:
-        asked(schedule, pp, micro_batches, virtual)
+        schedule_sizes(schedule, pp, micro_batches, virtual)
     except CostGraphError:
         return False
     return True

@@ -46,5 +46,7 @@ def test_strict_refuses_weights_that_tensor_parallelism_leaves_whole():
     rank = cg.parallelize(g, tp=2)
     assert rank.sharding.replicated == ("alone/weight",)
     assert cg.matmul_flops(rank) == 4 * B * D * F  # half of the pair, and all of the third
-    with pytest.raises(cg.UnsupportedError, match="tp leaves 1 weights whole on every rank, such as 'alone/weight'"):
+    with pytest.raises(
+        cg.UnsupportedError, match="tp leaves 1 weights replicated on every rank, such as 'alone/weight'"
+    ):
         cg.parallelize(g, tp=2, strict=True)

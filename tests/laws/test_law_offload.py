@@ -27,7 +27,7 @@ def held(case, what, options, seen):
     there = {"optimizer": updates, "parameters": whole.params, "activations": saved}
     for name in what:
         if not there[name]:
-            with pytest.raises(GraphError, match=r"has no \w+ to offload, expected a"):
+            with pytest.raises(GraphError, match=r"has no \w+ to offload; expected a"):
                 cg.offload(whole, what)
             seen["nothing"] += 1
     away = cg.offload(whole, {name for name in what if there[name]})

@@ -14,7 +14,7 @@ from costgraph import testing
 from costgraph.errors import BindingError
 from costgraph.ops.collectives import Meshed
 
-REFUSED = ("is in the order of each rank", "rows go to the ranks that have theirs")
+REFUSED = ("is in rank-local order", "rows are sent to the ranks of their experts")
 
 
 def of_all_devices(case):

@@ -176,8 +176,8 @@ def test_ranks_reduce_what_is_kept_once(times, zero):
         (
             {"defer_accumulation": True, "precision": "bf16"},
             (
-                "training_step: defer_accumulation beside precision 'bf16', which keeps gradients as they are made; "
-                "expected one that keeps wider ones, such as megatron-bf16"
+                "training_step: defer_accumulation needs gradients in a wider format than they are computed in, which "
+                "precision 'bf16' does not keep; expected a policy such as megatron-bf16"
             ),
         ),
     ],

@@ -109,7 +109,7 @@ def test_only_what_is_trained_has_gradients_and_state():
         ({"freeze": []}, r"freeze \[\], expected names or scopes"),
         ({"freeze": 3}, "freeze is 3|freeze 3, expected names or scopes"),
         ({"freeze": [""]}, "expected names or scopes"),
-        ({"freeze": "*"}, "no parameter of graph 'gpt2' wants a gradient, expected one"),
+        ({"freeze": "*"}, "no parameter of graph 'gpt2' requires a gradient; expected at least one"),
     ],
 )
 def test_refused(options, text):

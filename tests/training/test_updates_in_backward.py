@@ -135,12 +135,12 @@ def test_depth_leaves_one_layer_s_gradient():
 @each(
     ("options", "text"),
     [
-        ({"accumulate": 2}, "beside accumulate: gradients of micro-batches are added up before it; expected one of"),
-        ({"accumulate": M}, "beside accumulate"),
-        ({"clip": 1.0}, "beside clip: the norm of all gradients comes before it; expected one of the two"),
-        ({"set_to_none": False}, "beside set_to_none=False: gradients stay"),
-        ({"precision": "fp16-mixed"}, "beside precision 'fp16-mixed': its loss is scaled"),
-        ({"precision": "megatron-bf16"}, "beside precision 'megatron-bf16', whose gradients in fp32 stay"),
+        ({"accumulate": 2}, "combined with accumulate, because an update needs the sum over all micro-batches"),
+        ({"accumulate": M}, "combined with accumulate"),
+        ({"clip": 1.0}, "combined with clip, because the total norm needs all gradients"),
+        ({"set_to_none": False}, "combined with set_to_none=False, because gradients are freed"),
+        ({"precision": "fp16-mixed"}, "combined with precision 'fp16-mixed', because loss scaling"),
+        ({"precision": "megatron-bf16"}, "combined with precision 'megatron-bf16', whose fp32 gradients persist"),
         ({"optimizer_in_backward": 1}, "optimizer_in_backward is 1, expected True or False"),
     ],
 )

@@ -86,7 +86,7 @@ def test_layers_of_a_trace_that_are_folded_split_the_sequence_as_well(name, opti
 
 def test_a_split_sequence_needs_layers_in_a_loop():
     with pytest.raises(
-        cg.GraphError, match="no loop of graph 'LlamaForCausalLM' hands on what sequence=True splits, exp"
+        cg.GraphError, match="no loop of graph 'LlamaForCausalLM' carries a tensor that sequence=True can shard; exp"
     ):
         cg.parallelize(traced("Llama", 2), tp=2, sequence=True)
 
