@@ -67,7 +67,7 @@ def test_arange_writes_its_numbers_and_needs_an_open_graph():
         g.output(cg.ops.arange(S))
     assert cg.bytes_moved(g) == 8 * S
     assert cg.flops(g) == 0
-    with pytest.raises(GraphError, match="no graph is open, expected 'with"):
+    with pytest.raises(GraphError, match="no graph is open; build the model inside 'with"):
         cg.ops.arange(3)
 
 

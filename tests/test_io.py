@@ -283,7 +283,7 @@ def first_pair(change):
         (set_in(id="layers/linear_1/weight")("pieces", -1), "-1 leading axes of pieces, expected 0 to 3"),
         (set_in(id="layers/linear_1/weight")("pieces", "1"), "'pieces' is '1', expected int"),
         (set_in(id="layers/linear_1/weight")("pieces", 2), "0 axes of pieces of"),
-        (set_in(id="x")("pieces", 1), "1 outside: expected what agrees with the operands"),
+        (set_in(id="x")("pieces", 1), "1 outside: does not match the operands"),
         (set_in(id="x")("grad", 1), "'grad' is 1, expected bool"),
         (in_body("pieces", 1), "expected a loop: it has a storage for each iteration"),
         (first_pair(lambda pairs: pairs.append(["x", "nobody"])), "tensor 'nobody' is not there"),
@@ -300,7 +300,7 @@ def first_pair(change):
         (attribute("saved", 0), "expected a floating tensor of its shape and pieces"),  # a stack in one storage
         (attribute("reverse", False), "attribute 'reverse' of 'repeat' is False, expected True, or nothing"),
         (attribute("least", 1), "attribute 'least' of 'repeat' is 1, expected 0, or nothing"),
-        (attribute("count", {"size": "0"}), "count 0: expected what agrees with the operands"),
+        (attribute("count", {"size": "0"}), "count 0: does not match the operands"),
         (attribute("carries", 99), "99 carries"),
         (attribute("xs", 99), "99 slices of"),
         (set_in(kind="fill")("attrs", {"again": 1}), "attribute 'sizes' of 'fill' is missing"),

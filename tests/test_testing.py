@@ -163,7 +163,7 @@ def small():
     ("call", "error", "text"),
     [
         (lambda g: testing.run(g, A=2, B=3), cg.BindingError, "run of graph 'g': D not bound, expected a size"),
-        (lambda g: testing.run(g, A=2, B=3, C=5), cg.BindingError, "'C' is no dimension of graph 'g'"),
+        (lambda g: testing.run(g, A=2, B=3, C=5), cg.BindingError, "'C' is not a dimension of graph 'g'"),
         (lambda g: testing.run(g, A=3, B=2, D=5), cg.BindingError, "B >= A"),
         (lambda g: testing.run(g, A=0, B=2, D=5), cg.BindingError, "A=0: expected a positive integer"),
         (lambda g: testing.run(g, {"y": 0}, A=2, B=3, D=5), cg.GraphError, "value for 'y', expected one of w, x"),

@@ -112,7 +112,7 @@ class Collective(Meshed):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if x.domain is not None and not self.axis:  # on a mesh, the placement accounts for the domain
-            raise ShapeError(f"collective of {x!r}, which is restricted to a domain: expected a whole tensor")
+            raise ShapeError(f"collective of {x!r}, which is restricted to a domain: expected an unrestricted tensor")
         places = [i for i in (self.dim, self.source) if i is not None]
         if x.ndim and max(places) >= x.ndim:
             raise ShapeError(f"{self.collective} of {x!r} along axis {max(places)}, expected one that it has")

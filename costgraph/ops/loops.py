@@ -619,7 +619,7 @@ def _loop(
     xs = tuple(graph.adopt(t) for t in xs)
     limited = next((t for t in (*carries, *xs) if t.domain is not None), None)
     if limited is not None:
-        raise ShapeError(f"repeat {name!r}: {limited!r} is restricted to a domain, expected a tensor that is whole")
+        raise ShapeError(f"repeat {name!r}: {limited!r} is restricted to a domain, expected an unrestricted tensor")
     for t in xs:
         if t.ndim == 0 or not graph.same(t.sizes[0], times):
             raise ShapeError(f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}")

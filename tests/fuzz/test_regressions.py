@@ -146,7 +146,7 @@ def test_attributes_that_do_not_fit_the_operands_are_refused(tmp_path, name, kin
 def test_the_stated_flops_of_a_product_of_three_are_derived_again(tmp_path):
     i = next(i for i, n in enumerate(saved("varied", tmp_path)["nodes"]) if "orders" in n.get("attrs", {}))
     path = damaged(tmp_path, "varied", ("nodes", i, "attrs", "orders"), {"size": "1"})
-    with pytest.raises(cg.FormatError, match="orders '1': expected what agrees with the operands"):
+    with pytest.raises(cg.FormatError, match="orders '1': does not match the operands"):
         cg.load(path)
 
 
