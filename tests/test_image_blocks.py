@@ -47,7 +47,7 @@ def test_a_roll_reads_and_writes_once():
 
 @pytest.mark.parametrize("shift", [8, -8])
 def test_a_roll_by_more_than_the_axis(shift):
-    with pytest.raises(cg.ShapeError, match="expected a whole number of at most 7"):
+    with pytest.raises(cg.ShapeError, match="expected an integer of at most 7"):
         declared(lambda g: cg.ops.roll(g.input("x", (5, 7)), shift, 1))
 
 

@@ -123,7 +123,7 @@ def test_a_step_trains_through_a_pattern():
         ({"bodies": one}, "bodies is .*, expected a mapping from text to a function"),
         ({"bodies": {"one": 3, "two": two}}, "bodies is .*, expected a mapping from text to a function"),
         ({"x": 3}, "layers: x is 3, expected a tensor or a list, each a tensor"),
-        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors to carry on"),
+        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors as next carries"),
     ],
 )
 def test_arguments_that_are_none(change, text):

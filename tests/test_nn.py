@@ -168,7 +168,7 @@ def test_activations_cost_what_their_docstrings_say(function, flops):
         (lambda x, i: cg.linear(x, "b d -> f b", f=3, bias=True), PatternError,
          "expected the new axes last and unmerged"),
         (lambda x, i: cg.linear(x, "b d -> b f", f=3, q=3), PatternError,
-         "size given for 'q', which is no axis of 'b d -> b f'"),
+         "size given for 'q', which is not an axis of 'b d -> b f'"),
         (lambda x, i: cg.linear(x, "b d -> b f", f=0), ShapeError, "size of 'f': 0, expected a positive integer"),
         (lambda x, i: cg.linear(x, "b d -> b f", f=3, bias=1), GraphError, "linear: bias is 1, expected True or False"),
         (lambda x, i: cg.linear(x, "b d -> b f", f=3, weight=3), GraphError, "linear: weight is 3, expected a tensor"),

@@ -120,7 +120,7 @@ def _extents(
     extents = extents_of(x.graph, parsed, [x], given)
     unused = sorted(set(extents) - {*parsed.operand_names(0), *parsed.result_names})
     if unused:
-        raise PatternError(f"{place}: size given for {unused[0]!r}, which is no axis of {pattern!r}")
+        raise PatternError(f"{place}: size given for {unused[0]!r}, which is not an axis of {pattern!r}")
     if weight is not None and weight.ndim == len(axes):
         extents |= {n: size for n, size in zip(axes, weight.sizes, strict=True) if n not in extents}
     missing = [n for n in axes if n not in extents]

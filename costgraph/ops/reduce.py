@@ -138,7 +138,7 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
     need_tensor("reduce", x)
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
-        raise PatternError(f"pattern {pattern!r}: an index such as h*2+r, expected names")
+        raise PatternError(f"pattern {pattern!r}: affine index such as h*2+r, expected axis names")
     names = parsed.operand_names(0)
     if len(set(names)) < len(names):
         raise PatternError(f"pattern {pattern!r}: expected each axis of the operand once")
@@ -147,7 +147,7 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
     extents = extents_of(graph, parsed, [x], sizes_by_name("reduce", sizes))
     unused = sorted(set(extents) - set(names))
     if unused:
-        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
+        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is not one of its axes")
     missing = sorted(set(parsed.result_names) - set(parsed.operand_names(0)))
     if missing:
         raise PatternError(f"pattern {pattern!r}: axis {missing[0]!r} of the result is not in the operand")
