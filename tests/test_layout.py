@@ -249,7 +249,7 @@ def test_views_of_a_restricted_tensor_keep_the_domain():
          "axis 1 to 7, expected its own size or an axis of size 1"),
         (lambda x: cg.ops.concat([]), GraphError, "got no tensor, expected at least one"),
         (lambda x: cg.ops.concat([x, x[:, :2]], 0), ShapeError, "expected equal sizes on all axes but 0"),
-        (lambda x: cg.ops.concat([x, cg.ops.cast(x, "bf16")], 0), ShapeError, "expected one number format"),
+        (lambda x: cg.ops.concat([x, cg.ops.cast(x, "bf16")], 0), ShapeError, "expected the same number format"),
         (lambda x: cg.ops.concat(x), GraphError, r"concat: tensors is x\(3, 5; fp32\), expected a list, each a tensor"),
         (lambda x: cg.ops.stack([x, 3]), GraphError, "stack: tensors is .*, expected a list, each a tensor"),
         (lambda x: cg.ops.transpose(x[0]), ShapeError, "expected at least two axes"),

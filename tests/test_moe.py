@@ -306,7 +306,7 @@ def test_what_is_not_understood_is_refused(options, text):
 
 
 def test_more_experts_than_there_are_cannot_be_chosen():
-    with pytest.raises(cg.ShapeError, match=r"top 9 of .* expected a last axis of at least as many"):
+    with pytest.raises(cg.ShapeError, match=r"top 9 of .* expected a last axis of at least 9"):
         mixture(8, 9)
     g = mixture(E, k)
     with pytest.raises(cg.BindingError, match="E - k = -1, expected a whole number that is not negative"):
@@ -317,7 +317,7 @@ def test_shapes_that_do_not_fit_are_named():
     with cg.Graph("g") as g:
         x, ids = g.input("x", (T, D)), g.input("ids", (T, 2), dtype="int64")
         w = g.input("w", (8, D, F))
-        with pytest.raises(cg.ShapeError, match="expected indices of experts"):
+        with pytest.raises(cg.ShapeError, match="expected expert indices"):
             cg.ops.dispatch(x, 8)
         with pytest.raises(cg.ShapeError, match=r"expected \(rows, d\), \(experts, d, f\) and integers \(experts,\)"):
             cg.ops.grouped(x, w, ids, 2)

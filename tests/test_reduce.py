@@ -57,7 +57,7 @@ def test_strides_of_a_sum_are_torchs(data):
 )
 def test_shapes_are_those_of_einops_and_each_element_costs_one(operation, pattern, shape, sizes):
     if sizes is None:
-        with pytest.raises(PatternError, match="nothing is reduced, expected an axis that the result leaves out"):
+        with pytest.raises(PatternError, match="nothing is reduced, expected an axis that the result omits"):
             graph_of(lambda x: cg.reduce(x, pattern, operation), shape)
         return
     expected = einops.reduce(torch.ones(shape), pattern, operation, **sizes)

@@ -63,9 +63,9 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
         testing.hold("twice")
     testing.sample(twice)(draws_twice(twice))
     testing.hold("twice", examples=5)
-    with pytest.raises(cg.GraphError, match="'twice' has a meaning already, expected a new name"):
+    with pytest.raises(cg.GraphError, match="'twice' already has a meaning, expected a new name"):
         testing.meaning(twice)(means_twice)
-    with pytest.raises(cg.GraphError, match="'twice' has a sample already, expected a new name"):
+    with pytest.raises(cg.GraphError, match="'twice' already has a sample, expected a new name"):
         testing.sample(twice)(draws_twice(twice))
 
 

@@ -353,7 +353,7 @@ class Concat(OpKind):
         first, shape = operands[0], shapes[0]
         for t, sizes in zip(operands[1:], shapes[1:], strict=True):
             if t.dtype != first.dtype:
-                raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
+                raise ShapeError(f"concat of {first!r} and {t!r}: expected the same number format")
             fits = len(sizes) == len(shape) and all(
                 (i == axis and not new) or t.graph.same(a, b) for i, (a, b) in enumerate(zip(sizes, shape, strict=True))
             )

@@ -39,14 +39,14 @@ def alike(
     op: Op, *, whole: Sequence[int] = (), linear: bool = False, local: Any = None, others: Sequence[int] = ()
 ) -> Split:
     """Return a rule with operand axes broadcast from the right onto result axes; axes in `whole` cannot be split."""
-    made = op.results[0]
-    names = [f"a{i}" for i in range(made.ndim)]
-    extents = dict(zip(names, made.sizes, strict=True))
+    result = op.results[0]
+    names = [f"a{i}" for i in range(result.ndim)]
+    extents = dict(zip(names, result.sizes, strict=True))
 
     def labels(t: Tensor) -> Labels:
-        lead = made.ndim - t.ndim
-        own = [(n, made.sizes[i + lead], names[i + lead]) for i, n in enumerate(t.sizes)]
-        return tuple(() if n == ONE and full != ONE else (name,) for n, full, name in own)
+        lead = result.ndim - t.ndim
+        axes = [(n, result.sizes[i + lead], names[i + lead]) for i, n in enumerate(t.sizes)]
+        return tuple(() if n == ONE and result_size != ONE else (name,) for n, result_size, name in axes)
 
     return Split(
         operands=tuple(None if i in others else labels(t) for i, t in enumerate(op.operands)),
@@ -76,7 +76,7 @@ def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Spli
 
     extents = {**rule.extents, "n": blocks}
     if of_operand:
-        return replace(rule, operands=tuple(each and several(each) for each in rule.operands), extents=extents)
+        return replace(rule, operands=tuple(operand_labels and several(operand_labels) for operand_labels in rule.operands), extents=extents)
     return replace(rule, results=tuple(map(several, rule.results)), extents=extents)
 
 
@@ -102,7 +102,7 @@ def fresh(kind: Any, op: Op) -> Split:
 
 
 def refined(
-    a: Sizes, b: Sizes, same: Any
+    a: Sizes, b: Sizes, equal: Any
 ) -> tuple[dict[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
     """Return common factors of two shapes with equal element count.
 
@@ -110,17 +110,17 @@ def refined(
     one shape has no counterpart.
     """
     extents: dict[str, Poly] = {}
-    left: list[list[str]] = [[] for _ in a]
-    right: list[list[str]] = [[] for _ in b]
-    whole: set[str] = set()
+    a_factors: list[list[str]] = [[] for _ in a]
+    b_factors: list[list[str]] = [[] for _ in b]
+    unsplittable: set[str] = set()
 
     def part(size: Poly, i: Sequence[int], j: Sequence[int]) -> str:
         name = f"p{len(extents)}"
         extents[name] = size
-        for at in i:
-            left[at].append(name)
-        for at in j:
-            right[at].append(name)
+        for axis in i:
+            a_factors[axis].append(name)
+        for axis in j:
+            b_factors[axis].append(name)
         return name
 
     # long: one case for each order in which axis boundaries may follow
@@ -128,20 +128,20 @@ def refined(
     q = [(j, n) for j, n in enumerate(b) if n != ONE]
     while p and q:
         (i, n), (j, m) = p[0], q[0]
-        if same(n, m):
+        if equal(n, m):
             part(n, [i], [j])
             p, q = p[1:], q[1:]
             continue
-        mine = next((k for k in range(2, len(q) + 1) if same(numel([s for _, s in q[:k]]), n)), None)
-        yours = next((k for k in range(2, len(p) + 1) if same(numel([s for _, s in p[:k]]), m)), None)
-        if mine is not None:
-            for at, size in q[:mine]:
-                part(size, [i], [at])
-            p, q = p[1:], q[mine:]
-        elif yours is not None:
-            for at, size in p[:yours]:
-                part(size, [at], [j])
-            p, q = p[yours:], q[1:]
+        q_count = next((k for k in range(2, len(q) + 1) if equal(numel([s for _, s in q[:k]]), n)), None)
+        p_count = next((k for k in range(2, len(p) + 1) if equal(numel([s for _, s in p[:k]]), m)), None)
+        if q_count is not None:
+            for axis, size in q[:q_count]:
+                part(size, [i], [axis])
+            p, q = p[1:], q[q_count:]
+        elif p_count is not None:
+            for axis, size in p[:p_count]:
+                part(size, [axis], [j])
+            p, q = p[p_count:], q[1:]
         elif is_integral(n / m):
             part(m, [i], [j])
             p, q = [(i, n / m), *p[1:]], q[1:]
@@ -150,8 +150,8 @@ def refined(
             p, q = p[1:], [(j, m / n), *q[1:]]
         else:
             break
-    for at, size in p:
-        whole.add(part(size, [at], []))
-    for at, size in q:
-        whole.add(part(size, [], [at]))
-    return extents, [tuple(x) for x in left], [tuple(x) for x in right], whole
+    for axis, size in p:
+        unsplittable.add(part(size, [axis], []))
+    for axis, size in q:
+        unsplittable.add(part(size, [], [axis]))
+    return extents, [tuple(x) for x in a_factors], [tuple(x) for x in b_factors], unsplittable

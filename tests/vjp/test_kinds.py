@@ -405,7 +405,7 @@ def test_what_does_not_fit_is_refused(make, text):
 
 
 def test_a_second_rule_is_refused():
-    with pytest.raises(cg.GraphError, match="op kind 'einsum' has a vector-Jacobian rule already, expected a new name"):
+    with pytest.raises(cg.GraphError, match="op kind 'einsum' already has a vector-Jacobian rule, expected a new name"):
         cg.vjp(KINDS["einsum"])(lambda pull: [])
 
 
