@@ -203,7 +203,7 @@ def test_an_empty_graph_costs_nothing():
         (lambda g: cg.param_count([]), GraphError, r"param_count: graph is \[\], expected a graph"),
         (lambda g: register(OpKind), GraphError, "register: got .*, expected a subclass of OpKind with a name"),
         (lambda g: register("einsum"), GraphError, "register: got 'einsum', expected a subclass of OpKind with a name"),
-        (lambda g: register(KINDS["einsum"]), GraphError, "op kind 'einsum' has a record already"),
+        (lambda g: register(KINDS["einsum"]), GraphError, "op kind 'einsum' already has a record"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):

@@ -361,7 +361,7 @@ def damaged(saved, change):
         (set_in(kind="pointwise")("attrs", {"function": {"function": "system"}}), "are malformed"),
         (set_in(kind="pointwise")("attrs", {"function": {"eval": "1"}}), "tag 'eval', expected one of"),
         (set_in(id="table")("shape", ["__import__('os')", "D"]), "character"),
-        (set_in(id="table")("shape", ["V", "D", "D"]), "expected"),
+        (set_in(id="table")("shape", ["V", "D", "D"]), "does not match the operands"),
         (set_in(id="table")("role", "god"), "role 'god', expected one of"),
         (set_in(type="tensor", role="result")("shape", ["7"]), "has shape"),
     ],

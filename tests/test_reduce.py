@@ -100,7 +100,7 @@ def test_formats_are_torchs(dtype, operation):
         (lambda x: cg.reduce(3, "a b -> a", "sum"), GraphError, "reduce: x is 3, expected a tensor"),
         (lambda x: cg.reduce(x, None, "sum"), PatternError, "pattern None: expected text"),
         (lambda x: cg.reduce(x, "a b -> a c", "sum"), PatternError, "axis 'c' of the result is not in the operand"),
-        (lambda x: cg.reduce(x, "a b+1 -> a", "sum"), PatternError, "expected names"),
+        (lambda x: cg.reduce(x, "a b+1 -> a", "sum"), PatternError, "expected axis names"),
         (lambda x: cg.reduce(x, "a b c -> a", "sum"), ShapeError, "has 2 axes, the pattern 'a b c' has 3"),
         (lambda x: cg.reduce(x, "a (b c) -> a", "sum"), ShapeError, "sizes of b and c"),
         (lambda x: cg.reduce(x, "a (b c) -> a", "sum", b=2), ShapeError, "does not split"),

@@ -146,7 +146,7 @@ def test_a_function_of_ones_own_needs_a_meaning(monkeypatch):
     try:
         testing.function("cube")(lambda x: x * x * x)
         testing.check(g, A=3)
-        with pytest.raises(cg.GraphError, match="function 'cube' has a meaning already"):
+        with pytest.raises(cg.GraphError, match="function 'cube' already has a meaning"):
             testing.function("cube")(lambda x: x)
     finally:
         testing.FUNCTIONS.pop("cube", None)

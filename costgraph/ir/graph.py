@@ -433,7 +433,9 @@ def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Fa
                 uncovered = ONE if factor == uncovered else uncovered
                 continue
             outer_ratio, inner_ratio = _divided(factor, uncovered), _divided(uncovered, factor)
-            inner_size = numel(sizes[dim + 1 :]) / prod((mesh[f] if isinstance(f, str) else f for f in pending), start=ONE)
+            inner_size = numel(sizes[dim + 1 :]) / prod(
+                (mesh[f] if isinstance(f, str) else f for f in pending), start=ONE
+            )
             if outer_ratio is not None and (is_integral(outer_ratio) or outer_ratio == inner_size):
                 local_factors.append(uncovered)
                 pending.insert(0, outer_ratio)
@@ -776,7 +778,10 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     """
     column_multiple, row_multiple = dtype.padded
     if dtype.padded != (1, 1) and sizes:
-        sizes = (windows_along(numel(sizes[:-1]), 0, row_multiple) * row_multiple, windows_along(sizes[-1], 0, column_multiple) * column_multiple)
+        sizes = (
+            windows_along(numel(sizes[:-1]), 0, row_multiple) * row_multiple,
+            windows_along(sizes[-1], 0, column_multiple) * column_multiple,
+        )
     count = numel(sizes)
     total = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:
@@ -909,7 +914,9 @@ class Tensor(Node):
         if self.graph.same(self.touched, storage.elements):
             return (storage,)
         simplified = self.graph.told
-        axes = frozenset((n, s) for n, s in zip(simplified(self.sizes), simplified(self.strides), strict=True) if s and n != 1)
+        axes = frozenset(
+            (n, s) for n, s in zip(simplified(self.sizes), simplified(self.strides), strict=True) if s and n != 1
+        )
         return (storage, *simplified((offset,)), axes)
 
     def apart(self, other: Tensor) -> bool:
@@ -1462,7 +1469,8 @@ def of_stages(
     stage_names = [(g, known_names(g)) for g in stages(graph)]
     all_names = frozenset[str]().union(*(names for _, names in stage_names))
     return [
-        (g, bindings(g, {k: v for k, v in dims.items() if k in names or k not in all_names}, left_open)) for g, names in stage_names
+        (g, bindings(g, {k: v for k, v in dims.items() if k in names or k not in all_names}, left_open))
+        for g, names in stage_names
     ]
 
 
@@ -1483,7 +1491,9 @@ def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: s
     """Raise BindingError unless a symbol, the unknown to solve for, is an unbound dimension of the graph."""
     names = known_names(graph)
     if symbol not in names or symbol in dims:
-        raise BindingError(f"{question}: {shown(symbol)}, expected an unbound dimension among {', '.join(sorted(names))}")
+        raise BindingError(
+            f"{question}: {shown(symbol)}, expected an unbound dimension among {', '.join(sorted(names))}"
+        )
 
 
 # -- field types -------------------------------------------------------------------------------------------------------
@@ -1668,7 +1678,9 @@ class Domain:
             earlier = keys - queries
             return self._rows(keys) - self._rows(earlier if known.nonnegative(earlier) else at_least_zero(earlier))
         if queries != keys:
-            raise ShapeError(f"window without causal: {queries} queries and {keys} keys, expected equal numbers of both")
+            raise ShapeError(
+                f"window without causal: {queries} queries and {keys} keys, expected equal numbers of both"
+            )
         return 2 * self._rows(keys) - keys
 
     def _rows(self, n: Poly) -> Poly:
@@ -2027,7 +2039,9 @@ class OpKind:
         """
         limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
         if limited is not None:
-            raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected an unrestricted tensor")
+            raise ShapeError(
+                f"{self.name} of {limited!r}, which is restricted to a domain: expected an unrestricted tensor"
+            )
         results = self.infer(operands)
         expanded = next((t for t in map(operands.__getitem__, self.overwrites()) if t.touched != t.numel), None)
         if expanded is not None:
@@ -2207,7 +2221,10 @@ class Repeat(BodyKind):
                 need_fit(outer, inner)
             pieces = outer.storage.pieces
             inner_pieces = max(pieces - 1, 0) if carries <= i < carries + xs else pieces
-            need(inner.storage.pieces == inner_pieces, f"{inner.storage.pieces} axes of pieces of {inner!r}, {pieces} outside")
+            need(
+                inner.storage.pieces == inner_pieces,
+                f"{inner.storage.pieces} axes of pieces of {inner!r}, {pieces} outside",
+            )
         for i, t in enumerate(body.outputs[: len(body.outputs) - saved]):
             need(i >= carries or t.is_contiguous, f"strides of carry {t!r}")
             pieces = operands[i].storage.pieces if i < carries else 0
@@ -2226,9 +2243,17 @@ class Loop:
         self.op, self.kind, self.body = op, kind, kind.body
         self.count, self.reverse, self.until = kind.count, kind.reverse, kind.until
         carries_end, xs_end = kind.carries, kind.carries + kind.xs
-        self.starts, self.xs, self.shared = op.operands[:carries_end], op.operands[carries_end:xs_end], op.operands[xs_end:]
+        self.starts, self.xs, self.shared = (
+            op.operands[:carries_end],
+            op.operands[carries_end:xs_end],
+            op.operands[xs_end:],
+        )
         stacked_end = len(op.results) - kind.saved
-        self.lasts, self.stacks, self.pieces = op.results[:carries_end], op.results[carries_end:stacked_end], op.results[stacked_end:]
+        self.lasts, self.stacks, self.pieces = (
+            op.results[:carries_end],
+            op.results[carries_end:stacked_end],
+            op.results[stacked_end:],
+        )
 
     @cached_property
     def carries(self) -> tuple[Tensor, ...]:
@@ -2264,7 +2289,9 @@ class Loop:
         """Return the operand that `pieces[i]` aliases, if each iteration writes its slice in place, else None."""
         residual, piece = self.saved[i], self.pieces[i]
         slice_pairs = zip(self.slices, self.xs, strict=True)
-        return None if piece.storage.pieces else next((x for f, x in slice_pairs if f.storage is residual.storage), None)
+        return (
+            None if piece.storage.pieces else next((x for f, x in slice_pairs if f.storage is residual.storage), None)
+        )
 
     def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
         """Return the final carries that alias loop inputs: an unchanged carry, or a captured outer tensor."""
@@ -2399,7 +2426,9 @@ def _check_overwritten(graph: Graph) -> None:
     for op in graph.ops:
         stale = None if op.kind.renames else next((t for t in op.operands if t in overwritten), None)
         if stale is not None:
-            raise GraphError(f"op {op.name!r}: reads {stale.name!r}, which {overwritten[stale].name!r} has overwritten in place")
+            raise GraphError(
+                f"op {op.name!r}: reads {stale.name!r}, which {overwritten[stale].name!r} has overwritten in place"
+            )
         for t in op.operands:
             base_of.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)
@@ -2465,7 +2494,9 @@ def source(
     if qualified in graph.root._taken:
         raise GraphError(f"{role} {qualified!r}: the name is taken in graph {graph.root.name!r}, expected a new one")
     format_ = graph.root.dtype if dtype is None else find_dtype(dtype)
-    tensor = Tensor(graph, qualified, sizes_of(shape, f"{role} {qualified!r}"), format_, role=role, requires_grad=requires_grad)
+    tensor = Tensor(
+        graph, qualified, sizes_of(shape, f"{role} {qualified!r}"), format_, role=role, requires_grad=requires_grad
+    )
     with graph.whole():
         _reserve(graph, qualified)
         graph.add_node(tensor)

@@ -56,7 +56,9 @@ def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
     if stride == 1:
         return size - spare
     constant, variable = size.expr.as_coeff_Add()
-    numerator = poly(constant + variable.args[0]) if isinstance(variable, sympy.ceiling) and constant.is_integer else size
+    numerator = (
+        poly(constant + variable.args[0]) if isinstance(variable, sympy.ceiling) and constant.is_integer else size
+    )
     return poly(sympy.ceiling(((numerator - spare) / stride).expr))
 
 
@@ -76,7 +78,9 @@ def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
             number = argument.terms.get((), 0)
             fraction = _fractional(argument - number)
             if not fraction.terms or any(_is_multiple(fraction, _fractional(n)) for n in sizes):
-                replacements[key] = argument - number + (floor(number) if isinstance(expr, sympy.floor) else ceil(number))
+                replacements[key] = (
+                    argument - number + (floor(number) if isinstance(expr, sympy.floor) else ceil(number))
+                )
     return p.substitute(replacements) if replacements else p
 
 
@@ -173,7 +177,9 @@ def has_blas_layout(sizes: Sizes, strides: Sizes) -> bool:
         return True
     rows, columns = sizes[-2:]
     row_stride, column_stride = strides[-2:]
-    return (column_stride == ONE and bool(row_stride or rows == ONE)) or (row_stride == ONE and bool(column_stride or columns == ONE))
+    return (column_stride == ONE and bool(row_stride or rows == ONE)) or (
+        row_stride == ONE and bool(column_stride or columns == ONE)
+    )
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
@@ -181,7 +187,9 @@ def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
     return numel([n for n, s in zip(sizes, strides, strict=True) if s])
 
 
-def apart(first: tuple[Sizes, Sizes, Poly], second: tuple[Sizes, Sizes, Poly], relations: Relations | None = None) -> bool:
+def apart(
+    first: tuple[Sizes, Sizes, Poly], second: tuple[Sizes, Sizes, Poly], relations: Relations | None = None
+) -> bool:
     """Return whether two views of one storage, each (sizes, strides, offset), provably share no element.
 
     They share none if, modulo some common stride, one view ends before the other begins.
@@ -193,12 +201,16 @@ def apart(first: tuple[Sizes, Sizes, Poly], second: tuple[Sizes, Sizes, Poly], r
 
 # rows written one by one are compared pairwise, with few distinct layouts: cache them
 @cached(1 << 14)
-def _are_disjoint(first_view: tuple[Sizes, Sizes], second_view: tuple[Sizes, Sizes], offset: Poly, relations: Relations | None) -> bool:
+def _are_disjoint(
+    first_view: tuple[Sizes, Sizes], second_view: tuple[Sizes, Sizes], offset: Poly, relations: Relations | None
+) -> bool:
     """Return whether two views share no element; the second starts `ahead` elements after the first."""
     axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (first_view, second_view)]
     steps = {s for view_axes in axes for _, s in view_axes}
     for step in (None, *steps):
-        within_step = [[(n, s) for n, s in view_axes if step is None or not is_integral(s / step)] for view_axes in axes]
+        within_step = [
+            [(n, s) for n, s in view_axes if step is None or not is_integral(s / step)] for view_axes in axes
+        ]
         reach = [sum(((n - 1) * s for n, s in view_axes), start=ZERO) for view_axes in within_step]
         for first, second, gap in ((0, 1, offset), (1, 0, -offset)):
             slacks = [gap - reach[first] - 1]

@@ -84,7 +84,9 @@ def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
         domain, *axes = t.domain
         query, key = (i + len(sizes) - t.ndim for i in axes)
         if any(t.sizes[i] == ONE != sizes[axis] for i, axis in zip(axes, (query, key), strict=True)):
-            raise ShapeError(f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not to be broadcast")
+            raise ShapeError(
+                f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not to be broadcast"
+            )
         if restriction not in (None, (domain, query, key)):
             raise ShapeError("operands restricted to two different domains, expected one")
         restriction = domain, query, key
@@ -155,5 +157,11 @@ def regrouped(sizes: Sizes, axes: Sequence[int], new_sizes: Sizes) -> list[int |
         old_candidates, new_candidates = (alike(shape, size, trailing) for shape in (sizes, new_sizes))
         unused = [i for i in new_candidates if i not in new_axes]
         nth = old_candidates.index(axis)
-        new_axes.append(new_candidates[nth] if new_candidates[nth:] and new_candidates[nth] in unused else unused[-1] if unused else None)
+        new_axes.append(
+            new_candidates[nth]
+            if new_candidates[nth:] and new_candidates[nth] in unused
+            else unused[-1]
+            if unused
+            else None
+        )
     return new_axes

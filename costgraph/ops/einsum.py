@@ -276,7 +276,10 @@ class Einsum(WorkspaceKind):
             local_kind = replace(self, extents=local_extents)
             if self.sizes is not None:
                 result_dims = zip(labels[-1], pattern.result, self.sizes, strict=True)
-                sizes = [splits.local_of([names], local_extents)[0] if isinstance(d, Axes) else n for names, d, n in result_dims]
+                sizes = [
+                    splits.local_of([names], local_extents)[0] if isinstance(d, Axes) else n
+                    for names, d, n in result_dims
+                ]
                 local_kind = replace(local_kind, sizes=tuple(sizes))
             if self.orders is not None:
                 axes = [frozenset(pattern.operand_names(i)) for i in range(len(pattern.operands))]
@@ -385,7 +388,9 @@ def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: 
             raise ShapeError("operands restricted to two different domains, expected one")
     indices = [d for dims in pattern.operands for d in dims if isinstance(d, Affine)]
     if restriction is not None and any(set(d.names) & set(restriction[1:]) for d in indices):
-        raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an affine index: expected plain axes")
+        raise ShapeError(
+            f"domain over {' and '.join(restriction[1:])}, one of which is in an affine index: expected plain axes"
+        )
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
@@ -518,7 +523,9 @@ def contract(tensors: Sequence[Tensor], kind: Einsum, *, name: str = "einsum") -
     contraction = replace(kind, pattern=Pattern(pattern.operands, kept_axes), extents=contracted_extents, sizes=None)
     contracted = _chain(graph, list(tensors), contraction, None, name)
     result_extents = {n: extents[n] for n in pattern.result_names}
-    return apply(replace(kind, pattern=Pattern((kept_axes,), pattern.result), extents=result_extents), [contracted], name)[0]
+    return apply(
+        replace(kind, pattern=Pattern((kept_axes,), pattern.result), extents=result_extents), [contracted], name
+    )[0]
 
 
 def _single(x: Tensor, pattern: Pattern, text: str, name: str) -> Tensor:
@@ -583,7 +590,9 @@ def _chain(
             return apply(replace(kind, orders=best.flops, workspace=space), tensors, name)[0]
         order = best.paths[0]
     need_list("einsum: order", order)
-    remaining = list(zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True))
+    remaining = list(
+        zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True)
+    )
     for step, pair in enumerate(order):
         try:
             i, j = sorted(map(index, pair), reverse=True)

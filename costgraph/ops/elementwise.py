@@ -291,13 +291,17 @@ def pointwise(
     # formulas of sizes become numbers when sizes are bound
     if not tensors or not all(isinstance(n, Real | complex | np.bool_ | Poly | sympy.Expr) for n in numbers):
         operand_texts = ", ".join(map(shown, operands))
-        raise GraphError(f"{record.name}: operands ({operand_texts}), expected tensors and numbers, at least one tensor")
+        raise GraphError(
+            f"{record.name}: operands ({operand_texts}), expected tensors and numbers, at least one tensor"
+        )
     need_flag(record.name, inplace=inplace)
     if inplace and not isinstance(operands[0], Tensor):
         raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
     kind = Pointwise(
         function=record,
-        scalars=tuple(None if isinstance(t, Tensor) else _plain_number(record.name, t) for t in operands) if numbers else (),
+        scalars=tuple(None if isinstance(t, Tensor) else _plain_number(record.name, t) for t in operands)
+        if numbers
+        else (),
         numbers=_number_category(numbers),
         inplace=inplace,
         dtype=None if dtype is None else find_dtype(dtype),

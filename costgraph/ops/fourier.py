@@ -91,7 +91,9 @@ class ViewAs(OpKind):
 def _split_leading_axes(op: Op, count: int, whole: Sequence[int] = ()) -> Split:
     """Return a rule that splits the leading axes, common to operand and result, except those in `whole`."""
     names = [() if i in whole else (f"a{i}",) for i in range(count)]
-    operand_axes, result_axes = ((*names, *(() for _ in range(t.ndim - count))) for t in (op.operands[0], op.results[0]))
+    operand_axes, result_axes = (
+        (*names, *(() for _ in range(t.ndim - count))) for t in (op.operands[0], op.results[0])
+    )
     return splits.across(op, [operand_axes], result_axes, lambda extents, ranks: op.kind, linear=True)
 
 
@@ -178,7 +180,9 @@ def joined(operand: Layout, axes: Sequence[int]) -> Poly:
         return copy
     other_axes = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
     steps, sizes = operand.strides, operand.sizes
-    mergeable = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(other_axes))
+    mergeable = any(
+        all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(other_axes)
+    )
     return ZERO if mergeable else copy
 
 

@@ -68,7 +68,9 @@ def _need_batch(table: Tensor, places: Sequence[Tensor], batch: int) -> None:
         if t.ndim != ids.ndim or not all(map(table.graph.same, t.sizes, ids.sizes)):
             raise ShapeError(f"indices {t!r} with {ids!r}: expected equal shapes")
     if len(places) > 1 and (batch or table.ndim < len(places)):
-        raise ShapeError(f"{len(places)} index tensors into {table!r}: expected a table axis for each and no batch axes")
+        raise ShapeError(
+            f"{len(places)} index tensors into {table!r}: expected a table axis for each and no batch axes"
+        )
     if table.ndim <= batch:
         expected = "one axis" if not batch else f"{batch + 1} axes, {batch} of them batch axes"
         raise ShapeError(f"rows of {table!r}: expected at least {expected}")
@@ -118,11 +120,15 @@ class Indexed(OpKind):
 
     def different(self, ids: Sequence[Tensor]) -> Poly:
         """Return the maximal number of distinct indexed positions; expanded axes count once."""
-        strides = [next((s for s in axis_strides if s), ZERO) for axis_strides in zip(*(t.strides for t in ids), strict=True)]
+        strides = [
+            next((s for s in axis_strides if s), ZERO) for axis_strides in zip(*(t.strides for t in ids), strict=True)
+        ]
         return distinct(ids[0].sizes[self.batch :], strides[self.batch :]) if ids else ONE
 
 
-def _with_row_shard(kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+def _with_row_shard(
+    kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]
+) -> OpKind:
     """Return the op kind for a rank with a shard of the rows."""
     return replace(kind, part=ranks.get(rows[0], "")) if rows else kind
 
@@ -362,7 +368,9 @@ def scatter(
     need_choice("scatter: mode", mode, ("add", "set", "max"))
     need_flag("scatter", inplace=inplace, along=along)
     need_tensor("scatter", target, ids, updates)
-    kind = Scatter(mode=mode, inplace=inplace, batch=_last_axis(target, ids) if along else _checked_batch("scatter", batch))
+    kind = Scatter(
+        mode=mode, inplace=inplace, batch=_last_axis(target, ids) if along else _checked_batch("scatter", batch)
+    )
     return apply(kind, [target, ids, updates], name)[0]
 
 

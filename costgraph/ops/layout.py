@@ -166,7 +166,9 @@ class Rearrange(OpKind):
             return [Result(merged, x.dtype, domain=domain)]
         return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
 
-    def _common_factors(self, op: Op) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
+    def _common_factors(
+        self, op: Op
+    ) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
         """Return the factors common to operand and result."""
         x, equal = op.operands[0], op.graph.same
         names = [f"s{i}" for i in range(len(self.split))]
@@ -177,7 +179,12 @@ class Rearrange(OpKind):
             operand_groups, result_groups = ([tuple(g) for g in group or ()] for group in groups)
             ordered_names = [names[i] for i in self.order]
             extents = dict(zip(names, self.split, strict=True))
-            return extents, [tuple(names[i] for i in g) for g in operand_groups], [tuple(ordered_names[i] for i in g) for g in result_groups], set()
+            return (
+                extents,
+                [tuple(names[i] for i in g) for g in operand_groups],
+                [tuple(ordered_names[i] for i in g) for g in result_groups],
+                set(),
+            )
         if self.order != tuple(range(len(self.split))):
             return {}, [() for _ in x.sizes], [() for _ in self.merged], set()
         return splits.refined(x.sizes, self.merged, equal)
@@ -193,7 +200,14 @@ class Rearrange(OpKind):
             sizes = splits.local_of(operand_groups, local_sizes)
             return replace(self, pattern=None, split=sizes, order=tuple(range(len(sizes))), merged=merged)
 
-        return Split((tuple(operand_groups),), (tuple(result_groups),), extents, local, whole=frozenset(unsplittable), linear=True)
+        return Split(
+            (tuple(operand_groups),),
+            (tuple(result_groups),),
+            extents,
+            local,
+            whole=frozenset(unsplittable),
+            linear=True,
+        )
 
     def _axes(self, x: Tensor) -> list[int | None]:
         """Return the operand's domain axis that each result axis is, or None."""
@@ -305,7 +319,9 @@ class Expand(OpKind):
         strides, places = [], list[int | None]()
         for size, source in zip(self.sizes, self.kept, strict=True):
             if source is not None and x.sizes[source] != ONE and not x.graph.same(size, x.sizes[source]):
-                raise ShapeError(f"expand of {x!r}: axis {source} to {size}, expected its own size or an axis of size 1")
+                raise ShapeError(
+                    f"expand of {x!r}: axis {source} to {size}, expected its own size or an axis of size 1"
+                )
             kept_axis = None if source is None or (x.sizes[source] == ONE and size != ONE) else source
             places.append(kept_axis)
             strides.append(ZERO if kept_axis is None else x.strides[kept_axis])
@@ -316,10 +332,16 @@ class Expand(OpKind):
         """Split the kept axes, and repeated axes if a consumer wants a shard."""
         (x,) = op.operands
         names = tuple((f"a{i}",) for i in range(len(self.sizes)))
-        result_axis_of = {source: i for i, source in enumerate(self.kept) if source is not None and x.sizes[source] == self.sizes[i]}
+        result_axis_of = {
+            source: i for i, source in enumerate(self.kept) if source is not None and x.sizes[source] == self.sizes[i]
+        }
         operand_labels = [tuple(names[result_axis_of[i]] if i in result_axis_of else () for i in range(x.ndim))]
         return splits.across(
-            op, operand_labels, names, lambda extents, ranks: replace(self, sizes=splits.local_of(names, extents)), linear=True
+            op,
+            operand_labels,
+            names,
+            lambda extents, ranks: replace(self, sizes=splits.local_of(names, extents)),
+            linear=True,
         )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
@@ -373,12 +395,19 @@ class Concat(OpKind):
 
     def _stacked_rule(self, op: Op) -> Split:
         """Return the rule for stacked parts: all axes but the concatenated and the iteration axes may be split."""
-        labels, axis, unsplittable, operands = [(f"a{i}",) for i in range(op.results[0].ndim)], self.axis, {f"a{self.axis}"}, []
+        labels, axis, unsplittable, operands = (
+            [(f"a{i}",) for i in range(op.results[0].ndim)],
+            self.axis,
+            {f"a{self.axis}"},
+            [],
+        )
         for k, t in enumerate(op.operands):
             lead, middle = [(f"l{k}_{i}",) for i in range(t.storage.pieces)], [] if self.stacked else [(f"o{k}",)]
             unsplittable |= {name for (name,) in (*lead, *middle)}
             operands.append((*lead, *labels[:axis], *middle, *labels[axis + 1 :]))
-        return splits.across(op, operands, tuple(labels), lambda extents, ranks: self, whole=frozenset(unsplittable), linear=True)
+        return splits.across(
+            op, operands, tuple(labels), lambda extents, ranks: self, whole=frozenset(unsplittable), linear=True
+        )
 
     def placed(self, op: Op) -> Split:
         """Split the other axes, and the concatenated one if all parts have the same size."""
@@ -499,7 +528,9 @@ def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1,
     return _add_slice(x, axis, start, size, step, name)
 
 
-def _add_slice(x: Tensor, axis: int, start: object, size: object, step: int, name: str, *, split: bool = False) -> Tensor:
+def _add_slice(
+    x: Tensor, axis: int, start: object, size: object, step: int, name: str, *, split: bool = False
+) -> Tensor:
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
     dim, offset, count = axis_of(x, axis), poly(start), poly(size)
@@ -520,10 +551,15 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
     part_sizes = sizes_of(sizes, f"split of {x!r}")
     dim = axis_of(x, axis)
     if not current_graph(x.graph).same(total(part_sizes), x.sizes[dim]):
-        raise ShapeError(f"split of {x!r}: parts {list(part_sizes)} add up to {total(part_sizes)}, expected {x.sizes[dim]}")
+        raise ShapeError(
+            f"split of {x!r}: parts {list(part_sizes)} add up to {total(part_sizes)}, expected {x.sizes[dim]}"
+        )
     # flagged as one split, so that one op concatenates their gradients
     starts = [total(part_sizes[:i]) for i in range(len(part_sizes))]
-    return tuple(_add_slice(x, dim, start, part_size, 1, name, split=True) for start, part_size in zip(starts, part_sizes, strict=True))
+    return tuple(
+        _add_slice(x, dim, start, part_size, 1, name, split=True)
+        for start, part_size in zip(starts, part_sizes, strict=True)
+    )
 
 
 def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Tensor:
@@ -566,7 +602,9 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
     forward = size + offset if lower_bound is not None and lower_bound > 0 else offset  # towards the end
     if forward in (ZERO, size):
         return x
-    if any(n.constant is not None and (n.constant < 0 or not isinstance(n.constant, int)) for n in (forward, size - offset)):
+    if any(
+        n.constant is not None and (n.constant < 0 or not isinstance(n.constant, int)) for n in (forward, size - offset)
+    ):
         raise ShapeError(f"roll of {x!r}: shift {offset} on axis {dim}, expected an integer of at most {size}")
     head, tail = split(x, (size - forward, forward), dim, name=f"{name}_parts")
     return concat((tail, head), dim, name=name)
@@ -586,7 +624,11 @@ def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes:
     result_names = [a.names for a in parsed.result]
     extents = sizes_by_name("expand", sizes)
     names = [n for n in operand_names if n]
-    if any(len(n) > 1 for n in operand_names + result_names) or any(n not in result_names for n in names) or len(set(names)) < len(names):
+    if (
+        any(len(n) > 1 for n in operand_names + result_names)
+        or any(n not in result_names for n in names)
+        or len(set(names)) < len(names)
+    ):
         raise PatternError(f"pattern {pattern!r}: expected unmerged axes, each once, with all operand axes kept")
     if len(operand_names) != x.ndim:
         raise ShapeError(f"{x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(operand_names)}")

@@ -103,7 +103,9 @@ class Undef(DenseFactory):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the accumulator."""
-        return [replace(result, pieces=self.pieces, domain=self.domain) for result in DenseFactory.infer(self, operands)]
+        return [
+            replace(result, pieces=self.pieces, domain=self.domain) for result in DenseFactory.infer(self, operands)
+        ]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Check the domain against the shape."""
@@ -192,7 +194,9 @@ class Stacked(OpKind):
         stack, offset = operands[0], ZERO
         for t in operands[1:]:
             if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
-                raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected each to be one or several of its slices")
+                raise ShapeError(
+                    f"stack {stack!r} of {operands[1:]!r}, expected each to be one or several of its slices"
+                )
             if t.storage is not stack.storage:
                 # results that go into a stack are written there directly, so they live in its storage
                 t.strides = contiguous(t.sizes)
@@ -209,7 +213,9 @@ def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
     while pending:
         tensor = pending.pop()
         tensor.storage, tensor.offset = new, tensor.offset + offset
-        pending += [r for op in tensor.graph.successors(tensor) for r in op.results if r.storage is old and r not in pending]
+        pending += [
+            r for op in tensor.graph.successors(tensor) for r in op.results if r.storage is old and r not in pending
+        ]
 
 
 # -- loop executor -----------------------------------------------------------------------------------------------------
@@ -333,9 +339,7 @@ class LoopExecutor(Generic[P]):
         self._put(env, loop.stacks, filled)
         for i, t in enumerate(loop.pieces):
             rows, base = [row[i] for row in residuals], loop.revised(i)
-            self._put(
-                env, [t], [self.collected(loop, rows) if base is None else self.revised(base, env, rows, place)]
-            )
+            self._put(env, [t], [self.collected(loop, rows) if base is None else self.revised(base, env, rows, place)])
 
     def _values(self, tensors: Iterable[Tensor], env: Env) -> list[Any]:
         return [env[self.key(t)] for t in tensors]
@@ -594,7 +598,9 @@ def scan(
         if not isinstance(y, Tensor | tuple | None):
             raise GraphError(f"scan {name!r}: the body returned y = {y!r}, expected a tensor, a tuple or None")
         shapes.append(isinstance(y, Tensor))
-        return (next_carry if isinstance(next_carry, tuple) else (next_carry,)), ((y,) if isinstance(y, Tensor) else tuple(y or ()))
+        return (next_carry if isinstance(next_carry, tuple) else (next_carry,)), (
+            (y,) if isinstance(y, Tensor) else tuple(y or ())
+        )
 
     carries = carry if isinstance(carry, tuple) else (carry,)
     finals, ys = _loop(count, step, carries, xs if isinstance(xs, tuple) else (xs,), name)
@@ -661,7 +667,9 @@ def each(
     # the count may be 0 if an existing loop with the same count may be empty
     same_count = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
     least_count = 0 if count.constant is None and any(k.least == 0 for k in same_count) else 1
-    kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least_count)
+    kind = Repeat(
+        body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least_count
+    )
     op = body.owner = graph.add_op(kind, (*xs, *body.captured), scope_name)
     return op.results
 

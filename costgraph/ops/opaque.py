@@ -201,7 +201,9 @@ class Transfer(OpKind):
             return [Result(x.sizes, x.dtype, domain=x.domain, host=self.to == "host")]
         target = operands[0]
         if (target.sizes, target.dtype) != (x.sizes, x.dtype) or target.storage.host != (self.to == "host"):
-            raise ShapeError(f"transfer of {x!r} into {target!r}, expected a tensor of the same shape and format on the {self.to}")
+            raise ShapeError(
+                f"transfer of {x!r} into {target!r}, expected a tensor of the same shape and format on the {self.to}"
+            )
         return [itself(target)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
@@ -381,7 +383,9 @@ def _is_call_output(value: object) -> bool:
     if not isinstance(value, tuple) or len(value) != 5:
         return False
     sizes, dtype, strides, base, offset = value
-    fits = all_of(is_size)(sizes) and isinstance(dtype, DType) and is_amount(offset) and (base is None or is_count(base))
+    fits = (
+        all_of(is_size)(sizes) and isinstance(dtype, DType) and is_amount(offset) and (base is None or is_count(base))
+    )
     return fits and (strides is None or (all_of(is_amount)(strides) and len(strides) == len(sizes)))
 
 

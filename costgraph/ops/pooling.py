@@ -89,7 +89,10 @@ class PoolingBase(OpKind):
         need_plain(self.pattern)
         unpooled = [a.names for a in self.pattern.operands[0] if isinstance(a, Axes)]
         slid = [(a.terms[0][0],) for a in self.pattern.operands[0] if isinstance(a, Affine)]
-        need([a.names for a in self.pattern.result] == unpooled + slid, f"the result of pattern {shown(str(self.pattern))}")
+        need(
+            [a.names for a in self.pattern.result] == unpooled + slid,
+            f"the result of pattern {shown(str(self.pattern))}",
+        )
 
 
 @register

@@ -60,9 +60,7 @@ class Reduce(OpKind):
         rules.need_operands(self, operands, 1)
         x, operation = operands[0], self.operation
         if x.dtype.kind == "complex" and operation not in ("sum", "mean"):
-            raise UnsupportedError(
-                f"{operation} of complex numbers has no cost rule, expected a sum or a mean"
-            )
+            raise UnsupportedError(f"{operation} of complex numbers has no cost rule, expected a sum or a mean")
         names = [a.names[0] if a.names else None for a in self.pattern.operands[0]]
         result_names = [a.names[0] if a.names else None for a in self.pattern.result]
         places = [names.index(n) if n is not None else None for n in result_names]
@@ -77,7 +75,9 @@ class Reduce(OpKind):
 
     def placed(self, op: Op) -> Split:
         """Split kept axes, and reduced axes if partial results can be reduced again."""
-        operand_names, result_names = ([a.names for a in dims] for dims in (self.pattern.operands[0], self.pattern.result))
+        operand_names, result_names = (
+            [a.names for a in dims] for dims in (self.pattern.operands[0], self.pattern.result)
+        )
         reduced_names = {n for names in operand_names for n in names} - {n for names in result_names for n in names}
         reducible = self.operation in ("sum", "mean", "max", "min")
         domain = op.operands[0].domain if self.operation == "mean" else None

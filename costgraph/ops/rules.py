@@ -176,7 +176,11 @@ def _reached_positions(index: Affine, extents: Mapping[str, Poly], size: Poly) -
     """
     if len(index.terms) == 1:
         ((name, step),) = index.terms
-        return extents[name] if index.offset >= 0 else _reached_by_runs([(0, 0)], 0, extents[name], step, index.offset, size)
+        return (
+            extents[name]
+            if index.offset >= 0
+            else _reached_by_runs([(0, 0)], 0, extents[name], step, index.offset, size)
+        )
     # the symbolic extent, or the larger one, runs along the output, the other along the window
     terms = sorted(index.terms, key=lambda term: _window_first(extents[term[0]]))
     (window, dilation), *others = terms
@@ -199,7 +203,10 @@ def _reached_positions(index: Affine, extents: Mapping[str, Poly], size: Poly) -
             class_runs[-1] = (class_runs[-1][0], start)
         else:
             class_runs.append((start, start))
-    counts = [_reached_by_runs(class_runs, residue, extents[output], stride, index.offset, size) for residue, class_runs in classes.items()]
+    counts = [
+        _reached_by_runs(class_runs, residue, extents[output], stride, index.offset, size)
+        for residue, class_runs in classes.items()
+    ]
     return sum(counts, start=ZERO)
 
 
@@ -216,7 +223,9 @@ def _reached_by_adjacent_windows(width: int, count: Poly, stride: int, padding: 
     return at_least_zero(smaller((count - 1) * stride + width - padding, size))  # 0 if all are padding
 
 
-def _reached_by_runs(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
+def _reached_by_runs(
+    runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly
+) -> Poly:
     """Count k with a <= k < b + count for one of the runs (a, b), and 0 <= first + stride*k + offset < size."""
     begin = max(0, -((first + offset) // stride))
     end = windows_along(size, first + offset, stride)

@@ -76,7 +76,11 @@ def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Spli
 
     extents = {**rule.extents, "n": blocks}
     if of_operand:
-        return replace(rule, operands=tuple(operand_labels and several(operand_labels) for operand_labels in rule.operands), extents=extents)
+        return replace(
+            rule,
+            operands=tuple(operand_labels and several(operand_labels) for operand_labels in rule.operands),
+            extents=extents,
+        )
     return replace(rule, results=tuple(map(several, rule.results)), extents=extents)
 
 

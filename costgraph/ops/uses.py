@@ -89,7 +89,9 @@ def _union_of_spans(spans: list[tuple[Poly, Poly, Poly]]) -> Poly:
         spans.sort(key=lambda span: span[0].constant or 0)
         disjoint = all(at_least(b[0], a[1]) for a, b in pairwise(spans))
     else:
-        disjoint = all(at_least(b[0], a[1]) or at_least(a[0], b[1]) for i, a in enumerate(spans) for b in spans[i + 1 :])
+        disjoint = all(
+            at_least(b[0], a[1]) or at_least(a[0], b[1]) for i, a in enumerate(spans) for b in spans[i + 1 :]
+        )
     if disjoint:
         return total(amount for _, _, amount in spans)
     widest = ZERO
