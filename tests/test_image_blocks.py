@@ -208,7 +208,7 @@ def test_products_of_pairs(itself):
 
 
 def test_products_of_one_vector():
-    with pytest.raises(cg.ShapeError, match="expected two vectors at least"):
+    with pytest.raises(cg.ShapeError, match="expected at least two vectors"):
         declared(lambda g: cg.nn.dot_interaction(g.input("x", (B, 1, D))))
     assert declared(lambda g: cg.nn.dot_interaction(g.input("x", (B, 1, D)), itself=True)).outputs[0].shape == (B, 1)
 

@@ -164,7 +164,7 @@ def test_tables_as_wide_as_the_head_or_wider_are_no_partial_ones(width):
 def test_rotary_tables_have_two_axes():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, K))
-        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half of what is rotated\)"):
+        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half the rotated size\)"):
             cg.nn.rotary(x, x, x)
 
 
@@ -219,7 +219,7 @@ def test_parts_of_a_packed_layer_are_views():
 
 
 def test_packed_layers_refuse_what_they_cannot_be():
-    with pytest.raises(cg.GraphError, match="packed with another bias of keys"):
+    with pytest.raises(cg.GraphError, match="packed with a different bias for keys"):
         attended(packed=True, bias=True, key_bias=False)
     with pytest.raises(cg.GraphError, match="self_attention: packed is 1, expected True or False"):
         attended(packed=1)

@@ -543,11 +543,11 @@ def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "
     carries = x if isinstance(x, tuple) else (x,)
 
     def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        made = body(*args)
-        return (made if isinstance(made, tuple) else (made,)), ()
+        returned = body(*args)
+        return (returned if isinstance(returned, tuple) else (returned,)), ()
 
-    out, _ = _loop(count, step, carries, (), name)
-    return out if isinstance(x, tuple) else out[0]
+    finals, _ = _loop(count, step, carries, (), name)
+    return finals if isinstance(x, tuple) else finals[0]
 
 
 def scan(
