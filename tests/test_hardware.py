@@ -219,8 +219,7 @@ def test_nothing_falls_back_silently():
         "peak.fp16, vector.fp64, vector.fp32, or fallback= with one of them"
     )
     assert error_of(load_hardware("tpu-v3").rate, "bf16", "vector") == (
-        "hardware tpu-v3: no vector rate vector.fp32 for bf16; expected one of peak.bf16, "
-        "or fallback= with one of them"
+        "hardware tpu-v3: no vector rate vector.fp32 for bf16; expected one of peak.bf16, or fallback= with one of them"
     )
     assert error_of(load_hardware("t4").rate, "mxfp4", fallback="fp8") == (
         "hardware t4: no matmul rate peak.fp4 for mxfp4, nor one for its fallback fp8; expected one of "

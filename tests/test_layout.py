@@ -214,7 +214,8 @@ def test_views_of_a_restricted_tensor_keep_the_domain():
     [
         (lambda x: cg.rearrange(x, "a b -> b"), PatternError, "expected the same axes on both sides, each once"),
         (lambda x: cg.rearrange(x, "a b -> b a c"), PatternError, "expected the same axes on both sides"),
-        (lambda x: cg.rearrange(x, "a b -> b a", c=2), PatternError, "size given for 'c', which is not one of its axes"),
+        (lambda x: cg.rearrange(x, "a b -> b a", c=2), PatternError,
+         "size given for 'c', which is not one of its axes"),
         (lambda x: cg.rearrange(x, "a b"), PatternError, "expected exactly one '->'"),
         (lambda x: cg.rearrange(x, "a+1 b -> a b"), PatternError, "affine index such as h"),
         (lambda x: cg.rearrange(x, 3), PatternError, "pattern 3: expected text"),

@@ -104,7 +104,11 @@ def test_formats_are_torchs(dtype, operation):
         (lambda x: cg.reduce(x, "a b c -> a", "sum"), ShapeError, "has 2 axes, the pattern 'a b c' has 3"),
         (lambda x: cg.reduce(x, "a (b c) -> a", "sum"), ShapeError, "sizes of b and c"),
         (lambda x: cg.reduce(x, "a (b c) -> a", "sum", b=2), ShapeError, "does not split"),
-        (lambda x: cg.reduce(x, "a b -> a", "sum", c=2), PatternError, "size given for 'c', which is not one of its axes"),
+        (
+            lambda x: cg.reduce(x, "a b -> a", "sum", c=2),
+            PatternError,
+            "size given for 'c', which is not one of its axes",
+        ),
         (lambda x: cg.reduce(x, "a a -> a", "sum"), PatternError, "expected each axis of the operand once"),
     ],
 )

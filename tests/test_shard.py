@@ -452,7 +452,9 @@ def test_rows_in_the_order_of_a_rank_stay_there():
 
 def test_the_graph_of_one_rank_is_not_sharded_again():
     sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
-    with pytest.raises(cg.GraphError, match="shard: graph 'mlp' is already the graph of one rank, expected an unsharded"):
+    with pytest.raises(
+        cg.GraphError, match="shard: graph 'mlp' is already the graph of one rank, expected an unsharded"
+    ):
         cg.shard(sharded, cg.mesh(dp=N), {"x": "(b dp) d"})
     with pytest.raises(cg.GraphError, match="run_ranks of graph 'mlp', which is not sharded: expected a graph from"):
         testing.run_ranks(mlp(), {})

@@ -109,7 +109,9 @@ def test_arithmetic_without_meaning_is_refused():
     assert str(error.value) == "quantity: 1 GB in B and 1 GB/s in B/s cannot be added; expected the same unit"
     with pytest.raises(SpecError) as error:
         quantity(1, "W") / quantity(1, "GB")
-    assert str(error.value).startswith("quantity: 1 W divided by 1 GB has no supported unit; expected one of (FLOP/s)/(B/s)")
+    assert str(error.value).startswith(
+        "quantity: 1 W divided by 1 GB has no supported unit; expected one of (FLOP/s)/(B/s)"
+    )
     with pytest.raises(SpecError, match="expected a nonzero divisor"):
         quantity(1, "W") / quantity(0, "W")
     with pytest.raises(TypeError):

@@ -170,7 +170,8 @@ def _tensor(reader: _Reader) -> tuple[StoredTensor, int]:
     format_, elements, size = FORMATS.get(kind, ("", 1, 0))
     if not format_ or prod(shape) > _MOST or (shape or [1])[0] % elements:
         raise FormatError(
-            f"{place}: type {kind} of sizes {shown(shape)}, expected a known type and a first size divisible by {elements}"
+            f"{place}: type {kind} of sizes {shown(shape)}, expected a known type and a first size divisible by "
+            f"{elements}"
         )
     return StoredTensor(name, tuple(reversed(shape)), format_, prod(shape) // elements * size), start
 
@@ -336,7 +337,8 @@ def _safetensors(path: str) -> list[Weight]:
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= min(_MAX_SAFETENSORS_HEADER, size - 8):
         raise FormatError(
-            f"{place}: a header of {length} bytes in a file of {size}, expected {expected} with at most {_MAX_SAFETENSORS_HEADER} "
+            f"{place}: a header of {length} bytes in a file of {size}, expected {expected} with at most "
+            f"{_MAX_SAFETENSORS_HEADER} "
             "at most"
         )
     raw, _ = read_start(path, place, 8 + length, expected)
@@ -349,7 +351,8 @@ def _safetensors(path: str) -> list[Weight]:
     for weight, begin, end in sorted(entries, key=lambda p: p[1:]):
         if begin != offset or end - begin != weight.bytes:
             raise FormatError(
-                f"{place}: {shorten(weight.name)} has bytes {begin} to {end}, expected {offset} to {offset + weight.bytes}: "
+                f"{place}: {shorten(weight.name)} has bytes {begin} to {end}, expected {offset} to "
+                f"{offset + weight.bytes}: "
                 f"{weight.format} of shape {shown(weight.shape)}, and no gap"
             )
         offset = end
@@ -388,7 +391,9 @@ def _object(text: str, place: str) -> dict[str, Any]:
 
 def _index(path: str) -> list[Weight]:
     place = place_of(path)
-    weight_map = _object(read_text(path, place, _MAX_SAFETENSORS_HEADER, "the index of a checkpoint"), place).get("weight_map")
+    weight_map = _object(read_text(path, place, _MAX_SAFETENSORS_HEADER, "the index of a checkpoint"), place).get(
+        "weight_map"
+    )
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise FormatError(f"{place}: weight_map is {shown(weight_map)}, expected the name of a file for each tensor")
     files = dict.fromkeys(weight_map.values())
@@ -399,7 +404,11 @@ def _index(path: str) -> list[Weight]:
     folder, weights = os.path.dirname(path), []
     for file in files:
         shard_weights = _safetensors(os.path.join(folder, file))
-        if unexpected := {w.name for w in shard_weights} ^ {name for name, shard_file in weight_map.items() if shard_file == file}:
-            raise FormatError(f"{place}: {shorten(min(unexpected))} is only in {file} or only in the index, expected it in both")
+        if unexpected := {w.name for w in shard_weights} ^ {
+            name for name, shard_file in weight_map.items() if shard_file == file
+        }:
+            raise FormatError(
+                f"{place}: {shorten(min(unexpected))} is only in {file} or only in the index, expected it in both"
+            )
         weights += shard_weights
     return weights

@@ -99,7 +99,9 @@ def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
             raise GraphError(f"attribute {name!r} of {word!r} is missing, expected {expectation.expected}")
     for name, value in facts.items():
         if not field_rules[name][0].holds(value):
-            raise GraphError(f"attribute {name!r} of {word!r} is {shown(value)}, expected {field_rules[name][0].expected}")
+            raise GraphError(
+                f"attribute {name!r} of {word!r} is {shown(value)}, expected {field_rules[name][0].expected}"
+            )
     return kind(**facts)
 
 
@@ -150,7 +152,10 @@ def ranks_data(graph: Graph, encode: Encode) -> dict[str, Any]:
             "replicated": list(sharding.replicated),
             "resharded": list(sharding.resharded),
             "own": list(sharding.own),
-            **{key: {name: _placement_data(placement, encode) for name, placement in by_name.items()} for key, by_name in placed.items()},
+            **{
+                key: {name: _placement_data(placement, encode) for name, placement in by_name.items()}
+                for key, by_name in placed.items()
+            },
         }
     if graph.waiting is not None:
         data["waiting"] = {f.name: encode(getattr(graph.waiting, f.name)) for f in fields(InFlightMicroBatches)}
@@ -404,7 +409,9 @@ class Reader:
                 raise self.error(f"{spot}: source {source.name!r}, expected a parameter or an input, each once")
             fits = gradient.sizes == source.sizes and gradient.storage.pieces == source.storage.pieces
             if not fits or gradient.dtype.kind != "float":
-                raise self.error(f"{spot}: {gradient!r} of {source!r}, expected a floating tensor with its shape and storages")
+                raise self.error(
+                    f"{spot}: {gradient!r} of {source!r}, expected a floating tensor with its shape and storages"
+                )
             by_source[source] = gradient
         return by_source
 

@@ -274,9 +274,13 @@ def _check_torus(place: str, levels: Mapping[str, Mapping[str, Quantity]]) -> No
         if PER_LINK in level:
             devices = int(level["devices"].number)
             if devices % inner_devices:
-                raise SpecError(f"{place}: {name}: devices is {devices}, expected a multiple of {inner_devices} in a torus")
+                raise SpecError(
+                    f"{place}: {name}: devices is {devices}, expected a multiple of {inner_devices} in a torus"
+                )
             if switch_keys := [key for key in ("per_direction", "oversubscription") if key in level]:
-                raise SpecError(f"{place}: {name}: {switch_keys[0]} together with {PER_LINK}; expected no switches in a torus")
+                raise SpecError(
+                    f"{place}: {name}: {switch_keys[0]} together with {PER_LINK}; expected no switches in a torus"
+                )
             ring, inner_rings = level["ring"].number if "ring" in level else devices, devices // inner_devices
             if not isinstance(ring, int) or ring < inner_rings:
                 raise SpecError(f"{place}: {name}: ring is {ring}, expected an integer of at least {inner_rings}")

@@ -47,7 +47,8 @@ def domain_of(hardware: Hardware) -> int:
         return 1
     if "domain" not in table:
         raise SpecError(
-            f"hardware {hardware.id}: interconnect.domain is missing; expected the number of devices that its interconnect connects"
+            f"hardware {hardware.id}: interconnect.domain is missing; expected the number of devices that its "
+            "interconnect connects"
         )
     devices = table["domain"].number
     if not isinstance(devices, int) or devices < 1:
@@ -72,7 +73,8 @@ def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
         devices = int(level["devices"].number)
         if devices < domain:
             raise SpecError(
-                f"network {hardware.cluster.id}: {name}.devices is {devices}, expected at least the {domain} of {hardware.id}"
+                f"network {hardware.cluster.id}: {name}.devices is {devices}, expected at least the {domain} of "
+                f"{hardware.id}"
             )
         yield name, devices
 

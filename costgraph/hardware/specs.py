@@ -139,7 +139,9 @@ def _next_wider(rates: Rates, wanted: DType, *, same: bool = False) -> str | Non
     """Return the narrowest format that holds `wanted`, preferring its own kind, then the slowest."""
     candidates = {key: f for key, f in _formats(rates).items() if _holds(f, wanted) and (same or f.name != wanted.name)}
     return min(
-        candidates, key=lambda key: (candidates[key].kind != wanted.kind, _size(candidates[key]), _speed(rates[key])), default=None
+        candidates,
+        key=lambda key: (candidates[key].kind != wanted.kind, _size(candidates[key]), _speed(rates[key])),
+        default=None,
     )
 
 
@@ -147,7 +149,9 @@ def _nearest_narrower(rates: Rates, wanted: DType) -> str | None:
     """Return the widest format that does not hold `wanted`, preferring its own kind, then the fastest."""
     candidates = _formats(rates)
     return max(
-        candidates, key=lambda key: (candidates[key].kind == wanted.kind, _size(candidates[key]), _speed(rates[key])), default=None
+        candidates,
+        key=lambda key: (candidates[key].kind == wanted.kind, _size(candidates[key]), _speed(rates[key])),
+        default=None,
     )
 
 
@@ -238,7 +242,8 @@ def of_share(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
     """Return the tables for a share of a device, without measurements of the whole and links."""
     shared = {
         name: {
-            key: q if _SHARED[name] and key.endswith(_SHARED[name]) else _scaled_by(q, share) for key, q in entries.items()
+            key: q if _SHARED[name] and key.endswith(_SHARED[name]) else _scaled_by(q, share)
+            for key, q in entries.items()
         }
         for name, entries in tables.items()
         if name in _SHARED
@@ -251,7 +256,9 @@ def at_clock(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
     """Return the tables at a fraction of the clock: arithmetic rates scale, memory rates do not."""
     slower = ("FLOP/s", "Hz")
     return {
-        name: {key: _scaled_by(q, share) if q.unit in slower and name != "measured" else q for key, q in entries.items()}
+        name: {
+            key: _scaled_by(q, share) if q.unit in slower and name != "measured" else q for key, q in entries.items()
+        }
         for name, entries in tables.items()
     }
 
@@ -553,7 +560,9 @@ class Hardware(Table):
         """
         fraction = share_of(f"hardware {self.id}: share of the clock", share)
         suffix = f"at {float(fraction):g} of its clock"
-        return replace(self._with_tables(at_clock(self.tables, fraction)), id=f"{self.id} {suffix}", name=f"{self.name} {suffix}")
+        return replace(
+            self._with_tables(at_clock(self.tables, fraction)), id=f"{self.id} {suffix}", name=f"{self.name} {suffix}"
+        )
 
     def _with_tables(self, tables: Mapping[str, Mapping[str, Quantity]]) -> Hardware:
         peak, vector, memory = (tables.get(name, {}) for name in ("peak", "vector", "memory"))
@@ -622,7 +631,11 @@ class Hardware(Table):
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
-        properties = {"name": self.name, "arch": self.arch, **{f"{table}.type": text for table, text in self.types.items()}}
+        properties = {
+            "name": self.name,
+            "arch": self.arch,
+            **{f"{table}.type": text for table, text in self.types.items()},
+        }
         return [Fact(key, text) for key, text in properties.items() if text is not None]
 
     def _rate_entry(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:

@@ -107,7 +107,9 @@ class Table:
         footer = [f"{html_cells('th', [name], ['left'])}{value_cell}{html.escape(text)}</td>" for name, text in facts]
         head = html_cells("th", [c.head for c in columns], sides)
         parts = (("thead", [head]), ("tbody", rows), ("tfoot", footer))
-        sections = "".join(f"<{part}>{''.join(f'<tr>{r}</tr>' for r in part_rows)}</{part}>" for part, part_rows in parts)
+        sections = "".join(
+            f"<{part}>{''.join(f'<tr>{r}</tr>' for r in part_rows)}</{part}>" for part, part_rows in parts
+        )
         return f"<table><caption>{html.escape(repr(self))}</caption>{sections}</table>"
 
     def to_pandas(self) -> Any:

@@ -1523,7 +1523,8 @@ def hints(record: type) -> dict[str, Any]:
         return hints_of(record)
     except NameError as error:
         raise GraphError(
-            f"op kind {record.__name__}: {error} in its annotations; import the name at run time, not for type checkers only"
+            f"op kind {record.__name__}: {error} in its annotations; import the name at run time, not for type "
+            "checkers only"
         ) from None
 
 
@@ -1779,7 +1780,8 @@ def adopt(graph: Graph, tensor: Tensor) -> Tensor:
         return adopt(graph, export(home, tensor))
     if home.owner is not None and home.root is graph.root:
         raise GraphError(
-            f"tensor {tensor.name!r} is local to the body of {home.owner.name!r}; return it from the body to use it outside"
+            f"tensor {tensor.name!r} is local to the body of {home.owner.name!r}; return it from the body to use it "
+            "outside"
         )
     raise GraphError(
         f"tensor {tensor.name!r} belongs to graph {home.root.name!r}, expected one of graph {graph.root.name!r}"
@@ -2581,7 +2583,8 @@ def need_one_memory(kind: OpKind, operands: Sequence[Tensor]) -> None:
     on_device = next((t for t in operands if not t.storage.host), None)
     if on_host and on_device is not None and not kind.crosses:
         raise GraphError(
-            f"{kind.name} of {on_host[0]!r} on the host and {on_device!r} on the device, expected both in one memory: transfer one of them"
+            f"{kind.name} of {on_host[0]!r} on the host and {on_device!r} on the device, expected both in one "
+            "memory: transfer one of them"
         )
 
 

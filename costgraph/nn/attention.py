@@ -223,9 +223,13 @@ def self_attention(
     need_choice(f"attention {name!r}: qk_norm", qk_norm, ("none", "head", "all"))
     need_flag(f"attention {name!r}", sinks=sinks, cached=cached, packed=packed)
     kv_heads, k_bias = heads if groups is None else groups, bias if key_bias is None else key_bias
-    qkv = (_packed_projection if packed else _separate_projections)(x, (heads, kv_heads, kv_heads), size, (bias, k_bias, bias), name)
+    qkv = (_packed_projection if packed else _separate_projections)(
+        x, (heads, kv_heads, kv_heads), size, (bias, k_bias, bias), name
+    )
     norm_kinds = (qk_norm, qk_norm, "none")
-    q, k, v = (_head_first(y, norm, f"{name}/{letter}_norm") for letter, y, norm in zip("qkv", qkv, norm_kinds, strict=True))
+    q, k, v = (
+        _head_first(y, norm, f"{name}/{letter}_norm") for letter, y, norm in zip("qkv", qkv, norm_kinds, strict=True)
+    )
     with scope(name):
         q, k = (q, k) if rope is None else (rotary(q, *rope), rotary(k, *rope))
         if cached:
@@ -253,7 +257,9 @@ def _head_first(y: Tensor, norm: str, name: str) -> Tensor:
     return rearrange(rms_norm(y, name=name) if norm == "head" else y, "b s h k -> b h s k")
 
 
-def _separate_projections(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
+def _separate_projections(
+    x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str
+) -> tuple[Tensor, ...]:
     """Return queries, keys and values (b, s, h, k) from separate projections."""
     return tuple(
         linear(x, "b s d -> b s h k", h=count, k=size, bias=bias, name=f"{name}/{letter}")
@@ -261,10 +267,14 @@ def _separate_projections(x: Tensor, counts: Sequence[object], size: object, bia
     )
 
 
-def _packed_projection(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
+def _packed_projection(
+    x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str
+) -> tuple[Tensor, ...]:
     """Return queries, keys and values (b, s, h, k), views of one projection."""
     if len(set(biases)) > 1:
-        raise GraphError(f"attention {name!r}: packed with a different bias for keys, expected the same for queries, keys and values")
+        raise GraphError(
+            f"attention {name!r}: packed with a different bias for keys, expected the same for queries, keys and values"
+        )
     head_counts = [positive(f"attention {name!r}: heads", count) for count in counts]
     qkv = linear(x, "b s d -> b s h k", h=total(head_counts), k=size, bias=biases[0], name=f"{name}/qkv")
     return split(qkv, head_counts, 2, name=f"{name}/parts")
@@ -478,7 +488,14 @@ def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, na
     row_windows, column_windows = (windows_along(n, 0, size) for n in (rows, columns))
     with scope(name):
         x = rearrange(
-            y, "(b n m) (i j) c -> b (n i) (m j) c", b=batch, n=row_windows, m=column_windows, i=size, j=size, name="positions"
+            y,
+            "(b n m) (i j) c -> b (n i) (m j) c",
+            b=batch,
+            n=row_windows,
+            m=column_windows,
+            i=size,
+            j=size,
+            name="positions",
         )
         if offset != ZERO:
             x = roll(roll(x, offset, 1), offset, 2)
@@ -747,7 +764,9 @@ def latent_attention(
         positive(f"{place}: {label}", size)
         for label, size in (("nope", nope), ("rotated", rotated), ("latent", latent), ("value", value))
     )
-    q_nope, q_rope = split(_queries(x, heads, nope_size + rope_size, query_latent, bias=bias, name=name), (nope_size, rope_size), -1)
+    q_nope, q_rope = split(
+        _queries(x, heads, nope_size + rope_size, query_latent, bias=bias, name=name), (nope_size, rope_size), -1
+    )
     compressed = linear(x, "b s d -> b s e", e=latent_size + rope_size, bias=bias, name=f"{name}/kv_a")
     latents, k_rope = split(compressed, (latent_size, rope_size), -1)
     latents = rms_norm(latents, name=f"{name}/kv_norm")

@@ -81,7 +81,8 @@ def _sliding_indices(
         out_size = size if same else windows_along(size, g * (w - 1) - 2 * p, s)
         if out_size.constant is not None and out_size.constant < 1:
             raise ShapeError(
-                f"window of {w} on axis {x.ndim - rank + i} of {x!r}: larger than the padded axis, expected a smaller one"
+                f"window of {w} on axis {x.ndim - rank + i} of {x!r}: larger than the padded axis, expected a "
+                "smaller one"
             )
         indices.append(Affine(((f"o{i}", s), (f"w{i}", g)), -p))
         sizes.append(out_size)
@@ -180,7 +181,12 @@ def convolved(
     out_channels, share, *window = weight.sizes
     spans, channel_axis = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1
     indices, out_sizes = _sliding_indices(x, spans, stride, padding, dilation)
-    extents = {"g": groups, "c": share, "o": out_channels / groups, **_extents(x.sizes[:channel_axis], out_sizes, spans)}
+    extents = {
+        "g": groups,
+        "c": share,
+        "o": out_channels / groups,
+        **_extents(x.sizes[:channel_axis], out_sizes, spans),
+    }
     causal = isinstance(padding, str) and padding == "causal"
     kind = Einsum(pattern=_contraction(channel_axis, indices), extents=extents, dtype=x.dtype, causal=causal)
     (y,) = apply(kind, [x, weight], "conv")
@@ -295,7 +301,12 @@ def pooling(
     indices, out_sizes = _sliding_indices(x, spans, stride, padding, 1)
     unchanged = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*unchanged, *indices),), (*unchanged, *(Axes((f"o{i}",)) for i in range(len(spans)))))
-    return Pool(pattern=pattern, extents=_extents(x.sizes[: len(unchanged)], out_sizes, spans), operation=operation, inside=inside)
+    return Pool(
+        pattern=pattern,
+        extents=_extents(x.sizes[: len(unchanged)], out_sizes, spans),
+        operation=operation,
+        inside=inside,
+    )
 
 
 # -- transposed convolution --------------------------------------------------------------------------------------------
@@ -363,7 +374,10 @@ def conv_transpose(
     if set(sizes) != {out_name}:
         raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {out_name}=...")
     group_count = positive(f"conv_transpose {name!r}: groups", groups)
-    channels, out_channels = x.sizes[channel_axis], positive(f"conv_transpose {name!r}: size of {out_name!r}", sizes[out_name])
+    channels, out_channels = (
+        x.sizes[channel_axis],
+        positive(f"conv_transpose {name!r}: size of {out_name!r}", sizes[out_name]),
+    )
     facts: Any = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
 
     def product(x: Tensor, *params: Tensor) -> Tensor:
@@ -389,14 +403,22 @@ def spread(
 ) -> Tensor:
     """Apply a transposed convolution with weights of shape (in, out / groups, *window), and add a bias if given."""
     channels, share, *window = weight.sizes
-    spans, channel_axis, out_channels = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1, share * groups
+    spans, channel_axis, out_channels = (
+        tuple(int(w.constant or 0) for w in window),
+        x.ndim - len(window) - 1,
+        share * groups,
+    )
     indices, out_sizes = _output_indices(x, spans, stride, padding, output_padding, dilation)
     leading, sliding = x.sizes[:channel_axis], x.sizes[channel_axis + 1 :]
     extents = {"g": groups, "c": channels / groups, "o": share, **{f"n{i}": size for i, size in enumerate(leading)}}
     for i, (size, span) in enumerate(zip(sliding, spans, strict=True)):
         extents |= {f"o{i}": size, f"w{i}": poly(span)}
     pattern = _transposed_contraction(channel_axis, indices)
-    (y,) = apply(Einsum(pattern=pattern, extents=extents, dtype=x.dtype, sizes=(*leading, out_channels, *out_sizes)), [x, weight], _TRANSPOSED)
+    (y,) = apply(
+        Einsum(pattern=pattern, extents=extents, dtype=x.dtype, sizes=(*leading, out_channels, *out_sizes)),
+        [x, weight],
+        _TRANSPOSED,
+    )
     return y if bias is None else y + reshape(bias, (out_channels, *(1,) * len(spans)))
 
 
@@ -407,9 +429,7 @@ def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
     names_in, names_out = parsed.operand_names(0), parsed.result_names
     changed = [i for i, (a, b) in enumerate(zip(names_in, names_out, strict=False)) if a != b]
     if not single_names or len(names_in) != len(names_out) or len(changed) != 1 or changed[0] + 1 >= x.ndim:
-        raise PatternError(
-            f"conv_transpose {pattern!r}: expected one renamed axis, followed by the axes of the window"
-        )
+        raise PatternError(f"conv_transpose {pattern!r}: expected one renamed axis, followed by the axes of the window")
     return changed[0], names_out[changed[0]]
 
 
@@ -488,11 +508,15 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
     windows = [(n / k).constant for n, k in zip(axes, out_sizes, strict=True)]
     if all(isinstance(w, int) for w in windows):
         return pool(x, "mean", window=[int(w or 0) for w in windows], name=name)
-    reached = prod((_total_window_size(x, n, k) for n, k in zip(axes, out_sizes, strict=True)), start=prod(unchanged, start=ONE))
+    reached = prod(
+        (_total_window_size(x, n, k) for n, k in zip(axes, out_sizes, strict=True)), start=prod(unchanged, start=ONE)
+    )
     out_bytes = prod(out_sizes, start=prod(unchanged, start=ONE)) * x.element_bytes()
     # the gradient needs only the input shape, but torch saves all of it
     backward = {"flops": reached.expr, "saves": {"inputs": [0]}, "reads": [out_bytes.expr, 0]}
-    result: Tensor = opaque(name, [x], ([n.expr for n in (*unchanged, *out_sizes)], x.dtype), flops=reached.expr, backward=backward)
+    result: Tensor = opaque(
+        name, [x], ([n.expr for n in (*unchanged, *out_sizes)], x.dtype), flops=reached.expr, backward=backward
+    )
     return result
 
 
@@ -509,7 +533,10 @@ def _total_window_size(x: Tensor, size: Poly, window_count: Poly) -> Poly:
         share = size / window_count
         if all(isinstance(c, int) and all(power > 0 for _, power in m) for m, c in share.terms.items()):
             return size
-        raise ShapeError(f"adaptive_pool of {x!r}: {window_count} windows over {size} elements, expected an integer number of windows")
+        raise ShapeError(
+            f"adaptive_pool of {x!r}: {window_count} windows over {size} elements, expected an integer number of "
+            "windows"
+        )
     boundaries = [(size * i / k).expr for i in range(1, k)]
     return size + total(poly(sympy.ceiling(boundary)) - poly(sympy.floor(boundary)) for boundary in boundaries)
 

@@ -281,7 +281,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
     if cos.ndim != 2:
         raise ShapeError(f"rotary of {x!r}: cosines {cos!r}, expected two axes (positions, half the rotated size)")
     half, size = cos.sizes[-1], x.sizes[-1]
-    rest_size = [] if x.graph.same(2 * half, size) else [positive(f"rotary of {x!r}: size that is not rotated", size - 2 * half)]
+    rest_size = (
+        []
+        if x.graph.same(2 * half, size)
+        else [positive(f"rotary of {x!r}: size that is not rotated", size - 2 * half)]
+    )
 
     def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b, *rest = split(x, (half, half, *rest_size), -1)

@@ -114,7 +114,13 @@ def _axes(place: str, pattern: str, parsed: Pattern) -> tuple[list[str], list[st
 
 
 def _extents(
-    place: str, pattern: str, x: Tensor, parsed: Pattern, axes: list[str], weight: Tensor | None, given_sizes: dict[str, Poly]
+    place: str,
+    pattern: str,
+    x: Tensor,
+    parsed: Pattern,
+    axes: list[str],
+    weight: Tensor | None,
+    given_sizes: dict[str, Poly],
 ) -> dict[str, Poly]:
     """Return the sizes of all axes, including those of the weight."""
     extents = extents_of(x.graph, parsed, [x], given_sizes)

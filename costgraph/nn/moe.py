@@ -148,7 +148,9 @@ def _choose(
     if correction:
         ranking = ranking + graph.buffer("correction", scores.sizes[-1:], dtype="fp32")
     if groups is not None:
-        ranking = _limit_to_groups(place, ranking, positive(f"{place}: groups", groups), kept, best=2 if correction else 1)
+        ranking = _limit_to_groups(
+            place, ranking, positive(f"{place}: groups", groups), kept, best=2 if correction else 1
+        )
     values, ids = top_k(ranking, chosen)
     return (values if ranking is scores else take_along(scores, ids)), ids
 
@@ -252,7 +254,9 @@ def experts(
     need_flag(place, gated=gated, bias=bias)
     need_choice(f"{place}: weigh", weigh, WEIGHED)
     if bias and weigh == "inside":
-        raise GraphError(f"{place}: weigh='inside' with bias=True, expected only one of them: the bias would be weighted as well")
+        raise GraphError(
+            f"{place}: weigh='inside' with bias=True, expected only one of them: the bias would be weighted as well"
+        )
     graph = current_graph(x.graph)
     d, width, chosen = x.sizes[-1], positive(f"{place}: f", f), ids.sizes[-1]
     with module(graph, name):
@@ -265,7 +269,11 @@ def experts(
             result = grouped(rows, weight, sent.ends, chosen, routing=routing, name=f"{param_name}_matmul")
             if sent.owners is None:
                 return result
-            return result + gather(graph.param(f"{param_name}_bias", (expert_count, out_width)), sent.owners, name=f"{param_name}_bias_rows")
+            return result + gather(
+                graph.param(f"{param_name}_bias", (expert_count, out_width)),
+                sent.owners,
+                name=f"{param_name}_bias_rows",
+            )
 
         h = project(rows, 2 * width, "gate_up") if gated else project(rows, width, "up")
         if sent.dropped is not None:
@@ -284,7 +292,8 @@ def _check(place: str, x: Tensor, weights: Tensor, ids: Tensor, routing: str, ca
     need_choice(f"{place}: routing", routing, ROUTINGS)
     if (capacity is not None) != (routing == "capacity"):
         raise GraphError(
-            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a capacity factor with routing='capacity' only"
+            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a capacity factor with "
+            "routing='capacity' only"
         )
     if ids.ndim == 0 or weights.ndim != ids.ndim or not all(map(x.graph.same, ids.sizes[:-1], x.sizes[:-1])):
         raise ShapeError(f"{place}: {ids!r} and {weights!r} of {x!r}, expected experts (..., k) for each token")
@@ -298,7 +307,9 @@ def _token_rows(x: Tensor) -> Tensor:
     return rearrange(x, f"{names} d -> ({names}) d", name="tokens") if names else reshape(x, (1, x.sizes[-1]))
 
 
-def _weighted_activation(join: Callable[..., Tensor], parts: Sequence[Tensor], row_weights: Tensor, x: Tensor) -> Tensor:
+def _weighted_activation(
+    join: Callable[..., Tensor], parts: Sequence[Tensor], row_weights: Tensor, x: Tensor
+) -> Tensor:
     """Combine the up-projections and multiply rows by their weights, in one kernel."""
 
     def body(row_weights: Tensor, *parts: Tensor) -> Tensor:

@@ -269,7 +269,9 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
     graph, group_count = current_graph(x.graph), positive("group_norm: groups", groups)
     share = (x.sizes[1] / group_count).constant
     if share is not None and (not isinstance(share, int) or share < 1):
-        raise ShapeError(f"group_norm of {x!r}: {x.sizes[1]} channels in {group_count} groups, expected a multiple of the groups")
+        raise ShapeError(
+            f"group_norm of {x!r}: {x.sizes[1]} channels in {group_count} groups, expected a multiple of the groups"
+        )
 
     def body(x: Tensor, *params: Tensor) -> Tensor:
         return of_groups(x, group_count, params)[0]

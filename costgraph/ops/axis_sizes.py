@@ -43,7 +43,8 @@ def extents_of(
         origin.setdefault(name, i)
         if not graph.same(bound_size, size):
             raise ShapeError(
-                f"axis {name!r} has size {bound_size} in {operand_text(origin[name])} and {size} in {operand_text(i)}, expected one size"
+                f"axis {name!r} has size {bound_size} in {operand_text(origin[name])} and {size} in "
+                f"{operand_text(i)}, expected one size"
             )
 
     for i, t in enumerate(operands):

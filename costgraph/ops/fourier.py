@@ -72,12 +72,12 @@ class ViewAs(OpKind):
         rules.need_operands(self, operands, 1)
         (x,) = operands
         if self.what == "complex":
-            need(x.dtype.name in _COMPLEX, f"{x!r} as complex numbers, expected {' or '.join(_COMPLEX)}")
+            need(x.dtype.name in _COMPLEX, f"{x!r} as complex numbers, which needs {' or '.join(_COMPLEX)}")
             pairs = bool(x.ndim) and x.sizes[-1] == 2 and x.strides[-1] == ONE
-            need(pairs, f"{x!r} as complex numbers, expected a last axis of size 2 and stride 1")
+            need(pairs, f"{x!r} as complex numbers, which needs a last axis of size 2 and stride 1")
             strides = tuple(s / 2 for s in x.strides[:-1])
             return [Result(x.sizes[:-1], _COMPLEX[x.dtype.name], strides, of=0, offset=x.offset / 2)]
-        need(x.dtype.kind == "complex", f"{self.what} view of {x!r}, expected complex numbers")
+        need(x.dtype.kind == "complex", f"{self.what} view of {x!r}, which needs complex numbers")
         if self.what == "conjugate":
             return [itself(x)]
         strides = (*(2 * s for s in x.strides), ONE)
@@ -130,7 +130,7 @@ class Fourier(OpKind):
         complex_ = x.dtype.kind == "complex"
         to_real = complex_ and self.last is not None
         if to_real or not complex_:
-            description = f"inverse={self.inverse} of {x!r}; expected True for a complex to real transform, False for a real to complex one"
+            description = f"inverse={self.inverse} of {x!r} (True for complex to real, False for real to complex)"
             need(self.inverse == to_real, description)
         sizes = list(x.sizes)
         if self.last is not None:

@@ -85,7 +85,8 @@ class Reduce(OpKind):
         uneven = reduced_names & {n for i in domain[1:] for n in operand_names[i]} if domain is not None else ()
         return sharding_rule.across(
             op, [tuple(operand_names)], tuple(result_names), lambda extents, ranks: self, whole=frozenset(uneven),
-            reduced=dict.fromkeys(reduced_names, self.operation) if reducible else {}, linear=self.operation in ("sum", "mean"),
+            reduced=dict.fromkeys(reduced_names, self.operation) if reducible else {},
+            linear=self.operation in ("sum", "mean"),
         )  # fmt: skip
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:

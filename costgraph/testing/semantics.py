@@ -235,7 +235,8 @@ def merged(at: At[Merge], rank: int = 0) -> None:
     for sender, sender_ends in enumerate(ends):
         balanced = sender_ends[0] >= 0 and sender_ends[-1] == rows_per_rank
         assert balanced, (
-            f"{at.op.name!r}: rank {sender} has rows up to {sender_ends[-1] + rank * rows_per_rank} for rank {rank} of {ranks} and "
+            f"{at.op.name!r}: rank {sender} has rows up to {sender_ends[-1] + rank * rows_per_rank} for rank {rank} "
+            f"of {ranks} and "
             f"those before, expected {(rank + 1) * rows_per_rank}: the routing is not balanced"
         )
     row = 0
