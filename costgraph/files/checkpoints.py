@@ -259,7 +259,7 @@ class Weights(Table):
             totals[row.format] += row.bytes
         return dict(totals)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{self.place}: {len(self.rows)} tensors"
 
     def _columns(self) -> Sequence[Column]:

@@ -90,17 +90,19 @@ def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
 
     Raise GraphError if a field is unknown, missing or has the wrong type.
     """
-    field_rules, word = _rules(kind), "call" if kind is Call else kind.name
+    field_rules, kind_name = _rules(kind), "call" if kind is Call else kind.name
     unknown = next((name for name in facts if name not in field_rules), None)
     if unknown is not None:
-        raise GraphError(f"unknown attribute {shown(unknown)} of {word!r}, expected one of {', '.join(field_rules)}")
+        raise GraphError(
+            f"unknown attribute {shown(unknown)} of {kind_name!r}, expected one of {', '.join(field_rules)}"
+        )
     for name, (expectation, required) in field_rules.items():
         if required and name not in facts:
-            raise GraphError(f"attribute {name!r} of {word!r} is missing, expected {expectation.expected}")
+            raise GraphError(f"attribute {name!r} of {kind_name!r} is missing, expected {expectation.expected}")
     for name, value in facts.items():
         if not field_rules[name][0].holds(value):
             raise GraphError(
-                f"attribute {name!r} of {word!r} is {shown(value)}, expected {field_rules[name][0].expected}"
+                f"attribute {name!r} of {kind_name!r} is {shown(value)}, expected {field_rules[name][0].expected}"
             )
     return kind(**facts)
 
@@ -438,12 +440,14 @@ class Reader:
         self.repeats += repeated
         if self.repeats > _MAX_LOOP_DEPTH:
             raise self.error(f"{where}: too many nested repeats, expected at most {_MAX_LOOP_DEPTH} levels")
-        op = self.made(graph, kind, operands, node, where)
+        op = self.build_op(graph, kind, operands, node, where)
         self.repeats -= repeated
         op.scope = scope
         self.results(op, node, name, tensors, where)
 
-    def made(self, graph: Graph, kind: type[OpKind], operands: list[Tensor], node: dict[str, Any], where: str) -> Op:
+    def build_op(
+        self, graph: Graph, kind: type[OpKind], operands: list[Tensor], node: dict[str, Any], where: str
+    ) -> Op:
         """Append the op itself."""
         name, phase = node["id"].removesuffix("()"), node["phase"]
         try:
@@ -452,7 +456,7 @@ class Reader:
             # recorded calls may take lists of layers, and `keep` does not read its operands
             if stacked is not None and not kind.takes_lists and "pieces" not in facts:
                 raise GraphError(f"{kind.name} of {stacked!r}, expected a loop: it has a storage for each iteration")
-            op = self.added(graph, kind, facts, operands, name, phase)
+            op = self.add_checked_op(graph, kind, facts, operands, name, phase)
             if op.body is not None:
                 op.body.owner, op.body.fused = op, kind is not Repeat
             op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # fail now if it cannot be counted
@@ -470,7 +474,7 @@ class Reader:
             ) from None
         return op
 
-    def added(
+    def add_checked_op(
         self, graph: Graph, kind: type[OpKind], facts: dict[str, Any], operands: list[Tensor], name: str, phase: str
     ) -> Op:
         """Add an op after checking its fields against their types and the operands."""

@@ -135,22 +135,22 @@ def fastest(peak: Rates, vector: Rates) -> str | None:
     return max(all_rates)[1] if all_rates else None
 
 
-def _next_wider(rates: Rates, wanted: DType, *, same: bool = False) -> str | None:
+def _next_wider(rates: Rates, narrow: DType, *, same: bool = False) -> str | None:
     """Return the narrowest format that holds `wanted`, preferring its own kind, then the slowest."""
-    candidates = {key: f for key, f in _formats(rates).items() if _holds(f, wanted) and (same or f.name != wanted.name)}
+    candidates = {key: f for key, f in _formats(rates).items() if _holds(f, narrow) and (same or f.name != narrow.name)}
     return min(
         candidates,
-        key=lambda key: (candidates[key].kind != wanted.kind, _size(candidates[key]), _speed(rates[key])),
+        key=lambda key: (candidates[key].kind != narrow.kind, _size(candidates[key]), _speed(rates[key])),
         default=None,
     )
 
 
-def _nearest_narrower(rates: Rates, wanted: DType) -> str | None:
+def _nearest_narrower(rates: Rates, wide: DType) -> str | None:
     """Return the widest format that does not hold `wanted`, preferring its own kind, then the fastest."""
     candidates = _formats(rates)
     return max(
         candidates,
-        key=lambda key: (candidates[key].kind == wanted.kind, _size(candidates[key]), _speed(rates[key])),
+        key=lambda key: (candidates[key].kind == wide.kind, _size(candidates[key]), _speed(rates[key])),
         default=None,
     )
 
@@ -184,35 +184,35 @@ def rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
     return RATE_KEYS.get(name, name)
 
 
-def chosen_fallback(place: str, fallback: Fallback | None, wanted: str) -> str | None:
+def chosen_fallback(place: str, fallback: Fallback | None, format_: str) -> str | None:
     """Return the fallback for a format, or None; invalid fallbacks raise an error even if unused."""
     chosen: str | None = None
-    fallbacks = {} if fallback is None else {wanted: fallback}
+    fallbacks = {} if fallback is None else {format_: fallback}
     for format_name, use in (fallback if isinstance(fallback, Mapping) else fallbacks).items():
         table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
         if dot and (table not in ("peak", "vector") or key not in TABLES[table]):
             raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
         name = use if isinstance(use, str) and (dot or use in TABLES["peak"]) else dtype(use).name
-        if dtype(format_name).name == wanted:
+        if dtype(format_name).name == format_:
             chosen = name
     return chosen
 
 
-def named_rate(tables: Mapping[str, Rates], use: str | None, unit: str, place: str) -> Quantity:
+def named_rate(tables: Mapping[str, Rates], fallback: str | None, unit: str, place: str) -> Quantity:
     """Return the rate that a fallback names, or raise SpecError."""
     rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in tables[table])
-    if use is None:
+    if fallback is None:
         raise SpecError(f"{place}; expected one of {rates}, or fallback= with one of them")
-    table, dot, key = use.rpartition(".")
+    table, dot, key = fallback.rpartition(".")
     if dot:
         rate_tables = [tables[table]] if table in ("peak", "vector") else []
     else:
-        key = use if use in TABLES["peak"] else rate_key(dtype(use).name, "matmul", tables["peak"])
+        key = fallback if fallback in TABLES["peak"] else rate_key(dtype(fallback).name, "matmul", tables["peak"])
         rate_tables = [tables["peak"]] if unit == "matmul" else [tables["vector"], tables["peak"]]
     for table_rates in rate_tables:
         if key in table_rates:
             return table_rates[key]
-    raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
+    raise SpecError(f"{place}, nor one for its fallback {fallback}; expected one of {rates}")
 
 
 # -- derived devices ---------------------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def at_clock(tables: Tables, share: Fraction) -> dict[str, dict[str, Quantity]]:
 def as_symbols(tables: Tables) -> dict[str, dict[str, Quantity]]:
     """Return the tables with symbols for rates, bandwidths and caches."""
     symbolic = {name: dict(entries) for name, entries in tables.items()}
-    for place, name in symbols_of(tables).items():
-        table, _, key = place.partition(".")
+    for entry, name in symbols_of(tables).items():
+        table, _, key = entry.partition(".")
         symbolic.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
     return symbolic
 
@@ -402,25 +402,25 @@ class Hardware(Table):
         >>> print(rate, "|", instead)
         15.7 TFLOP/s | peak.bf16 is missing, peak.fp32 (next wider format) stands in
         """
-        wanted, place = self._rate_entry(dtype_name, unit)
-        named, exact_rate = chosen_fallback(f"hardware {self.id}", fallback, wanted), self._entry(place)
+        format_, entry = self._rate_entry(dtype_name, unit)
+        named, exact_rate = chosen_fallback(f"hardware {self.id}", fallback, format_), self._entry(entry)
         if exact_rate is not None:
             return exact_rate, None
         if named is not None:
             rate = self.rate(dtype_name, unit, fallback)
             used = next(f"{t}.{k}" for t in ("peak", "vector") for k, q in self.tables[t].items() if q is rate)
-            return rate, StandIn(place, used, NAMED)
+            return rate, StandIn(entry, used, NAMED)
         if highest:
             top = fastest(self.peak, self.vector)
             chosen = None if top is None else (top, "highest rate, for the lower bound")
         else:
-            wanted_format = dtype(wanted) if unit == "matmul" else dtype(place.removeprefix("vector."))
+            wanted_format = dtype(format_) if unit == "matmul" else dtype(entry.removeprefix("vector."))
             chosen = nearest(wanted_format, unit, self.peak, self.vector)
         if chosen is None:
-            raise SpecError(f"hardware {self.id}: no {unit} rate {place} for {wanted}; expected at least one rate")
+            raise SpecError(f"hardware {self.id}: no {unit} rate {entry} for {format_}; expected at least one rate")
         stand_in_rate = self._entry(chosen[0])
         assert stand_in_rate is not None
-        return stand_in_rate, StandIn(place, *chosen)
+        return stand_in_rate, StandIn(entry, *chosen)
 
     def symbolic(self) -> Hardware:
         """Return symbolic hardware: peak rates and bandwidths are symbols, so that times are formulas in them.
@@ -456,7 +456,7 @@ class Hardware(Table):
         >>> float(h100.symbolic().ridge("bf16").subs(h100.bindings())) == float(h100.ridge("bf16"))
         True
         """
-        values = {name: self._entry(place) for place, name in symbols_of(self.tables).items()}
+        values = {name: self._entry(entry) for entry, name in symbols_of(self.tables).items()}
         return {symbol(name): sympy.sympify(q.value, strict=True) for name, q in values.items() if q is not None}
 
     def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction | sympy.Expr:
@@ -605,8 +605,8 @@ class Hardware(Table):
         entries = self.tables.get(table, {})
         if key in entries:
             return entries[key]
-        has = ", ".join(f"{table}.{k} = {v}" for k, v in entries.items()) or f"a table [{table}]"
-        raise SpecError(f"hardware {self.id}: {table}.{key} is missing; expected it along with {has}")
+        known_entries = ", ".join(f"{table}.{k} = {v}" for k, v in entries.items()) or f"a table [{table}]"
+        raise SpecError(f"hardware {self.id}: {table}.{key} is missing; expected it along with {known_entries}")
 
     @property
     def rows(self) -> list[tuple[str, Quantity]]:
@@ -620,7 +620,7 @@ class Hardware(Table):
         """
         return [(f"{table}.{key}", q) for table, keys in self.tables.items() for key, q in keys.items()]
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shown(self.id)}: {len(self.rows)} numbers of {shown(self.name)}"
 
     def _columns(self) -> Sequence[Column]:
@@ -644,8 +644,8 @@ class Hardware(Table):
         if table is None:
             raise SpecError(f"hardware {self.id}: unit {shown(unit)} is unknown; expected 'matmul' or 'vector'")
         format_ = dtype(dtype_name)
-        wanted = format_.element or format_.name
-        return wanted, f"{table}.{rate_key(wanted, unit, self.peak)}"
+        format_name = format_.element or format_.name
+        return format_name, f"{table}.{rate_key(format_name, unit, self.peak)}"
 
     def _entry(self, place: str) -> Quantity | None:
         table, _, key = place.partition(".")

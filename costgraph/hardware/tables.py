@@ -78,7 +78,7 @@ class Table:
     rows: Any
     """records"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         """Return a short description."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Table:
         return ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._about()})"
+        return f"{type(self).__name__}({self._description()})"
 
     def __str__(self) -> str:
         columns, body, omitted, facts = _parts(self)

@@ -104,7 +104,7 @@ __all__ = [
     "modify",
     "SIZE_ALIASES",
     "public",
-    "whole",
+    "transactional",
     "with_size_aliases",
     "Bindings",
     "bindings",
@@ -115,7 +115,7 @@ __all__ = [
     "same",
     "dimension_size",
     "stages",
-    "told",
+    "simplified",
     "Amount",
     "Amounts",
     "Count",
@@ -383,9 +383,9 @@ class Sharding:
     """Sources that exist in the per-rank graph only."""
 
 
-def size_of(factors: Factors, whole: Poly) -> Poly:
+def size_of(factors: Factors, full_size: Poly) -> Poly:
     """Return the local size along an axis."""
-    return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else whole
+    return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else full_size
 
 
 def blocks(factors: Factors, axis: str) -> Poly:
@@ -913,7 +913,7 @@ class Tensor(Node):
                 offset = offset + delta
         if self.graph.same(self.touched, storage.elements):
             return (storage,)
-        simplified = self.graph.told
+        simplified = self.graph.simplified
         axes = frozenset(
             (n, s) for n, s in zip(simplified(self.sizes), simplified(self.strides), strict=True) if s and n != 1
         )
@@ -1110,9 +1110,9 @@ def sizes_of(shape: Sequence[object], place: str) -> SizeTuple:
     return tuple(sizes)
 
 
-def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
+def sizes(place: str, axis_sizes: Mapping[str, object]) -> dict[str, Poly]:
     """Return a caller's axis sizes as polynomials, by name."""
-    return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in given.items()}
+    return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in axis_sizes.items()}
 
 
 # -- transactions ------------------------------------------------------------------------------------------------------
@@ -1136,7 +1136,7 @@ class Journal:
             self._undo.append(undo)
 
     @contextmanager
-    def whole(self, caller: str = "") -> Iterator[None]:
+    def transaction(self, caller: str = "") -> Iterator[None]:
         """Run a transaction for a named call: roll back its changes if it raises."""
         outermost = self._undo is None
         if outermost:
@@ -1154,7 +1154,7 @@ class Journal:
                 self._undo, self.caller = None, ""
 
 
-def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+def transactional(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     """Decorate a function to run as a transaction on its operands' graph, or on the open graph."""
     caller = name or function.__name__
 
@@ -1164,7 +1164,7 @@ def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         graph = here().graph if operand is None else operand.graph
         if graph is None:
             return function(*args, **named)
-        with graph.whole(caller):
+        with graph.transaction(caller):
             return function(*args, **named)
 
     return called
@@ -1205,7 +1205,7 @@ def with_size_aliases(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def public(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as users call it: it accepts size aliases, and a refused call leaves its graph as it was."""
-    return whole(with_size_aliases(function))
+    return transactional(with_size_aliases(function))
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -1333,11 +1333,11 @@ def same(graph: Graph, a: Poly, b: Poly) -> bool:
     """Return whether two sizes are equal under the graph's assumptions."""
     if a == b:
         return True
-    a, b = graph.told((a, b))
+    a, b = graph.simplified((a, b))
     return a == b
 
 
-def told(graph: Graph, sizes: SizeTuple) -> SizeTuple:
+def simplified(graph: Graph, sizes: SizeTuple) -> SizeTuple:
     """Return sizes or strides simplified under the graph's assumptions: equal ones become the same polynomial.
 
     Assumptions are the stated equalities, and that sizes such as D/H are integers: ceiling(D/H) becomes D/H.
@@ -1381,13 +1381,13 @@ def _constraints(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
             limits = op.kind.limits()
             for key, value in op.kind.facts().items():
                 if key in limits:
-                    least, whole, wording = limits[key]
-                    place = f"{wording or key.replace('_', ' ') + ' of'} {op.name!r}"
-                    yield from ((p, place, least, whole) for p in _polys(value))
+                    minimum, integral, wording = limits[key]
+                    label = f"{wording or key.replace('_', ' ') + ' of'} {op.name!r}"
+                    yield from ((p, label, minimum, integral) for p in _polys(value))
     if graph.sharding is not None:
         yield from ((n, f"axis {name!r} of the mesh", 1, True) for name, n in graph.sharding.mesh.axes)
     if graph.waiting is not None:
-        yield from ((n, place, least, True) for n, place, least in graph.waiting.asked)
+        yield from ((n, label, minimum, True) for n, label, minimum in graph.waiting.asked)
 
 
 def _per_iteration_tensors(graph: Graph) -> Iterator[Tensor]:
@@ -1404,20 +1404,20 @@ def conditions(graph: Graph) -> tuple[Condition, ...]:
     """
     if "conditions" not in graph.cache:
         relations, places = graph.root.relations, dict[tuple[Poly, int, bool], str]()
-        for p, place, least, whole in _constraints(graph):
-            places.setdefault((p, least, whole), place)
+        for p, label, minimum, integral in _constraints(graph):
+            places.setdefault((p, minimum, integral), label)
         graph.cache["conditions"] = tuple(
-            Condition(p, place, least, whole, frozenset(p.names()))
-            for (p, least, whole), place in places.items()
-            if not _always(p, least, whole, relations)
+            Condition(p, label, minimum, integral, frozenset(p.names()))
+            for (p, minimum, integral), label in places.items()
+            if not _always(p, minimum, integral, relations)
         )
     out: tuple[Condition, ...] = graph.cache["conditions"]
     return out
 
 
-def _always(p: Poly, least: int, whole: bool, relations: Relations) -> bool:
+def _always(p: Poly, minimum: int, integral: bool, relations: Relations) -> bool:
     """Return whether a formula provably satisfies its condition."""
-    return (not whole or is_integral(p)) and relations.nonnegative(p - least)
+    return (not integral or is_integral(p)) and relations.nonnegative(p - minimum)
 
 
 class Bindings(dict[str, Poly]):
@@ -2289,10 +2289,12 @@ class Loop:
 
     def revised(self, i: int) -> Tensor | None:
         """Return the operand that `pieces[i]` aliases, if each iteration writes its slice in place, else None."""
-        residual, piece = self.saved[i], self.pieces[i]
+        residual, residual_stack = self.saved[i], self.pieces[i]
         slice_pairs = zip(self.slices, self.xs, strict=True)
         return (
-            None if piece.storage.pieces else next((x for f, x in slice_pairs if f.storage is residual.storage), None)
+            None
+            if residual_stack.storage.pieces
+            else next((x for f, x in slice_pairs if f.storage is residual.storage), None)
         )
 
     def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
@@ -2417,7 +2419,7 @@ def _is_unaffected(t: Tensor, op: Op) -> bool:
         mutated = [o for f, o in formal_pairs if f.storage in overwritten]
         if not set(mutated) <= set(op.loop.xs):
             return False
-    return bool(mutated) and all(t.apart(part) for part in mutated)
+    return bool(mutated) and all(t.apart(view) for view in mutated)
 
 
 def _check_overwritten(graph: Graph) -> None:
@@ -2499,7 +2501,7 @@ def source(
     tensor = Tensor(
         graph, qualified, sizes_of(shape, f"{role} {qualified!r}"), format_, role=role, requires_grad=requires_grad
     )
-    with graph.whole():
+    with graph.transaction():
         _reserve(graph, qualified)
         graph.add_node(tensor)
     return tensor
@@ -2549,7 +2551,7 @@ def add_op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, ph
     if foreign is not None:
         graph.adopt(foreign)  # raises the more specific error
     modify(graph, name)
-    with graph.whole():
+    with graph.transaction():
         return _op(graph, kind, operands, name, phase)
 
 
@@ -2635,8 +2637,8 @@ PUBLIC_MEMBERS = (
 
 # builder methods run once per op: their arguments are not validated
 @guarded(
-    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "told",
-    "whole", "note",
+    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "simplified",
+    "transaction", "note",
 )  # fmt: skip
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """Model graph: tensors and ops in program order.
@@ -2876,7 +2878,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             If a value is not a tensor in this graph.
         """
         forget(self)
-        with self.whole():
+        with self.transaction():
             for t in tensors:
                 if not isinstance(t, Tensor):
                     raise GraphError(f"output of graph {self.name!r}: got {kind_of(t)}, expected a tensor")
@@ -2954,9 +2956,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def __copy__(self) -> Graph:
         return self.copy()
 
-    def whole(self, caller: str = "") -> AbstractContextManager[None]:
+    def transaction(self, caller: str = "") -> AbstractContextManager[None]:
         """Run a transaction: roll back all changes to the root graph if it raises."""
-        return self.root.journal.whole(caller)
+        return self.root.journal.transaction(caller)
 
     def note(self, undo: Callable[[], object]) -> None:
         """Record a change's undo function."""
@@ -2972,7 +2974,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     export = export
     explore = explore
     same = same
-    told = told
+    simplified = simplified
     stages = property(stages)
 
     @property

@@ -315,10 +315,10 @@ def _grouped_sinks(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return rearrange(sinks, "(g r) -> g r 1 1", g=k.sizes[1].expr, name="sinks")
 
 
-def _unpack_extras(added: tuple[Tensor, ...], biased: bool) -> tuple[Tensor | None, Tensor | None]:
+def _unpack_extras(extras: tuple[Tensor, ...], biased: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the score bias and the sink logits."""
-    sinks = added[int(biased) :]
-    return (added[0] if biased else None), (sinks[0] if sinks else None)
+    sinks = extras[int(biased) :]
+    return (extras[0] if biased else None), (sinks[0] if sinks else None)
 
 
 def _softmax(x: Tensor, sinks: Tensor | None) -> Tensor:
@@ -338,7 +338,7 @@ def _flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *added: Tensor,
+    *extras: Tensor,
     biased: bool,
     domain: Domain | None,
     softcap: float | None,
@@ -348,7 +348,7 @@ def _flash(
     restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul", **restricted)
-    bias, sinks = _unpack_extras(added, biased)
+    bias, sinks = _unpack_extras(extras, biased)
     y = _softmax(_scaled(scores, softcap, bias), sinks)
     return _reduced(dropout(y, p), v, _FLASH_REDUCE)
 
@@ -357,7 +357,7 @@ def _eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *added: Tensor,
+    *extras: Tensor,
     biased: bool,
     domain: Domain | None,
     softcap: float | None,
@@ -365,7 +365,7 @@ def _eager(
 ) -> Tensor:
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul")
-    bias, sinks = _unpack_extras(added, biased)
+    bias, sinks = _unpack_extras(extras, biased)
     y = _scaled(scores, softcap, bias)
     if domain is not None:  # hidden keys change no cost of an op on the full square
         (y,) = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=domain), [y], "mask")

@@ -124,7 +124,7 @@ def router(
             weights = softmax(best)
         else:
             scores = softmax(cast(products, "fp32")) if score == "softmax" else sigmoid(products)
-            weights, ids = _choose(place, scores, chosen, correction=correction, groups=groups, kept=kept_groups)
+            weights, ids = _choose(place, scores, chosen, correction=correction, groups=groups, kept_groups=kept_groups)
         if normalize:
             weights = _normalized(weights)
         return (weights if scale is None else weights * scale), ids
@@ -140,7 +140,7 @@ def _router_logits(x: Tensor, experts: Poly, *, bias: bool, fp32: bool) -> Tenso
 
 
 def _choose(
-    place: str, scores: Tensor, chosen: object, *, correction: bool, groups: object, kept: object
+    place: str, scores: Tensor, chosen: object, *, correction: bool, groups: object, kept_groups: object
 ) -> tuple[Tensor, Tensor]:
     """Choose by the scores, corrected and limited to groups, and return the raw scores of the chosen experts."""
     graph = current_graph(scores.graph)
@@ -149,13 +149,13 @@ def _choose(
         ranking = ranking + graph.buffer("correction", scores.sizes[-1:], dtype="fp32")
     if groups is not None:
         ranking = _limit_to_groups(
-            place, ranking, positive(f"{place}: groups", groups), kept, best=2 if correction else 1
+            place, ranking, positive(f"{place}: groups", groups), kept_groups, best=2 if correction else 1
         )
     values, ids = top_k(ranking, chosen)
     return (values if ranking is scores else take_along(scores, ids)), ids
 
 
-def _limit_to_groups(place: str, scores: Tensor, groups: Poly, kept: object, *, best: int) -> Tensor:
+def _limit_to_groups(place: str, scores: Tensor, groups: Poly, kept_groups: object, *, best: int) -> Tensor:
     """Set scores outside the best groups to 0; no remaining score is lower."""
     size = (scores.sizes[-1] / groups).constant
     if size is not None and (not isinstance(size, int) or size < best):
@@ -167,7 +167,7 @@ def _limit_to_groups(place: str, scores: Tensor, groups: Poly, kept: object, *, 
         group_scores = reduce(top_k(grouped_scores, best)[0], "... e -> ...", "sum")
     else:
         group_scores = reduce(grouped_scores, "... e -> ...", "max")
-    values, _ = top_k(group_scores, kept)
+    values, _ = top_k(group_scores, kept_groups)
 
     def body(scores: Tensor, group_scores: Tensor, values: Tensor) -> Tensor:
         threshold = reduce(values, "... k -> ... 1", "min")

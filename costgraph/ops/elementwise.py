@@ -214,7 +214,7 @@ class Pointwise(OpKind):
             if first.domain != domain:
                 raise ShapeError(f"in place into {first!r}: expected the domain of the result")
             return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
-        simplified = operands[0].graph.told
+        simplified = operands[0].graph.simplified
         strides = elementwise(simplified(sizes), [(simplified(t.sizes), simplified(t.strides)) for t in operands])
         return [Result(sizes, result, strides, domain=domain)]
 

@@ -158,7 +158,7 @@ class Rearrange(OpKind):
         if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel(ordered)):
             raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
         domain = carried(x, self._axes(x))
-        simplified = x.graph.told
+        simplified = x.graph.simplified
         strides = view(simplified(x.sizes), simplified(x.strides), simplified(split))
         if strides is not None:
             strides = view(simplified(ordered), tuple(strides[i] for i in self.order), simplified(merged))
@@ -213,7 +213,7 @@ class Rearrange(OpKind):
         """Return the operand's domain axis that each result axis is, or None."""
         places: list[int | None] = [None] * len(self.merged)
         if x.domain is not None:
-            simplified, axes, order = x.graph.told, x.domain[1:], self.order
+            simplified, axes, order = x.graph.simplified, x.domain[1:], self.order
             split_axes = [i for i in regrouped(simplified(x.sizes), axes, simplified(self.split)) if i is not None]
             ordered = simplified(tuple(self.split[i] for i in order))
             merged_axes = regrouped(ordered, [order.index(i) for i in split_axes], simplified(self.merged))

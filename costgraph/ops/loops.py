@@ -466,7 +466,7 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
     if not isinstance(backward, str):
         raise GraphError(f"kernel {name!r}: backward {backward!r}, expected 'ops' or the name of a rule")
     body = graph.start_body(name, fused=True)
-    with graph.whole():
+    with graph.transaction():
         with scope(name), building(body):
             yield body
         body.owner = graph.add_op(Kernel(body=body, workspace=space, backward=backward), body.captured, name)

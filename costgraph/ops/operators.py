@@ -8,7 +8,7 @@ from ..ir.graph import (
     OPERATORS,
     Tensor,
     need_tensor,
-    whole,
+    transactional,
 )
 from .einsum import einsum
 from .elementwise import pointwise
@@ -77,4 +77,4 @@ OPERATORS["neg"] = lambda x: pointwise("neg", x)
 OPERATORS["matmul"] = matmul
 OPERATORS["index"] = index
 OPERATORS["transpose"] = transpose
-OPERATORS.update({name: whole(function, name) for name, function in OPERATORS.items()})
+OPERATORS.update({name: transactional(function, name) for name, function in OPERATORS.items()})

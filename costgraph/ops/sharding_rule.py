@@ -71,17 +71,17 @@ def same_shape(kind: OpKind, op: Op) -> Split:
 def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Split:
     """Extend a rule to an op with several blocks along an axis on one side, and one block on the other."""
 
-    def several(labels: Labels) -> Labels:
+    def with_blocks(labels: Labels) -> Labels:
         return tuple(("n", *names) if i == axis else names for i, names in enumerate(labels))
 
     extents = {**rule.extents, "n": blocks}
     if of_operand:
         return replace(
             rule,
-            operands=tuple(operand_labels and several(operand_labels) for operand_labels in rule.operands),
+            operands=tuple(operand_labels and with_blocks(operand_labels) for operand_labels in rule.operands),
             extents=extents,
         )
-    return replace(rule, results=tuple(map(several, rule.results)), extents=extents)
+    return replace(rule, results=tuple(map(with_blocks, rule.results)), extents=extents)
 
 
 def summed(kind: OpKind, op: Op) -> Split:
@@ -118,7 +118,7 @@ def refined(
     b_factors: list[list[str]] = [[] for _ in b]
     unsplittable: set[str] = set()
 
-    def part(size: Poly, i: Sequence[int], j: Sequence[int]) -> str:
+    def add_factor(size: Poly, i: Sequence[int], j: Sequence[int]) -> str:
         name = f"p{len(extents)}"
         extents[name] = size
         for axis in i:
@@ -133,29 +133,29 @@ def refined(
     while p and q:
         (i, n), (j, m) = p[0], q[0]
         if equal(n, m):
-            part(n, [i], [j])
+            add_factor(n, [i], [j])
             p, q = p[1:], q[1:]
             continue
         q_count = next((k for k in range(2, len(q) + 1) if equal(numel([s for _, s in q[:k]]), n)), None)
         p_count = next((k for k in range(2, len(p) + 1) if equal(numel([s for _, s in p[:k]]), m)), None)
         if q_count is not None:
             for axis, size in q[:q_count]:
-                part(size, [i], [axis])
+                add_factor(size, [i], [axis])
             p, q = p[1:], q[q_count:]
         elif p_count is not None:
             for axis, size in p[:p_count]:
-                part(size, [axis], [j])
+                add_factor(size, [axis], [j])
             p, q = p[p_count:], q[1:]
         elif is_integral(n / m):
-            part(m, [i], [j])
+            add_factor(m, [i], [j])
             p, q = [(i, n / m), *p[1:]], q[1:]
         elif is_integral(m / n):
-            part(n, [i], [j])
+            add_factor(n, [i], [j])
             p, q = p[1:], [(j, m / n), *q[1:]]
         else:
             break
     for axis, size in p:
-        unsplittable.add(part(size, [axis], []))
+        unsplittable.add(add_factor(size, [axis], []))
     for axis, size in q:
-        unsplittable.add(part(size, [], [axis]))
+        unsplittable.add(add_factor(size, [], [axis]))
     return extents, [tuple(x) for x in a_factors], [tuple(x) for x in b_factors], unsplittable

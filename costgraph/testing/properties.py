@@ -149,7 +149,7 @@ class Trial:
     @cached_property
     def answers(self) -> dict[str, Any]:
         """Results of the analyses with all sizes bound."""
-        return {name: ask(self.graph, **self.point) for name, ask in QUESTIONS.items()}
+        return {name: analyze(self.graph, **self.point) for name, analyze in QUESTIONS.items()}
 
     @cached_property
     def counts(self) -> list[str]:
@@ -373,9 +373,9 @@ def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
         f"the peak holds from {min_counts}, expected {unrolled} at the most"
     )
     names = sorted(trial.point)
-    for question, ask in QUESTIONS.items():
+    for question, analyze in QUESTIONS.items():
         expected = trial.answers[question]
-        formula = ask(trial.graph)
+        formula = analyze(trial.graph)
         holds = question != "peak_memory" or all(trial.point[n] >= k for n, k in min_counts.items())
         if holds:
             same(expected, value(formula, trial.point), f"{question}: bound, against the formula at the point")
@@ -385,7 +385,7 @@ def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
                 trial.point[n] >= k for n, k in min_counts.items() if n not in bound_first
             ):
                 continue
-            partly = ask(trial.graph, **{n: trial.point[n] for n in bound_first})
+            partly = analyze(trial.graph, **{n: trial.point[n] for n in bound_first})
             same(expected, value(partly, trial.point), f"{question}: bound in two steps, {bound_first} first")
 
 
@@ -436,12 +436,16 @@ def a_repeat_is_its_iterations(trial: Trial) -> None:
     points = [{**trial.point, **dims} for dims in candidates if trial.takes(**dims)] or [trial.point]
     for point in points:
         unrolled = unroll(trial.graph, **point)
-        for question, ask in QUESTIONS.items():
+        for question, analyze in QUESTIONS.items():
             if question == "fused":
                 continue  # the fused bound is tighter for an unrolled loop
-            same(ask(trial.graph, **point), Fraction(ask(unrolled)), f"{question} at {point}, of the loop and unrolled")
+            same(
+                analyze(trial.graph, **point),
+                Fraction(analyze(unrolled)),
+                f"{question} at {point}, of the loop and unrolled",
+            )
             if question == "peak_memory" and all(point[n] >= k for n, k in min_counts.items()):
-                same(ask(unrolled), value(ask(trial.graph), point), f"{question} at {point}, the closed form")
+                same(analyze(unrolled), value(analyze(trial.graph), point), f"{question} at {point}, the closed form")
 
 
 @law
@@ -455,8 +459,8 @@ def costs_grow_with_every_size(trial: Trial) -> None:
         if next_size is None:
             continue  # another size must grow with it
         larger = {**trial.point, name: next_size}
-        for question, ask in QUESTIONS.items():
-            before, after = trial.answers[question], ask(trial.graph, **larger)
+        for question, analyze in QUESTIONS.items():
+            before, after = trial.answers[question], analyze(trial.graph, **larger)
             assert after >= before, f"{question} falls from {before} to {after} with {name}={larger[name]}"
 
 
@@ -539,8 +543,8 @@ def renaming_symbols_renames_formulas(trial: Trial) -> None:
     names = sorted(trial.point)
     new_names = dict(zip(names, [*names[1:], "A_longer_name"], strict=False))
     graph = loaded(renamed(trial.data, {}, new_names))
-    for question, ask in QUESTIONS.items():
-        expected, new_formula = ask(trial.graph), ask(graph)
+    for question, analyze in QUESTIONS.items():
+        expected, new_formula = analyze(trial.graph), analyze(graph)
         if isinstance(expected, sympy.Expr):
             new_point = {new_names[n]: trial.point[n] for n in names}
             same(value(new_formula, new_point), value(expected, trial.point), f"{question} in other symbols")
@@ -576,13 +580,13 @@ def saving_and_loading_is_the_identity(trial: Trial) -> None:
     reloaded = loaded(data)
     assert saved(reloaded) == data, "the file of the loaded graph differs"
     _same_answers(trial, reloaded, "after saving and loading")
-    for question, ask in QUESTIONS.items():
-        assert ask(reloaded) == ask(trial.graph), f"the formula of {question} differs after saving and loading"
+    for question, analyze in QUESTIONS.items():
+        assert analyze(reloaded) == analyze(trial.graph), f"the formula of {question} differs after saving and loading"
 
 
 def _same_answers(trial: Trial, graph: Graph, context: str) -> None:
-    for question, ask in QUESTIONS.items():
-        assert ask(graph, **trial.point) == trial.answers[question], f"{question} differs {context}"
+    for question, analyze in QUESTIONS.items():
+        assert analyze(graph, **trial.point) == trial.answers[question], f"{question} differs {context}"
 
 
 @law
@@ -609,10 +613,10 @@ def around(point: Point) -> Iterator[dict[str, int]]:
             yield {**point, name: neighbour}
 
 
-def _answer_or_none(ask: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
+def _answer_or_none(analyze: Callable[..., Any], /, *args: Any, **sizes: Any) -> Any:
     """Return an answer, or None if the library raises."""
     try:
-        return ask(*args, **sizes)
+        return analyze(*args, **sizes)
     except CostGraphError:
         return None
 
@@ -623,17 +627,17 @@ def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
     min_counts = getattr(_answer_or_none(timeline, trial.graph), "holds_from", {})
     fixed = {k: v for k, v in trial.graph.defaults.items() if k in trial.point}  # already substituted into the formulas
     places = [p for p in around(trial.point) if fixed.items() <= p.items()]
-    for question, ask in QUESTIONS.items():
-        formula = _answer_or_none(ask, trial.graph)
+    for question, analyze in QUESTIONS.items():
+        formula = _answer_or_none(analyze, trial.graph)
         points = places if hasattr(formula, "free_symbols") else []
         singles, steps = [], {}
         for point in points:
             may_refuse = question == "peak_memory" and any(point[n] < k for n, k in min_counts.items())
-            expected = _answer_or_none(ask, trial.graph, **point)
+            expected = _answer_or_none(analyze, trial.graph, **point)
             singles.append(_agree(formula, point, expected, f"{question} at {point}", may_refuse))
             bound_first = tuple(list(point.items())[::2])
             if bound_first not in steps:  # neighbours that differ in another size share it
-                steps[bound_first] = _answer_or_none(ask, trial.graph, **dict(bound_first))
+                steps[bound_first] = _answer_or_none(analyze, trial.graph, **dict(bound_first))
             if hasattr(steps[bound_first], "free_symbols"):  # a number holds for all sizes
                 _agree(
                     steps[bound_first], point, expected, f"{question} at {point}, {dict(bound_first)} first", may_refuse
@@ -954,9 +958,9 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
     zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in gradient_ops)
     if zeros and any(len(loop.carries) > 1 for loop in _loops(lesson.graph)):
         return
-    for question, ask in (_QUESTIONS if comparable else {"flops": flops}).items():
+    for question, analyze in (_QUESTIONS if comparable else {"flops": flops}).items():
         sizes = {k: v for k, v in lesson.point.items() if k in known_names(flat)}
-        same(lesson.trial.answers[question], ask(flat, **sizes), f"{question}, of the loop and unrolled first")
+        same(lesson.trial.answers[question], analyze(flat, **sizes), f"{question}, of the loop and unrolled first")
 
 
 def _flat(graph: Graph, point: Mapping[str, int]) -> Graph:

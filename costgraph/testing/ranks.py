@@ -170,17 +170,17 @@ class _Rank:
             LocalShard: self.part,
             Unshard: self.around,
             Merge: lambda at: merged(at, self.rendezvous.place(self.me, at.kind.axis)),
-            Gather: self.in_part(whole(self.looked_up), _RANK_INDEPENDENT[Gather]),
-            Scatter: self.in_part(whole(self.scattered), _RANK_INDEPENDENT[Scatter]),
-            Append: self.in_part(self.appended, _RANK_INDEPENDENT[Append]),
+            Gather: self.by_table_sharding(whole(self.looked_up), _RANK_INDEPENDENT[Gather]),
+            Scatter: self.by_table_sharding(whole(self.scattered), _RANK_INDEPENDENT[Scatter]),
+            Append: self.by_table_sharding(self.appended, _RANK_INDEPENDENT[Append]),
         }
 
     @staticmethod
-    def in_part(split: Meaning, plain: Meaning) -> Meaning:
+    def by_table_sharding(sharded: Meaning, replicated: Meaning) -> Meaning:
         """Choose between the semantics for a sharded and for a replicated table."""
 
         def chosen(at: At[Any]) -> None:
-            (split if at.kind.part else plain)(at)
+            (sharded if at.kind.part else replicated)(at)
 
         return chosen
 

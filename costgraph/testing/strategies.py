@@ -825,9 +825,9 @@ def _empty(s: Sketch) -> Sequence[Tensor]:
 # -- gather and scatter ------------------------------------------------------------------------------------------------
 
 
-def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
+def _ids(s: Sketch, rows: int, *lead: Any) -> Tensor:
     """Draw indices 0, 1, 2, ..., distinct if there are enough rows."""
-    fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= most]
+    fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= rows]
     shape = (s.one_of(fitting),) if fitting and not s.chance(3) else s.one_of([(1,), (2, 2)])
     return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
 
@@ -946,10 +946,10 @@ _FUSED = (Einsum, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, D
 _MAX_DEPTH = 2
 
 
-def _grow(s: Sketch, kinds: Sequence[type[OpKind]], least: int, most: int) -> list[Tensor]:
+def _grow(s: Sketch, kinds: Sequence[type[OpKind]], low: int, high: int) -> list[Tensor]:
     """Draw some ops and return their results."""
     results: list[Tensor] = []
-    for _ in range(s.number(least, most)):
+    for _ in range(s.number(low, high)):
         drawn = s.drawn(SAMPLES[s.one_of(kinds)])
         s.made(*drawn)
         results += drawn
@@ -1088,10 +1088,10 @@ def _finish(s: Sketch) -> Case:
     return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
 
 
-def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
+def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, max_ops: int) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
         s = Sketch(draw, graph)
-        _grow(s, kinds, 0 if must else 1, most)
+        _grow(s, kinds, 0 if must else 1, max_ops)
         if must:
             s.made(*s.drawn(SAMPLES[must]))
             _grow(s, (Pointwise, Rearrange), 0, 1)
@@ -1099,8 +1099,8 @@ def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[
 
 
 @st.composite
-def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
-    return _case(draw, kinds, must, most)
+def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, max_ops: int) -> Case:
+    return _case(draw, kinds, must, max_ops)
 
 
 def ops(kind: Named) -> st.SearchStrategy[Case]:
@@ -1200,13 +1200,13 @@ def _loss(s: Sketch) -> Tensor:
 
 @st.composite
 def _draw_loss_graph(
-    draw: Callable[[Any], Any], most: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None
+    draw: Callable[[Any], Any], max_ops: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None
 ) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
         s = _Trained(draw, graph)
         s.kinds, s.functions = kinds, [n for n in _FUNCTIONS if n in FUNCTIONS]
         s.fresh(s.shape(s.number(1, 3), 30), "fp32", "param")
-        _grow(s, kinds, 0 if must else 1, most)
+        _grow(s, kinds, 0 if must else 1, max_ops)
         if must:
             _grow(s, (must,), 1, 1)
         graph.output(_loss(s))
