@@ -2637,8 +2637,8 @@ PUBLIC_MEMBERS = (
 
 # builder methods run once per op: their arguments are not validated
 @guarded(
-    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "simplified",
-    "transaction", "note",
+    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same",
+    "simplified", "transaction", "note",
 )  # fmt: skip
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """Model graph: tensors and ops in program order.
