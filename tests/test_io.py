@@ -282,7 +282,7 @@ def first_pair(change):
         (set_in(id="layers/linear_1/weight")("pieces", 4), "4 leading axes with separate storages, expected 0 to 3"),
         (set_in(id="layers/linear_1/weight")("pieces", -1), "-1 leading axes with separate storages, expected 0 to 3"),
         (set_in(id="layers/linear_1/weight")("pieces", "1"), "'pieces' is '1', expected int"),
-        (set_in(id="layers/linear_1/weight")("pieces", 2), "0 axes of pieces of"),
+        (set_in(id="layers/linear_1/weight")("pieces", 2), "0 axes with separate storages in"),
         (set_in(id="x")("pieces", 1), "1 outside: does not match the operands"),
         (set_in(id="x")("grad", 1), "'grad' is 1, expected bool"),
         (in_body("pieces", 1), "expected a loop: it has a storage for each iteration"),

@@ -129,7 +129,7 @@ def test_names_and_records_are_the_same_network():
         ('"GB/s"', '"GB"', "spine: per_direction: unit 'GB', expected a unit of B/s"),
         ('"us", source = ["OWN"]', '"us", source = ["X"]', r"latency: source 'X', expected keys of \[sources\]"),
         ("latency", "lag", "lag"),
-        ("levels.leaf", "levels.network", "'network', expected a name in lower case, and none of a link"),
+        ("levels.leaf", "levels.network", "'network', expected a lower-case name other than that of a link"),
         ('topology = "tree"', "", "topology"),
         ("devices", "device", "devices"),
     ],

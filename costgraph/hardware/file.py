@@ -180,7 +180,9 @@ _TOP = {
 _NAMES = ("interconnect", "network", "link", "compute", "memory")
 _Level = Annotated[
     str,
-    Rule("a name in lower case, and none of a link", lambda v: re.fullmatch("[a-z][a-z0-9_]*", v) and v not in _NAMES),
+    Rule(
+        "a lower-case name other than that of a link", lambda v: re.fullmatch("[a-z][a-z0-9_]*", v) and v not in _NAMES
+    ),
 ]
 _NETWORK = {
     "name": Text, "topology": Text, "sources": Annotated[Mapping[_Key, Text], _TABLE],

@@ -1848,9 +1848,7 @@ def _operand_indices(value: Any) -> Iterator[int]:
 class Call:
     """A torch op call recorded by a trace, replayed when the graph is lowered eagerly."""
 
-    target: Annotated[
-        str, Rule("the name of an op of torch with its overload", lambda v: isinstance(v, str) and "." in v)
-    ]
+    target: Annotated[str, Rule("the name of a torch op with its overload", lambda v: isinstance(v, str) and "." in v)]
     """Overload name as in `torch.ops.aten`, prefixed by its namespace if that is another one."""
     arguments: Annotated[tuple[Any, ...], Rule("a tuple of arguments", all_of(_is_argument))]
     """Positional arguments, with `{"operand": i}` in place of tensors."""
@@ -1872,9 +1870,9 @@ class Call:
 
     def verify(self, operands: int, results: int) -> None:
         """Raise ShapeError if the call does not match the number of operands and results."""
-        need(len(self.places) == results, f"{len(self.places)} places of {results} results")
+        need(len(self.places) == results, f"{len(self.places)} places for {results} results")
         for i in _operand_indices((*self.arguments, *self.keywords.values())):
-            need(i < operands, f"argument {i} of {operands} operands")
+            need(i < operands, f"operand {i} in the arguments, of {operands}")
 
 
 # -- op ----------------------------------------------------------------------------------------------------------------
@@ -2225,12 +2223,14 @@ class Repeat(BodyKind):
             inner_pieces = max(pieces - 1, 0) if carries <= i < carries + xs else pieces
             need(
                 inner.storage.pieces == inner_pieces,
-                f"{inner.storage.pieces} axes of pieces of {inner!r}, {pieces} outside",
+                f"{inner.storage.pieces} axes with separate storages in {inner!r}, {pieces} outside",
             )
         for i, t in enumerate(body.outputs[: len(body.outputs) - saved]):
             need(i >= carries or t.is_contiguous, f"strides of carry {t!r}")
             pieces = operands[i].storage.pieces if i < carries else 0
-            need(t.storage.pieces == pieces, f"{t.storage.pieces} axes of pieces of {t!r}, {pieces} outside")
+            need(
+                t.storage.pieces == pieces, f"{t.storage.pieces} axes with separate storages in {t!r}, {pieces} outside"
+            )
 
 
 class Loop:
@@ -2335,7 +2335,7 @@ def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:
     fits = fits and inner.storage.host == outer.storage.host
     places = zip(inner.sizes, inner.strides, outer.strides[drop:], strict=fits)
     fits = fits and all(a == b for n, a, b in places if n != ONE) and (drop > 0 or outer.domain == inner.domain)
-    need(fits, f"{inner!r} of the body, which stands for {outer!r}")
+    need(fits, f"body input {inner!r} for {outer!r}")
 
 
 def need_formals(operands: Sequence[Tensor], body: Graph) -> None:

@@ -235,7 +235,7 @@ def view(sizes: Sizes, strides: Sizes, new_sizes: Sizes) -> Sizes | None:
     Follows torch's `computeStride`: only axes that are contiguous with each other may be merged and split.
     """
     nontrivial = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE]
-    chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each piece
+    chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each chunk
     for n, s in nontrivial:
         if chunks and chunks[-1][1] == n * s:
             chunks[-1] = (chunks[-1][0] * n, s)

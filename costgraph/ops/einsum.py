@@ -313,10 +313,12 @@ class Einsum(WorkspaceKind):
             domain, query, key = restriction
             need({query, key} <= set(self.extents), f"domain over {shown(query)} and {shown(key)}")
             domain.points(self.extents[query], self.extents[key])  # raises if it cannot be counted
-        need(restriction is not None or all(t.domain is None for t in operands), "no domain, where an operand has one")
+        need(
+            restriction is not None or all(t.domain is None for t in operands), "no domain although an operand has one"
+        )
         if many:  # derive the FLOPs of several operands again instead of trusting the file
             affine = any(isinstance(a, Affine) for o in pattern.operands for a in o)
-            need(not affine and restriction is None, f"{len(operands)} operands with an index or a domain")
+            need(not affine and restriction is None, f"{len(operands)} operands with an affine index or a domain")
             axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
             alternatives = (best_orders(axes, frozenset(pattern.result_names), self.extents, k) for k in known)
             need(any(f.flops == self.orders for f in alternatives), f"orders {shown(str(self.orders))}")

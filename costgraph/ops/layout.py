@@ -228,7 +228,10 @@ class Rearrange(OpKind):
             return
         (x,), pattern = operands, self.pattern
         need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
-        need(not any(isinstance(a, Affine) for a in (*pattern.operands[0], *pattern.result)), "an index in the pattern")
+        need(
+            not any(isinstance(a, Affine) for a in (*pattern.operands[0], *pattern.result)),
+            "an affine index in the pattern",
+        )
         names, text = pattern.operand_names(0), shown(str(pattern))
         need(len(names) == len(set(names)) == len(self.split), f"split {shown(self.split)} of pattern {text}")
         need(tuple(names[i] for i in self.order) == pattern.result_names, f"order {shown(self.order)}")
@@ -349,7 +352,7 @@ class Expand(OpKind):
         (x,) = operands
         only_ones_dropped = all(x.sizes[i] == ONE for i in range(x.ndim) if i not in self.kept)
         need(only_ones_dropped, f"kept {shown(self.kept)} leaves out axes of {x!r}")
-        need(self.domain is None or x.domain is None, f"domain of {x!r}, which has one")
+        need(self.domain is None or x.domain is None, f"second domain of {x!r}")
         need_places(self.domain, self.sizes)
 
 

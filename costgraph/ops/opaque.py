@@ -404,7 +404,7 @@ class Foreign(StatedCosts):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the recorded outputs."""
         outputs, pieces = self.outputs, self.pieces or (0,) * len(self.outputs)
-        need(len(pieces) == len(outputs), f"{len(pieces)} pieces of {len(outputs)} results")
+        need(len(pieces) == len(outputs), f"{len(pieces)} entries of pieces for {len(outputs)} results")
         for leading, (sizes, _, _, base, _) in zip(pieces, outputs, strict=True):
             need(leading <= len(sizes), f"{leading} pieces of {len(sizes)} axes")
             need(base is None or base < len(operands), f"a view of operand {base} of {len(operands)}")

@@ -66,7 +66,7 @@ class SGD(Optimizer):
         return (slot.state("momentum_buffer"),) if self.momentum else ()
 
     def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
-        raw_grad, is_temporary = g, False  # whether the gradient is a temporary
+        raw_grad, is_temporary = g, False
         if self.maximize:
             g, is_temporary = calls.new("neg", g), True
         if self.weight_decay:

@@ -969,7 +969,7 @@ def _layer(s: Sketch) -> Sequence[Tensor]:
         return [linear(x, "... i -> ... o", o=2, bias=True)]
     if name.endswith("softmax"):
         return [(softmax if name == "softmax" else log_softmax)(x, s.number(0, x.ndim - 1))]
-    small = x.dtype.bits < 16  # parameters of the graph's own format have to have a common one with it
+    small = x.dtype.bits < 16  # norm parameters have the graph's format, which must promote with that of x
     norm = layer_norm if name == "layer_norm" else rms_norm
     return [norm(cast(x, "bf16") if small else x, affine=s.chance(1))]
 
