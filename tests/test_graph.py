@@ -98,7 +98,7 @@ def test_frozen_graphs_answer_and_refuse_changes():
         lambda: g.param("w", (B,)),
         lambda: cg.relu(g.tensors[0]),
     ):
-        with pytest.raises(GraphError, match="graph 'small' is finished; reopen it first: 'with g:' opens"):
+        with pytest.raises(GraphError, match="graph 'small' is finished; reopen it with 'with g:'"):
             change()
 
 

@@ -337,9 +337,8 @@ def _safetensors(path: str) -> list[Weight]:
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= min(_MAX_SAFETENSORS_HEADER, size - 8):
         raise FormatError(
-            f"{place}: a header of {length} bytes in a file of {size}, expected {expected} with at most "
-            f"{_MAX_SAFETENSORS_HEADER} "
-            "at most"
+            f"{place}: a header of {length} bytes in a file of {size}, expected {expected} with a header of at most "
+            f"{_MAX_SAFETENSORS_HEADER} bytes"
         )
     raw, _ = read_start(path, place, 8 + length, expected)
     try:
@@ -352,8 +351,7 @@ def _safetensors(path: str) -> list[Weight]:
         if begin != offset or end - begin != weight.bytes:
             raise FormatError(
                 f"{place}: {shorten(weight.name)} has bytes {begin} to {end}, expected {offset} to "
-                f"{offset + weight.bytes}: "
-                f"{weight.format} of shape {shown(weight.shape)}, and no gap"
+                f"{offset + weight.bytes}: {weight.format} of shape {shown(weight.shape)}, and no gap"
             )
         offset = end
     if offset != size - 8 - length:

@@ -246,7 +246,7 @@ class KnownAssumptions:
         for count in dict.fromkeys((total, 0, *range(total - 1, 0, -1))):
             if count not in self._states:
                 if len(self._states) == _MOST_STATES:
-                    raise GraphError(f"fits none of the last {_MOST_STATES} states of the assumptions")
+                    raise GraphError(f"fits none of {_MOST_STATES} states of the assumptions")
                 self._states[count] = Relations(self.relations[:count])
             yield self._states[count]
 

@@ -1232,8 +1232,7 @@ def modify(graph: Graph, caller: str) -> None:
     """Raise GraphError if the graph is finished, else invalidate derived results."""
     if graph.frozen:
         raise GraphError(
-            f"{graph.root.journal.caller or caller}: graph {graph.root.name!r} is finished; reopen it first: "
-            "'with g:' opens graph g again"
+            f"{graph.root.journal.caller or caller}: graph {graph.root.name!r} is finished; reopen it with 'with g:'"
         )
     forget(graph)
 
@@ -2289,13 +2288,9 @@ class Loop:
 
     def revised(self, i: int) -> Tensor | None:
         """Return the operand that `pieces[i]` aliases, if each iteration writes its slice in place, else None."""
-        residual, residual_stack = self.saved[i], self.pieces[i]
-        slice_pairs = zip(self.slices, self.xs, strict=True)
-        return (
-            None
-            if residual_stack.storage.pieces
-            else next((x for f, x in slice_pairs if f.storage is residual.storage), None)
-        )
+        residual, stack = self.saved[i], self.pieces[i]
+        pairs = zip(self.slices, self.xs, strict=True)
+        return None if stack.storage.pieces else next((x for f, x in pairs if f.storage is residual.storage), None)
 
     def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
         """Return the final carries that alias loop inputs: an unchanged carry, or a captured outer tensor."""

@@ -118,12 +118,12 @@ def router(
         raise GraphError(f"{place}: scale {shown(scale)}, expected a number")
     graph = current_graph(x.graph)
     with module(graph, name):
-        products = _router_logits(x, positive(f"{place}: experts", experts), bias=bias, fp32=fp32)
+        logits = _router_logits(x, positive(f"{place}: experts", experts), bias=bias, fp32=fp32)
         if score == "chosen":
-            best, ids = top_k(products, chosen)
-            weights = softmax(best)
+            top_logits, ids = top_k(logits, chosen)
+            weights = softmax(top_logits)
         else:
-            scores = softmax(cast(products, "fp32")) if score == "softmax" else sigmoid(products)
+            scores = softmax(cast(logits, "fp32")) if score == "softmax" else sigmoid(logits)
             weights, ids = _choose(place, scores, chosen, correction=correction, groups=groups, kept_groups=kept_groups)
         if normalize:
             weights = _normalized(weights)
