@@ -164,7 +164,7 @@ def test_the_host_updates_at_the_bandwidth_of_its_memory():
 
 def test_a_device_whose_host_nobody_described_has_no_time():
     away = cg.offload(step(), "optimizer")
-    with pytest.raises(SpecError, match=r"hardware b200: host.bandwidth is missing; expected it along with a table"):
+    with pytest.raises(SpecError, match=r"hardware b200: host.bandwidth is missing; expected it beside a table"):
         cg.seconds(away, "b200", **SIZES)
 
 

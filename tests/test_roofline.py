@@ -248,7 +248,7 @@ def test_a_fallback_that_is_named_stands_in_for_a_missing_rate():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(cg.BindingError, match="'Q' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'Q' is not a dimension"):
         cg.roofline(layer(), H100, B=1, D=2, F=3, Q=4)
 
 

@@ -329,7 +329,7 @@ def test_only_gradients_that_are_wanted_are_made():
     ("backward", "text"),
     [
         ({"flops": 1}, "expected a mapping with flops and saves"),
-        ({"flops": 1, "saves": {}, "more": 1}, "and of flops, saves, reads, writes, workspace only"),
+        ({"flops": 1, "saves": {}, "more": 1}, "no keys but flops, saves, reads, writes, workspace"),
         ({"flops": 1, "saves": {"input": [0]}}, "expected indices by 'inputs' and 'outputs'"),
         ({"flops": 1, "saves": {"inputs": [2]}}, r"saves inputs \(2,\), expected indices below 2"),
         ({"flops": 1, "saves": {}, "reads": [1]}, "reads: 1 amounts, expected one for each of 2"),
