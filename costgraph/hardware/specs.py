@@ -136,7 +136,7 @@ def fastest(peak: Rates, vector: Rates) -> str | None:
 
 
 def _next_wider(rates: Rates, narrow: DType, *, same: bool = False) -> str | None:
-    """Return the narrowest format that holds `wanted`, preferring its own kind, then the slowest."""
+    """Return the narrowest format that holds `narrow`, preferring its own kind, then the slowest."""
     candidates = {key: f for key, f in _formats(rates).items() if _holds(f, narrow) and (same or f.name != narrow.name)}
     return min(
         candidates,
@@ -145,12 +145,12 @@ def _next_wider(rates: Rates, narrow: DType, *, same: bool = False) -> str | Non
     )
 
 
-def _nearest_narrower(rates: Rates, wide: DType) -> str | None:
+def _nearest_narrower(rates: Rates, wanted: DType) -> str | None:
     """Return the widest format that does not hold `wanted`, preferring its own kind, then the fastest."""
     candidates = _formats(rates)
     return max(
         candidates,
-        key=lambda key: (candidates[key].kind == wide.kind, _size(candidates[key]), _speed(rates[key])),
+        key=lambda key: (candidates[key].kind == wanted.kind, _size(candidates[key]), _speed(rates[key])),
         default=None,
     )
 

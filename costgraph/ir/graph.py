@@ -2377,7 +2377,7 @@ def _check_order(graph: Graph) -> None:
 def _aliased_storages(t: Tensor, base_of: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
     """Yield the storages that a tensor may alias: its own, and carries that a loop forwards.
 
-    `first` maps a storage to its base tensor, if known: in-place accumulation creates long chains of views.
+    `base_of` maps a storage to its base tensor, if known: in-place accumulation creates long chains of views.
     """
     t = base_of.get(t.storage, t)
     while t.is_view and t.producer is not None:

@@ -204,7 +204,7 @@ def apart(
 def _are_disjoint(
     first_view: tuple[Sizes, Sizes], second_view: tuple[Sizes, Sizes], offset: Poly, relations: Relations | None
 ) -> bool:
-    """Return whether two views share no element; the second starts `ahead` elements after the first."""
+    """Return whether two views share no element; the second starts `offset` elements after the first."""
     axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (first_view, second_view)]
     steps = {s for view_axes in axes for _, s in view_axes}
     for step in (None, *steps):
@@ -230,7 +230,7 @@ def _is_nonnegative(n: Poly, relations: Relations | None) -> bool:
 
 
 def view(sizes: Sizes, strides: Sizes, new_sizes: Sizes) -> Sizes | None:
-    """Return the strides of a view with the sizes `new`, or None if it needs a copy.
+    """Return the strides of a view with the sizes `new_sizes`, or None if it needs a copy.
 
     Follows torch's `computeStride`: only axes that are contiguous with each other may be merged and split.
     """

@@ -516,14 +516,14 @@ def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Colu
 # unfused update, so FLOPs are equal; intermediates stay in registers.
 
 
-def fused_update(update: Update, group: Column, scalars: Column = (), *, name: str) -> Column:
+def fused_update(update: Update, group: Column, extra_inputs: Column = (), *, name: str) -> Column:
     """Run one parameter's elementwise update in a single kernel.
 
-    `group` is the updated tensor, its gradient and its states; `beside` are further inputs such as a step counter.
+    `group` is the updated tensor, its gradient and its states; `extra_inputs` are others such as a step counter.
     """
     steps, changed = _steps(update, group)
     kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))
-    updated = dict(zip(changed, apply(kind, [*group, *scalars], name), strict=True))
+    updated = dict(zip(changed, apply(kind, [*group, *extra_inputs], name), strict=True))
     return tuple(updated.get(i, t) for i, t in enumerate(group))
 
 
@@ -706,14 +706,14 @@ class Optimizer:
 
     def _fused(self, groups: list[Column], slots: list[Slot], name: str) -> list[Column]:
         sizes, blocks = len(groups[0]), self._blocks
-        scalars = self._counters(slots) if blocks is None else blocks.own_tables(slots, [g[2:] for g in groups])
+        extra_inputs = self._counters(slots) if blocks is None else blocks.own_tables(slots, [g[2:] for g in groups])
         common = () if blocks is None else blocks.common_tables([g[2:] for g in groups])
 
         def update_one(*group: Tensor) -> Column:
             tables = common if blocks is not None and any(map(blocks.holds, group[2:sizes])) else ()
             return fused_update(self._update, group[:sizes], (*group[sizes:], *tables), name="fused_update")[:2]
 
-        return over([(*g, *b) for g, b in zip(groups, scalars, strict=True)], update_one, name)
+        return over([(*g, *b) for g, b in zip(groups, extra_inputs, strict=True)], update_one, name)
 
     def _counters(self, slots: list[Slot]) -> list[Column]:
         """Increment the step counter of each parameter; nothing if the host counts."""

@@ -743,7 +743,7 @@ class Event:
 def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], outputs: Iterable[Buffer]) -> tuple[Any, str]:
     """Return the peak device memory in bytes, and the first op that reaches it (empty if no op ran).
 
-    Buffers in `throughout` are live all the time. The outputs in `kept` are live from their allocation to the end.
+    Buffers in `throughout` are live all the time. Buffers in `outputs` are live from their allocation to the end.
     """
     last_use: dict[Buffer, int] = {}
     events = [_device_event(event) for event in events]

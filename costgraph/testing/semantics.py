@@ -76,7 +76,7 @@ def _drawn_state(s: Sketch) -> Sequence[Tensor]:
 
 
 def appended(at: At[Append], reserved: int = 0) -> None:
-    """Write the new positions to the end of the cache, except the last `behind`, which later ranks hold."""
+    """Write the new positions to the end of the cache, except the last `reserved`, which later ranks hold."""
     at.made[0] = at.operands[0]
     axis = at.kind.axis
     room, count = at.operands[0].array.shape[axis], max(at.operands[1].array.shape[axis] - reserved, 0)

@@ -168,9 +168,9 @@ class Sketch:
         """Draw an integer."""
         return int(self._draw(st.integers(low, high)))
 
-    def chance(self, odds: int = 2) -> bool:
+    def chance(self, of: int = 2) -> bool:
         """Draw True about once in `of + 1`; hypothesis shrinks to False."""
-        return self.number(0, odds) == odds
+        return self.number(0, of) == of
 
     def some(self, items: Sequence[T], least: int = 0) -> list[T]:
         """Draw a subsequence."""
