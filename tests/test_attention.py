@@ -143,7 +143,11 @@ def test_options_are_checked(options, error, text, kernel):
     ("shapes", "error", "text"),
     [
         ([(2, 3, 5), (2, 3, 5, 7), (2, 3, 5, 7)], ShapeError, "q is q.*, expected four axes"),
-        ([(2, 3, 5, 7), (2, 2, 5, 7), (2, 2, 5, 7)], ShapeError, "3 query heads over 2 key heads, expected a multiple"),
+        (
+            [(2, 3, 5, 7), (2, 2, 5, 7), (2, 2, 5, 7)],
+            ShapeError,
+            "3 query heads over 2 key heads, expected a multiple of the key heads",
+        ),
         ([(2, 3, 5, 7), (2, 3, 5, 11), (2, 3, 5, 7)], ShapeError, "axis 'k' has size 7 .* and 11"),
         ([(2, 3, 5, 7), (2, 3, 5, 7), (2, 3, 11, 7)], ShapeError, "axis 't' has size 5 .* and 11"),
         ([(2, 4, 5, 7), (2, 2, 5, 7), (2, 4, 5, 7)], ShapeError, "axis 'g' has size 2 .* and 4"),

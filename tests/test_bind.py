@@ -313,7 +313,7 @@ def test_bindings_of_a_graph():
 
 
 def test_unknown_names_are_listed():
-    with pytest.raises(BindingError, match="'X' is no dimension of graph 'small', expected one of B, D, F, H"):
+    with pytest.raises(BindingError, match="'X' is not a dimension of graph 'small', expected one of B, D, F, H"):
         bindings(small_graph(), {"X": 2})
     with pytest.raises(BindingError) as caught:
         bindings(small_graph(), {"X" * 10**5: 2})
@@ -417,7 +417,7 @@ def test_names_are_known_wherever_they_stand():
         g.output(z)
     for name in "SWLH":
         assert cg.flops(g, **{name: 11}) != cg.flops(g)
-    with pytest.raises(BindingError, match="'B' is no dimension of graph 'g', expected one of H, L, S, W"):
+    with pytest.raises(BindingError, match="'B' is not a dimension of graph 'g', expected one of H, L, S, W"):
         cg.flops(g, B=3)
 
 

@@ -93,7 +93,7 @@ def test_a_kernel_without_a_result_that_is_used_is_refused():
                 cg.relu(x)
             g.output(x + 1)
 
-    with pytest.raises(GraphError, match="kernel 'lost': nothing outside reads what it makes"):
+    with pytest.raises(GraphError, match="kernel 'lost': no op outside reads its results"):
         build()
 
 
@@ -153,18 +153,18 @@ def test_scan_may_emit_nothing_several_or_read_nothing():
         (lambda x: cg.repeat(3, lambda x: cg.ops.cast(x, "bf16"), x), ShapeError,
          r"carry 1 enters the body as x.*fp32\) and leaves it as .*bf16\), expected the same"),
         (lambda x: cg.repeat(3, lambda x: cg.ops.concat([x, x], 0), x), ShapeError, "carry 1 enters the body as"),
-        (lambda x: cg.repeat(3, lambda x: (x, x), x), GraphError, "expected 1 tensors to carry on"),
-        (lambda x: cg.repeat(3, lambda x: None, x), GraphError, "expected 1 tensors to carry on"),
+        (lambda x: cg.repeat(3, lambda x: (x, x), x), GraphError, "expected 1 tensors as next carries"),
+        (lambda x: cg.repeat(3, lambda x: None, x), GraphError, "expected 1 tensors as next carries"),
         (lambda x: cg.repeat(0, cg.relu, x), ShapeError, "count: axis 0: 0, expected a positive integer"),
         (lambda x: cg.repeat(2.5, cg.relu, x), ShapeError, "2.5"),
         (lambda x: cg.repeat(3, None, x), GraphError, "repeat: body is None, expected a function"),
         (lambda x: cg.repeat(3, cg.relu, 3), GraphError, r"repeat: x is 3, expected a tensor or a list, each a tensor"),
-        (lambda x: cg.repeat(3, cg.relu, ()), GraphError, "expected tensors to start from"),
+        (lambda x: cg.repeat(3, cg.relu, ()), GraphError, "expected tensors as initial carries"),
         (lambda x: cg.repeat(3, cg.relu, x, name="a b"), GraphError, "repeat 'a b': expected an identifier"),
         (lambda x: cg.scan(4, lambda c, x: (c, x), x[0], x), ShapeError, "expected a first axis of size 4"),
         (lambda x: cg.scan(3, lambda c, x: c, x[0], x), GraphError, r"expected a pair \(carry, y\)"),
         (lambda x: cg.scan(3, lambda c, x: (c, 3), x[0], x), GraphError, "y = 3, expected a tensor, a tuple or None"),
-        (lambda x: cg.scan(3, lambda c, x: (c, (3,)), x[0], x), GraphError, "tensors to carry on"),
+        (lambda x: cg.scan(3, lambda c, x: (c, (3,)), x[0], x), GraphError, "tensors as next carries"),
         (lambda x: cg.scan(3, 3, x[0], x), GraphError, "scan: body is 3, expected a function"),
         (lambda x: cg.kernel("a b").__enter__(), GraphError, "kernel 'a b': expected an identifier"),
         (lambda x: cg.kernel("k", workspace=-1).__enter__(), ShapeError, "workspace: -1, expected an amount"),
@@ -183,7 +183,7 @@ def test_a_tensor_made_inside_a_body_is_not_known_outside():
         x = g.input("x", (3, 5))
         cg.repeat(3, lambda x: kept.append(cg.relu(x)) or kept[0], x, name="layers")
         with pytest.raises(
-            GraphError, match="tensor 'layers/relu' is made inside 'layers': expected it among the results"
+            GraphError, match="tensor 'layers/relu' is local to the body of 'layers'; return it from the body"
         ):
             cg.tanh(kept[0])
 

@@ -189,7 +189,7 @@ def test_crossover(capsys):
     assert "memory-bound at every B" in good(capsys, "crossover", "mlp", "B", "--hardware", "h100-sxm", "D=2", "F=3")
     code, _, err = run(capsys, "crossover", "mlp", "Z", "--hardware", "h100-sxm")
     assert code == 2
-    assert "crossover: 'Z', expected an open dimension" in err
+    assert "crossover: 'Z', expected an unbound dimension" in err
 
 
 def test_lists(capsys):
@@ -228,7 +228,7 @@ def test_one_device_with_all_that_is_known(capsys):
         (["report", "llama-3-8b", "B=__import__('os')"], "B: got \"__import__('os')\", expected a size"),
         (["report", "llama-3-8b", "1=2"], "'1=2': expected NAME=SIZE"),
         (["report", "llama-3-8b", "B=1", "B=2"], "B: given twice, expected one size"),
-        (["report", "llama-3-8b", "Q=1"], "'Q' is no dimension of graph 'llama-3-8b', expected one of B, D, F"),
+        (["report", "llama-3-8b", "Q=1"], "'Q' is not a dimension of graph 'llama-3-8b', expected one of B, D, F"),
         (["report", "llama-3-8b", "fused=1"], "fused='1': the name is reserved"),
         (["report", "llama-9"], "model 'llama-9': unknown"),
         (["report", "missing.json"], "missing.json: "),

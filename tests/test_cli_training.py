@@ -203,7 +203,7 @@ def test_plans_as_files(capsys, tmp_path):
         (["train", "gpt2", "--clip", "-1"], "expected"),
         (["train", "gpt2", "--clip", "one"], "'--clip'"),
         (["train", "gpt2", "B=0"], "B: got '0', expected a positive whole number"),
-        (["train", "gpt2", "Q=1"], "'Q' is no dimension"),
+        (["train", "gpt2", "Q=1"], "'Q' is not a dimension"),
         (["train", "gpt2", "--json", "-", "--csv", "-"], "--json - and --csv -"),
         (["train", "gpt2", "--memory-plot", "r.gif"], "'r.gif', expected a file ending in .png, .svg, .pdf"),
         (["train", "gpt2", "--hardware", "h1"], "hardware 'h1' is unknown"),

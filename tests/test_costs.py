@@ -117,7 +117,7 @@ def test_asking_twice_and_in_any_order_gives_the_same(model):
         (lambda g: cg.matmul_flops(g, "half"), GraphError, "count 'half', expected one of executed, full"),
         (lambda g: cg.matmul_flops(g, []), GraphError, "matmul_flops: count is .*, expected text"),
         (lambda g: cg.bytes_moved(g, 1), GraphError, "bytes_moved: fused is 1, expected True or False"),
-        (lambda g: cg.flops(g, Q=3), BindingError, "'Q' is no dimension of graph 'model'"),
+        (lambda g: cg.flops(g, Q=3), BindingError, "'Q' is not a dimension of graph 'model'"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_the_value_and_what_was_expected(model, call, error, text):

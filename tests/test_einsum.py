@@ -243,7 +243,7 @@ def test_two_dimensional_window_touches_the_product_of_its_axes(size):
 def test_a_window_of_symbolic_size_is_counted_where_it_is_exact_and_refused_elsewhere():
     g = made("h+r, r -> h", (W,), (R,))
     assert cg.costs(g, W=11, R=3).total().read == 4 * (11 + 3)
-    with pytest.raises(cg.UnsupportedError, match="expected a window of numeric size to count the elements"):
+    with pytest.raises(cg.UnsupportedError, match="expected a window of constant size, to count the elements"):
         cg.bytes_moved(made("h*2+r, r -> h", (W,), (R,)))
 
 
@@ -298,18 +298,20 @@ def test_domain_is_inherited_by_what_reads_the_scores():
         ("b d, d f -> b f", [(2, 3), (5, 7)], {}, ShapeError, "axis 'd' has size 3 in operand 1 .* and 5 in operand 2"),
         ("b d, d f -> b f", [(2, 3)], {}, PatternError, "describes 2 operands, got 1"),
         ("b d -> b x", [(2, 3)], {}, PatternError, "axis 'x' of the result is in no operand"),
-        ("b d, d f -> b f", [(2, 3), (3, 5)], {"q": 3}, PatternError, "size given for 'q', which is no axis of it"),
-        ("b d, d f -> b f", [(2, 3), (3, 5)], {"order": [(0, 1)]}, GraphError, "order of two operands or less"),
-        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {}, ShapeError, r"sizes of f and g in \(f g\) are not known"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"q": 3}, PatternError,
+         "size given for 'q', which is not one of its axes"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"order": [(0, 1)]}, GraphError, "order= of fewer than three operands"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {}, ShapeError, r"sizes of f and g in \(f g\) are unknown"),
         ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2}, ShapeError, r"does not split into \(f g\)"),
-        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2, "g": 2}, ShapeError, r"\(f g\) makes 4"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2, "g": 2}, ShapeError, r"\(f g\) multiply to 4"),
         ("b d, d -> b", [(2, 3), (3, 5)], {}, ShapeError, "has 2 axes, the pattern 'd' has 1"),
         ("b 1, d -> b", [(2, 3), (3,)], {}, ShapeError, "an axis of size 3 where the pattern has 1"),
         ("h*2+r -> h r", [(7,)], {"r": 3}, PatternError, "needs a second operand"),
         ("i i -> i", [(3, 3)], {}, PatternError, "the diagonal of a single operand"),
-        ("h+r, d -> h d", [(7,), (3,)], {}, ShapeError, "sizes of h and r are not known"),
+        ("h+r, d -> h d", [(7,), (3,)], {}, ShapeError, "sizes of h and r are unknown"),
         ("h+r, r -> h", [(3,), (5,)], {}, ShapeError, "reaches beyond an axis of size 3"),
-        ("h+r, r, h -> h", [(7,), (3,), (5,)], {}, GraphError, "three operands with an affine index or a domain"),
+        ("h+r, r, h -> h", [(7,), (3,), (5,)], {}, GraphError,
+         "three or more operands with an affine index or a domain"),
         ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 5)]}, GraphError,
          "step 1: expected two positions"),
         ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 0)]}, GraphError,
@@ -336,7 +338,7 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(pattern, shapes
 
 
 def test_nine_operands_need_an_order():
-    with pytest.raises(GraphError, match="einsum of 9 operands: expected order="):
+    with pytest.raises(GraphError, match="einsum of 9 operands: pass order="):
         made(f"{', '.join(['a a'.replace(' a', '')] * 9)} -> a", *[(2,)] * 9)
 
 

@@ -177,7 +177,7 @@ METHODS = {
 
 
 def refused(g, asked):
-    text = f"{asked}: graph '{g.root.name}' is finished, expected an open one: 'with g:' opens graph g again"
+    text = f"{asked}: graph '{g.root.name}' is finished; reopen it with 'with g:'"
     return pytest.raises(cg.GraphError, match=f"^{text}$")
 
 
@@ -280,7 +280,7 @@ def test_a_block_inside_of_a_block_leaves_the_graph_open():
 
 def test_what_is_added_is_validated_when_the_block_is_left_again():
     g = declared()
-    with pytest.raises(cg.GraphError, match="kernel 'unread': nothing outside reads"), g, cg.kernel("unread"):
+    with pytest.raises(cg.GraphError, match="kernel 'unread': no op outside reads"), g, cg.kernel("unread"):
         cg.relu(g.outputs[0])
     with refused(g, "relu"):
         cg.relu(g.outputs[0])

@@ -101,15 +101,15 @@ def test_what_is_damaged_is_refused_by_place(tmp_path):
     for at, content, text in (
         (0, b"nope", "begins with b'nope', expected a GGUF file"),
         (4, b"\x00\x00\x00\x03", "version 50331648, expected 2 or 3, little-endian"),
-        (8, b"\xff" * 8, "header ends"),
-        (24, b"\xff" * 8, "header ends"),
+        (8, b"\xff" * 8, "complete header"),
+        (24, b"\xff" * 8, "complete header"),
     ):
         with pytest.raises(FormatError, match=r"d\.gguf: ") as refused:
             cg.read_weights(damaged(path, at, content))
         assert text in str(refused.value)
     short = tmp_path / "s.gguf"
     short.write_bytes(path.read_bytes()[:-70])
-    with pytest.raises(FormatError, match=r"'w' has 102 bytes from 0 on, expected .* the end within the file"):
+    with pytest.raises(FormatError, match=r"'w' has 102 bytes at offset 0, expected .* an end within the file"):
         cg.read_weights(short)
 
 

@@ -170,11 +170,11 @@ def test_links():
     assert h100.link("network").value == 50 * 10**9  # 400 Gbit/s
     assert load_hardware("gh200-96gb").link("c2c").value == 450 * 10**9
     assert error_of(load_hardware("tpu-v4").link, "interconnect") == (
-        "hardware tpu-v4: interconnect.per_direction is missing; expected it beside "
+        "hardware tpu-v4: interconnect.per_direction is missing; expected it along with "
         "interconnect.per_link_per_direction = 45 GB/s, interconnect.links = 6"
     )
     assert error_of(load_hardware("t4").link, "interconnect") == (
-        "hardware t4: interconnect.per_direction is missing; expected it beside a table [interconnect]"
+        "hardware t4: interconnect.per_direction is missing; expected it along with a table [interconnect]"
     )
     assert error_of(h100.link, "usb") == (
         "hardware h100-sxm: link 'usb' is unknown; expected one of interconnect, c2c, pcie, network"
@@ -216,11 +216,10 @@ def test_pointwise_work_is_done_in_fp32():
 def test_nothing_falls_back_silently():
     assert error_of(load_hardware("v100-sxm2-32gb").rate, "bf16") == (
         "hardware v100-sxm2-32gb: no matmul rate peak.bf16 for bf16; expected one of peak.fp64, peak.fp32, "
-        "peak.fp16, vector.fp64, vector.fp32, or fallback= that names one of them"
+        "peak.fp16, vector.fp64, vector.fp32, or fallback= with one of them"
     )
     assert error_of(load_hardware("tpu-v3").rate, "bf16", "vector") == (
-        "hardware tpu-v3: no vector rate vector.fp32 for bf16; expected one of peak.bf16, "
-        "or fallback= that names one of them"
+        "hardware tpu-v3: no vector rate vector.fp32 for bf16; expected one of peak.bf16, or fallback= with one of them"
     )
     assert error_of(load_hardware("t4").rate, "mxfp4", fallback="fp8") == (
         "hardware t4: no matmul rate peak.fp4 for mxfp4, nor one for its fallback fp8; expected one of "
@@ -332,7 +331,7 @@ def test_files_that_cannot_be_read(write, tmp_path):
     assert refusal(write(b"\x00\x01")) == ("Invalid statement (at line 1, column 1); expected a readable TOML file")
     assert refusal(write(b"name = '\xff'")) == "byte 8 is no UTF-8, expected the TOML file of one device"
     assert refusal(write(b"#" * (2**20 + 1))) == "more than 1048576 bytes, expected the TOML file of one device"
-    assert refusal(write("x = " + "[" * 100_000)) == "nested too deep; expected the tables of a specification"
+    assert refusal(write("x = " + "[" * 100_000)) == "nested too deeply; expected the tables of a specification"
     assert refusal(tmp_path / ("n" * 300 + ".toml")) == "File name too long, expected the TOML file of one device"
     assert refusal("bad\0name.toml") == "embedded null byte, expected the TOML file of one device"
     assert refusal(write("x = " + "9" * 5000)).endswith("expected a readable TOML file")
@@ -419,7 +418,7 @@ def test_refusals_name_place_value_and_what_was_expected(write, old, new, text):
 def test_a_device_without_a_peak_or_a_bandwidth_is_refused(write):
     head, _, rest = OWN.partition("[peak]")
     without_peak = head + "[memory]" + rest.partition("[memory]")[2]
-    assert refusal(write(without_peak)) == "peak has no rate, expected one at least, such as bf16"
+    assert refusal(write(without_peak)) == "peak has no rate, expected at least one, such as bf16"
     lines = [line for line in OWN.splitlines() if not line.startswith("bandwidth")]
     assert refusal(write("\n".join(lines))) == f"memory: no 'bandwidth', expected {MEMORY}"
     assert refusal(write("")) == f"no 'name', expected {TABLES}"

@@ -67,5 +67,5 @@ def test_what_is_no_share_is_refused(way, text, share):
 
 
 def test_an_unknown_has_no_part():
-    with pytest.raises(SpecError, match="a symbol of a device that is an unknown"):
+    with pytest.raises(SpecError, match="a symbol of symbolic hardware"):
         cg.load_hardware("l4").symbolic().part(0.5)

@@ -95,7 +95,7 @@ def test_a_file_says_the_same(tmp_path):
     ("change", "text"),
     [
         ({"attrs": {"until": 3}}, "attribute 'until' of 'keep'"),
-        ({"operands": []}, "keep of nothing, expected one operand"),
+        ({"operands": []}, "keep without operands, expected at least one"),
     ],
 )
 def test_a_file_with_something_else_is_refused(tmp_path, change, text):

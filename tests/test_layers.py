@@ -123,7 +123,7 @@ def test_a_step_trains_through_a_pattern():
         ({"bodies": one}, "bodies is .*, expected a mapping from text to a function"),
         ({"bodies": {"one": 3, "two": two}}, "bodies is .*, expected a mapping from text to a function"),
         ({"x": 3}, "layers: x is 3, expected a tensor or a list, each a tensor"),
-        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors to carry on"),
+        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors as next carries"),
     ],
 )
 def test_arguments_that_are_none(change, text):
@@ -164,7 +164,7 @@ def test_tables_as_wide_as_the_head_or_wider_are_no_partial_ones(width):
 def test_rotary_tables_have_two_axes():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, K))
-        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half of what is rotated\)"):
+        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half the rotated size\)"):
             cg.nn.rotary(x, x, x)
 
 
@@ -219,7 +219,7 @@ def test_parts_of_a_packed_layer_are_views():
 
 
 def test_packed_layers_refuse_what_they_cannot_be():
-    with pytest.raises(cg.GraphError, match="packed with another bias of keys"):
+    with pytest.raises(cg.GraphError, match="packed with a different bias for keys"):
         attended(packed=True, bias=True, key_bias=False)
     with pytest.raises(cg.GraphError, match="self_attention: packed is 1, expected True or False"):
         attended(packed=1)

@@ -104,5 +104,5 @@ def test_parameters_of_a_body_are_there_for_all_iterations():
 
 def test_sizes_bind_row_by_row():
     assert [r.bytes for r in cg.lifetimes(worked(), B=2, D=3, F=5, K=7)] == [24, 60, 140, 40, 40, 56]
-    with pytest.raises(cg.BindingError, match="'Q' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'Q' is not a dimension"):
         cg.lifetimes(worked(), Q=3)

@@ -447,7 +447,7 @@ def test_a_report_names_the_link():
 @each(
     ("table", "key", "says"),
     [
-        ("interconnect", "domain", "h100-sxm: interconnect.domain is missing; expected how many devices"),
+        ("interconnect", "domain", "h100-sxm: interconnect.domain is missing; expected the number of devices"),
         ("interconnect", "latency", "h100-sxm: interconnect.latency is missing; expected the seconds"),
         ("interconnect", "per_direction", "h100-sxm: interconnect.per_direction is missing"),
         ("network", "latency", "h100-sxm: network.latency is missing; expected the seconds"),
@@ -465,7 +465,7 @@ def test_what_is_not_said_of_a_link_is_an_error(table, key, says):
 
 
 def test_a_domain_is_of_whole_devices():
-    with pytest.raises(cg.SpecError, match=r"interconnect\.domain is 5/2, expected a whole number above 0"):
+    with pytest.raises(cg.SpecError, match=r"interconnect\.domain is 5/2, expected a positive integer"):
         on_links("all_reduce", 5, 7, device(domain=(2.5, "1")))
 
 

@@ -142,7 +142,7 @@ def test_reports_are_made(name):
 def test_what_a_model_does_not_have_is_refused():
     with pytest.raises(cg.GraphError, match="absorbed=True, expected one of routing, capacity"):
         load("mixtral-8x7b", absorbed=True)
-    with pytest.raises(cg.GraphError, match="expected a factor with 'capacity' alone"):
+    with pytest.raises(cg.GraphError, match="expected a capacity factor with routing='capacity' only"):
         load("mixtral-8x7b", routing="capacity")
 
 

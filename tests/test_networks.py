@@ -123,13 +123,13 @@ def test_names_and_records_are_the_same_network():
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("value = 105", "value = 11", "spine: devices is 11, expected a whole number from 15 up"),
-        ("value = 15,", "value = 2.5,", "leaf: devices is 5/2, expected a whole number from 1 up"),
+        ("value = 105", "value = 11", "spine: devices is 11, expected an integer of at least 15"),
+        ("value = 15,", "value = 2.5,", "leaf: devices is 5/2, expected an integer of at least 1"),
         ("value = 3,", "value = 0.5,", "spine: oversubscription is 1/2, expected 1 or more"),
         ('"GB/s"', '"GB"', "spine: per_direction: unit 'GB', expected a unit of B/s"),
         ('"us", source = ["OWN"]', '"us", source = ["X"]', r"latency: source 'X', expected keys of \[sources\]"),
         ("latency", "lag", "lag"),
-        ("levels.leaf", "levels.network", "'network', expected a name in lower case, and none of a link"),
+        ("levels.leaf", "levels.network", "'network', expected a lower-case name other than that of a link"),
         ('topology = "tree"', "", "topology"),
         ("devices", "device", "devices"),
     ],
@@ -146,7 +146,7 @@ def test_what_a_network_does_not_join_is_an_error(network):
     with pytest.raises(cg.SpecError, match="106 ranks that are 1 apart, expected the 105 devices that the spine joins"):
         taken("all_reduce", 106, 7, network)
     wide = replace(device(domain=(17, "1")))
-    with pytest.raises(cg.SpecError, match=r"network own: leaf\.devices is 15, expected 17 of h100-sxm or more"):
+    with pytest.raises(cg.SpecError, match=r"network own: leaf\.devices is 15, expected at least the 17 of h100-sxm"):
         cg.seconds(declared("all_reduce", 5, 7), wide, network=network)
     less = {k: q for k, q in device().tables["network"].items() if k != "latency"}
     lacking = replace(device(), tables={**device().tables, "network": less})

@@ -276,11 +276,11 @@ def test_what_a_torus_has_no_rings_for_is_an_error():
         ("devices = {q5}\nper_link_per_direction = {rate}", "y: devices is 5, expected a multiple of 3 in a torus"),
         (
             "devices = {q6}\nper_link_per_direction = {rate}\nring = {q1}",
-            "y: ring is 1, expected a whole number from 2 up",
+            "y: ring is 1, expected an integer of at least 2",
         ),
         (
             "devices = {q6}\nper_link_per_direction = {rate}\nper_direction = {rate}",
-            "y: per_direction beside per_link_per_direction; expected no switches in a torus",
+            "y: per_direction together with per_link_per_direction; expected no switches in a torus",
         ),
     ],
 )

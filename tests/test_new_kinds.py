@@ -209,7 +209,7 @@ def test_the_gradients_of_a_transposed_convolution():
     [
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=3, output_padding=1, o=2), "output_padding=1"),
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=3, p=2), "expected o="),
-        (lambda x: cg.nn.conv_transpose(x, "b c h w -> b c h w", window=3, c=2), "expected one other name"),
+        (lambda x: cg.nn.conv_transpose(x, "b c h w -> b c h w", window=3, c=2), "expected one renamed axis"),
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=(3,), o=2), "window"),
         (lambda x: cg.nn.conv_transpose(x, "b c h w -> b o h w", window=1, padding=3, o=2), "leaves -1 positions"),
     ],

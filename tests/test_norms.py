@@ -184,7 +184,7 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
 @each(
     ("call", "error", "text"),
     [
-        (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected two axes at least"),
+        (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected at least two axes"),
         (lambda x: cg.nn.batch_norm(x, statistics="eval"), cg.GraphError, "statistics"),
         (lambda x: cg.nn.batch_norm(x, affine=1), cg.GraphError, "affine"),
         (lambda x: cg.nn.batch_norm(3), cg.GraphError, "expected a tensor"),
@@ -194,7 +194,7 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
         (
             lambda x: cg.nn.group_norm(cg.reduce(x, "b c h w -> b", "sum"), 1),
             cg.ShapeError,
-            "expected two axes at least",
+            "expected at least two axes",
         ),
         (lambda x: cg.nn.group_norm(None, 1), cg.GraphError, "expected a tensor"),
     ],

@@ -260,6 +260,6 @@ def test_a_transfer_is_written_into_what_is_there():
 
     with (
         cg.Graph("g") as g,
-        pytest.raises(ShapeError, match=r"into y\(3; fp32\), expected one of its shape and format"),
+        pytest.raises(ShapeError, match=r"into y\(3; fp32\), expected a tensor of the same shape and format"),
     ):
         apply(Transfer(link="pcie", into=True), [g.input("y", (3,)), g.input("x", (5,))], "t")

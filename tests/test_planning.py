@@ -55,7 +55,7 @@ def test_depth_can_be_searched_too():
         ({"D": 3, "memory": -1}, "memory is -1, expected a positive number of bytes"),
         ({"D": 3, "memory": "8G"}, "memory is '8G', expected a positive number of bytes"),
         ({"D": 3, "memory": float("nan")}, "expected a positive number of bytes"),
-        ({"D": 3, "B": 3, "memory": 5}, "'B', expected an open dimension"),
+        ({"D": 3, "B": 3, "memory": 5}, "'B', expected an unbound dimension"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(options, text):
@@ -65,7 +65,7 @@ def test_what_cannot_be_answered_is_refused(options, text):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(BindingError, match="'Q', expected an open dimension of B, D"):
+    with pytest.raises(BindingError, match="'Q', expected an unbound dimension among B, D"):
         cg.largest(relu(), "Q", memory=5)
     with pytest.raises(SpecError, match="h100"):
         cg.largest(relu(), "B", hardware="h1000", D=3)

@@ -145,7 +145,7 @@ def test_decimals_stand_for_what_is_printed():
             cg.GraphError,
             "'gpt2' has no gradients, expected",
         ),
-        (lambda: cg.plan.training_flops(llama(), 1, Q=2), cg.BindingError, "'Q' is no dimension"),
+        (lambda: cg.plan.training_flops(llama(), 1, Q=2), cg.BindingError, "'Q' is not a dimension"),
         (lambda: cg.plan.leading_term(7e9, 1), cg.GraphError, "leading_term: step is 7000000000.0, expected a graph"),
         (
             lambda: cg.plan.training_days(1, 1, mfu=1.1),

@@ -142,7 +142,7 @@ def test_text(found):
         ({"tokens": -1}, cg.BindingError, "preflight: tokens: -1, expected"),
         ({"devices": "8"}, cg.BindingError, "preflight: devices: '8', expected"),
         ({"tokens": 1, "mfu": 0.5, "most_days": 0}, cg.BindingError, "preflight: most_days: 0, expected"),
-        ({"Q": 1}, cg.BindingError, "'Q' is no dimension"),
+        ({"Q": 1}, cg.BindingError, "'Q' is not a dimension"),
         ({"dtype": "bf17"}, cg.FormatError, "bf17"),
     ],
 )

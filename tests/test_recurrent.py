@@ -240,7 +240,7 @@ def cached(g, values, name, **sizes):
     [
         (
             lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, ()),
-            "without xs, expected a tensor with an axis of positions",
+            "without xs, expected a tensor with a position axis",
         ),
         (
             lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, x, axis=3),
@@ -278,7 +278,7 @@ def test_how_a_recurrence_is_run_is_one_of_two():
 def test_a_causal_convolution_has_one_axis_and_no_stride():
     for options, text in (
         ({"window": 3, "stride": 2}, "padding='causal' with stride=2, expected a stride of 1"),
-        ({"window": (3, 3)}, "padding='causal' of a window over 2 axes, expected one axis, that of positions"),
+        ({"window": (3, 3)}, "padding='causal' of a window over 2 axes, expected the position axis only"),
     ):
         pattern, shape = ("b c s -> b o s", (2, 3, 7)) if "stride" in options else ("b c h w -> b o h w", (2, 3, 5, 5))
         with cg.Graph("g") as g, pytest.raises(cg.ShapeError) as caught:

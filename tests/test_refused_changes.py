@@ -332,7 +332,7 @@ CHANGES = {
 def test_a_finished_graph_stays_as_it_is(name):
     g, other = finished(), finished()
     before = state(g)
-    with pytest.raises(cg.GraphError, match="is finished, expected an open one: 'with g:' opens graph g again"):
+    with pytest.raises(cg.GraphError, match="is finished; reopen it with 'with g:'"):
         CHANGES[name](g)
     assert state(g) == before == state(other)
     assert cg.flops(g, B=1, S=1) == cg.flops(other, B=1, S=1)
@@ -412,7 +412,7 @@ def test_generators_that_hold_graphs_open_leave_none(order, broken):
         elif i == left[-1]:
             assert next(held[i], None) is None
         else:
-            with pytest.raises(cg.GraphError, match=f"'g{i}' is closed while what was opened later is still open"):
+            with pytest.raises(cg.GraphError, match=f"'g{i}' is closed while a context opened later is still open"):
                 next(held[i])
         left.remove(i)
         assert here().graph is (graphs[left[-1]] if left else None)

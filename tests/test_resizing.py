@@ -44,7 +44,7 @@ def test_parts_that_divide_are_a_pooling_and_one_part_is_a_reduction():
 def test_symbolic_parts_have_to_divide():
     g = made(cg.nn.adaptive_pool, (B, C, 4 * R), (R,))
     assert cg.flops(g, B=2, C=3, R=5) == 2 * 3 * 20
-    with pytest.raises(cg.ShapeError, match="R windows over 4\\*C elements, expected a number of windows"):
+    with pytest.raises(cg.ShapeError, match="R windows over 4\\*C elements, expected an integer number of windows"):
         made(cg.nn.adaptive_pool, (B, C, 4 * C), (R,))
 
 
@@ -97,7 +97,7 @@ def test_gradient_of_upsample_adds_each_element_once():
         (lambda x: cg.nn.upsample(x, 1.5), "factor 1.5"),
         (lambda x: cg.nn.upsample(x, True), "factor True"),
         (lambda x: cg.nn.upsample(x, sizes=(3,)), "to 1 sizes, expected 2"),
-        (lambda x: cg.nn.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected three axes at least"),
+        (lambda x: cg.nn.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected at least three axes"),
         (lambda x: cg.nn.adaptive_pool(x, ()), "into 0 sizes, expected 1 to 4"),
         (lambda x: cg.nn.adaptive_pool(x, (1,) * 5), "into 5 sizes, expected 1 to 4"),
         (lambda x: cg.nn.adaptive_pool(x, (0, 1)), "expected"),

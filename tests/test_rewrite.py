@@ -35,7 +35,7 @@ def test_ops_of_copied_bodies_belong_to_the_copied_ops():
     copied = Rewriter().run(layered())
     (loop, _) = copied.ops
     inner = loop.body.ops[0].results[0]
-    match = "is made inside 'layers': expected it among the results of its body"
+    match = "is local to the body of 'layers'; return it from the body to use it outside"
     with pytest.raises(cg.GraphError, match=match), copied:
         copied.output(inner)
     for op in copied.walk():
@@ -87,7 +87,7 @@ def test_what_is_emitted_is_held_to_the_rules_of_a_graph():
 
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B,))))
-    with pytest.raises(cg.GraphError, match="is not joined to it, expected an edge"):
+    with pytest.raises(cg.GraphError, match="is not connected to it, expected an edge"):
         Cutting().run(g)
 
 

@@ -46,7 +46,7 @@ def test_fused_ops_lie_as_before(whole, rank):
 )  # fmt: skip
 def test_what_ranks_do_together_is_derived_of_all_of_them(place, transform):
     rank = cg.parallelize(load("gpt2"), tp=2)
-    wrong = f"{place}: graph 'gpt2' is that of one rank already, expected one of all devices"
+    wrong = f"{place}: graph 'gpt2' is already the graph of one rank, expected an unsharded graph"
     with pytest.raises(cg.GraphError, match=wrong):
         transform(rank)
 

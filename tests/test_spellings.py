@@ -33,7 +33,7 @@ def test_a_dimension_of_the_graph_is_no_alias():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (batch, B))))
     assert cg.flops(g, batch=2, B=3) == 6
-    with pytest.raises(cg.BindingError, match="'seq_len' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'seq_len' is not a dimension"):
         cg.flops(g, seq_len=2)
 
 

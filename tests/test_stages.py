@@ -192,7 +192,7 @@ def test_questions_of_the_whole_are_those_of_the_largest_stage():
         assert ask(s, **sizes) == max(ask(g, **kept) for g, kept in zip(s.stages, own, strict=True))
         assert cg.evaluate(ask(s), **sizes) == ask(s, **sizes)
         assert type(ask(s, **sizes)) is int
-    with pytest.raises(cg.BindingError, match=r"'Q' is no dimension of graph 'llama\.first'"):
+    with pytest.raises(cg.BindingError, match=r"'Q' is not a dimension of graph 'llama\.first'"):
         cg.flops(s, Q=1)
 
 

@@ -220,7 +220,7 @@ def test_a_frame_has_numbers_and_formulas(pandas):
 def test_without_pandas_a_frame_says_what_to_install(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
     found = made(name)
-    wanted = f"{type(found).__name__}.to_pandas: pandas is missing, expected it from: pip install pandas"
+    wanted = f"{type(found).__name__}.to_pandas: pandas is not installed; install it with: pip install pandas"
     with pytest.raises(cg.UnsupportedError) as caught:
         found.to_pandas()
     assert str(caught.value) == wanted

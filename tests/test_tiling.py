@@ -458,7 +458,7 @@ def test_what_cannot_be_tiled_is_said():
         cg.tiling(op, cache=8, **dims)
     with pytest.raises(cg.GraphError, match="expected one of them"):
         cg.bytes_moved(op.graph, True, cache=64)
-    with pytest.raises(cg.BindingError, match="'Q' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'Q' is not a dimension"):
         cg.tiling(op, cache=64, Q=3)
     with cg.Graph("g") as g:
         x = g.input("x", (5, 7))

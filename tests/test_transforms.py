@@ -244,7 +244,7 @@ def test_unrolling_binds_the_windows_of_domains(window):
     flat = cg.unroll(g, L=3, W=window)
     assert cg.flops(flat, S=7) == cg.flops(g, L=3, S=7, W=window)
     assert cg.bytes_moved(flat, S=7) == cg.bytes_moved(g, L=3, S=7, W=window)
-    with pytest.raises(cg.BindingError, match="'W' is no dimension"):
+    with pytest.raises(cg.BindingError, match="'W' is not a dimension"):
         cg.flops(flat, S=7, W=3)
 
 

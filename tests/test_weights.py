@@ -69,8 +69,8 @@ def test_an_index_names_files_beside_it(tmp_path):
     assert cg.read_weights(tmp_path).rows == cg.read_weights(index).rows
     assert cg.read_weights(tmp_path).bytes == 66
     for change, text in (
-        ({"b": "two.safetensors"}, "'b' is in one.safetensors or named by the index alone"),
-        ({"b": "../one.safetensors"}, "'../one.safetensors', expected up to 4096 safetensors files of the same"),
+        ({"b": "two.safetensors"}, "'b' is only in one.safetensors or only in the index"),
+        ({"b": "../one.safetensors"}, "'../one.safetensors', expected up to 4096 safetensors files in the same"),
         ({"b": "/dev/zero"}, "'/dev/zero', expected"),
         ({"none": "three.safetensors", "c": "three.safetensors"}, "three.safetensors: No such file"),
         ({"b": 3}, "expected the name of a file for each tensor"),
@@ -87,7 +87,7 @@ A = {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
     ("header", "data", "text"),
     [
         ({"a": A}, 6, None),
-        ({"a": A}, 7, "7 bytes of data, expected the 6 of its header"),
+        ({"a": A}, 7, "7 bytes of data, expected 6 according to the header"),
         (
             {"a": {**A, "data_offsets": [1, 7]}},
             7,
@@ -104,7 +104,7 @@ A = {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
         ({"a": [A]}, 6, "expected a dtype"),
         ([], 0, "[], expected an object"),
         (b'{"a": 1, "a": 2}', 0, "'a' twice in one object, expected it once"),
-        (b'{"\xff": 1}', 0, "byte 10 is no UTF-8"),
+        (b'{"\xff": 1}', 0, "byte 10 is not valid UTF-8"),
         (b"[" * 10**5, 0, "expected JSON"),
         (b"9" * 10**4, 0, "expected JSON"),
         (b"{", 0, "a header of 1 bytes in a file of 9"),
@@ -127,7 +127,7 @@ def test_what_is_no_checkpoint(tmp_path):
     for path, text in (("short", "in a file of 1"), ("long", "a header of 9223372036854775808 bytes in a file of 10")):
         with limited(), pytest.raises(FormatError, match=text):
             cg.read_weights(tmp_path / path)
-    with pytest.raises(FormatError, match=r"a folder without weights, expected one of model.safetensors.index.json"):
+    with pytest.raises(FormatError, match=r"no weights in this folder, expected one of model.safetensors.index.json"):
         cg.read_weights(tmp_path)
     with pytest.raises(FormatError, match="no regular file"):
         cg.read_weights("/dev/zero")

@@ -77,7 +77,7 @@ class WeightComparison(Table):
         """Whether every parameter is present with its shape and format, and nothing else is."""
         return not self.rows
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{self.names[0]} and {self.names[1]}: {len(self.rows)} differences"
 
     def _columns(self) -> Sequence[Column]:

@@ -87,7 +87,7 @@ class Communication(Table):
         """Return the bytes that a rank sends in ring algorithms, over all rows."""
         return sum((m.ring_bytes for m in self.rows), start=0)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {self.graph}: {len(self.rows)} collectives"
 
     def _columns(self) -> Sequence[Column]:

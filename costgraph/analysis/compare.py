@@ -82,7 +82,7 @@ class Comparison(Table):
         """Return the total difference in one kind of cost."""
         return sum((r.difference for r in self.rows if r.kind == kind), start=0)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graphs {' and '.join(map(shorten, self.graphs))}: {len(self.rows)} rows"
 
     def _columns(self) -> Sequence[Column]:

@@ -161,7 +161,7 @@ class Costs(Table):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)}: {len(self.rows)} rows"
 
     def _columns(self) -> Sequence[Column]:
@@ -270,7 +270,7 @@ class Grouped(Table, dict[str, Costs]):
         """Each value with its total cost."""
         return tuple(self.total().items())
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{len(self)} tables"
 
     def _columns(self) -> Sequence[Column]:

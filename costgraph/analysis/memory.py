@@ -73,7 +73,7 @@ class Lifetimes(Table, list[Lifetime]):
         """The storages."""
         return tuple(self)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)}: {len(self)} storages"
 
     def _columns(self) -> Sequence[Column]:
@@ -313,7 +313,7 @@ class Timeline(Table):
         """The moments."""
         return self.moments
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)}: {len(self.moments)} moments"
 
     def _columns(self) -> Sequence[Column]:

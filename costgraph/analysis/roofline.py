@@ -126,7 +126,7 @@ class Roofline(Table):
     """location of operands in the lower bound: cold, in device memory; warm, in the last-level cache as far as they
     fit"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
 
     def _columns(self) -> Sequence[Column]:

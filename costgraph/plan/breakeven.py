@@ -56,7 +56,7 @@ class Crossovers(Table):
     rows: tuple[Crossing, ...]
     """by size"""
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shorten(self.graph)}, {shorten(self.symbol)}: {len(self.rows)} plans"
 
     def _columns(self) -> Sequence[Column]:

@@ -128,7 +128,7 @@ class Throughput(Table):
         """
         return plotter("throughput")(self, path)
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol}"
 
     def _columns(self) -> Sequence[Column]:

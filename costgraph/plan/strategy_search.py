@@ -154,7 +154,7 @@ class Search(Table):
                 kept.append(plan)
         return replace(self, rows=explained(kept))
 
-    def _about(self) -> str:
+    def _description(self) -> str:
         return f"{shorten(self.graph)} on {self.devices:,} {self.hardware.id}, {len(self.rows):,} plans"
 
     def _columns(self) -> Sequence[Column]:

@@ -51,7 +51,7 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
     ((), ('vjp',))
     """
     kind = kind_of("missing", kind)
-    found = {
+    registered = {
         "infer": kind.infer is not OpKind.infer,
         "flops": kind.flops is not OpKind.flops,
         "reads": kind.reads is not OpKind.reads,
@@ -60,7 +60,9 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
         "sample": kind in SAMPLES,
         "vjp": kind in RULES,
     }
-    return tuple(what for what, there in (found | {k: kind in t for k, t in tables.items()}).items() if not there)
+    return tuple(
+        rule for rule, present in (registered | {k: kind in t for k, t in tables.items()}).items() if not present
+    )
 
 
 def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
@@ -90,10 +92,10 @@ def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None,
     >>> testing.hold("einsum", examples=5)
     """
     kind = kind_of("hold", kind)
-    for needed in ("meaning", "sample"):
-        if needed in missing(kind):
+    for registration in ("meaning", "sample"):
+        if registration in missing(kind):
             raise UnsupportedError(
-                f"hold: op kind {kind.name!r} has no {needed}, expected one from costgraph.testing.{needed}"
+                f"hold: op kind {kind.name!r} has no {registration}, expected one from costgraph.testing.{registration}"
             )
     chosen = None if laws is None else tuple(laws)
 
@@ -130,7 +132,7 @@ def search(
         The exception raised for the smallest failing graph.
     """
     worst: tuple[int, Exception] | None = None
-    left = TRIES
+    tries_left = TRIES
 
     @settings(
         max_examples=examples,
@@ -142,9 +144,9 @@ def search(
     )
     @given(st.data())
     def drawn(data: st.DataObject) -> None:
-        nonlocal worst, left
-        left -= worst is not None
-        if left < 0:
+        nonlocal worst, tries_left
+        tries_left -= worst is not None
+        if tries_left < 0:
             raise _Enough
         case = data.draw(strategy)
         try:

@@ -165,7 +165,7 @@ def _(right, op):
 INDEXED = "bytes of operands reached by an index"
 
 
-@fault(INDEXED, "padding is read", (rules, "_reached"), ("pool", "einsum"))
+@fault(INDEXED, "padding is read", (rules, "_reached_positions"), ("pool", "einsum"))
 def _(right, index, extents, size):
     return right(index, extents, size) - 2 * index.offset
 

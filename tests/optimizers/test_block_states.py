@@ -107,15 +107,18 @@ def test_a_step_with_them_is_written_and_read(tmp_path):
     ("make", "text"),
     [
         (lambda: AdamW(states="8bit"), "AdamW: states '8bit', expected one of bitsandbytes-8bit, torchao-8bit"),
-        (lambda: AdamW(states="torchao-8bit"), "states in blocks with implementation 'foreach', expected 'fused'"),
+        (
+            lambda: AdamW(states="torchao-8bit"),
+            "block-quantized states with implementation 'foreach', expected 'fused'",
+        ),
         (
             lambda: AdamW(states="torchao-8bit", implementation="fused", counters="device"),
-            "AdamW: counters 'device' with states in blocks, expected 'host'",
+            "AdamW: counters 'device' with block-quantized states, expected 'host'",
         ),
-        (lambda: BlockStates(format="bf16"), "BlockStates: format 'bf16', expected one whose elements share scales"),
-        (lambda: BlockStates(format="int8_row_fp32"), "expected one whose elements share scales in blocks"),
-        (lambda: BlockStates(format="mxfp8", least=-1), "least is -1, expected a whole number of at least 0"),
-        (lambda: BlockStates(format="mxfp8", table=0.5), "table is 0.5, expected a whole number of at least 0"),
+        (lambda: BlockStates(format="bf16"), "BlockStates: format 'bf16', expected a block format"),
+        (lambda: BlockStates(format="int8_row_fp32"), "expected a block format"),
+        (lambda: BlockStates(format="mxfp8", least=-1), "least is -1, expected a nonnegative integer"),
+        (lambda: BlockStates(format="mxfp8", table=0.5), "table is 0.5, expected a nonnegative integer"),
     ],
 )  # fmt: skip
 def test_refused(make, text):

@@ -329,9 +329,9 @@ def test_only_gradients_that_are_wanted_are_made():
     ("backward", "text"),
     [
         ({"flops": 1}, "expected a mapping with flops and saves"),
-        ({"flops": 1, "saves": {}, "more": 1}, "and of flops, saves, reads, writes, workspace only"),
-        ({"flops": 1, "saves": {"input": [0]}}, "expected places by 'inputs' and 'outputs'"),
-        ({"flops": 1, "saves": {"inputs": [2]}}, r"saves inputs \(2,\), expected places below 2"),
+        ({"flops": 1, "saves": {}, "more": 1}, "no keys but flops, saves, reads, writes, workspace"),
+        ({"flops": 1, "saves": {"input": [0]}}, "expected indices by 'inputs' and 'outputs'"),
+        ({"flops": 1, "saves": {"inputs": [2]}}, r"saves inputs \(2,\), expected indices below 2"),
         ({"flops": 1, "saves": {}, "reads": [1]}, "reads: 1 amounts, expected one for each of 2"),
         ({"flops": {}, "saves": {}}, "no FLOPs stated"),
         ({"flops": 1, "saves": {}, "workspace": -1}, "workspace: -1, expected an amount that is not negative"),
@@ -405,7 +405,7 @@ def test_what_does_not_fit_is_refused(make, text):
 
 
 def test_a_second_rule_is_refused():
-    with pytest.raises(cg.GraphError, match="op kind 'einsum' has a vector-Jacobian rule already, expected a new name"):
+    with pytest.raises(cg.GraphError, match="op kind 'einsum' already has a vector-Jacobian rule, expected a new name"):
         cg.vjp(KINDS["einsum"])(lambda pull: [])
 
 

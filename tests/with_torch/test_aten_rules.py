@@ -254,7 +254,7 @@ def test_rules_can_be_added_once():
     try:
         flops = [counts_of(Call("frobnicate", o, False, {}, (spec(3),))).pointwise for o in ("default", "twice")]
         assert flops == [3, 6]
-        with pytest.raises(GraphError, match=r"^op of torch 'frobnicate' has a rule already, expected a new name$"):
+        with pytest.raises(GraphError, match=r"^op of torch 'frobnicate' already has a rule, expected a new name$"):
             rule("frobnicate")(frobnicate)
     finally:
         del RULES["frobnicate"], RULES["frobnicate.twice"]

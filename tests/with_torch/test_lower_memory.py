@@ -162,6 +162,6 @@ def drawn_peaks(case):
 
 def test_peak_of_drawn_graphs():
     plain = mock.patch.multiple("costgraph.testing.strategies", FLOATS=("fp32",), SMALL=("fp32",))
-    functions = mock.patch("costgraph.testing.strategies._PLAIN", _FUNCTIONS)
+    functions = mock.patch("costgraph.testing.strategies._GENERIC_FUNCTIONS", _FUNCTIONS)
     with plain, functions:
         drawn_peaks()

@@ -119,11 +119,11 @@ def test_modulus_and_angle_have_gradients():
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (ViewAs(what="complex"), "as complex numbers, of a last axis of two"),
-        (ViewAs(what="real"), "real view of .*, of complex numbers"),
+        (ViewAs(what="complex"), "as complex numbers, which needs a last axis of size 2"),
+        (ViewAs(what="real"), "real view of .*, which needs complex numbers"),
         (Fourier(axes=(2,)), r"axes \(2,\) of"),
         (Fourier(axes=(1, 1)), r"axes \(1, 1\) of a transform"),
-        (Fourier(axes=(1,), inverse=True), "inverse=True of .*, which is so to real numbers"),
+        (Fourier(axes=(1,), inverse=True), "inverse=True of .*True for complex to real, False for real to complex"),
         (Fourier(axes=(1,), last=poly(5)), "half 5 of 7 points"),
     ],
 )

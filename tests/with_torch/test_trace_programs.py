@@ -323,11 +323,9 @@ def test_what_has_no_rule_for_complex_numbers_is_refused():
         trace(Program(torch.tanh), torch.rand(3, 5, dtype=torch.complex64))
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5), dtype="complex64")
-        with pytest.raises(
-            UnsupportedError, match=r"max of complex numbers: no rule says what it costs, expected a sum"
-        ):
+        with pytest.raises(UnsupportedError, match=r"max of complex numbers has no cost rule, expected a sum"):
             cg.reduce(x, "a b -> a", "max")
-        with pytest.raises(UnsupportedError, match="tanh of complex numbers: no rule says what it costs"):
+        with pytest.raises(UnsupportedError, match="tanh of complex numbers has no cost rule"):
             cg.tanh(x)
 
 

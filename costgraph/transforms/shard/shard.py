@@ -311,7 +311,7 @@ class Sharder(Cutting):
         self.open_kernel = None  # a loop inside a kernel is not split: collectives stay inside
         while True:
             try:
-                with host.whole():
+                with host.transaction():
                     self.iterations(op, host, starts)
                 break
             except _WiderError as wider:
