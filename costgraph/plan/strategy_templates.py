@@ -561,13 +561,13 @@ class PlanFamily:
         longest, few = -(-self.depth // pp), np.minimum(pp, 1)
         missing = longest * pp - self.depth
         shorter = np.maximum(missing - 2, 0)
-        found = {
+        kinds = {
             "first": StageKind(longest - (missing >= 2), few),
             "middle": StageKind(longest, np.maximum(pp - 2 - shorter, 0)),
             "less": StageKind(longest - 1, shorter),
             "last": StageKind(longest - (missing >= 1), few),
         }
-        return {name: cut for name, cut in found.items() if cut.alike.any()}
+        return {name: cut for name, cut in kinds.items() if cut.alike.any()}
 
     def structure(self, point: Any, tensor: int | str | None, **choices: Any) -> Structure:
         """Return the structure for a plan's degrees and choices."""
@@ -769,8 +769,8 @@ class PlanFamily:
             try:
                 rank = self.split(self.model, structure)
                 tp_name = self.names["tp"]
-                given = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
-                bindings(rank, {**self.dims, **({tp_name: given[tp_name]} if degree != tp else {})})
+                degree_sizes = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
+                bindings(rank, {**self.dims, **({tp_name: degree_sizes[tp_name]} if degree != tp else {})})
             except CostGraphError as error:
                 self.unsplit[tp] = str(error)
                 continue
