@@ -574,8 +574,8 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
         raise BindingError(f"evaluate: no size for {', '.join(missing)}")
     sizes = {name: size_of(name, value) for name, value in dims.items()}
     # implied sizes need the full check
-    found = None if exact is None or len(sizes) > len(names) else _exact_value(exact, sizes, validities)
-    return _substituted_value(formula, sizes, validities) if found is None else number(found)
+    out = None if exact is None or len(sizes) > len(names) else _exact_value(exact, sizes, validities)
+    return _substituted_value(formula, sizes, validities) if out is None else number(out)
 
 
 def _without_bound(sizes: Mapping[str, Any], names: Collection[str], validities: Iterable[Validity]) -> dict[str, Any]:
