@@ -160,11 +160,11 @@ class Conditions:
 
 def _known(relations: Iterable[Relation], declared: Iterable[Condition]) -> Relations:
     """Return assumptions and lower bounds from declarations as known relations."""
-    stated = tuple(relations)
+    assumptions = tuple(relations)
     # only bounds on a single size or atom: D/H >= 1 would replace assumptions about its symbols
     single = [c for c in declared if len(c.formula.generators()) == 1]
     bounds = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in single)
-    for candidates in ((*stated, *bounds), stated):
+    for candidates in ((*assumptions, *bounds), assumptions):
         try:
             return Relations(candidates)
         except (PatternError, ShapeError):  # unsatisfiable declarations: nothing to compare

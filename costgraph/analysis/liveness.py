@@ -28,7 +28,7 @@ from ..ops.loops import Env, LoopExecutor, PlayedIteration
 from .collecting import collection_paused
 from .params import cached
 from .pipeline_buffers import PipelineBuffers
-from .saved import handed_back, left, left_for_weights
+from .saved import deferred_grad_bytes, saved_by_pass, saved_for_weights
 
 __all__ = [
     "LoopStorages",
@@ -405,12 +405,12 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         loop = next((op.loop for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), None)
         if loop is None:
             return
-        ready, of_weights = left(loop.body), left_for_weights(loop.body)
+        ready, of_weights = saved_by_pass(loop.body), saved_for_weights(loop.body)
         each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
         each[:2] = (p / waiting.groups for p in each[:2])
         steps, loops = self.program.steps, {*loop.body.ops}
         lasts = {op for op in loop.body.ops if isinstance(op.kind, KeepAlive)}  # saved tensors may live until these
-        group_grads = handed_back(loop.body) / waiting.groups
+        group_grads = deferred_grad_bytes(loop.body) / waiting.groups
         other_grads = group_grads * (waiting.groups - 1)
         handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
         end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")

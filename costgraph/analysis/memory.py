@@ -436,7 +436,8 @@ def timeline(
         owner = program.steps[now].where if now >= 0 else None, program.steps[now].op.phase if now >= 0 else None
         return Timeline(
             answer(peak_bytes), moments, {} if unrolled else holds_from(graph, values, view), by_role,
-            (Regime(peak_bytes.expr, *owner),), _roles_over(program, values, [now for now, _ in live]), graph.name, spaces,
+            (Regime(peak_bytes.expr, *owner),), _roles_over(program, values, [now for now, _ in live]), graph.name,
+            spaces,
         )  # fmt: skip
     peak = answer(extremum(_bound_regimes(graph, values, view)), validity)
     from_, cases = holds_from(graph, values, view), peak_cases(graph, values, view)

@@ -237,10 +237,14 @@ def hints_of(annotated: object) -> dict[str, Any]:
     for member in reversed(annotated.__mro__) if isinstance(annotated, type) else (annotated,):
         home = sys.modules.get(getattr(member, "__module__", None) or _PACKAGE)
         resolved = typing.get_type_hints(member, localns=_Names(home, sys.modules[_PACKAGE]), include_extras=True)
-        stated = (
+        own_annotations = (
             getattr(member, "__annotations__", {}) if member is annotated else vars(member).get("__annotations__", {})
         )
-        hints |= {name: resolved[name] for name in stated if name in resolved} if isinstance(member, type) else resolved
+        hints |= (
+            {name: resolved[name] for name in own_annotations if name in resolved}
+            if isinstance(member, type)
+            else resolved
+        )
     return hints
 
 

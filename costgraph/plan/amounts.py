@@ -142,10 +142,10 @@ def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **
     """
     if not isinstance(step, Graph):
         raise GraphError(f"leading_term: got {type(step).__name__}, expected a graph")
-    whole = as_expr(training_flops(step, tokens, count=count, **dims))
+    all_flops = as_expr(training_flops(step, tokens, count=count, **dims))
     params = param_count(step, active=True, **dims)
     leading = 6 * as_expr(params) * given("leading_term: tokens", tokens)
-    return LeadingTerm(params, answer(_expanded(leading)), answer(_expanded(whole - leading)))
+    return LeadingTerm(params, answer(_expanded(leading)), answer(_expanded(all_flops - leading)))
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -250,10 +250,10 @@ def largest(
 
 def parts_of(graph: Graph, t: Tensor, along: str) -> Poly:
     """Return the number of ranks that split a source along a dimension."""
-    place = None if graph.sharding is None else graph.sharding.places.get(t.name)
-    if graph.sharding is None or place is None:
+    placement = None if graph.sharding is None else graph.sharding.places.get(t.name)
+    if graph.sharding is None or placement is None:
         return ONE
-    split = (dim for dim, size in zip(place.dims, t.sizes, strict=True) if along in size.names())
+    split = (dim for dim, size in zip(placement.dims, t.sizes, strict=True) if along in size.names())
     return prod((graph.sharding.mesh[f] for dim in split for f in dim if isinstance(f, str)), start=ONE)
 
 
@@ -261,6 +261,6 @@ def rooms(graph: Graph, sizes: Mapping[str, int], along: str) -> Callable[[int],
     """Return a function that rounds a sequence length up to equal cache lengths on all ranks."""
     values = {name: poly(n) for name, n in sizes.items()}
     caches = (t for g in graph.bodies() for t in g.tensors if t.role == "cache")
-    found = {parts_of(graph, t, along).bind(values).constant for t in caches}
-    ranks = lcm(*(int(n) for n in found if n is not None))
+    split_counts = {parts_of(graph, t, along).bind(values).constant for t in caches}
+    ranks = lcm(*(int(n) for n in split_counts if n is not None))
     return lambda size: -(-size // ranks) * ranks
