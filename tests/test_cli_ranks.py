@@ -217,7 +217,7 @@ def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
         ("decode llama-3-8b --hardware h100-sxm --micro-batches 2 S=7", "micro_batches is 2 of one stage, expected 1"),
         ("decode llama-3-8b --hardware h100-sxm --ep 2 S=7", "ep splits no parameter of graph 'llama-3-8b.decode'"),
         ("latency llama-3-8b --hardware h100-sxm --prompt 0 --steps 3 B=1", "--prompt: got '0', expected"),
-        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is no dimension of either graph"),
+        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is not a dimension of either graph"),
     ],
 )
 def test_what_is_refused_of_inference(capsys, words, text):

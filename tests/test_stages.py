@@ -316,5 +316,5 @@ def test_a_run_counts_all_devices_of_a_pipeline():
     assert found.seconds == cg.seconds(s, "h100-sxm", **sizes)
     rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
     assert found.mfu == pytest.approx(cg.model_flops(whole, **sizes) / 8 / found.seconds / rate)
-    with pytest.raises(cg.GraphError, match="run: graph 'llama' has stages itself, expected no bubble"):
+    with pytest.raises(cg.GraphError, match="run: graph 'llama' already has pipeline stages; expected no bubble"):
         cg.plan.run(s, "h100-sxm", 10**6, schedule="1f1b", pp=4, micro_batches=8, **sizes)

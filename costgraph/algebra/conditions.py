@@ -217,8 +217,8 @@ class LoopCounts:
             next(iter(self.sure.items())),
         )
         raise BindingError(
-            f"{name}={_value(values[name])}: the formula holds from {name}={smallest} on, expected the question to be "
-            f"asked of the graph with {name} bound"
+            f"{name}={_value(values[name])}: the formula holds only from {name}={smallest}; derive it "
+            f"from the graph with {name} bound"
         )
 
     def __deepcopy__(self, memo: object) -> LoopCounts:

@@ -185,7 +185,9 @@ def eventually(cases: Sequence[sympy.Expr], growing: sympy.Symbol, *, largest: b
     for case in cases[1:]:
         gap = sympy.limit(case - best, growing, sympy.oo)
         if not (gap.is_extended_positive or gap.is_extended_negative):
-            raise UnsupportedError(f"limit of a maximum: {case} and {best} stay {gap} apart, expected one to win")
+            raise UnsupportedError(
+                f"limit of a maximum: {case} and {best} differ by {gap} in the limit; expected one to dominate"
+            )
         best = case if gap.is_extended_positive is largest else best
     return best
 

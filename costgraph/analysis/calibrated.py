@@ -558,7 +558,7 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
         If the file cannot be read, or is not such a model.
     """
     place = place_of(path)
-    expected = "a model that costgraph calibrate --records writes"
+    expected = "a model written by costgraph calibrate --records"
     text = read_text(path, place, _MOST_BYTES, expected)
     try:
         record = json.loads(text)

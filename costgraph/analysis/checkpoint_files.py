@@ -178,7 +178,7 @@ def compare_weights(graph: Graph, weights: Weights | str | os.PathLike[str], /, 
 def _number(value: Any) -> int:
     if not isinstance(value, int):
         names = ", ".join(sorted(map(str, value.free_symbols)))
-        raise BindingError(f"compare_weights: {names} left open, expected a size for each dimension of a parameter")
+        raise BindingError(f"compare_weights: no size for {names}; expected one for each dimension of a parameter")
     return value
 
 
@@ -205,8 +205,8 @@ def _stored(weights: Weights) -> list[_Group]:
     counts = Counter((re.sub(r"\d+", "#", w.name), w.shape, w.format, w.bytes) for w in weights.rows)
     if len(counts) > _MOST_GROUPS:
         raise FormatError(
-            f"{weights.place}: {len(counts)} tensors whose names differ in more than numbers, expected {_MOST_GROUPS} "
-            f"at the most"
+            f"{weights.place}: {len(counts)} tensors whose names differ in more than numbers, expected at most "
+            f"{_MOST_GROUPS}"
         )
     return [_Group(name, shape, format_, n, size) for (name, shape, format_, size), n in counts.items()]
 

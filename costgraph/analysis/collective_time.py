@@ -79,7 +79,9 @@ def covered(name: str, ranks: Poly, stride: Poly, hardware: Hardware) -> tuple[t
     """
     context, ranks_text = f"time of {name!r}", f"{ranks} ranks that are {stride} apart"
     if ranks.constant is None or stride.constant is None:
-        raise UnsupportedError(f"{context}: {ranks_text} in a torus, expected numbers: its rings depend on them")
+        raise UnsupportedError(
+            f"{context}: {ranks_text} in a torus; expected bound sizes, since its rings depend on them"
+        )
     first, end, low, out = stride.constant, stride.constant * ranks.constant, 1, []
     for dimension, high in extents(hardware):
         assert high is not None
@@ -87,13 +89,13 @@ def covered(name: str, ranks: Poly, stride: Poly, hardware: Hardware) -> tuple[t
         if start != stop and (start != low or stop % low):
             size = high // low
             raise SpecError(
-                f"{context}: {ranks_text}, expected whole dimensions of the torus, and the first devices of one more: these "
-                f"have {stop / start:g} of the {size} devices along {dimension}, {start / low:g} apart"
+                f"{context}: {ranks_text}, expected full dimensions of the torus and a leading part of one more; "
+                f"these have {stop / start:g} of the {size} devices along {dimension}, {start / low:g} apart"
             )
         out.append((dimension, poly(stop) / start))
         low = high
     if end > low and ranks.constant > 1:
-        raise SpecError(f"{context}: {ranks_text}, expected the {low:,} devices that the torus joins at most")
+        raise SpecError(f"{context}: {ranks_text}, but the torus joins at most {low:,} devices")
     return tuple((dimension, count) for dimension, count in out if count.constant != 1) or tuple(out[:1])
 
 
@@ -262,8 +264,8 @@ def _concrete(op: Op, unit: str, size: Poly, values: Mapping[str, Poly]) -> int:
     value = size.bind(values).constant
     if value is None:
         raise BindingError(
-            f"messages of {op.name!r}: {size.bind(values)} {unit}, expected sizes of parameters that are bound: what "
-            f"fills a bucket is a number of bytes"
+            f"messages of {op.name!r}: {size.bind(values)} {unit}, expected a number; bind the sizes of all "
+            f"parameters, since a bucket is a number of bytes"
         )
     return int(value)
 
@@ -340,9 +342,7 @@ def placed(name: str, ranks: Poly, stride: Poly, hardware: Hardware) -> Group:
     else:
         if domains_left.constant not in (None, 1):
             ranks_text = f"{ranks} ranks that are {stride} apart"
-            raise SpecError(
-                f"time of {name!r}: {ranks_text}, expected the {size:,} devices that the {link} joins at most"
-            )
+            raise SpecError(f"time of {name!r}: {ranks_text}, but the {link} joins at most {size:,} devices")
     return Group(hardware, tuple(levels))
 
 
@@ -365,7 +365,7 @@ def _stride(op: Op, axis: str, graph: Graph) -> Poly:
         return ONE
     sharding = graph.root.sharding
     if sharding is None or axis not in sharding.mesh:
-        expected = "a mesh: a graph as shard makes it has one" if sharding is None else str(sharding.mesh)
+        expected = "a mesh, as in a graph from shard" if sharding is None else str(sharding.mesh)
         raise UnsupportedError(
             f"time of {op.name!r} over {axis!r} in graph {graph.name!r}: expected an axis of {expected}"
         )

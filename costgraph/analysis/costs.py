@@ -249,7 +249,9 @@ class Costs(Table):
         if validity is not None:
             for name, size in validity.values:
                 if values.get(name, size) != size:
-                    raise BindingError(f"{name}={dims[name]}: the costs were derived with {name}={size}, expected that")
+                    raise BindingError(
+                        f"{name}={dims[name]}: the costs were derived with {name}={size}; derive them again for another size"
+                    )
             validity = validity.at(values)
             values |= validity.settled()
         rows = (replace(r, amount=r.amount.bind(values), validity=validity) for r in self.rows)
@@ -587,7 +589,7 @@ def _situations(loop: Loop) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]]
         return alias_sets
     if len(alias_sets) > 1:
         raise UnsupportedError(
-            f"{loop.op.name!r} reads one tensor under two names, expected a loop that reads each once"
+            f"{loop.op.name!r} reads one tensor under two names, expected a loop that reads each tensor once"
         )
     # the mean trip count
     return [(alias_sets[0][0], (loop.count - 1) / 2)]
@@ -843,7 +845,9 @@ def bytes_moved(graph: Graph, /, fused: bool = False, *, cache: object = None, *
 def _through(graph: Graph, fused: bool, cache: object, dims: Mapping[str, object]) -> Formula:
     size = cache_bytes("bytes_moved", graph, cache)
     if fused:
-        raise GraphError("bytes_moved: fused=True beside a cache, expected one of them: the cache is that of each op")
+        raise GraphError(
+            "bytes_moved: fused=True together with cache=; expected only one of them, since each op has its own cache"
+        )
     values = bindings(graph, dims)
     moved = (least_traffic(op, size, values) * times.bind(values) for op, times, moves in executions(graph) if moves)
     return bound_answer(total(moved), values)
@@ -873,7 +877,7 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     """
     work, moved = flops(graph, **dims), bytes_moved(graph, fused, **dims)
     if moved == 0:
-        raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
+        raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, so its intensity is undefined")
     ratio = as_expr(work) / as_expr(moved)
     short = not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio)
     return answer(conditioned(_cancelled(plain(ratio)), held_by(ratio)) if short else ratio)

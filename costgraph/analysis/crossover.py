@@ -91,11 +91,11 @@ def crossover(
     values.pop(symbol, None)
     chosen = [w for w in works(graph) if of is graph or w.op is of]
     if not chosen:
-        raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} does nothing that takes time")
+        raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} takes no time")
     collective_work = next((w for w in chosen if w.collective), None)
     if collective_work is not None:
         raise UnsupportedError(
-            f"crossover: {collective_work.op.name!r} is a collective, expected what one device does alone"
+            f"crossover: {collective_work.op.name!r} is a collective; expected an op of a single device"
         )
     rates = Rates(device, fallback)
     excess = total(c - m for c, m in (w.seconds(rates) for w in chosen)).bind(values)
@@ -132,7 +132,7 @@ def _allowed(graph: Graph, values: Mapping[str, Poly], symbol: str) -> _Sizes:
         if requirement.amount.names() == {symbol}:
             out = out.both(_meeting(requirement, symbol))
     if out.most is not None and out.least > out.most:
-        raise UnsupportedError(f"crossover: no {symbol} is allowed beside the other sizes, expected one at least")
+        raise UnsupportedError(f"crossover: no size of {symbol} is allowed with the other sizes")
     return out
 
 
@@ -216,6 +216,8 @@ def _search(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
         return 0 if signs[0] else math.inf
     if len(changes) > 1:
         places = ", ".join(str(tried[i]) for i in changes)
-        raise UnsupportedError(f"crossover: {symbol} has several, above {places}, expected an op or a graph with one")
+        raise UnsupportedError(
+            f"crossover: {symbol} has several crossovers, above {places}; expected an op or a graph with one"
+        )
     before = signs[changes[0]]
     return _first(lambda size: positive(size) != before, tried[changes[0]], tried[changes[0] + 1])

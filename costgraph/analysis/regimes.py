@@ -204,10 +204,10 @@ def _range(name: object, pair: object, names: set[str], question: str) -> Range:
         expected = ", ".join(sorted(names)) or "none, as all are bound"
         raise BindingError(f"{question}: within has {shown(name)}, expected open sizes: {expected}")
     if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected its least and its largest size")
+        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected its smallest and largest size")
     low, high = (size_of(str(name), n) for n in pair)
     if low > high:
-        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected the least size first")
+        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected the smallest size first")
     return low, high
 
 

@@ -301,7 +301,7 @@ def _resident(hardware: Hardware) -> Poly:
     size = hardware.last_level_cache
     if size is None:
         raise SpecError(
-            f"roofline: bound='warm' needs the size of the last-level cache, and hardware {hardware.id!r} states none; "
+            f"roofline: bound='warm' needs the size of the last-level cache, and hardware {hardware.id!r} has none; "
             f"add cache.l2 or cache.last_level to its file, or ask for bound='cold'"
         )
     return poly(size.value)

@@ -64,7 +64,9 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     """
     need_graph("saved_bytes", graph)
     if all(op.phase == "forward" for op in graph.walk()):
-        raise GraphError(f"saved_bytes: graph {graph.name!r} has no backward pass, expected one that has")
+        raise GraphError(
+            f"saved_bytes: graph {graph.name!r} has no backward pass; expected the result of training_step"
+        )
     values = bindings(graph, dims)
     by_scope: dict[str, list[Storage]] = {"": list(dict.fromkeys(_saved_storages(graph)))}
     for op in graph.walk():

@@ -205,7 +205,7 @@ class _Play:
         self.played += len(steps)
         if self.played > _MOST:
             raise UnsupportedError(
-                f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops one by one, expected no more"
+                f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops to simulate"
             )
         for step in steps:
             if step.loop is not None:
@@ -1088,8 +1088,8 @@ def _need_calibrated(asked: DeviceQuestion) -> None:
     """Raise for graphs without a calibrated time."""
     question = "seconds, calibrated,"
     if asked.levels:
-        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
-                               "cache attains is in the terms")  # fmt: skip
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False, since "
+                               "the calibration includes caches")  # fmt: skip
     asked.need_numbers(question)
     for work in asked.works:
         work.seconds(asked.rates)  # raises if a rate is missing

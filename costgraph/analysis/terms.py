@@ -65,9 +65,9 @@ def in_terms_of(formula: Formula, /, **quantities: Formula) -> Formula:
     names_used = {s.name for s in out.free_symbols}.union(*(q.names() for q in values.values()))
     for name, quantity in values.items():
         if name in names_used:
-            raise BindingError(f"in_terms_of: {name} is a size already, expected another name for {shown(quantity)}")
+            raise BindingError(f"in_terms_of: {name} is already a size; expected another name for {shown(quantity)}")
         if not quantity:
-            raise BindingError(f"in_terms_of: {name} is 0, expected a quantity that is not")
+            raise BindingError(f"in_terms_of: {name} is 0, expected a nonzero quantity")
         out = _written(out, poly(symbol(name)), quantity)
     return answer(conditioned(out, held_by(expr)))
 

@@ -438,8 +438,8 @@ class Body:
             named = [[f"{i}_{j}" for j in range(t.ndim)] for i, t in enumerate((*op.operands, *op.results))]
         else:
             raise UnsupportedError(
-                f"tiling of {self.op.name!r}: {op.name!r} is {kind.name}, expected contractions, reductions and "
-                "elementwise functions alone"
+                f"tiling of {self.op.name!r}: {op.name!r} is {kind.name}, expected only contractions, reductions and "
+                "elementwise functions"
             )
         tensors = (*op.operands, *op.results)
         uses = []
@@ -479,8 +479,8 @@ class Body:
         merged = self.joined(operands=True) and self.joined(operands=False)
         if merged:
             raise UnsupportedError(
-                f"tiling of {self.op.name!r}: {merged.name!r} meets two axes that were one before, expected each index "
-                "of what ops hand on to be one"
+                f"tiling of {self.op.name!r}: {merged.name!r} has two axes that share an index in other ops; expected "
+                "distinct indices for the axes of an intermediate"
             )
         self.name()
         arrays: dict[tuple[Tensor, Access], Array] = {}
@@ -554,7 +554,7 @@ def _is_known(op: Op) -> bool:
 
 def _single(op: Op, dim: Axes | Affine) -> str:
     if isinstance(dim, Affine) or len(dim.names) > 1:
-        raise UnsupportedError(f"tiling of kernel {op.name!r}: axis {shown(str(dim))}, expected one name an axis")
+        raise UnsupportedError(f"tiling of kernel {op.name!r}: axis {shown(str(dim))}, expected one name per axis")
     return dim.names[0] if dim.names else ""
 
 
@@ -768,7 +768,7 @@ class Loops:
         places = [i for row in rows for i, _ in row]
         if len(set(places)) < len(places):
             raise UnsupportedError(
-                f"tiling of {self.nest.name!r}: {array.name!r} has one index in two axes, expected each index in one"
+                f"tiling of {self.nest.name!r}: {array.name!r} has one index in two axes, expected one axis per index"
             )
         return tuple(_Row(row, self._dense(row)) for row in rows)
 
@@ -1264,7 +1264,7 @@ def tiling(op: Op, /, *, cache: object, **dims: int) -> Tiling:
     Max(12*N**2, -2*M + 16*N**3/sqrt(M))
     """
     if not isinstance(op, Op):
-        raise GraphError(f"tiling of {type(op).__name__}, expected an op: a contraction, or a kernel of some")
+        raise GraphError(f"tiling of {type(op).__name__}, expected a contraction or a kernel of contractions")
     size = cache_bytes("tiling", op.graph, cache)
     values = bindings(op.graph.root, dims)
     bound = bound_answer(largest([p.bind(values) for p in proved(op, size)]), values)
@@ -1279,7 +1279,7 @@ def tiling(op: Op, /, *, cache: object, **dims: int) -> Tiling:
 
 def _too_small(op: Op, size: object, required: object) -> BindingError:
     return BindingError(
-        f"tiling of {op.name!r}: cache of {size} bytes, expected {required} at least: one element of each array"
+        f"tiling of {op.name!r}: cache of {size} bytes, expected at least {required}: one element of each array"
     )
 
 

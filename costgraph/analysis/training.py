@@ -168,8 +168,8 @@ def tokens_poly(graph: Graph) -> Poly:
     if len(counts) != 1:
         description = ", ".join(f"{t.name!r} with {t.storage.elements}" for t in integer_inputs) or "none"
         raise GraphError(
-            f"step_tokens: graph {graph.name!r} has as inputs of whole numbers {description}, expected tokens or targets, all "
-            f"with one number of elements"
+            f"step_tokens: integer inputs of graph {graph.name!r} are {description}; expected tokens or targets "
+            f"with equal numbers of elements"
         )
     return counts.pop()
 
@@ -256,13 +256,15 @@ def main_format(graph: Graph, /, **dims: int) -> str:
     """
     amounts = _matmul_formats(graph, **dims)
     if not amounts:
-        raise GraphError(f"graph {graph.name!r} has no matmul, expected one: it decides which peak rate counts")
+        raise GraphError(f"graph {graph.name!r} has no matmul, expected one: its format selects the peak rate")
     if graph.root.matmul_dtype is not None:
         return graph.root.matmul_dtype
     if len(amounts) == 1:
         return next(iter(amounts))
     if any(isinstance(v, sympy.Expr) for v in amounts.values()):
-        raise BindingError(f"matmuls in {', '.join(sorted(amounts))}: expected all sizes, or dtype= to say whose peak")
+        raise BindingError(
+            f"matmuls in {', '.join(sorted(amounts))}; bind all sizes, or select a peak rate with dtype="
+        )
     return max(amounts, key=lambda name: float(amounts[name]))
 
 
@@ -275,7 +277,7 @@ def rate_of(
     device: Hardware = load_hardware(hardware)  # type: ignore[arg-type]  # refused there
     if dtype is None:
         if graph is None:
-            raise BindingError(f"{place}: dtype=None, expected a number format such as bf16, of which a peak rate is")
+            raise BindingError(f"{place}: dtype=None, expected a number format with a peak rate, such as bf16")
         dtype = main_format(graph, **dims)
     return as_expr(device.rate(dtype, fallback=fallback).value)
 
@@ -372,7 +374,9 @@ def _utilization(
     else:
         work = given(f"{place}: FLOPs", step)
         if dims:
-            raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside FLOPs, or a graph")
+            raise BindingError(
+                f"{place}: sizes {', '.join(sorted(dims))} with a number of FLOPs; expected a graph, or no sizes"
+            )
     of_device = not isinstance(hardware, int | float | Rational | sympy.Expr)
     if graph is not None and of_device and dtype is None:
         dtype = main_format(graph, **dims)

@@ -70,7 +70,7 @@ def is_step(graph: Graph) -> bool:
 def _parts(graph: Graph, question: str) -> tuple[Poly, Poly, Poly]:
     need_graph(question, graph)
     if not is_step(graph):
-        raise GraphError(f"{question}: graph {graph.name!r} has no gradients, expected what training_step returns")
+        raise GraphError(f"{question}: graph {graph.name!r} has no gradients; expected the result of training_step")
     if "state bytes" not in graph.cache:
         computed = total(_sources(graph, "param")), total(_gradients(graph)), total(_sources(graph, "state"))
         graph.cache["state bytes"] = computed

@@ -86,7 +86,7 @@ def _of_host(hardware: Hardware) -> Poly:
     """Return a device's share of its host's memory bandwidth in B/s."""
     table = hardware.tables.get("host", {})
     if "bandwidth" not in table:
-        raise SpecError(f"hardware {hardware.id}: host.bandwidth is missing; expected it beside a table [host]")
+        raise SpecError(f"hardware {hardware.id}: host.bandwidth is missing; add it to table [host]")
     return poly(table["bandwidth"].value)
 
 
@@ -249,8 +249,8 @@ def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:
     clashes = sorted(hardware.symbols & known_names(graph))
     if clashes:
         raise BindingError(
-            f"{question} of graph {graph.name!r}: {', '.join(clashes)} names a dimension and a rate of the device, "
-            f"expected another name of the dimension"
+            f"{question} of graph {graph.name!r}: {', '.join(clashes)} names a dimension and a rate of the device; "
+            f"rename the dimension"
         )
 
 

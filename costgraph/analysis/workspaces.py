@@ -48,11 +48,11 @@ def on_device(place: str, device: str | None, arch: str | None, side: str = "dev
     need_choice(f"{place}: side", side, ("device", "host"))
     if side == "host":
         if device is not None:
-            raise GraphError(f"{place}: device {shown(device)} beside side 'host', expected one of them")
+            raise GraphError(f"{place}: device {shown(device)} with side 'host'; expected only one of them")
         return _of_host
     if device is None:
         if arch is not None:
-            raise GraphError(f"{place}: arch {shown(arch)} of no device, expected device='cuda' with it")
+            raise GraphError(f"{place}: arch {shown(arch)} without a device; add device='cuda'")
         return None
     need_choice(f"{place}: device", device, ("cuda",))
     return _on_cuda(arch_of(DEFAULT if arch is None else arch, place))

@@ -291,7 +291,7 @@ def checked(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(value)
     except ValueError:  # ragged lists
-        raise BindingError(f"{name}: {shown(value, 80)} is no array, expected rows of one length") from None
+        raise BindingError(f"{name}: {shown(value, 80)} is not an array; expected rows of equal length") from None
     is_integral = array.dtype.kind in "iu" or (
         array.dtype.kind == "f" and bool(np.isfinite(array).all() and (array == np.floor(array)).all())
     )
@@ -324,7 +324,9 @@ def aligned(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], 
         return dict(arrays), lambda result: result
     for name, v in arrays.items():
         if name not in labelled and np.ndim(v):
-            raise BindingError(f"{name}: an array without names of its axes, expected one with, as {min(labelled)} has")
+            raise BindingError(
+                f"{name}: an array without dimension names; expected named dimensions, as in {min(labelled)}"
+            )
     axes = tuple(dict.fromkeys(axis for v in labelled.values() for axis in v.dims))
     labels: dict[str, Any] = {}
     for name, v in labelled.items():
@@ -334,7 +336,7 @@ def aligned(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], 
                 labels_of_axis, labels.setdefault(axis, labels_of_axis)
             ):
                 raise BindingError(
-                    f"{name}: labels of {shown(axis)} differ from those of other arrays, expected the same"
+                    f"{name}: labels of {shown(axis)} differ from those of other arrays; expected equal labels"
                 )
     out = dict(arrays)
     for name, v in labelled.items():
@@ -566,8 +568,8 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     for name in dims:
         if name not in allowed_names:
             raise BindingError(
-                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}; a size "
-                f"that a preset has bound is given to the question that derives the formula"
+                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}; pass a "
+                f"size that a preset binds to the function that derives the formula"
             )
     missing = sorted(names - dims.keys())
     if missing:
@@ -587,8 +589,8 @@ def _without_bound(sizes: Mapping[str, Any], names: Collection[str], validities:
     for name in sizes.keys() & bound.keys():
         if not np.all(np.asarray(unbound.pop(name), dtype=object) == bound[name].constant):
             raise BindingError(
-                f"{name}={shown(sizes[name])}: the formula was derived with {name}={bound[name]}; give another size to "
-                f"the question that derives it"
+                f"{name}={shown(sizes[name])}: the formula was derived with {name}={bound[name]}; pass another size to "
+                f"the function that derives it"
             )
     return unbound
 
@@ -701,7 +703,9 @@ class Compiled:
             shape = np.broadcast_shapes(*(array.shape for array in sizes.values()))
         except ValueError:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in sizes.items())
-            raise BindingError(f"compiled formula: shapes {shapes}, expected such as broadcast") from None
+            raise BindingError(
+                f"compiled formula: operands could not be broadcast together with shapes {shapes}"
+            ) from None
         wrong = self._wrong(sizes, pointwise=bool(extra))
         if wrong is not None and self._outside == "error":
             self._refuse(np.broadcast_to(wrong, shape), sizes)

@@ -87,7 +87,7 @@ def sweep(formulas: Mapping[str, Any], /, *, chunks: Any = None, **axes: Any) ->
         _library("dask", "sweep with chunks")
     duplicates = sorted(formulas.keys() & axes.keys())
     if duplicates:
-        raise BindingError(f"sweep: {shorten(duplicates[0])} names a formula and an axis, expected two names")
+        raise BindingError(f"sweep: {shorten(duplicates[0])} is both a formula and an axis; expected different names")
     variables = {name: grid.variable(name, *_with_unit(formula)) for name, formula in formulas.items()}
     unused = sorted(axes.keys() - grid.used)
     if unused:
@@ -137,7 +137,7 @@ class _Grid:
         self.used: set[str] = set()
         ids = [device.id for device in self.devices]
         if len(set(ids)) < len(ids):
-            raise BindingError(f"sweep: devices {shown(ids)}, expected each once")
+            raise BindingError(f"sweep: devices {shown(ids)} contain duplicates; expected each once")
 
     def coordinates(self) -> dict[str, Any]:
         """Return coordinates with their units."""

@@ -142,9 +142,11 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
     if not positions:
         return tuple(axes)
     if len(positions) > 1:
-        raise PatternError(f"pattern {shorten(text)}: '...' twice in one operand, expected it once at the most")
+        raise PatternError(f"pattern {shorten(text)}: '...' twice in one operand, expected at most one")
     if any(_HIDDEN.match(n) for a in axes for n in a.names):
-        raise PatternError(f"pattern {shorten(text)}: names such as '_0' beside '...', expected others: it makes these")
+        raise PatternError(
+            f"pattern {shorten(text)}: names such as '_0' together with '...', which generates them; rename the axes"
+        )
     if rank is None:
         return tuple(axes)
     hidden = rank - (len(axes) - 1)

@@ -41,10 +41,12 @@ def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str
     """Return the model FLOPs for each token: derived from a step, or 6*N for N parameters."""
     if not isinstance(model, Graph):
         if dims:
-            raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside a number of parameters")
+            raise BindingError(
+                f"{place}: sizes {', '.join(sorted(dims))} with a number of parameters; expected a graph, or no sizes"
+            )
         return 6 * given(f"{place}: parameters", model)
     if not is_step(model):
-        raise GraphError(f"{place}: graph {model.name!r} has no gradients, expected what training_step returns")
+        raise GraphError(f"{place}: graph {model.name!r} has no gradients; expected the result of training_step")
     values = bindings(model, dims)
     work = poly(as_expr(model_flops(model, count, **dims)))
     return as_expr(answer(work / tokens_poly(model).bind(values), values.held))

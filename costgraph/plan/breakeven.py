@@ -155,7 +155,7 @@ def crossovers(
     low, high = (size_of(f"{place}: within", n) for n in _pair(place, within))
     first, last = -(-low // step), high // step
     if last < first:
-        raise BindingError(f"{place}: no multiple of {step} from {low} to {high}, expected some")
+        raise BindingError(f"{place}: no multiple of {step} from {low} to {high}")
     opened = replace(family, dims={k: v for k, v in family.dims.items() if k != symbol})
     curves = [_Curves(opened, symbol, *group) for group in _grouped(opened, found.rows).items()]
     best: dict[int, Crossing] = {}
@@ -173,7 +173,7 @@ def crossovers(
 
 def _pair(place: str, within: object) -> tuple[Any, Any]:
     if not isinstance(within, tuple | list) or len(within) != 2:
-        raise BindingError(f"{place}: within {shown(within)}, expected the least and the largest size")
+        raise BindingError(f"{place}: within {shown(within)}, expected the smallest and largest size")
     return within[0], within[1]
 
 

@@ -148,7 +148,7 @@ _FEWEST = 2**12
 def memory_limit(place: str, hardware: str | Hardware | None, memory: float | None) -> float:
     """Return the memory limit in bytes: the one given, or the capacity of a device; exactly one is required."""
     if (hardware is None) == (memory is None):
-        raise BindingError(f"{place}: expected a limit, either hardware= or memory=")
+        raise BindingError(f"{place}: expected exactly one limit, hardware= or memory=")
     return float(load_hardware(hardware).capacity().value if hardware is not None else memory or 0)
 
 
@@ -241,7 +241,7 @@ def largest(
     while fits(high):
         low, high = high, high * 2
         if high > _MOST:
-            raise BindingError(f"largest: every {symbol} fits, expected a dimension that takes memory")
+            raise BindingError(f"largest: every size of {symbol} fits; expected a dimension that memory depends on")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -167,7 +167,9 @@ def checkpoint_for(
     limit = memory_limit("checkpoint_for", hardware, memory)
     chosen, sizes = dict(options or {}), dict[str, Any](dims)
     if "checkpoint" in chosen:
-        raise GraphError("checkpoint_for: options has a checkpoint already, expected the other arguments of a step")
+        raise GraphError(
+            "checkpoint_for: options already include checkpoint; expected the other arguments of training_step"
+        )
     fitting: list[tuple[Any, Any, Checkpoint | None]] = []
     smallest: Any = None
     layers = _layers(graph, dims)
@@ -186,7 +188,7 @@ def checkpoint_for(
             if policy is None:
                 return None
     if not fitting:
-        raise BindingError(f"checkpoint_for: the least is {smallest} bytes, expected at most {limit}")
+        raise BindingError(f"checkpoint_for: the smallest peak is {smallest} bytes, expected at most {limit}")
     return min(fitting, key=lambda candidate: candidate[:2])[2]
 
 

@@ -126,14 +126,16 @@ def run(
     """
     need_graph("run", step)
     if not is_step(step):
-        raise GraphError(f"run: graph {step.name!r} has no gradients, expected a step of training")
+        raise GraphError(f"run: graph {step.name!r} has no gradients; expected a training step")
     (_, values), *_ = stages = of_stages(step, dims)
     busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
     idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual)
     step_flops = as_expr(model_flops(step, "executed", **_own(step, dims)))
     if step.parts:
         if ranks != 1 or idle != 0:
-            raise GraphError(f"run: graph {step.name!r} has stages itself, expected no bubble and no schedule")
+            raise GraphError(
+                f"run: graph {step.name!r} already has pipeline stages; expected no bubble and no schedule"
+            )
         step_flops, ranks = _mean(stages, dims)
     step_seconds = given("run: seconds", busy) * (1 + idle)
     tokens_of_rank, (mesh, splits) = tokens_poly(step), spread("run", step)
@@ -183,10 +185,10 @@ def _idle(
     if schedule is None:
         for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual", virtual)):
             if value not in (1, None):
-                raise GraphError(f"run: {name} is {shown(value)}, expected a schedule beside it")
+                raise GraphError(f"run: {name} is {shown(value)} without a schedule; add schedule=")
         return sympy.Integer(0) if none else given("run: bubble", bubble), sympy.Integer(1)
     if not none:
-        raise GraphError(f"run: bubble is {shown(bubble)} beside schedule {shown(schedule)}, expected one of both")
+        raise GraphError(f"run: bubble is {shown(bubble)} with schedule {shown(schedule)}; expected only one of them")
     return as_expr(idle_share(schedule, pp, micro_batches, virtual)), as_expr(pp)
 
 
@@ -202,7 +204,7 @@ def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
     if len(splits) != 1:
         description = ", ".join(f"{name!r} into {n}" for name, n in splits_by_input.items())
         raise GraphError(
-            f"{place}: graph {graph.name!r} splits {description}, expected inputs of whole numbers split alike"
+            f"{place}: graph {graph.name!r} splits {description}, expected the same split of all integer inputs"
         )
     return mesh.devices, splits.pop()
 

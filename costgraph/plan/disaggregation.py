@@ -160,15 +160,15 @@ def disaggregated(
         need_graph(place, g)
     unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))
     if unknown:
-        raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
+        raise BindingError(f"{place}: {unknown[0]} is not a dimension of either graph")
     first, after = (_Side(g, device, dims, (batch, along), n) for g, n in ((prefill, prompts), (decode, decoding)))
     if first.tokens(prompt) != prompts * prompt:
         problem = f"graph {prefill.name!r} has {first.tokens(prompt)} tokens"
-        raise GraphError(f"{place}: {problem}, expected {prompt} of each of {prompts} sequences")
+        raise GraphError(f"{place}: {problem}, expected {prompt} for each of {prompts} sequences")
     new, remainder = divmod(after.tokens(prompt), decoding)
     if remainder:
         problem = f"graph {decode.name!r} has {after.tokens(prompt)} tokens"
-        raise GraphError(f"{place}: {problem}, expected as many of each of {decoding} sequences")
+        raise GraphError(f"{place}: {problem}, expected an equal number for each of {decoding} sequences")
     prefilling = first.seconds(prompt, time, fallback)
     room = rooms(decode, {**after.fixed, along: prompt}, along)
     step = cache(lambda size: after.seconds(size, time, fallback))
@@ -204,7 +204,7 @@ class _Side:
         each, remainder = divmod(sequences, self.batches)
         if remainder:
             problem = f"graph {graph.name!r} has {self.batches} micro-batches"
-            raise GraphError(f"{place}: {problem}, expected as many sequences in each of {sequences}")
+            raise GraphError(f"{place}: {problem}, expected a divisor of the {sequences} sequences")
         self.dims, self.along = {**bound, free[0]: each}, free[1]
         self.fixed = numbers(place, graph, self.dims, self.along)
         self.devices, parts = (bound_size(p, self.fixed) for p in served(place, graph))
@@ -251,4 +251,4 @@ def _between(device: Hardware, devices: int) -> Wire:
     for name, size in extents(device):
         if size is None or size >= devices:
             return wire(device, name)
-    raise SpecError(f"disaggregated: {devices} devices, expected the {size:,} that the {name} joins at most")
+    raise SpecError(f"disaggregated: {devices} devices, but the {name} joins at most {size:,}")

@@ -136,13 +136,13 @@ def _check(actions: Sequence[Sequence[Action]]) -> None:
         for i, a in enumerate(row):
             where = f"simulate: actions[{r}][{i}]"
             if a.kind not in kinds or any(type(n) is not int or n < 0 for n in a[1:3]):
-                raise GraphError(f"{where} is {shown(tuple(a[:3]))}, expected one as schedule lists them")
+                raise GraphError(f"{where} is {shown(tuple(a[:3]))}, expected an action as returned by schedule")
             for component in ("IW" if a.kind == "B" else a.kind) if a.kind in COSTS else ():
                 if (component, *a[1:3]) in performed:
                     raise GraphError(f"{where} is {shown(tuple(a[:3]))} a second time, expected each action once")
                 performed.add((component, *a[1:3]))
     if not performed:
-        raise GraphError("simulate: actions of no rank, expected a list for each, as schedule makes them")
+        raise GraphError("simulate: no actions; expected a list for each rank, as from schedule")
 
 
 def _times(name: str, value: Any, stages: int) -> list[Time]:
@@ -156,7 +156,7 @@ def _times(name: str, value: Any, stages: int) -> list[Time]:
 def _time(name: str, value: object) -> Time:
     number = Fraction(value) if isinstance(value, Rational) and not isinstance(value, int) else value
     if not isinstance(number, int | float | Fraction) or isinstance(number, bool) or not 0 <= number < float("inf"):
-        raise GraphError(f"simulate: {name} is {shown(value)}, expected a time that is not negative")
+        raise GraphError(f"simulate: {name} is {shown(value)}, expected a nonnegative time")
     return number
 
 

@@ -235,9 +235,9 @@ def _listed(values: object) -> list[Any]:
         raise BindingError(f"throughput: values {shown(values)}, expected sizes such as [1, 2, 4]")
     listed = list(islice(values, _MOST_SIZES + 1))  # it may be infinite
     if not listed:
-        raise BindingError("throughput: no values, expected one at least")
+        raise BindingError("throughput: no values, expected at least one")
     if len(listed) > _MOST_SIZES:
-        raise BindingError(f"throughput: more than {_MOST_SIZES} values, expected at most so many")
+        raise BindingError(f"throughput: expected at most {_MOST_SIZES} values")
     return listed
 
 
@@ -353,7 +353,7 @@ def latency(
 
     unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))
     if unknown:
-        raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
+        raise BindingError(f"{place}: {unknown[0]} is not a dimension of either graph")
     new = _new_tokens(prefill, decode, dims, along, prompt)
     first = seconds(prefill, prompt)
     room = rooms(decode, {**_of(decode, dims), along: prompt}, along)
@@ -376,8 +376,8 @@ def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: s
     }
     if len(counts) != 1 or next(iter(counts)).denominator != 1:
         raise GraphError(
-            f"latency: graphs {prefill.name!r} and {decode.name!r} have no inputs of positions {along} in common, of "
-            f"as many sequences, expected what prefill and decode made of one declaration"
+            f"latency: graphs {prefill.name!r} and {decode.name!r} share no inputs along {along} with equal "
+            f"numbers of sequences; expected the results of prefill and decode for one model"
         )
     return int(counts.pop())
 

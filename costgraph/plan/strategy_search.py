@@ -572,7 +572,7 @@ def search(
     precisions = _precisions(f"{place}: precision", precision)
     named = batch_of(model)
     if named not in dims:
-        raise BindingError(f"{place}: no size of {named}, expected the samples of a step")
+        raise BindingError(f"{place}: no size of {named}; expected the batch size of a step")
     batch = size_of(f"{place}: {named}", dims[named])
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} samples, expected at most {_MOST} of each")
@@ -613,7 +613,9 @@ def _listed_values(place: str, values: object) -> list[Any]:
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         listed = list(islice(values, _MOST_VALUES + 1))  # it may be infinite
     if not 0 < len(listed) <= _MOST_VALUES:
-        raise BindingError(f"{place}: {'no' if not listed else f'more than {_MOST_VALUES}'} values, expected some")
+        raise BindingError(
+            f"{place}: {'no' if not listed else f'more than {_MOST_VALUES}'} values, expected 1 to {_MOST_VALUES}"
+        )
     return listed
 
 

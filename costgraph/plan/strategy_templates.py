@@ -825,6 +825,6 @@ def batch_of(model: Graph) -> str:
     if len(names) != 1 or firsts != {poly(symbol(*names))}:
         description = ", ".join(sorted(map(str, firsts))) or "no axis"
         raise GraphError(
-            f"search: inputs of graph {model.name!r} begin with {description}, expected one dimension: the batch"
+            f"search: inputs of graph {model.name!r} begin with {description}, expected a common batch dimension"
         )
     return names.pop()
