@@ -514,7 +514,8 @@ class Calibration:
             compute += rows.compute[:, unit] * corrections.get(COMPUTE[unit], 0.0)
         near = alike(rows.shape, np.array(self.places), self.width) @ np.array(self.weights) if self.weights else 0.0
         return attained(rows, compute, traffic + corrections.get("memory", 0.0),
-                        launch + corrections.get("launch", 0.0), (self.vector, self.special), np.asarray(near))  # fmt: skip
+                        launch + corrections.get("launch", 0.0), (self.vector, self.special),
+                        np.asarray(near))  # fmt: skip
 
     def times(self, loads: Sequence[Load], rates: Rates) -> list[float]:
         """Return the seconds of each op over all its executions."""

@@ -250,7 +250,8 @@ class Costs(Table):
             for name, size in validity.values:
                 if values.get(name, size) != size:
                     raise BindingError(
-                        f"{name}={dims[name]}: the costs were derived with {name}={size}; derive them again for another size"
+                        f"{name}={dims[name]}: the costs were derived with {name}={size}; "
+                        f"derive them again for another size"
                     )
             validity = validity.at(values)
             values |= validity.settled()

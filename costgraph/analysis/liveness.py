@@ -427,7 +427,9 @@ class _Player(LoopExecutor[tuple[str, ...]]):
             ):
                 amounts = [total(map(mul, held, each)) - held[6] * freed for held in times]
                 if buffers is not None:
-                    amounts = [n + buffers.beside(held, later=bool(i)) for n, held in zip(amounts, times, strict=True)]
+                    amounts = [
+                        n + buffers.extra_bytes(held, later=bool(i)) for n, held in zip(amounts, times, strict=True)
+                    ]
                 bytes_ = amounts[0] if len(amounts) == 1 else poly(extremum([(p, Owner()) for p in amounts]))
                 self.program.lives.append(LiveRange("waiting", "activation", bytes_, begin, last - 1))
             within = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)

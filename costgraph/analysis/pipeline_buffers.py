@@ -54,7 +54,7 @@ class PipelineBuffers:
         """Receive buffer bytes."""
         return self.count * total(direction.of(self.waiting.groups, ONE) for direction in self.received)
 
-    def beside(self, held: Held, *, later: bool) -> Poly:
+    def extra_bytes(self, held: Held, *, later: bool) -> Poly:
         """Return the bytes kept in addition to the saved tensors, minus the saved tensors that lie in receive buffers.
 
         `held` counts the in-flight micro-batches during a pass. `later` is true for the last such peak, when all

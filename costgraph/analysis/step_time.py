@@ -57,25 +57,25 @@ __all__ = [
     "Spent",
     "as_seconds",
     "estimate",
-    "in_place",
+    "local_times",
     "in_seconds",
     "largest",
     "lower_bound",
     "memory_time",
     "spent",
-    "together",
+    "overlapped_time",
     "unit_times",
     "warn_of",
     "which",
     "EqualStages",
     "StageSeconds",
     "most",
-    "of_batches",
-    "of_few",
-    "of_shares",
+    "inference_pipeline_seconds",
+    "few_batches_time",
+    "pipeline_seconds",
     "one_by_one",
     "as_declared",
-    "between",
+    "crosses_stages",
     "by_pass",
     "holds_for",
     "in_total",
@@ -484,7 +484,7 @@ def spent(work: Work, asked: DeviceQuestion) -> list[Spent]:
     Names are compute, link, memory or a cache, and interconnect or network for collectives. With memory levels,
     traffic out of a level is the least traffic through all nearer levels, given as several formulas: the largest holds.
     """
-    out = in_place(work, asked)
+    out = local_times(work, asked)
     if work.collective is not None:
         seconds_once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
         out.append((seconds_once * work.times, link))
@@ -494,7 +494,7 @@ def spent(work: Work, asked: DeviceQuestion) -> list[Spent]:
     return list(dict.fromkeys(out))
 
 
-def in_place(work: Work, asked: DeviceQuestion) -> list[Spent]:
+def local_times(work: Work, asked: DeviceQuestion) -> list[Spent]:
     """Return the times of an op except those on links between ranks; parameters as in `spent`."""
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, work.unit)]
@@ -511,7 +511,7 @@ def estimate(times: Iterable[Sequence[Spent]], relations: Relations) -> Poly:
     return total(largest(resources, relations) * count for resources, count in alike.items())
 
 
-def together(times: Sequence[Sequence[Spent]], asked: DeviceQuestion, overlap: str) -> Poly:
+def overlapped_time(times: Sequence[Sequence[Spent]], asked: DeviceQuestion, overlap: str) -> Poly:
     """Return a graph's time with communication: a sum, the larger of communication and the rest, or a makespan.
 
     Times are as in `spent`; `overlap` is one of `OVERLAPS`.
@@ -642,7 +642,7 @@ def one_by_one(runs: Sequence[EqualStages], m: Poly, relations: Relations) -> Po
     if beyond is not None and beyond < 0:
         each = [run for run in runs for _ in range(int((run.last - run.first + 1).constant or 0))]
         micro_batches = int(m.constant or 0)
-        return of_few(
+        return few_batches_time(
             [r.forward for r in each], [r.backward for r in each], micro_batches, lambda times: most(times, relations)
         )
     paths = _Paths(runs, relations)
@@ -654,7 +654,7 @@ def one_by_one(runs: Sequence[EqualStages], m: Poly, relations: Relations) -> Po
     return largest(path_times, relations)
 
 
-def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
+def few_batches_time(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
     """Return the 1F1B time for any number of micro-batches, as `one_by_one`; `largest_of` compares times.
 
     A path through forward passes to rank a is on the slowest rank at most once per other micro-batch. If it reaches
@@ -750,7 +750,7 @@ class StageSeconds(NamedTuple):
     once: Poly
 
 
-def of_shares(
+def pipeline_seconds(
     facts: Sequence[InFlightMicroBatches],
     shares: Sequence[StageSeconds],
     send: Poly,
@@ -787,7 +787,9 @@ def of_shares(
     return one_by_one(runs, m, relations) + waits * send + once
 
 
-def of_batches(facts: Sequence[InFlightMicroBatches], times: Sequence[Poly], send: Poly, relations: Relations) -> Poly:
+def inference_pipeline_seconds(
+    facts: Sequence[InFlightMicroBatches], times: Sequence[Poly], send: Poly, relations: Relations
+) -> Poly:
     """Return the period of a batch in a forward-only pipeline, from one visit to a stage to the next."""
     through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
     return most([through, facts[0].micro_batches * most(times, relations)], relations)
@@ -978,14 +980,14 @@ def _overlapping(
     ratios = dict[Graph, Poly]()
     for asked in stages:
         asked.need_numbers(f"overlap {overlap!r} in a pipeline")
-        local = replace(asked, works=[w for w in asked.works if not between(w)])
-        sends = exposed_timing(replace(asked, works=[w for w in asked.works if between(w)]))  # always exposed
+        local = replace(asked, works=[w for w in asked.works if not crosses_stages(w)])
+        sends = exposed_timing(replace(asked, works=[w for w in asked.works if crosses_stages(w)]))  # always exposed
         exposed, overlapped = exposed_timing(local), overlapped_timing(local, overlap)
         ratios[asked.graph] = (overlapped + sends) / (exposed + sends) if exposed else ONE
     return of_pipeline(stages, lambda stage: exposed_timing(stage) * ratios[stage.graph])
 
 
-def between(work: Work) -> bool:
+def crosses_stages(work: Work) -> bool:
     """Whether it is communication between pipeline stages."""
     return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
 
@@ -995,7 +997,7 @@ def _declared(asked: DeviceQuestion) -> Poly:
 
 
 def _declared_overlapped(asked: DeviceQuestion, overlap: str) -> Poly:
-    return together([spent(w, asked) for w in asked.works], asked, overlap)
+    return overlapped_time([spent(w, asked) for w in asked.works], asked, overlap)
 
 
 def of_pipeline(stages: Sequence[DeviceQuestion], timing: Timing) -> Poly:
@@ -1004,9 +1006,9 @@ def of_pipeline(stages: Sequence[DeviceQuestion], timing: Timing) -> Poly:
     relations = stages[0].graph.root.relations
     send = most([time for asked in stages for time in _sends(asked)], relations)
     if facts[0].schedule == FORWARD:
-        return of_batches(facts, [timing(asked) for asked in stages], send, relations)
+        return inference_pipeline_seconds(facts, [timing(asked) for asked in stages], send, relations)
     shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
-    return of_shares(facts, shares, send, relations)
+    return pipeline_seconds(facts, shares, send, relations)
 
 
 def holds_for(stages: Sequence[DeviceQuestion]) -> tuple[Validity, ...]:
@@ -1105,7 +1107,7 @@ def _calibrated_overlapped(asked: DeviceQuestion, overlap: str) -> Poly:
     if overlap == "none":
         return _calibrated(asked)
     times = [[(poly(seconds_of_op), "calibrated")] for seconds_of_op in _calibrated_times(asked)]
-    return together(times, asked, overlap)
+    return overlapped_time(times, asked, overlap)
 
 
 def _calibrated_times(asked: DeviceQuestion) -> list[Fraction]:

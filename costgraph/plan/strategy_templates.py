@@ -22,13 +22,13 @@ from ..analysis.memory import Array, PointValues, Programs, peaks, refused
 from ..analysis.step_time import (
     Spent,
     StageSeconds,
-    between,
     by_pass,
+    crosses_stages,
+    few_batches_time,
     finished,
-    in_place,
+    local_times,
     memory_time,
-    of_few,
-    of_shares,
+    pipeline_seconds,
     spent,
     unit_times,
 )
@@ -142,23 +142,23 @@ class RankCost:
     programs: Programs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.times = [(spent if self.rings is None else in_place)(w, self.asked) for w in self.asked.works]
+        self.times = [(spent if self.rings is None else local_times)(w, self.asked) for w in self.asked.works]
         self.compute = [w.seconds(self.asked.rates)[0] for w in self.asked.works]
         self.passes = list(by_pass(self.asked, self.waiting.schedule)) if self.waiting is not None else []
         graph, device = self.asked.graph, self.asked.hardware
-        self.handed = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
-        ops = self.handed if self.rings is None else ()
+        self.stage_sends = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
+        ops = self.stage_sends if self.rings is None else ()
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
-        self.least: list[Poly] = []
+        self.lower_bounds: list[Poly] = []
 
-    def beside(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> RankCost:
+    def with_overlap(self, overlap: str, rings: Rings | None, *, charge_all: bool = False) -> RankCost:
         """Return a copy with the given communication overlap, for one search."""
         out = copy(self)
         out.overlap, out.rings, out.charge_all = overlap, rings, charge_all
-        out.least = [memory_time(self.asked)] if overlap == "ideal" else []
+        out.lower_bounds = [memory_time(self.asked)] if overlap == "ideal" else []
         if overlap == "streams":
-            local = [w for w in self.asked.works if not between(w)]
-            out.least = [*unit_times(replace(self.asked, works=local)).values()]
+            local = [w for w in self.asked.works if not crosses_stages(w)]
+            out.lower_bounds = [*unit_times(replace(self.asked, works=local)).values()]
         return out
 
     def at(self, sizes: Mapping[str, Any]) -> _RankCosts:
@@ -169,13 +169,13 @@ class RankCost:
         wrong = refused(self.asked.values.held, {name: np.asarray(n) for name, n in sizes.items()})
         passes, parts, kinds, ops = self.added(value, shape)
         exposed = busy = np.broadcast_to(sum(kinds.values()), shape)
-        if self.least:
-            bounds = [np.broadcast_to(value(p), shape) for p in self.least]
+        if self.lower_bounds:
+            bounds = [np.broadcast_to(value(p), shape) for p in self.lower_bounds]
             overlapped = (
                 (kinds["alone"], kinds["sent"]) if self.overlap == "ideal" else [self.played(ops, value, shape)]
             )
             busy = np.max([*(np.broadcast_to(t, shape) for t in overlapped), *bounds], axis=0) + kinds["waited"]
-        sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.handed, value, shape)
+        sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.stage_sends, value, shape)
         send = np.max(sends, axis=0) if sends else 0.0
         peak = np.where(wrong, np.nan, peaks(self.asked.graph, dims, self.waiting, self.programs))
         return _RankCosts(peak, np.where(wrong, np.nan, busy), exposed, passes, send, parts)
@@ -200,7 +200,7 @@ class RankCost:
             passes[pass_name] = passes[pass_name] + seconds
             is_sent = work.collective is not None or work.unit != "memory"
             # sends to other stages are exposed, whatever else overlaps
-            kind = "waited" if between(work) else "sent" if is_sent else "alone"
+            kind = "waited" if crosses_stages(work) else "sent" if is_sent else "alone"
             kinds[kind] = kinds[kind] + seconds
             if kind != "waited":
                 ops[work.op] = ops.get(work.op, 0) + seconds
@@ -317,7 +317,9 @@ class RankCosts:
         if schedule == "1f1b":  # its formula requires two micro-batches for each stage
             for few in {*zip(m[m < 2 * p].tolist(), p[m < 2 * p].tolist(), strict=True)}:
                 mask = (m == few[0]) & (p == few[1])
-                seconds[mask] = _of_few({name: np.broadcast_to(n, m.shape)[mask] for name, n in env.items()}, len(cuts))
+                seconds[mask] = _few_batches_seconds(
+                    {name: np.broadcast_to(n, m.shape)[mask] for name, n in env.items()}, len(cuts)
+                )
         busy = np.where(exists, [t.busy for t in costs], 0)
         slowest = busy.argmax(0)
         parts = {}
@@ -361,14 +363,14 @@ def _whole_step(schedule: str, kinds: int) -> Evaluated:
     starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
     facts = [replace(f, ranks=((start, start + f.alike - 1),)) for f, start in zip(facts, starts, strict=True)]
     shares = [StageSeconds(*(poly(symbol(f"{name}{i}")) for name in StageSeconds._fields)) for i in range(kinds)]
-    return plan(of_shares(facts, shares, poly(symbol("send"))))
+    return plan(pipeline_seconds(facts, shares, poly(symbol("send"))))
 
 
-def _of_few(env: dict[str, Any], kinds: int) -> Array:
+def _few_batches_seconds(env: dict[str, Any], kinds: int) -> Array:
     """Return the seconds of 1F1B steps with equal numbers of ranks and micro-batches."""
     ranks = [i for i in range(kinds) for _ in range(int(env[f"n{i}"][0]))]
     forward, backward = ([env[f"{direction}{i}"] for i in ranks] for direction in ("forward", "backward"))
-    passes: Array = of_few(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
+    passes: Array = few_batches_time(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
     once: Array = np.maximum.reduce([env[f"once{i}"] for i in ranks])
     sends: Array = np.asarray(_exposed_sends("1f1b")(env) * env["send"])
     out: Array = passes + once + sends
@@ -380,7 +382,7 @@ def _exposed_sends(schedule: str) -> Evaluated:
     """Return the number of exposed sends: the step time if stages take no time."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = InFlightMicroBatches((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
-    return plan(of_shares([facts], [StageSeconds(*(poly(0) for _ in StageSeconds._fields))], poly(1)))
+    return plan(pipeline_seconds([facts], [StageSeconds(*(poly(0) for _ in StageSeconds._fields))], poly(1)))
 
 
 def _sent_as(work: Work) -> str | None:
@@ -658,7 +660,8 @@ class PlanFamily:
             rank = self.split(self.step(structure), like)
             kinds[like] = [self.formed(graph, like) for graph in stages_of(rank)]
         costs = [
-            kind.beside(self.policies.overlap, self.rings, charge_all=self.policies.charge_all) for kind in kinds[like]
+            kind.with_overlap(self.policies.overlap, self.rings, charge_all=self.policies.charge_all)
+            for kind in kinds[like]
         ]
         if structure.pp == 1:
             return RankCosts({"all": costs[0]}, self.names)
