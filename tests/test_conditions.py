@@ -16,7 +16,7 @@ from costgraph import BindingError
 from costgraph.algebra.conditions import held_by
 
 B, D, H, K, L, S, T = cg.dims("B D H K L S T")
-REFUSED = r"^S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive whole number$"
+REFUSED = r"^S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive integer$"
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_points_of_an_array_that_are_outside(short):
     with pytest.raises(BindingError) as caught:
         cg.compile(f)(S=[[10], [3]], B=[1, 2])
     assert str(caught.value) == (
-        "at [1, 0] (B=1, S=3): S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive whole number"
+        "at [1, 0] (B=1, S=3): S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive integer"
     )
     found = cg.compile(f, outside="nan")(S=[[10], [3]], B=[1, 2])
     assert np.array_equal(found, [[5, 10], [np.nan, np.nan]], equal_nan=True)
@@ -382,4 +382,4 @@ except cg.BindingError as error:
     expected = cg.flops(g, B=2, S=5, D=6, H=3, T=2)
     first, second = done.stdout.splitlines()
     assert first == f"{expected} {expected}"
-    assert "D/H = 3/2, expected a positive whole number" in second
+    assert "D/H = 3/2, expected a positive integer" in second

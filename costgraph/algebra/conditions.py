@@ -105,8 +105,14 @@ class Condition(NamedTuple):
         if holds:
             return
         used = ", ".join(f"{n}={_value(values[n])}" for n in sorted(self.names)) or "any sizes"
-        kind = "whole number" if self.whole else "amount"
-        expected = f"a positive {kind}" if self.least else f"a{'' if self.whole else 'n'} {kind} that is not negative"
+        kind = "integer" if self.whole else "amount"
+        expected = (
+            f"a positive {kind}"
+            if self.least
+            else "a nonnegative integer"
+            if self.whole
+            else "an amount that is not negative"
+        )
         verb = "has size" if self.whole else "is"
         raise BindingError(f"{used}: {self.place} {verb} {self.formula.brief()} = {met}, expected {expected}")
 

@@ -190,7 +190,7 @@ def read_size(text: str, place: str) -> int:
     digits = int(integer_digits + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)
     value, remainder = divmod(digits, int(10 ** len(fraction or "")))
     if remainder or value < 1:
-        raise BindingError(f"{place}: got {shorten(text)}, expected a positive whole number")
+        raise BindingError(f"{place}: got {shorten(text)}, expected a positive integer")
     return value
 
 

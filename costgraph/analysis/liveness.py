@@ -357,7 +357,7 @@ class _Player(LoopExecutor[tuple[str, ...]]):
         for i in range(times):
             if i == middle:
                 unplayed.turn = len(self.program.steps)
-                for life in (life for held in xs if isinstance(held, LoopStorages) for life in held.unplayed):
+                for life in (life for family in xs if isinstance(family, LoopStorages) for life in family.unplayed):
                     self.touch(life, unplayed.turn - 1)  # iterations that are not unrolled read their slices
             yield PlayedIteration(times - 1 - i if loop.reverse else i, times, count)
 
@@ -421,14 +421,14 @@ class _Player(LoopExecutor[tuple[str, ...]]):
             times = waiting.later if i else waiting.first
             turn = next((k for k in range(start, stop) if steps[k].op.phase != "forward"), stop)
             # a pass that computes all gradients at once leaves nothing for separate weight gradients
-            frees_grads = any(held[6] for held in times)
+            frees_grads = any(saved[6] for saved in times)
             for begin, last, freed in (
                 ((start, turn, ZERO), (turn, stop, group_grads)) if frees_grads else ((start, stop, ZERO),)
             ):
-                amounts = [total(map(mul, held, each)) - held[6] * freed for held in times]
+                amounts = [total(map(mul, saved, each)) - saved[6] * freed for saved in times]
                 if buffers is not None:
                     amounts = [
-                        n + buffers.extra_bytes(held, later=bool(i)) for n, held in zip(amounts, times, strict=True)
+                        n + buffers.extra_bytes(saved, later=bool(i)) for n, saved in zip(amounts, times, strict=True)
                     ]
                 bytes_ = amounts[0] if len(amounts) == 1 else poly(extremum([(p, Owner()) for p in amounts]))
                 self.program.lives.append(LiveRange("waiting", "activation", bytes_, begin, last - 1))
@@ -474,8 +474,8 @@ def play(
         player.hold(graph, waiting)
     for role, results in (("output", graph.outputs), ("gradient", graph.gradients.values())):
         for t in results:
-            held = env[t.storage]
-            for life in held.every() if held is not None else ():
+            storage_lives = env[t.storage]
+            for life in storage_lives.every() if storage_lives is not None else ():
                 if life.born is not None:
                     life.role, life.dies = role, None
     program = player.program
@@ -528,7 +528,7 @@ class Instant(NamedTuple):
                 by_role.setdefault(life.role, []).append(life.bytes)
         if self.at >= 0 and self.program.steps[self.at].workspace:
             by_role.setdefault("workspace", []).append(self.program.steps[self.at].workspace)
-        return tuple((role, total(parts)) for role, parts in by_role.items())
+        return tuple((role, total(amounts)) for role, amounts in by_role.items())
 
 
 def label(op: Op) -> str:
@@ -635,7 +635,7 @@ def _of_several(graph: Graph, values: Mapping[str, Poly], view: View) -> tuple[C
         smallest = {count: _smallest_count(graph, values, view, count, copies) for count, copies in counts.items()}
         graph.cache[key] = tuple(
             Condition(
-                count - (n - 1), f"iterations of a loop, which the formula holds for from {n} on,", 1, True,
+                count - (n - 1), f"number of loop iterations beyond {n - 1} (the formula holds from {n})", 1, True,
                 frozenset(count.names()),
             )
             for count, n in smallest.items() if n > 1

@@ -1017,7 +1017,7 @@ def holds_for(stages: Sequence[DeviceQuestion]) -> tuple[Validity, ...]:
     if facts is None or facts.schedule != "1f1b":
         return ()
     excess = facts.micro_batches - 2 * facts.stages
-    place = "micro-batches beyond two for each stage, from which on the time of stages that differ has this form,"
+    place = "number of micro-batches beyond two per stage (this formula requires two)"
     asked = Condition(excess, place, 0, True, frozenset(excess.names()))
     return (Validity(Conditions((), (asked,))),) if excess.names() else ()
 

@@ -216,11 +216,15 @@ def _holding_gradients(graph: Graph) -> set[Storage]:
 
 def _activations(graph: Graph, program: Program) -> Program:
     """Reduce a program to storages that the forward and backward pass allocate and free."""
-    kept = _holding_gradients(graph)
+    grad_storages = _holding_gradients(graph)
     late = {i for i, s in enumerate(program.steps) if s.op.phase == "optimizer"}
     steps = [replace(s, workspace=ZERO) if i in late else s for i, s in enumerate(program.steps)]
-    made = [e for e in program.lives if e.role in ("activation", "temporary") and not (e.made and e.made[0] in kept)]
-    return Program(steps, [life for life in made if life.born is not None and life.born not in late])
+    lives = [
+        e
+        for e in program.lives
+        if e.role in ("activation", "temporary") and not (e.made and e.made[0] in grad_storages)
+    ]
+    return Program(steps, [life for life in lives if life.born is not None and life.born not in late])
 
 
 def activation_memory(graph: Graph, /, **dims: int) -> Formula:
@@ -254,9 +258,9 @@ def activation_memory(graph: Graph, /, **dims: int) -> Formula:
     """
     need_graph("activation_memory", graph)
     values = bindings(graph, dims)
-    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values, _activations)]
-    if all(p.constant is not None for p, _ in found):
-        return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
+    cases = [(p.bind(values), owner) for p, owner in live_cases(graph, values, _activations)]
+    if all(p.constant is not None for p, _ in cases):
+        return answer(max((p for p, _ in cases), key=lambda p: p.constant or 0))
     return answer(
-        extremum(prune(found, values.validity.known) if values else found), closed(graph, values, _activations)
+        extremum(prune(cases, values.validity.known) if values else cases), closed(graph, values, _activations)
     )
