@@ -69,7 +69,7 @@ ENDLESS = {"count": itertools.count(1), "same": itertools.repeat(2), "range": ra
 @pytest.mark.parametrize("values", ENDLESS.values(), ids=ENDLESS)
 def test_endless_sizes_are_refused(values):
     step = cg.decode(cg.models.load("llama-3-8b"))
-    with pytest.raises(cg.BindingError, match="throughput: more than 1000 values, expected at most so many"):
+    with pytest.raises(cg.BindingError, match="throughput: expected at most 1000 values"):
         cg.plan.throughput(step, "h100-sxm", "B", values, S=64)
 
 

@@ -163,8 +163,8 @@ def test_a_message_has_a_number_of_bytes():
     with pytest.raises(cg.BindingError) as refused:
         cg.seconds(sharded(step(), cg.Buckets()), "h100-sxm", B=4, N=2)
     assert str(refused.value) == (
-        "messages of 'einsum_3.all_reduce': 4*D**2 bytes, expected sizes of parameters that are bound: what "
-        "fills a bucket is a number of bytes"
+        "messages of 'einsum_3.all_reduce': 4*D**2 bytes, expected a number; bind the sizes of all "
+        "parameters, since a bucket is a number of bytes"
     )
 
 

@@ -223,7 +223,7 @@ def test_one_device_with_all_that_is_known(capsys):
     ("words", "text"),
     [
         (["report", "llama-3-8b", "B"], "'B': expected NAME=SIZE, such as B=1 or S=8Ki"),
-        (["report", "llama-3-8b", "B=0"], "B: got '0', expected a positive whole number"),
+        (["report", "llama-3-8b", "B=0"], "B: got '0', expected a positive integer"),
         (["report", "llama-3-8b", "B=-1"], "B: got '-1', expected a size such as 8192, 8Ki, 1.5M or 70B"),
         (["report", "llama-3-8b", "B=__import__('os')"], "B: got \"__import__('os')\", expected a size"),
         (["report", "llama-3-8b", "1=2"], "'1=2': expected NAME=SIZE"),

@@ -129,14 +129,14 @@ def test_files_and_text_say_what_is_sent():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--tp", "0"], "--tp: got '0', expected a positive whole number"),
+        (["--tp", "0"], "--tp: got '0', expected a positive integer"),
         (["--dp", "1.5x"], "--dp: got '1.5x', expected a size such as 8192, 8Ki, 1.5M or 70B"),
         (["--cp", "2", "--context", "round"], "--context 'round': expected gather or all_to_all or ring"),
         (["--dp", "2", "--buckets", "many"], "--buckets 'many': expected none or copy or view"),
         (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
         (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),
         (["--offload", "disk"], "offload: 'disk', expected one of optimizer, parameters, activations"),
-        (["--tp", "7"], "expected a positive whole number"),
+        (["--tp", "7"], "expected a positive integer"),
         (["--pp", "2", "--stage", "third"], "--stage 'third': expected one of first, last"),
         (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),
         (["--pp", "2", "--layers", "1,x"], "--layers: got 'x', expected a size"),
@@ -223,7 +223,7 @@ def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
         ),
         ("decode llama-3-8b --hardware h100-sxm --ep 2 S=7", "ep splits no parameter of graph 'llama-3-8b.decode'"),
         ("latency llama-3-8b --hardware h100-sxm --prompt 0 --steps 3 B=1", "--prompt: got '0', expected"),
-        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is no dimension of either graph"),
+        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is not a dimension of either graph"),
     ],
 )
 def test_what_is_refused_of_inference(capsys, words, text):

@@ -309,7 +309,7 @@ def test_more_experts_than_there_are_cannot_be_chosen():
     with pytest.raises(cg.ShapeError, match=r"top 9 of .* expected a last axis of at least 9"):
         mixture(8, 9)
     g = mixture(E, k)
-    with pytest.raises(cg.BindingError, match="E - k = -1, expected a whole number that is not negative"):
+    with pytest.raises(cg.BindingError, match="E - k = -1, expected a nonnegative integer"):
         cg.flops(g, E=8, k=9, T=1, D=1, F=1)
 
 

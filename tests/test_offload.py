@@ -164,7 +164,7 @@ def test_the_host_updates_at_the_bandwidth_of_its_memory():
 
 def test_a_device_whose_host_nobody_described_has_no_time():
     away = cg.offload(step(), "optimizer")
-    with pytest.raises(SpecError, match=r"hardware b200: host.bandwidth is missing; expected it beside a table"):
+    with pytest.raises(SpecError, match=r"hardware b200: host.bandwidth is missing; add it to table"):
         cg.seconds(away, "b200", **SIZES)
 
 
@@ -236,7 +236,7 @@ def test_refusals():
         cg.parallelize(llama, dp=2, zero=1, offload="parameters")
     with pytest.raises(GraphError, match=r"timeline: side 'disk', expected one of device, host"):
         cg.timeline(away, side="disk")
-    with pytest.raises(GraphError, match=r"peak_memory: device 'cuda' beside side 'host', expected one of them"):
+    with pytest.raises(GraphError, match=r"peak_memory: device 'cuda' with side 'host'; expected only one of them"):
         cg.peak_memory(away, device="cuda", side="host")
 
 

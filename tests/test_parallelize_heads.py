@@ -132,7 +132,7 @@ def test_heads_that_are_neither_split_nor_copied_evenly():
 
 
 UNEVEN = {"B": 2, "S": 3, "D": 8, "H": 6, "G": 6, "K": 2, "F": 8, "L": 2, "V": 8}
-TEXT = "H=6, TP=4: axis [0-9] of 'layers/attention/q.*' has size H/TP = 3/2, expected a positive whole number"
+TEXT = "H=6, TP=4: axis [0-9] of 'layers/attention/q.*' has size H/TP = 3/2, expected a positive integer"
 
 
 @each(

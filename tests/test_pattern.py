@@ -90,7 +90,7 @@ def test_ellipsis(text, ranks, expected):
         ("... ... -> a", None, "'...' twice in one operand"),
         ("a -> ... ...", None, "'...' twice in one operand"),
         ("a b ... -> a", (1,), "an operand of 1 axes, expected at least 2"),
-        ("... _0 -> _0", (3,), "names such as '_0' beside '...'"),
+        ("... _0 -> _0", (3,), "names such as '_0' together with '...'"),
         ("a -> a a", None, "axis 'a' twice in the result"),
         ("a b -> (a b) a", None, "axis 'a' twice in the result"),
         ("a -> a*2", None, "an index with '*' or '+' in the result, expected plain axes"),

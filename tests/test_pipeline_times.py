@@ -152,13 +152,13 @@ def test_stages_that_take_unequal_times():
 @each(
     ("actions", "named", "text"),
     [
-        ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a time that is not negative"),
+        ("1f1b", {"forward": -1}, "simulate: forward is -1, expected a nonnegative time"),
         ("1f1b", {"send": "1 s"}, "simulate: send is '1 s', expected a time"),
         ("1f1b", {"forward": p}, "simulate: forward is p, expected a time"),
         ("1f1b", {"backward_weight": float("nan")}, "simulate: backward_weight is nan, expected a time"),
         ("1f1b", {"forward": [1, 2]}, "forward of 2 stages, expected a number, or one for each of 3"),
         ("1f1b", {"forward": [1, 2, None]}, "forward[2] is None, expected a time"),
-        ([], {}, "simulate: actions of no rank"),
+        ([], {}, "simulate: no actions"),
         ([[("F", 0, 0, None)]], {}, "simulate: actions is [[('F', 0, 0, None)]], expected"),
     ],
 )  # fmt: skip

@@ -371,7 +371,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"devices": 2**33}, "expected at most 4294967296 of each"),
         ({"B": None}, "search: B=None: expected a positive integer"),
         ({"pp": 2}, "pp"),
-        ({"tp": ()}, "search: tp: no values, expected some"),
+        ({"tp": ()}, "search: tp: no values, expected 1 to"),
         ({"tp": "8"}, "search: tp='8': expected a positive integer"),
         ({"zero": 4}, "search: zero: 4, expected one of 0, 1, 2, 3, or several"),
         ({"zero": True}, "search: zero: True, expected one of 0, 1, 2, 3"),
@@ -401,7 +401,7 @@ def test_what_is_no_limit_is_an_error(model, given, says):
 
 
 def test_a_size_that_is_left_out_is_named(model):
-    with pytest.raises(cg.BindingError, match="search: no size of B, expected the samples of a step"):
+    with pytest.raises(cg.BindingError, match="search: no size of B; expected the batch size of a step"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", S=52)
     with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for F, S, V, expected numbers"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", B=4, D=104)
@@ -573,8 +573,8 @@ def test_where_nothing_fits_no_plan_is_the_fastest(model):
     ("given", "says"),
     [
         (("B", (1, 9)), "crossovers: 'B' had no size in the search, expected one of D, F, S, V"),
-        (("S", (5, 6)), "crossovers: no multiple of 4 from 5 to 6, expected some"),
-        (("S", 7), "crossovers: within 7, expected the least and the largest size"),
+        (("S", (5, 6)), "crossovers: no multiple of 4 from 5 to 6"),
+        (("S", 7), "crossovers: within 7, expected the smallest and largest size"),
         (("S", (0, 7)), "crossovers: within=0: expected a positive integer"),
     ],
 )

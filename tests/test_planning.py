@@ -49,8 +49,8 @@ def test_depth_can_be_searched_too():
 @each(
     ("options", "text"),
     [
-        ({"D": 3}, "expected a limit, either hardware= or memory="),
-        ({"D": 3, "memory": 5, "hardware": "h100-sxm"}, "expected a limit, either"),
+        ({"D": 3}, "expected exactly one limit, hardware= or memory="),
+        ({"D": 3, "memory": 5, "hardware": "h100-sxm"}, "expected exactly one limit"),
         ({"memory": 100}, "still unbound: D"),
         ({"D": 3, "memory": -1}, "memory is -1, expected a positive number of bytes"),
         ({"D": 3, "memory": "8G"}, "memory is '8G', expected a positive number of bytes"),

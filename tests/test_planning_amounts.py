@@ -138,12 +138,12 @@ def test_decimals_stand_for_what_is_printed():
         (
             lambda: cg.plan.training_flops(1, 1, B=2),
             cg.BindingError,
-            "sizes B, expected none beside a number of parameters",
+            "sizes B with a number of parameters; expected a graph, or no sizes",
         ),
         (
             lambda: cg.plan.training_flops(load("gpt2"), 1),
             cg.GraphError,
-            "'gpt2' has no gradients, expected",
+            "'gpt2' has no gradients; expected",
         ),
         (lambda: cg.plan.training_flops(llama(), 1, Q=2), cg.BindingError, "'Q' is not a dimension"),
         (lambda: cg.plan.leading_term(7e9, 1), cg.GraphError, "leading_term: step is 7000000000.0, expected a graph"),

@@ -71,8 +71,8 @@ def test_a_schedule_says_how_long_ranks_of_a_pipeline_wait(step):
     with pytest.raises(cg.BindingError, match="micro-batches above the minimum"):
         cg.evaluate(formula, pp=7, m=5)
     for named, says in (
-        ({"pp": 5}, "run: pp is 5, expected a schedule beside it"),
-        ({"schedule": "1f1b", "bubble": 0.1}, "run: bubble is 0.1 beside schedule '1f1b', expected one of both"),
+        ({"pp": 5}, "run: pp is 5 without a schedule; add schedule="),
+        ({"schedule": "1f1b", "bubble": 0.1}, "run: bubble is 0.1 with schedule '1f1b'; expected only one of them"),
         ({"schedule": "1f1c"}, "schedule '1f1c', expected one of gpipe"),
     ):
         with pytest.raises(cg.CostGraphError, match=says):
@@ -89,5 +89,5 @@ def test_what_is_no_amount_is_an_error(step):
             cg.plan.run(step, "h100-sxm", named.pop("tokens"), **named, **SIZES)
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (7,))))
-    with pytest.raises(cg.GraphError, match="run: graph 'g' has no gradients, expected a step of training"):
+    with pytest.raises(cg.GraphError, match="run: graph 'g' has no gradients; expected a training step"):
         cg.plan.run(g, "h100-sxm", 1)

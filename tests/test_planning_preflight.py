@@ -152,7 +152,7 @@ def test_what_cannot_be_asked_is_refused(step, options, error, text):
 
 
 def test_a_forward_graph_and_an_unknown_device_are_refused(step):
-    with pytest.raises(cg.GraphError, match="'gpt2' has no gradients, expected what training_step returns"):
+    with pytest.raises(cg.GraphError, match="'gpt2' has no gradients; expected the result of training_step"):
         cg.plan.preflight(load("gpt2"), "h100-sxm")
     with pytest.raises(cg.SpecError, match="hardware 'h1' is unknown"):
         cg.plan.preflight(step, "h1")

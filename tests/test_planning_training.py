@@ -115,7 +115,7 @@ def test_torch_counts_the_same_forward_and_backward():
 def test_tokens_are_the_inputs_of_whole_numbers():
     assert cg.step_tokens(gpt()) == B * S
     assert cg.step_tokens(training_step(load("mlp")), B=3) == 3
-    with pytest.raises(cg.GraphError, match="has as inputs of whole numbers none, expected tokens or targets"):
+    with pytest.raises(cg.GraphError, match="are none; expected tokens or targets"):
         cg.step_tokens(cg.training_step(layers()))
     with cg.Graph("two") as g:
         g.input("a", (B,), dtype="int64")
@@ -167,7 +167,12 @@ def test_the_main_format_decides_which_peak_counts():
         ((5e13, 1, True), {}, cg.BindingError, "mfu: rate: True, expected"),
         ((5e13, 1, 1e15), {"devices": 0}, cg.BindingError, "mfu: devices: 0, expected"),
         ((True, 1, 1e15), {}, cg.BindingError, "mfu: FLOPs: True, expected"),
-        ((5e13, 1, 1e15), {"B": 3}, cg.BindingError, "mfu: sizes B, expected none beside FLOPs, or a graph"),
+        (
+            (5e13, 1, 1e15),
+            {"B": 3},
+            cg.BindingError,
+            "mfu: sizes B with a number of FLOPs; expected a graph, or no sizes",
+        ),
         ((5e13, 1, "h100-sxm"), {}, cg.BindingError, "mfu: dtype=None, expected a number format such as bf16"),
         ((5e13, 1, "h1000"), {"dtype": "bf16"}, cg.SpecError, "hardware 'h1000' is unknown"),
     ],
@@ -257,7 +262,9 @@ def test_the_70b_model_of_the_books():
 
 def test_a_forward_graph_has_no_state():
     for ask in (cg.state_bytes, cg.saved_state_bytes, cg.bytes_per_param):
-        with pytest.raises(cg.GraphError, match="graph 'layers' has no gradients, expected what training_step returns"):
+        with pytest.raises(
+            cg.GraphError, match="graph 'layers' has no gradients; expected the result of training_step"
+        ):
             ask(layers())
 
 

@@ -202,7 +202,7 @@ def test_ranges_that_are_none():
         (5, "peak_memory: within is 5, expected a mapping from text to (a whole number, a whole number)"),
         ({"X": (1, 2)}, "within has 'X', expected open sizes: A, B, D, F"),
         ({"B": 3}, "within is {'B': 3}, expected a mapping from text to (a whole number, a whole number)"),
-        ({"B": (3, 2)}, "within has B=(3, 2), expected the least size first"),
+        ({"B": (3, 2)}, "within has B=(3, 2), expected the smallest size first"),
         ({"B": (0, 2)}, "B=0: expected a positive integer"),
         ({"B": (1.5, 2)}, "within is {'B': (1.5, 2)}, expected a mapping"),
     ]:
@@ -279,7 +279,7 @@ def test_in_terms_of():
     assert cg.in_terms_of(9 * A * B, N=A, M=B) == 9 * M * N
     assert cg.in_terms_of(A + 1, N=B) == A + 1
     assert cg.in_terms_of(40, N=B) == 40
-    with pytest.raises(BindingError, match="in_terms_of: A is a size already"):
+    with pytest.raises(BindingError, match="in_terms_of: A is already a size"):
         cg.in_terms_of(A * B, A=B)
     with pytest.raises(BindingError, match="in_terms_of: N is 0"):
         cg.in_terms_of(A * B, N=0)

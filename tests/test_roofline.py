@@ -268,7 +268,7 @@ def test_crossover_of_an_op_that_does_nothing():
     M, N = cg.dims("M N")
     with cg.Graph("views") as g:
         g.output(cg.relu(g.input("x", (M, N)).T))
-    with pytest.raises(cg.GraphError, match="does nothing that takes time"):
+    with pytest.raises(cg.GraphError, match="takes no time"):
         cg.crossover(g.ops[0], H100, "N")
 
 
@@ -374,10 +374,10 @@ def test_crossover_where_growth_makes_it_memory_bound(own):
 
 def test_several_crossovers_are_an_error(own):
     g = stated(lambda N: 80 * N**3 + 80 * (N**4 - 1000 * N**3 + 10_000 * N**2))
-    with pytest.raises(cg.UnsupportedError, match="N has several, above 8, 512"):
+    with pytest.raises(cg.UnsupportedError, match="N has several crossovers, above 8, 512"):
         cg.crossover(g, own, "N")
     # narrow heads: the softmax bounds by compute what their products do not yet
-    with pytest.raises(cg.UnsupportedError, match="K has several, above 2, 1024"):
+    with pytest.raises(cg.UnsupportedError, match="K has several crossovers, above 2, 1024"):
         cg.crossover(projected(), own, "K", B=1, H=2, S=60)
 
 
@@ -423,7 +423,7 @@ def test_a_warm_start_is_a_formula_of_the_cache():
 def test_a_warm_start_needs_the_size_of_a_cache():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("a", (3,))))
-    with pytest.raises(cg.SpecError, match=r"hardware 'gaudi2' states none; add cache\.l2"):
+    with pytest.raises(cg.SpecError, match=r"hardware 'gaudi2' has none; add cache\.l2"):
         cg.roofline(g, "gaudi2", bound="warm")
     with pytest.raises(cg.GraphError, match="roofline: bound 'hot', expected one of cold, warm"):
         cg.roofline(g, H100, bound="hot")

@@ -176,7 +176,7 @@ def test_the_context_may_be_what_is_varied():
     [
         (("B", [1]), {}, "throughput of graph 'llama-3-70b.decode': expected numbers, still unbound: S"),
         (("B", [0]), {"S": 1}, "throughput: B=0: expected a positive integer"),
-        (("B", []), {"S": 1}, "throughput: no values, expected one at least"),
+        (("B", []), {"S": 1}, "throughput: no values, expected at least one"),
         (("B", "12"), {"S": 1}, "throughput: values '12', expected sizes such as [1, 2, 4]"),
         (("B", 3), {"S": 1}, "throughput: values 3, expected sizes such as [1, 2, 4]"),
     ],
@@ -248,7 +248,7 @@ def test_what_latency_refuses():
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=3)
     with pytest.raises(cg.BindingError, match="latency: steps=0: expected a positive integer"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=0, B=1)
-    with pytest.raises(cg.BindingError, match="latency: W is no dimension of either graph"):
+    with pytest.raises(cg.BindingError, match="latency: W is not a dimension of either graph"):
         cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, W=1)
     sequences, positions, width = cg.dims("B S D")
     with cg.Graph("other", dtype="bf16") as other:

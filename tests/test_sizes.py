@@ -43,7 +43,7 @@ def test_a_root_is_a_size_where_it_is_whole():
     assert cg.flops(g, N=9) == 2
     with pytest.raises(
         BindingError,
-        match=r"N=2: axis 0 of 'x' has size sqrt\(N\) - 1 = -1 \+ sqrt\(2\), expected a positive whole number",
+        match=r"N=2: axis 0 of 'x' has size sqrt\(N\) - 1 = -1 \+ sqrt\(2\), expected a positive integer",
     ):
         cg.flops(g, N=2)
     with pytest.raises(BindingError, match=r"N=1: axis 0 of 'x' has size sqrt\(N\) - 1 = 0, expected a positive"):
@@ -112,11 +112,11 @@ class Tiled(OpKind):
 @each(
     ("facts", "text"),
     [
-        ({"tile": TILE}, "tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"last_tile": TILE}, "last tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"each": (poly(N), TILE)}, "each of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"sides": (poly(N), TILE)}, "sides of 'tiled' has size N - 6 = 0, expected a positive whole number"),
-        ({"by_axis": {"h": TILE}}, "by axis of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"tile": TILE}, "tile of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"last_tile": TILE}, "last tile of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"each": (poly(N), TILE)}, "each of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"sides": (poly(N), TILE)}, "sides of 'tiled' has size N - 6 = 0, expected a positive integer"),
+        ({"by_axis": {"h": TILE}}, "by axis of 'tiled' has size N - 6 = 0, expected a positive integer"),
         ({"spare_bytes": TILE - 1}, "spare bytes of 'tiled' is N - 7 = -1, expected an amount that is not negative"),
         ({"by_unit": {"a": TILE - 1}}, "by unit of 'tiled' is N - 7 = -1, expected an amount that is not negative"),
         (

@@ -20,7 +20,7 @@ from costgraph import testing
 from costgraph.algebra.polynomial import ONE, poly
 from costgraph.analysis import step_time
 from costgraph.analysis.collective_time import exchange
-from costgraph.analysis.saved import behind, left_for_weights
+from costgraph.analysis.saved import behind, saved_for_weights
 from costgraph.analysis.work import ask as on_device
 from costgraph.ir.graph import known_names
 from costgraph.ops.collectives import (
@@ -206,7 +206,7 @@ def test_weights_need_both_sides_of_their_products():
     # operands: of q, k, v one, of o, of gate and up one, of down; gradients of results: q, k, v and those of o, gate,
     # up and down; and of both norms what is scaled and the gradient of the result, which gate and up and q, k, v add up
     kept = (D + H * K + D + F) + (3 * H * K + D + 2 * F + D) + (2 * D + 2 * D)
-    assert sympy.expand(left_for_weights(body)[0].expr - 4 * B * S * L / 4 * kept) == 0
+    assert sympy.expand(saved_for_weights(body)[0].expr - 4 * B * S * L / 4 * kept) == 0
 
 
 # -- what ranks do ---------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_forms_say_from_how_many_layers_of_a_stage_they_hold(open_ones):
         if depth > stages:
             assert cg.evaluate(formula, **point) == cg.peak_memory(g, **sizes)
         else:
-            with pytest.raises(cg.BindingError, match="a loop, which the formula holds for from 2 on, has size"):
+            with pytest.raises(cg.BindingError, match=r"iterations beyond 1 \(the formula holds from 2\) has size"):
                 cg.evaluate(formula, **point)
             assert cg.peak_memory(g, **sizes) < cg.peak_memory(g, **{**sizes, "L": 2 * depth})
 

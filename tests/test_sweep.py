@@ -100,7 +100,7 @@ def test_chunks_are_worked_out_when_they_are_asked_for():
         ({"a": B}, {"B": [[1, 2]]}, "sweep: B has 2 axes, expected a list of sizes, or one"),
         ({"a": B}, {"B": [0]}, "B: array of int64"),
         ({"a": B}, {"B": 1.5}, "B: array of float64"),
-        ({"B": B}, {"B": [1]}, "sweep: 'B' names a formula and an axis"),
+        ({"B": B}, {"B": [1]}, "sweep: 'B' is both a formula and an axis"),
         ({"a": lambda device: B}, {"B": [1]}, "sweep: 'a' is a function of a device, expected device="),
         (
             {"a": bandwidth},

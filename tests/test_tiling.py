@@ -454,7 +454,7 @@ def test_what_cannot_be_tiled_is_said():
     op, dims = declared("product")
     with pytest.raises(cg.BindingError, match="cache 2\\*I, but I is a dimension of graph 'product', expected another"):
         cg.tiling(op, cache=2 * cg.dims("I"))
-    with pytest.raises(cg.BindingError, match=r"cache of 8 bytes, expected 12 at least: one element of each array"):
+    with pytest.raises(cg.BindingError, match=r"cache of 8 bytes, expected at least 12: one element of each array"):
         cg.tiling(op, cache=8, **dims)
     with pytest.raises(cg.GraphError, match="expected one of them"):
         cg.bytes_moved(op.graph, True, cache=64)

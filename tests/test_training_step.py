@@ -234,9 +234,11 @@ def test_the_cheapest_policy_that_fits():
     chosen = cg.plan.checkpoint_for(g, memory=plain - 1, **sizes)
     step = cg.training_step(g, checkpoint=chosen)
     assert cg.peak_memory(step, **sizes) < plain
-    with pytest.raises(cg.BindingError, match=r"checkpoint_for: the least is [0-9]+ bytes, expected at most 1000"):
+    with pytest.raises(
+        cg.BindingError, match=r"checkpoint_for: the smallest peak is [0-9]+ bytes, expected at most 1000"
+    ):
         cg.plan.checkpoint_for(g, memory=1000, **sizes)
-    with pytest.raises(cg.BindingError, match="expected a limit, either hardware= or memory="):
+    with pytest.raises(cg.BindingError, match="expected exactly one limit, hardware= or memory="):
         cg.plan.checkpoint_for(g, **sizes)
 
 

@@ -86,7 +86,7 @@ def test_a_device_is_one_that_is_known():
         cg.peak_memory(g, device="tpu")
     with pytest.raises(GraphError, match="timeline: arch 'hopper', expected a compute capability"):
         cg.timeline(g, device="cuda", arch="hopper")
-    with pytest.raises(GraphError, match="peak_memory: arch 'sm_80' of no device, expected device='cuda' with it"):
+    with pytest.raises(GraphError, match="peak_memory: arch 'sm_80' without a device; add device='cuda'"):
         cg.peak_memory(g, arch="sm_80")
 
 
@@ -203,7 +203,7 @@ def test_a_report_needs_an_architecture_of_a_device():
     g = scores()
     with pytest.raises(SpecError, match="report: mi300x has no arch, expected arch=, such as 'sm_90', with device="):
         report(g, "mi300x", device="cuda")
-    with pytest.raises(GraphError, match="report: arch 'sm_80' of no device, expected device='cuda' with it"):
+    with pytest.raises(GraphError, match="report: arch 'sm_80' without a device; add device='cuda'"):
         report(g, "h100-sxm", arch="sm_80")
     with pytest.raises(GraphError, match="lifetimes: device 'tpu', expected one of cuda"):
         cg.lifetimes(g, device="tpu")
