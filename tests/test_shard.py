@@ -350,9 +350,7 @@ def test_a_degree_that_does_not_divide_is_refused_when_it_is_bound():
     sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
     # two products and a function of a third of the six columns, and 2/3 of an addition for each element of the sum
     assert cg.flops(sharded, B=2, D=5, T=3) == pytest.approx(2 * (2 * 2 * 5 * 2) + 2 * 2 + 2 * 5 * 2 / 3)
-    with pytest.raises(
-        cg.BindingError, match="T=4: axis 1 of 'up' has size 6/T = 3/2, expected a positive integer"
-    ):
+    with pytest.raises(cg.BindingError, match="T=4: axis 1 of 'up' has size 6/T = 3/2, expected a positive integer"):
         cg.flops(sharded, B=2, D=5, T=4)
 
 
