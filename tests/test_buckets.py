@@ -47,9 +47,9 @@ SHORT = {(1, True, True, True), (1, True, True, False), (2, False, True, True), 
 def test_ranks_compute_what_one_device_does(parts, each, none, view, tied):
     """Buckets hold no numbers when a step begins: what is read there was written before."""
     whole = step(tied, accumulate=parts, set_to_none=none)
-    rank = sharded(whole, cg.Buckets(view=view), reduce_each=each)
+    rank = sharded(whole, cg.Buckets(view=view), reduce_every_microbatch=each)
     testing.check_sharded(whole, rank, **SMALL)
-    plain = sharded(whole, reduce_each=each)
+    plain = sharded(whole, reduce_every_microbatch=each)
     assert cg.communication(rank).total() == cg.communication(plain).total()
 
 
@@ -84,9 +84,11 @@ def test_buckets_are_there_throughout_and_gradients_beside_them_if_they_are_copi
 
 def test_a_step_that_keeps_its_gradients_has_its_buckets_there():
     whole = step(set_to_none=False)
-    plain, viewed = (sharded(whole, buckets, reduce_each=False) for buckets in (None, cg.Buckets(view=True)))
+    plain, viewed = (
+        sharded(whole, buckets, reduce_every_microbatch=False) for buckets in (None, cg.Buckets(view=True))
+    )
     assert cg.peak_memory(plain, **SMALL) == cg.peak_memory(viewed, **SMALL)
-    copied = sharded(whole, cg.Buckets(), reduce_each=False)
+    copied = sharded(whole, cg.Buckets(), reduce_every_microbatch=False)
     assert cg.peak_memory(copied, **SMALL) == cg.peak_memory(plain, **SMALL) + 4 * 3 * 3 * (3 + 2)
 
 
@@ -116,7 +118,7 @@ def test_the_first_bucket_is_full_sooner():
     for layers, count in {23: 2, 24: 2, 25: 3}.items():  # head alone, then 25 of layers and w
         assert sum(n for _, n in messages(rank, **sizes, L=layers)) == count
     assert sum(n for _, n in messages(sharded(step(accumulate=3), cg.Buckets()), **sizes, L=25)) == 3 * 3
-    once = sharded(step(accumulate=3), cg.Buckets(), reduce_each=False)
+    once = sharded(step(accumulate=3), cg.Buckets(), reduce_every_microbatch=False)
     assert sum(n for _, n in messages(once, **sizes, L=25)) == 3
 
 
@@ -173,7 +175,7 @@ def test_gradients_that_stay_are_copied_once():
         sharded(step(accumulate=2), cg.Buckets(view=True))
     assert str(refused.value) == (
         "shard: buckets with view=True cannot hold the gradient of 'layers/w', because micro-batches accumulate into "
-        "it; expected reduce_each=False, a step with set_to_none=False, or view=False"
+        "it; expected reduce_every_microbatch=False, a step with set_to_none=False, or view=False"
     )
 
 

@@ -83,8 +83,8 @@ def test_report_options_change_the_model(capsys):
     assert base == cg.flops(load("gpt2"), B=2, S=16)
     assert flops("--attention", "eager")["value"] > base
     assert flops("--dropout", "0.1")["value"] == cg.flops(load("gpt2", dropout=0.1), B=2, S=16)
-    composed = load("gpt2", attention="eager", composed=True)
-    assert flops("--attention", "eager", "--composed")["value"] == cg.flops(composed, B=2, S=16)
+    composed = load("gpt2", attention="eager", eager_ops=True)
+    assert flops("--attention", "eager", "--eager-ops")["value"] == cg.flops(composed, B=2, S=16)
     assert flops("L=24")["value"] > base
     assert flops("--symbolic")["value"] is None
     wide = json.loads(good(capsys, "report", "gpt2", "--json", "-", "--dtype", "fp32"))["figures"]["param-bytes"]

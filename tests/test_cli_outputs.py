@@ -172,7 +172,7 @@ def test_a_file_is_what_its_content_says(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "words", "text"),
     [
-        (CONFIG, ["--composed"], "--composed: 'f.json' is a config.json, expected a preset for this option"),
+        (CONFIG, ["--eager-ops"], "--eager-ops: 'f.json' is a config.json, expected a preset for this option"),
         ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for this option"),
         ({**CONFIG, "hidden_size": "x"}, [], "f.json: hidden_size is 'x', expected a whole number"),
         ({"nodes": []}, [], "f.json: "),

@@ -84,8 +84,8 @@ PIPELINE = ["--pp", "2", "--micro-batches", "4", "--hardware", "h100-sxm"]
 
 def test_stages_make_it_the_report_of_one_of_them(capsys):
     step = training_step(model(), accumulate=4)
-    cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual=2)
-    words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual", "2"]
+    cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2)
+    words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual-stages", "2"]
     for name, stage in zip(("first", "last"), cut.stages, strict=True):
         code, out, err = run(capsys, *words, "--stage", name, "--json", "-")
         assert (code, err) == (0, "")

@@ -28,15 +28,15 @@ def chain(hold):
 
 def test_what_is_kept_lives_until_there():
     # input, and of the results two at a time; with the first one held, all three
-    assert cg.peak_memory(chain(hold=False), **POINT) == 4 * 3 * 5 * 3
-    assert cg.peak_memory(chain(hold=True), **POINT) == 4 * 3 * 5 * 4
-    rows = {r.tensor: r for r in cg.lifetimes(chain(hold=True), **POINT)}
+    assert cg.peak_memory(chain(keep_gathered=False), **POINT) == 4 * 3 * 5 * 3
+    assert cg.peak_memory(chain(keep_gathered=True), **POINT) == 4 * 3 * 5 * 4
+    rows = {r.tensor: r for r in cg.lifetimes(chain(keep_gathered=True), **POINT)}
     assert rows["relu"].dies == "keep"
     assert rows["tanh"].dies == "tanh_1"
 
 
 def test_nothing_is_computed_or_moved():
-    held, plain = chain(hold=True), chain(hold=False)
+    held, plain = chain(keep_gathered=True), chain(keep_gathered=False)
     assert cg.flops(held) == cg.flops(plain)
     assert cg.bytes_moved(held) == cg.bytes_moved(plain)
     assert held.outputs[0].is_view
@@ -67,7 +67,7 @@ def layered(hold):
 
 
 def test_gradients_pass_to_what_is_returned_alone():
-    check_training(layered(hold=True), **POINT, L=3)
+    check_training(layered(keep_gathered=True), **POINT, L=3)
 
 
 def test_a_backward_pass_holds_nothing():
@@ -87,8 +87,8 @@ def test_no_gradient_goes_to_what_is_held():
 
 
 def test_a_file_says_the_same(tmp_path):
-    save(chain(hold=True), tmp_path / "g.json")
-    assert cg.peak_memory(load(tmp_path / "g.json")) == cg.peak_memory(chain(hold=True))
+    save(chain(keep_gathered=True), tmp_path / "g.json")
+    assert cg.peak_memory(load(tmp_path / "g.json")) == cg.peak_memory(chain(keep_gathered=True))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_file_says_the_same(tmp_path):
 )
 def test_a_file_with_something_else_is_refused(tmp_path, change, text):
     path = tmp_path / "g.json"
-    save(chain(hold=True), path)
+    save(chain(keep_gathered=True), path)
     data = json.loads(path.read_text())
     next(n for n in data["nodes"] if n.get("kind") == "keep").update(change)
     path.write_text(json.dumps(data))

@@ -116,7 +116,7 @@ def test_gradients_in_buffers_of_their_own_lie_as_what_they_are_of(stage):
 def test_gradients_of_micro_batches_are_reduced_once(stage):
     whole = step("llama-2-13b", cg.AdamW(), precision="bf16-master", accumulate=3)
     each, once = (
-        cg.communication(cg.parallelize(whole, dp=DP, tp=2, zero=stage, reduce_each=each, strict=True))
+        cg.communication(cg.parallelize(whole, dp=DP, tp=2, zero=stage, reduce_every_microbatch=each, strict=True))
         for each in (True, False)
     )
     reduced = [rows.filter(axis="dp", phase="backward") for rows in (each, once)]
@@ -126,7 +126,7 @@ def test_gradients_of_micro_batches_are_reduced_once(stage):
     assert sympy.expand(each.filter(axis="tp").total() - once.filter(axis="tp").total()) == 0
     if stage < 3:  # the others by unit, as the last micro-batch has them
         assert any(m.op == "layers/mlp/up/weight.grad." + m.collective for m in once)
-    rank = cg.parallelize(whole, dp=2, tp=2, zero=stage, sequence=True, reduce_each=False, strict=True)
+    rank = cg.parallelize(whole, dp=2, tp=2, zero=stage, sequence=True, reduce_every_microbatch=False, strict=True)
     testing.check_sharded(whole, rank, B=2, S=2, D=4, H=4, G=2, K=2, F=4, L=2, V=4)
 
 
@@ -135,7 +135,7 @@ def test_parts_of_sums_are_reduced_in_the_format_that_they_are_added_up_in():
     policy = cg.FullyShard("dp", reduce_dtype="fp32")
     split = {t.name: "(b dp)" + " c" * (t.ndim - 1) for t in whole.tensors if t.name == "norm/weight"}
     with pytest.raises(cg.UnsupportedError, match="reduce_dtype='fp32'; expected gradients to be reduced in the"):
-        cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_each=False)
+        cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_every_microbatch=False)
 
 
 @pytest.mark.parametrize("count", in_part([2, "N"], 0))
@@ -149,7 +149,7 @@ def test_the_last_micro_batch_reduces_by_unit_what_all_have_added_up(count):
         if t.producer is None and t.role in ("param", "state") and t.ndim > t.storage.pieces:
             split[t.name] = " ".join(["(a own)", *(f"b{i}" for i in range(t.ndim - t.storage.pieces - 1))])
     policy = cg.FullyShard("own", param_dtype="bf16", reduce_dtype="fp32")
-    rank = cg.shard(whole, cg.mesh(rep=2, own=2), split, gather=policy, reduce_each=False, strict=True)
+    rank = cg.shard(whole, cg.mesh(rep=2, own=2), split, gather=policy, reduce_every_microbatch=False, strict=True)
     sizes = {"B": 4, "S": 2, "D": 4, "F": 4, "H": 2, "G": 2, "K": 2, "L": 3, "V": 4, **n}
     testing.check_sharded(whole, rank, **sizes)
     layer = 2 * 4 + 4 * (4 * 4) + 3 * (4 * 4)  # norms, q, k, v and proj, gate, up and down
@@ -235,7 +235,7 @@ def test_a_graph_of_other_layers_is_refused():
 @pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}], ids=["saved", "recomputed"])
 def test_what_a_split_sequence_gathers_is_held_for_the_backward_pass_or_gathered_again(options):
     whole = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), **options)
-    again = cg.parallelize(whole, tp=2, sequence=True, hold=False, strict=True)
+    again = cg.parallelize(whole, tp=2, sequence=True, keep_gathered=False, strict=True)
     held = cg.parallelize(whole, tp=2, sequence=True, strict=True)
     sizes = {"B": 2, "S": 2, "D": 4, "H": 2, "G": 2, "K": 2, "F": 4, "L": 2, "V": 4}
     testing.check_sharded(whole, held, **sizes)

@@ -103,7 +103,7 @@ def test_what_is_reduced_in_place_takes_no_memory():
     whole = step(accumulate=M)
     sizes = {"B": 1, "S": 128, "D": 256, "H": 8, "G": 8, "K": 32, "F": 512, "L": 4, "V": 1024, "M": 4}
     alone = cg.peak_memory(whole, **sizes)
-    rank = cg.parallelize(whole, dp=4, zero=1, reduce_each=False, strict=True)
+    rank = cg.parallelize(whole, dp=4, zero=1, reduce_every_microbatch=False, strict=True)
     peak = cg.peak_memory(rank, **{**sizes, "B": 4})
     spared = 12 * cg.param_count(whole, **{n: s for n, s in sizes.items() if n not in "BSM"}) * 3 / 4
     counters = 4 * 12 * sizes["L"]  # counts of steps of at most 12 parameters of a layer, which are scalars
@@ -114,7 +114,7 @@ def test_products_of_layers_add_what_they_make_to_buffers_themselves():
     # gradient_accumulation_fusion: what a product makes in bf16 is neither written nor read, 2 bytes each; what
     # autograd is handed instead is one tensor for each shape of a weight (get_dummy_wgrad of TransformerEngine)
     whole = step(accumulate=M)
-    fused, apart = megatron(whole, tp=TP), cg.parallelize(whole, tp=TP, reduce_each=False, strict=True)
+    fused, apart = megatron(whole, tp=TP), cg.parallelize(whole, tp=TP, reduce_every_microbatch=False, strict=True)
     D, F, H, G, K, L = cg.dims("D F H G K L")
     layer = 2 * D * H * K + 2 * D * G * K + 3 * D * F
     assert sympy.expand(cg.bytes_moved(apart) - cg.bytes_moved(fused) - 4 * M * L * layer / TP) == 0
@@ -140,7 +140,7 @@ def test_a_sum_that_is_no_piece_of_its_buffer_is_reduced_whole():
         g.output(cg.reduce(x * x, "b f -> ", "mean"))
     whole = cg.training_step(g, optimizer=cg.SGD(), accumulate=2, set_to_none=False)
     halves = {"x": "m (b dp) d", "w": "d (2 f tp dp)", "w.grad": "d (2 f tp)"}  # a rank has a part of each half
-    rank = cg.shard(whole, cg.mesh(dp=2, tp=2), halves, gather="dp", reduce_each=False)
+    rank = cg.shard(whole, cg.mesh(dp=2, tp=2), halves, gather="dp", reduce_every_microbatch=False)
     assert [m.collective for m in cg.communication(rank).filter(axis="dp", op="w.grad.all_reduce")] == ["all_reduce"]
     testing.check_sharded(whole, rank, B=2, D=3, F=4)
 
@@ -162,5 +162,5 @@ def test_one_rank_is_one_device():
     rank = megatron(whole, zero=1, sequence=True)
     assert len(cg.communication(rank)) == 0
     assert (cg.matmul_flops(rank), cg.param_bytes(rank)) == (cg.matmul_flops(whole), cg.param_bytes(whole))
-    once = cg.parallelize(whole, zero=1, sequence=True, reduce_each=False, strict=True)
+    once = cg.parallelize(whole, zero=1, sequence=True, reduce_every_microbatch=False, strict=True)
     assert cg.peak_memory(once) == cg.peak_memory(whole)

@@ -71,8 +71,8 @@ def picked(graph, nodes, measured, **limits):
     """Return the measured tokens/s of the first plan that was measured; none of those that fit needed too much."""
     found = cg.plan.search(
         graph, devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
-        zero=(0, 1), checkpoint="none", sequence=True, reduce_each=False, hold=False, tp={tp for _, tp, *_ in measured},
-        **limits,
+        zero=(0, 1), checkpoint="none", sequence=True, reduce_every_microbatch=False, keep_gathered=False,
+        tp={tp for _, tp, *_ in measured}, **limits,
     )  # fmt: skip
     plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
     # what fits was not measured to need more than there is

@@ -27,7 +27,7 @@ from costgraph.plan.strategy_templates import PlanFamily
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
 #: Every micro-batch reduces gradients and nothing overlaps: what a graph of one rank takes by itself.
-PLAIN = {"overlap": "none", "reduce_each": True}
+PLAIN = {"overlap": "none", "reduce_every_microbatch": True}
 MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **SIZES, **PLAIN}
 FEW = {**MANY, "zero": (1, 3), "checkpoint": "every-block"}
 
@@ -72,7 +72,7 @@ def mean(logits):
 
 OTHERS = [
     {"devices": 3, "B": 6}, {"overlap": "ideal"}, {"S": 26}, {"precision": "fp32"}, {"loss": mean},
-    {"optimizer": cg.SGD()}, {"hardware": "a100-80-sxm"}, {"reduce_each": False, "accumulate": 2, "B": 8},
+    {"optimizer": cg.SGD()}, {"hardware": "a100-80-sxm"}, {"reduce_every_microbatch": False, "accumulate": 2, "B": 8},
 ]  # fmt: skip
 
 
@@ -268,10 +268,10 @@ def test_another_axis_is_split_where_ranks_do_not_divide_the_longest_one():
 
 def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model):
     limits = {**FEW, "precision": "bf16-mixed", "zero": (0, 1, 2, 3), "tp": 2, "sequence": True}
-    once = cg.plan.search(model, **{**limits, "reduce_each": False})
+    once = cg.plan.search(model, **{**limits, "reduce_every_microbatch": False})
     assert {p.zero for p in once.rows if p.accumulate > 1} == {0, 1, 2, 3}
     for plan in of_each_kind(once.rows):
-        peak, taken = alone(model, plan, precision="bf16-mixed", reduce_each=False)
+        peak, taken = alone(model, plan, precision="bf16-mixed", reduce_every_microbatch=False)
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
 
@@ -279,7 +279,7 @@ def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model
 def test_gradients_are_reduced_in_each_micro_batch_by_default_where_ranks_keep_no_whole_ones(model):
     limits = {**FEW, "zero": (1, 2), "tp": 1, "accumulate": 3, "checkpoint": "none"}
     each, once, default = (
-        {p.zero: p.seconds for p in cg.plan.search(model, **{**limits, "reduce_each": how}).rows}
+        {p.zero: p.seconds for p in cg.plan.search(model, **{**limits, "reduce_every_microbatch": how}).rows}
         for how in (True, False, None)
     )
     assert once[1] < each[1]
@@ -290,12 +290,15 @@ def test_gradients_are_reduced_in_each_micro_batch_by_default_where_ranks_keep_n
 def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
     limits = {**MANY, "precision": "megatron-bf16", "zero": 1, "tp": 1, "sequence": False, "checkpoint": "none"}
     at_once, found = (
-        cg.plan.search(model, **{**limits, "reduce_each": False}, defer_accumulation=wait).rows
+        cg.plan.search(model, **{**limits, "reduce_every_microbatch": False}, defer_accumulation=wait).rows
         for wait in (False, True)
     )
     for plan in found[::2]:
         step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, defer_accumulation=True)
-        rank, sizes = cg.parallelize(step, dp=plan.dp, zero=1, reduce_each=False), {**SIZES, "B": plan.micro_batch * 26}
+        rank, sizes = (
+            cg.parallelize(step, dp=plan.dp, zero=1, reduce_every_microbatch=False),
+            {**SIZES, "B": plan.micro_batch * 26},
+        )
         assert plan.memory == cg.peak_memory(rank, **sizes), plan
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **sizes), rel=1e-9), plan
     assert max(p.memory for p in found) > max(p.memory for p in at_once)
@@ -380,7 +383,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"checkpoint": "some"}, "--checkpoint"),
         ({"schedule": "2f2b"}, "search: schedule: '2f2b', expected one of gpipe, 1f1b, interleaved"),
         ({"system": "megatron", "zero": 2}, "search: zero: 2, expected one of 0, 1, or several"),
-        ({"virtual": 0}, "search: virtual=0: expected a positive integer"),
+        ({"virtual_stages": 0}, "search: virtual_stages=0: expected a positive integer"),
         ({"offload": "gradients"}, "search: offload: 'gradients', expected one of optimizer, parameters, activations"),
         ({"offload": 3}, "search: offload: 3, expected a text such as 'none' or 'optimizer\\+parameters'"),
         ({"precision": ("bf16", "bf17")}, "bf17"),
@@ -391,7 +394,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
             {"defer_accumulation": True},
             "defer_accumulation needs gradients in a wider format than they are computed in",
         ),
-        ({"reduce_each": "never"}, "search: reduce_each is 'never', expected True or False"),
+        ({"reduce_every_microbatch": "never"}, "search: reduce_every_microbatch is 'never', expected True or False"),
         ({"memory": -1}, "memory"),
     ],
 )
@@ -412,7 +415,7 @@ def test_a_size_that_is_left_out_is_named(model):
 def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
     cg.save(model, tmp_path / "lm.json")
     words = "--devices 26 --hardware h100-sxm --precision bf16 --tp 1,2 --zero 0,3 --checkpoint none --overlap none"
-    words += " --reduce-each --sequence yes --accumulate 1"
+    words += " --reduce-every-microbatch --sequence yes --accumulate 1"
     sizes = [f"{name}={n}" for name, n in {"B": 78, **SIZES}.items()]
     own = {"tp": (1, 2), "zero": (0, 3), "checkpoint": "none", "sequence": True, "accumulate": 1}
     expected = cg.plan.search(model, **MANY, **own)
@@ -599,8 +602,10 @@ def test_gradients_of_ranks_of_context_and_experts_are_reduced_once_too(axis):
         "overlap": "none",
     }
     asked |= {"dp": 1, "cp": 1, "ep": 1, "micro_batch": 1, axis: 2}
-    plan = cg.plan.search(mixture, **asked, reduce_each=False).best
-    rank = cg.parallelize(training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_each=False)
+    plan = cg.plan.search(mixture, **asked, reduce_every_microbatch=False).best
+    rank = cg.parallelize(
+        training_step(mixture, accumulate=plan.accumulate), **{axis: 2}, reduce_every_microbatch=False
+    )
     at = {**sizes, "B": 2 if axis == "ep" else 1}
     assert (plan.memory, plan.accumulate) == (cg.peak_memory(rank, **at), 4)
     assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9)

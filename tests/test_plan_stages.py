@@ -7,7 +7,7 @@ import costgraph as cg
 
 B, S, D, F, V, L = cg.dims("B S D F V L")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
-PLAIN = {"overlap": "none", "reduce_each": True}
+PLAIN = {"overlap": "none", "reduce_every_microbatch": True}
 FEW = {"devices": 52, "hardware": "h100-sxm", "precision": "bf16", "B": 52, "checkpoint": "none", **SIZES, **PLAIN}
 
 
@@ -43,7 +43,7 @@ def alone(model, plan, depth, overlap="none", **options):
     step = cg.training_step(model, precision=plan.precision, accumulate=m)
     split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "offload": plan.offload}
     split |= {"pp": plan.pp, "micro_batches": m, "schedule": plan.schedule}
-    split |= {"virtual": plan.virtual} if len(set(every)) == 1 else {"layers": every}
+    split |= {"virtual_stages": plan.virtual_stages} if len(set(every)) == 1 else {"layers": every}
     rank = cg.parallelize(step, **split, **options)
     sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": depth}
     peaks = []
@@ -79,10 +79,10 @@ def test_stages_take_what_their_graphs_take_alone(model, depth):
 @pytest.mark.parametrize("zero", in_part([1, 0, 2, 3], 0, 4))
 def test_gradients_of_stages_that_are_reduced_once_take_what_their_graphs_take_alone(model, zero):
     few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
-    found = cg.plan.search(model, **{**few, "reduce_each": False})
+    found = cg.plan.search(model, **{**few, "reduce_every_microbatch": False})
     assert {p.dp for p in found.rows} == {2, 26}
     for plan in found.rows[:: len(found.rows) // 3]:
-        same(model, plan, 7, reduce_each=False)
+        same(model, plan, 7, reduce_every_microbatch=False)
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -107,7 +107,7 @@ ORDERS = {
 def test_schedules_take_what_their_graphs_take_alone(model, name):
     few = {**FEW, "B": 208, "L": 12, "zero": 1, "tp": 13, "pp": (2, 4), "sequence": True, "micro_batch": 1}
     found = cg.plan.search(model, **few, schedule=name)
-    assert {(p.virtual, p.pp) for p in found.rows} == ORDERS[name]
+    assert {(p.virtual_stages, p.pp) for p in found.rows} == ORDERS[name]
     assert {p.schedule for p in found.rows} == {name}
     for plan in found.rows[:: max(1, len(found.rows) // 6)]:
         same(model, plan, 12)
@@ -135,7 +135,7 @@ def test_plans_of_megatron_take_what_its_graphs_take_alone(model, pp):
         "micro_batch": 2,
         "precision": "megatron-bf16",
     }
-    found = cg.plan.search(model, **{**few, "reduce_each": None}, system="megatron")
+    found = cg.plan.search(model, **{**few, "reduce_every_microbatch": None}, system="megatron")
     assert {p.zero for p in found.rows} == {0, 1}
     for plan in found.rows:
         fused = cg.AdamW(implementation="fused")

@@ -7,7 +7,7 @@ import costgraph as cg
 
 B, S, D, F, V, L = cg.dims("B S D F V L")
 SIZES = {"S": 48, "D": 96, "F": 192, "V": 192, "L": 6}
-FEW = {"devices": 12, "precision": "bf16", "checkpoint": "none", "B": 24, "reduce_each": True, **SIZES}
+FEW = {"devices": 12, "precision": "bf16", "checkpoint": "none", "B": 24, "reduce_every_microbatch": True, **SIZES}
 
 
 @pytest.fixture(scope="module")

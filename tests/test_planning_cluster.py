@@ -59,7 +59,7 @@ def test_what_is_open_stays_in_the_formulas(step):
 def test_a_schedule_says_how_long_ranks_of_a_pipeline_wait(step):
     s = cg.parallelize(step, dp=3)
     alone = cg.plan.run(s, "h100-sxm", 10**9, price=2, **SIZES)
-    piped = {"schedule": "interleaved", "pp": 5, "micro_batches": 35, "virtual": 2}
+    piped = {"schedule": "interleaved", "pp": 5, "micro_batches": 35, "virtual_stages": 2}
     found = cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
     assert found.seconds == pytest.approx(alone.seconds * (1 + 4 / (35 * 2)))
     assert (found.devices, found.step_tokens) == (15, 6 * 64)

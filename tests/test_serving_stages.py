@@ -148,10 +148,10 @@ def sends(op):
 
 def test_what_no_pass_forward_has_is_refused():
     graph = cg.decode(load("llama-3-8b"))
-    for options in ({"schedule": "gpipe"}, {"virtual": 2, "schedule": "interleaved"}):
+    for options in ({"schedule": "gpipe"}, {"virtual_stages": 2, "schedule": "interleaved"}):
         with pytest.raises(cg.UnsupportedError) as refused:
             cg.parallelize(graph, pp=4, micro_batches=4, **options)
-        assert "has no backward pass; omit schedule= and virtual=" in str(refused.value)
+        assert "has no backward pass; omit schedule= and virtual_stages=" in str(refused.value)
     with pytest.raises(cg.GraphError, match=r"has 2 micro-batches, expected as many sequences in each of 7"):
         cg.plan.disaggregated(
             cg.prefill(load("llama-3-8b")), cg.parallelize(graph, pp=4, micro_batches=2), "h100-sxm",

@@ -6,6 +6,7 @@ from shared import load, parallelize, training_step
 
 import costgraph as cg
 from costgraph.ir.graph import SIZE_ALIASES
+from costgraph.notation.validation import RENAMED_KEYWORDS
 from costgraph.optimizers import OPTIMIZERS
 
 
@@ -35,6 +36,32 @@ def test_a_dimension_of_the_graph_is_no_alias():
     assert cg.flops(g, batch=2, B=3) == 6
     with pytest.raises(cg.BindingError, match="'seq_len' is not a dimension"):
         cg.flops(g, seq_len=2)
+
+
+RENAMED_CALLS = {
+    "composed": lambda **earlier: cg.models.load("gpt2", **earlier),
+    "hold": lambda **earlier: cg.parallelize(training_step(load("llama-3-8b")), tp=2, sequence=True, **earlier),
+    "reduce_each": lambda **earlier: cg.parallelize(training_step(load("gpt2"), accumulate=2), dp=2, **earlier),
+    "virtual": lambda **earlier: cg.plan.bubble("interleaved", 2, 4, **earlier),
+}
+
+
+def test_every_renamed_keyword_has_a_call():
+    assert RENAMED_CALLS.keys() == RENAMED_KEYWORDS.keys()
+
+
+@each("earlier", sorted(RENAMED_KEYWORDS))
+def test_earlier_keywords_warn_and_have_the_same_effect(earlier):
+    call, new = RENAMED_CALLS[earlier], RENAMED_KEYWORDS[earlier]
+    value = 3 if earlier == "virtual" else True
+    with pytest.warns(DeprecationWarning, match=f"{earlier}= is now {new}="):
+        answer = call(**{earlier: value})
+    expected = call(**{new: value})
+    if isinstance(answer, cg.Graph):
+        answer, expected = ((cg.bytes_moved(graph), cg.peak_memory(graph, B=2, S=64)) for graph in (answer, expected))
+    assert answer == expected
+    with pytest.raises(cg.GraphError, match=f"{earlier} and {new} are two names of one argument"):
+        call(**{earlier: value, new: value})
 
 
 @each("name", sorted(OPTIMIZERS))

@@ -123,7 +123,9 @@ def test_tables_of_both_ends_are_on_both_and_their_gradients_are_added_up():
 
 
 @pytest.mark.parametrize(
-    "split", [{"zero": 1, "system": "megatron"}, {"zero": 2, "reduce_each": False}], ids=["megatron", "torch"]
+    "split",
+    [{"zero": 1, "system": "megatron"}, {"zero": 2, "reduce_every_microbatch": False}],
+    ids=["megatron", "torch"],
 )
 def test_gradients_of_which_each_rank_has_a_part_are_added_up_by_parts(split):
     """In the buffers of Megatron they stay from step to step, and are set to zero behind the updates that read them."""
@@ -159,7 +161,7 @@ def test_what_is_not_cut_is_refused():
     with pytest.raises(cg.GraphError, match="parallelize: schedule 'zbw', expected one of gpipe, 1f1b"):
         cg.parallelize(whole, pp=2, micro_batches=4, schedule="zbw")
     with pytest.raises(cg.BindingError, match="schedule '1f1b': virtual stages per rank beyond 1"):
-        cg.parallelize(whole, pp=2, micro_batches=4, virtual=2)
+        cg.parallelize(whole, pp=2, micro_batches=4, virtual_stages=2)
     with pytest.raises(cg.UnsupportedError, match="micro_batches is 4 with one pipeline stage, expected 1"):
         cg.parallelize(whole, micro_batches=4)
     with cg.Graph("flat") as flat:

@@ -165,7 +165,7 @@ def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
 
 
 def stages(name, p=4, v=None):
-    return parallelize(step(), pp=p, micro_batches=M, schedule=name, virtual=v or GROUPS[name]).stages
+    return parallelize(step(), pp=p, micro_batches=M, schedule=name, virtual_stages=v or GROUPS[name]).stages
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v", "depth"), in_part(MEASURED, 0, 4))
@@ -214,11 +214,11 @@ def test_weights_need_both_sides_of_their_products():
 
 @pytest.mark.parametrize("name", in_part(GROUPS, 0, 3))
 def test_ranks_do_together_what_the_step_does_and_send_what_the_schedule_says(name):
-    whole_step, s = cut(llama(), schedule=name, virtual=GROUPS[name])
+    whole_step, s = cut(llama(), schedule=name, virtual_stages=GROUPS[name])
     first, middle, last = s.stages
     for ask in (cg.matmul_flops, cg.param_count):
         assert sympy.expand(ask(first) + (P - 2) * ask(middle) + ask(last) - ask(whole_step)) == 0
-    _, s = cut(llama(), 4, schedule=name, virtual=GROUPS[name])
+    _, s = cut(llama(), 4, schedule=name, virtual_stages=GROUPS[name])
     for g, rank in zip(s.stages, (0, 1, 3), strict=True):
         rows = [r for r in cg.communication(g) if r.collective == "send"]
         assert sum(r.times for r in rows) == cg.plan.sends(name, 4, M, GROUPS[name], rank)
@@ -347,7 +347,7 @@ def test_both_directions_have_two_whole_stages_on_each_rank_and_half_of_the_micr
 def test_runs_of_all_schedules_count_tokens_and_devices_of_the_whole_pipeline(name):
     # both ends of dualpipe have half of the micro-batches: their number is known
     m = 8 if name == "dualpipe" else M
-    whole_step, s = cut(llama(), 4, m, schedule=name, virtual=GROUPS.get(name, 1))
+    whole_step, s = cut(llama(), 4, m, schedule=name, virtual_stages=GROUPS.get(name, 1))
     sizes = SIZES if name == "dualpipe" else {**SIZES, "M": 8}
     found = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
     assert (found.devices, found.step_tokens) == (4, 8 * SIZES["B"] * SIZES["S"])
@@ -359,7 +359,7 @@ def test_runs_of_all_schedules_count_tokens_and_devices_of_the_whole_pipeline(na
 @pytest.mark.parametrize("name", [*(n for n in GROUPS if n not in ("gpipe", "1f1b")), "dualpipe"])
 def test_time_is_that_of_the_events_but_for_a_few_sends(name):
     v = GROUPS.get(name, 1)  # of both directions, a micro-batch goes through one stage of a rank
-    g = cg.parallelize(step(), pp=4, micro_batches=M, schedule=name, virtual=v).stages[1]
+    g = cg.parallelize(step(), pp=4, micro_batches=M, schedule=name, virtual_stages=v).stages[1]
     late = {op for body in g.bodies() for op in behind(body)}
     for p in (2, 5) if name != "dualpipe" else (2, 6):
         m = 2 * p
@@ -435,9 +435,9 @@ def test_stages_may_have_layers_of_their_own():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"schedule": "1f1b", "virtual": 2}, "virtual stages per rank beyond 1"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, "virtual stages per rank beyond 1"),
         ({"schedule": "interleaved"}, "virtual stages per rank beyond one"),
-        ({"schedule": "dualpipe", "virtual": 3}, "schedule 'dualpipe': virtual stages per rank beyond 2"),
+        ({"schedule": "dualpipe", "virtual_stages": 3}, "schedule 'dualpipe': virtual stages per rank beyond 2"),
         ({"schedule": "1f1c"}, "parallelize: schedule '1f1c', expected one of gpipe"),
         ({"schedule": "zbv", "layers": (1, 2, 3, 4)}, "layers with 2 layer groups per rank, expected one group"),
         ({"layers": (1, 2, 3)}, "layers lists 3 stages, expected pp=4"),
@@ -452,7 +452,7 @@ def test_what_no_schedule_has_is_refused(options, text):
 
 
 def test_numbers_that_a_schedule_has_no_lists_for_are_refused_where_they_are_bound():
-    s = cg.parallelize(step(), pp=P, micro_batches=M, schedule="interleaved", virtual=2)
+    s = cg.parallelize(step(), pp=P, micro_batches=M, schedule="interleaved", virtual_stages=2)
     g = s.stages[1]
     with pytest.raises(cg.BindingError, match="micro-batches per rank has size M/P = 7/4"):
         cg.peak_memory(g, **own_sizes(g, M=7, P=4))

@@ -42,7 +42,7 @@ __all__ = [
 @command("report")
 def report_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
-    dtype: opt.Format = None, dropout: opt.Dropout = None, composed: opt.Composed = False,
+    dtype: opt.Format = None, dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False, count: opt.Count = "executed", fallback: opt.Fallback = None,
     depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
     csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
@@ -58,7 +58,7 @@ def report_command(
     """
     check_files(json, csv, plot, memory_plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     result = report(
         graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch,
         hierarchical=hierarchical, **dims,
@@ -82,7 +82,7 @@ def formula_command(
         autocompletion=opt.one_of(lambda: ("text", "latex", "python")))] = "text",
     preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
-    composed: opt.Composed = False,
+    eager_ops: opt.EagerOps = False,
 ) -> None:  # fmt: skip
     """Print the closed form of a quantity; unbound sizes stay symbolic.
 
@@ -95,7 +95,7 @@ def formula_command(
     if quantity != "peak-memory" and quantity not in QUANTITIES:
         quantities = ", ".join(["peak-memory", *QUANTITIES])
         raise FormatError(f"quantity {shorten(quantity)}: expected one of {quantities}")
-    graph = load_model(model, attention, dtype, dropout, composed, not preset)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, not preset)
     if quantity == "peak-memory":
         _peak_formula(graph, dims, format)
         return
@@ -136,7 +136,7 @@ def crossover_command(
     sizes: opt.Sizes = None,
     fallback: opt.Fallback = None,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
-    composed: opt.Composed = False,
+    eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
     """Print the size at which compute time overtakes memory time, over all ops together.
@@ -146,7 +146,7 @@ def crossover_command(
       costgraph crossover llama-3-8b B --hardware h100-sxm S=1
     """
     dims = opt.read_sizes(sizes)
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     threshold = crossover(graph, hardware, symbol, fallback=fallback, **dims)
     if isinstance(threshold, sympy.Expr):
         say(f"compute time equals memory time at {symbol} = {formula_text(threshold, grouped=True)}")
@@ -165,14 +165,14 @@ _Views = Annotated[
     list[str] | None,
     typer.Option("--views", metavar="VIEW", help="View of the page (repeatable): forward, prefill, decode or "
                  "train, with optimizer=, precision=, checkpoint=, accumulate=, clip=, and for one rank dp=, tp=, cp=, "
-                 "ep=, pp=, zero=, sequence, context=, reduce_each=, schedule=."),
+                 "ep=, pp=, zero=, sequence, context=, reduce_every_microbatch=, schedule=."),
 ]  # fmt: skip
 
 
 @command("explore")
 def explore_command(
     model: opt.Model, out: _Out, views: _Views = None, attention: opt.Attention = None, dtype: opt.Format = None,
-    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+    dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False, symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
     """Write an HTML page that shows memory, FLOPs and time for adjustable sizes, without a server.
 
@@ -183,7 +183,7 @@ def explore_command(
         --views "train precision=bf16 checkpoint=every-block dp=8 tp=T zero=3"
         --views "train precision=bf16 accumulate=8 pp=4"
     """
-    page = explore(load_model(model, attention, dtype, dropout, composed, symbolic), out, views=views)
+    page = explore(load_model(model, attention, dtype, dropout, eager_ops, symbolic), out, views=views)
     say(f"{out}: {page.name}, {len(page.html):,} characters")
 
 

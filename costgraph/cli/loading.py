@@ -33,17 +33,17 @@ def load_model(
     attention: str | None,
     dtype: str | None,
     dropout: float | None,
-    composed: bool = False,
+    eager_ops: bool = False,
     symbolic_: bool = False,
 ) -> Graph:
     """Load a preset, a saved graph, or the model of a config.json.
 
     The content decides the type of a file. Safetensors and GGUF files use the config.json in their folder; a GGUF file
     without one describes the model itself. OWNER/NAME is a model of the Hub unless it is a path. Options are those of
-    `costgraph.models.load`; `composed` applies to presets only, and a saved graph accepts none. Raise an error if there
-    is no such file or model, a file has another type, or an option does not apply.
+    `costgraph.models.load`; `eager_ops` applies to presets only, and a saved graph accepts none. Raise an error if
+    there is no such file or model, a file has another type, or an option does not apply.
     """
-    arguments = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
+    arguments = {"attention": attention, "dtype": dtype, "dropout": dropout, "eager_ops": eager_ops or None}
     options: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     if model not in models.names():
         model = _config_of(model)
@@ -51,7 +51,7 @@ def load_model(
     is_config = is_file and (os.path.isdir(model) or model.lower().endswith(".gguf") or _is_config(model))
     read = (_configured(model) if is_config else load) if is_file else models.load
     for name in options if is_file else ():
-        if name not in signature(read).parameters or name == "composed":
+        if name not in signature(read).parameters or name == "eager_ops":
             kind = "a config.json" if is_config else "a saved graph"
             raise FormatError(f"--{name}: {shorten(model)} is {kind}, expected a preset for this option")
     graph = read(model, **options)

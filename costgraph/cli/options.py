@@ -15,7 +15,7 @@ from ..errors import BindingError
 __all__ = [
     "Arch",
     "Attention",
-    "Composed",
+    "EagerOps",
     "Count",
     "Csv",
     "Depth",
@@ -97,7 +97,7 @@ Format = Annotated[
     ),
 ]
 Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Dropout probability; 0 by default.")]
-Composed = Annotated[bool, typer.Option("--composed", help="Use the ops that eager code runs, without fusion.")]
+EagerOps = Annotated[bool, typer.Option("--eager-ops", help="Use the ops that eager code runs, without fusion.")]
 Symbolic = Annotated[bool, typer.Option("--symbolic", help="Leave the preset's default sizes unbound.")]
 Count = Annotated[
     str, choice("--count", "COUNT", "Matmul FLOPs in the tables: executed or full.", ("executed", "full"))

@@ -22,7 +22,7 @@ __all__ = [
     "Cp",
     "Dp",
     "Ep",
-    "Hold",
+    "KeepGathered",
     "Layers",
     "MicroBatches",
     "Network",
@@ -69,19 +69,25 @@ MicroBatches = Annotated[
     str | None,
     typer.Option("--micro-batches", metavar="N", help="Micro-batches per step of a pipeline; same as --accumulate."),
 ]
-Virtual = Annotated[str, typer.Option("--virtual", metavar="N", help="Virtual pipeline stages per rank.")]
+Virtual = Annotated[str, typer.Option("--virtual-stages", metavar="N", help="Virtual pipeline stages per rank.")]
 Layers = Annotated[str | None, typer.Option("--layers", metavar="N,N", help="Number of layers in each pipeline stage.")]
 Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Pipeline stage to report, such as middle.")]
 Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="ZeRO stage over dp and cp.")]
 Sequence = Annotated[bool, typer.Option("--sequence", help="Sequence parallelism over tp.")]
 Context = Annotated[str, _choice("--context", "ALGORITHM", "Attention algorithm over cp", CONTEXTS)]
 ReduceEach = Annotated[
-    bool | None, typer.Option("--reduce-each/--no-reduce-each", help="Reduce gradients after each micro-batch.")
+    bool | None,
+    typer.Option(
+        "--reduce-every-microbatch/--no-reduce-every-microbatch", help="Reduce gradients after each micro-batch."
+    ),
 ]
 System = Annotated[str, _choice("--system", "NAME", "System whose policies apply", SYSTEMS)]
-Hold = Annotated[
+KeepGathered = Annotated[
     bool | None,
-    typer.Option("--hold/--no-hold", help="Keep gathered activations of sequence parallelism for the backward pass."),
+    typer.Option(
+        "--keep-gathered/--no-keep-gathered",
+        help="Keep gathered activations of sequence parallelism for the backward pass.",
+    ),
 ]
 Buckets = Annotated[str, _choice("--buckets", "KIND", "Gradient buckets", tuple(BUCKETS))]
 Offload = Annotated[
@@ -119,8 +125,8 @@ def stage_of(rank: Graph, name: str) -> Graph:
 
 
 def rank_of(
-    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce_each: bool | None,
-    pp: str = "1", schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
+    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce_every_microbatch: bool | None,
+    pp: str = "1", schedule: str = "1f1b", virtual_stages: str = "1", layers: str | None = None, buckets: str = "none",
     system: str = "torch",
 ) -> Graph:  # fmt: skip
     """Return the per-rank graph of a step, or the step itself without parallelism.
@@ -139,10 +145,11 @@ def rank_of(
     if pp != "1":
         pieces = None if layers is None else tuple(read_size(n, "--layers") for n in layers.split(","))
         degrees_and_schedule |= {
-            "pp": size_or_name(pp, "--pp"), "schedule": schedule, "virtual": size_or_name(virtual, "--virtual"),
+            "pp": size_or_name(pp, "--pp"), "schedule": schedule,
+            "virtual_stages": size_or_name(virtual_stages, "--virtual-stages"),
             "layers": pieces, "micro_batches": micro_batches(step),
         }  # fmt: skip
     return parallelize(
         step, **degrees_and_schedule, zero=zero, sequence=sequence, context=context, buckets=BUCKETS[buckets],
-        system=system, reduce_each=reduce_each,
+        system=system, reduce_every_microbatch=reduce_every_microbatch,
     )  # fmt: skip

@@ -87,16 +87,16 @@ def train_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
     implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
     accumulate: _Accumulate = "1", clip: _Clip = None, attention: opt.Attention = None, dtype: opt.Format = None,
-    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+    dropout: opt.Dropout = None, eager_ops: opt.EagerOps = False, symbolic: opt.Symbolic = False,
     count: opt.Count = "executed",
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
     device: opt.TargetDevice = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
     ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
-    reduce_each: ranks.ReduceEach = None, buckets: ranks.Buckets = "none", system: ranks.System = "torch",
+    reduce_every_microbatch: ranks.ReduceEach = None, buckets: ranks.Buckets = "none", system: ranks.System = "torch",
     network: ranks.Network = None, overlap: ranks.Overlap = "none", hierarchical: opt.Hierarchical = False,
     offload: ranks.Offload = "", pp: ranks.Pp = "1", schedule: ranks.Schedule = "1f1b",
-    micro_batches: ranks.MicroBatches = None, virtual: ranks.Virtual = "1", layers: ranks.Layers = None,
+    micro_batches: ranks.MicroBatches = None, virtual_stages: ranks.Virtual = "1", layers: ranks.Layers = None,
     stage: ranks.Stage = "first",
 ) -> None:  # fmt: skip
     """Print the costs of a training step: state and activation memory, FLOPs by phase, and times on a device.
@@ -111,17 +111,28 @@ def train_command(
       costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
         --dp 64 --tp 8 --zero 3 --sequence --overlap ideal B=64 S=8192
       costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
-        --tp 8 --pp 4 --micro-batches 16 --schedule interleaved --virtual 5
+        --tp 8 --pp 4 --micro-batches 16 --schedule interleaved --virtual-stages 5
         --stage last B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     steps = ranks.micro_batches_of(accumulate, micro_batches)
     step = _step(graph, optimizer, implementation, precision, checkpoint, steps, clip)
     degrees = {"dp": dp, "cp": cp, "tp": tp, "ep": ep}
     rank = ranks.rank_of(
-        step, degrees, zero, sequence, context, reduce_each, pp, schedule, virtual, layers, buckets, system
+        step,
+        degrees,
+        zero,
+        sequence,
+        context,
+        reduce_every_microbatch,
+        pp,
+        schedule,
+        virtual_stages,
+        layers,
+        buckets,
+        system,
     )
     rank = on_host(rank, offload.split(",")) if offload else rank
     step, dims, head = _stage(rank, stage, hardware, fallback, network, dims)
@@ -162,7 +173,7 @@ def plan_command(
     mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
     precision: _Precision = None, checkpoint: _Checkpoint = "none", accumulate: _Accumulate = "1", clip: _Clip = None,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
-    composed: opt.Composed = False,
+    eager_ops: opt.EagerOps = False,
     symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
     """Print preflight checks of a training run: each figure with its limit.
@@ -174,7 +185,7 @@ def plan_command(
     """
     check_files(json, csv)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # Any: passed together with keywords of other types
-    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    graph = load_model(model, attention, dtype, dropout, eager_ops, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     checks = preflight(
         step, hardware, devices=read_size(devices, "--devices"),
@@ -192,8 +203,8 @@ SEARCH_SCHEMA = "costgraph/search/2"
 """Schema of the JSON output; the number changes with the keys."""
 
 _COLUMNS = (
-    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule", "virtual",
-    "precision", "offload", "seconds", "throughput", "memory", "bound", "why",
+    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule",
+    "virtual_stages", "precision", "offload", "seconds", "throughput", "memory", "bound", "why",
 )  # fmt: skip
 
 _Precisions = Annotated[
@@ -218,7 +229,7 @@ _Schedule = Annotated[
     list[str] | None, typer.Option("--schedule", metavar="NAME", help="Pipeline schedule (repeatable).")
 ]
 _Virtual = Annotated[
-    str | None, typer.Option("--virtual", metavar="N,N", help="Numbers of virtual stages per rank to try.")
+    str | None, typer.Option("--virtual-stages", metavar="N,N", help="Numbers of virtual stages per rank to try.")
 ]
 _Offload = Annotated[
     list[str] | None,
@@ -266,10 +277,12 @@ def _json(result: Search) -> str:
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: ranks.Network = None,
     precision: _Precisions = None, memory: _Memory = None, overlap: ranks.Overlap | None = None,
-    system: ranks.System = "torch", reduce_each: ranks.ReduceEach = None, hold: ranks.Hold = None,
+    system: ranks.System = "torch", reduce_every_microbatch: ranks.ReduceEach = None,
+    keep_gathered: ranks.KeepGathered = None,
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _MicroBatch = None, accumulate: _Accumulations = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
-    checkpoint: _Checkpoints = None, schedule: _Schedule = None, virtual: _Virtual = None, offload: _Offload = None,
+    checkpoint: _Checkpoints = None, schedule: _Schedule = None, virtual_stages: _Virtual = None,
+    offload: _Offload = None,
     pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None, fallback: opt.Fallback = None,
     workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
@@ -296,10 +309,10 @@ def search_command(
     with ProcessPoolExecutor(processes) if processes > 1 else nullcontext() as executor:
         result = search(
             graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network,
-            precision=precision or None, schedule=schedule or "1f1b", virtual=_parse_sizes(virtual, "--virtual"),
-            offload=offload or "none",
+            precision=precision or None, schedule=schedule or "1f1b",
+            virtual_stages=_parse_sizes(virtual_stages, "--virtual-stages"), offload=offload or "none",
             memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap,
-            system=system, reduce_each=reduce_each, hold=hold,
+            system=system, reduce_every_microbatch=reduce_every_microbatch, keep_gathered=keep_gathered,
             dp=_parse_sizes(dp, "--dp"), tp=_parse_sizes(tp, "--tp"), pp=_parse_sizes(pp, "--pp"),
             cp=_parse_sizes(cp, "--cp"), ep=_parse_sizes(ep, "--ep"), zero=_parse_sizes(zero, "--zero"),
             sequence=_parse_sequence(sequence),

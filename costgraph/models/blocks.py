@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import costgraph as cg
 
-from .composed import KERNELS, Kernels
+from .eager_ops import KERNELS, Kernels
 
 __all__ = [
     "Norm",

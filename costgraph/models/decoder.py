@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import costgraph as cg
 
 from .blocks import Branch, Norm
-from .composed import KERNELS, Kernels
+from .eager_ops import KERNELS, Kernels
 
 __all__ = ["decoder", "logits"]
 

@@ -15,6 +15,7 @@ import re
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -40,6 +41,7 @@ __all__ = [
     "guarded",
     "hints_of",
     "rule",
+    "with_earlier_keywords",
     "Count",
     "Size",
     "Text",
@@ -55,6 +57,13 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
+#: Earlier spellings of keyword arguments, accepted with a DeprecationWarning until the next release.
+RENAMED_KEYWORDS = {
+    "composed": "eager_ops",
+    "hold": "keep_gathered",
+    "reduce_each": "reduce_every_microbatch",
+    "virtual": "virtual_stages",
+}
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -302,6 +311,27 @@ def checked(function: F, *, reads: bool = True) -> F:
     return cast(F, entered)
 
 
+def with_earlier_keywords(function: F) -> F:
+    """Let a function accept the earlier spellings of its keyword arguments, with a DeprecationWarning."""
+    code = inspect.unwrap(function).__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    renamed = {old: new for old, new in RENAMED_KEYWORDS.items() if new in parameters and old not in parameters}
+    if not renamed:
+        return function
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        for old in kwargs.keys() & renamed.keys():
+            new, place = renamed[old], function.__name__
+            if new in kwargs:
+                raise GraphError(f"{place}: {old} and {new} are two names of one argument; pass only {new}")
+            warnings.warn(f"{place}: {old}= is now {new}=", DeprecationWarning, stacklevel=2)
+            kwargs[new] = kwargs.pop(old)
+        return function(*args, **kwargs)
+
+    return cast(F, called)
+
+
 def guard(
     module: types.ModuleType,
     function: Any,
@@ -317,7 +347,7 @@ def guard(
         return function
     if function not in _DOORS:
         name = function.__name__
-        door = around(function) if name in inside else checked(around(function))
+        door = with_earlier_keywords(around(function) if name in inside else checked(around(function)))
         door.__module__ = module.__name__  # so that pickle finds it
         _DOORS[function] = _DOORS[door] = door
     return _DOORS[function]

@@ -66,7 +66,7 @@ class Run:
 def run(
     step: Graph, hardware: str | Hardware, /, tokens: Formula, *, network: str | Network | None = None,
     price: Formula | None = None, overlap: str = "none", bubble: Formula = 0, schedule: str | None = None,
-    pp: Formula = 1, micro_batches: Formula = 1, virtual: Formula | None = None, dtype: str | None = None,
+    pp: Formula = 1, micro_batches: Formula = 1, virtual_stages: Formula | None = None, dtype: str | None = None,
     fallback: Fallback = None, **dims: int,
 ) -> Run:  # fmt: skip
     """Return throughput, duration and cost of a training run with a given number of tokens.
@@ -91,7 +91,7 @@ def run(
     schedule : str, optional
         Pipeline schedule, if the step is one pipeline rank. The idle fraction is then that of `bubble`, with equal
         times for the forward pass and both gradients.
-    pp, micro_batches, virtual : int or sympy.Expr, optional
+    pp, micro_batches, virtual_stages : int or sympy.Expr, optional
         Pipeline ranks, micro-batches per step and model chunks per rank, as in `bubble`.
     dtype : str, optional
         Format whose peak rate counts, by default as in `mfu`.
@@ -129,7 +129,7 @@ def run(
         raise GraphError(f"run: graph {step.name!r} has no gradients; expected a training step")
     (_, values), *_ = stages = of_stages(step, dims)
     busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
-    idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual)
+    idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual_stages)
     step_flops = as_expr(model_flops(step, "executed", **_own(step, dims)))
     if step.parts:
         if ranks != 1 or idle != 0:
@@ -178,18 +178,18 @@ def _own(graph: Graph, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _idle(
-    bubble: Formula, schedule: str | None, pp: Formula, micro_batches: Formula, virtual: Formula | None
+    bubble: Formula, schedule: str | None, pp: Formula, micro_batches: Formula, virtual_stages: Formula | None
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the idle fraction, and the number of pipeline ranks."""
     none = isinstance(bubble, int | float) and bubble == 0
     if schedule is None:
-        for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual", virtual)):
+        for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
             if value not in (1, None):
                 raise GraphError(f"run: {name} is {shown(value)} without a schedule; add schedule=")
         return sympy.Integer(0) if none else given("run: bubble", bubble), sympy.Integer(1)
     if not none:
         raise GraphError(f"run: bubble is {shown(bubble)} with schedule {shown(schedule)}; expected only one of them")
-    return as_expr(idle_share(schedule, pp, micro_batches, virtual)), as_expr(pp)
+    return as_expr(idle_share(schedule, pp, micro_batches, virtual_stages)), as_expr(pp)
 
 
 def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:

@@ -173,7 +173,7 @@ def _forwards(name: str) -> sympy.Expr:
 
 
 def bubble(
-    name: str, pp: Formula, micro_batches: Formula, virtual: Formula | None = None, *, forward: Formula = 1,
+    name: str, pp: Formula, micro_batches: Formula, virtual_stages: Formula | None = None, *, forward: Formula = 1,
     backward_input: Formula = 1, backward_weight: Formula = 1,
 ) -> Formula:  # fmt: skip
     """Return a pipeline rank's idle time as a fraction of its busy time.
@@ -184,7 +184,7 @@ def bubble(
         Schedule name, as in `schedule`.
     pp, micro_batches : int or sympy.Expr
         Ranks, and micro-batches per step.
-    virtual : int or sympy.Expr, optional
+    virtual_stages : int or sympy.Expr, optional
         Model chunks of a rank, as in `schedule`.
     forward, backward_input, backward_weight : number or sympy.Expr
         Times of the forward pass, input gradient and weight gradient, equal for all stages.
@@ -218,7 +218,7 @@ def bubble(
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     exact = [given(f"bubble: {key}", value) for key, value in times.items()]
     _, fewest = idle(name) if isinstance(name, str) and name in SCHEDULES else ((), 1)
-    values, validities = schedule_sizes(name, pp, micro_batches, virtual, fewest=fewest)
+    values, validities = schedule_sizes(name, pp, micro_batches, virtual_stages, fewest=fewest)
     m, p, v = (values[key] for key in "mpv")
     forms, _ = idle(name)
     if p.constant is not None and int(p.constant) < fewest:  # too few ranks for the general formula

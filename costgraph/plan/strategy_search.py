@@ -53,7 +53,7 @@ __all__ = [
 TIE = 0.01
 
 #: Choices that have a column only if plans differ in them.
-_CHOICES = ("schedule", "virtual", "precision", "offload")
+_CHOICES = ("schedule", "virtual_stages", "precision", "offload")
 
 
 @guarded()
@@ -83,7 +83,7 @@ class Plan:
     """activation checkpointing, as on the command line: none, every-block and the like"""
     schedule: str
     """pipeline schedule, empty without a pipeline"""
-    virtual: int
+    virtual_stages: int
     """model chunks per rank"""
     precision: str
     """name of the precision policy"""
@@ -202,7 +202,7 @@ def ordered(plans: Iterable[Plan]) -> list[Plan]:
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     degrees = plan.pp, plan.tp, plan.cp, plan.ep
-    names = plan.schedule, plan.virtual, plan.precision, plan.offload
+    names = plan.schedule, plan.virtual_stages, plan.precision, plan.offload
     return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint, *names
 
 
@@ -231,7 +231,7 @@ class PlanPoint(NamedTuple):
     ep: int
     micro_batch: int
     accumulate: int
-    virtual: int = 1
+    virtual_stages: int = 1
 
 
 class FittingPlan(NamedTuple):
@@ -424,11 +424,11 @@ _MOST_VALUES = 10_000
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     loss: object = None, precision: Limit = None, optimizer: Optimizer | type | str | None = None,
-    memory: Bytes | None = None,
-    overlap: str | None = None, system: System = "torch", reduce_each: bool | None = None, hold: bool | None = None,
+    memory: Bytes | None = None, overlap: str | None = None, system: System = "torch",
+    reduce_every_microbatch: bool | None = None, keep_gathered: bool | None = None,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
-    checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
+    checkpoint: Limit = None, schedule: Limit = "1f1b", virtual_stages: Limit = None, offload: Limit = "none",
     defer_accumulation: bool = False, progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
@@ -463,14 +463,13 @@ def search(
         `streams` simulates are charged all collectives.
     system : str
         torch or megatron, as in `parallelize`; Megatron has ZeRO stages 0 and 1.
-    reduce_each : bool, optional
+    reduce_every_microbatch : bool, optional
         Whether the gradients of each micro-batch are reduced, as in `parallelize`. By default accumulated gradients are
         reduced after the last micro-batch, as with `no_sync` of torch's DistributedDataParallel, torch's pipelines and
         Megatron. ZeRO-2 and ZeRO-3 without a pipeline reduce each, as `fully_shard` does, and keep no unsharded
         gradients.
-    hold : bool, optional
-        Whether activations all-gathered for sequence parallelism are saved, as `hold` of `parallelize`, with the same
-        default.
+    keep_gathered : bool, optional
+        Whether activations all-gathered for sequence parallelism are saved, as in `parallelize`, with the same default.
     fallback : str or mapping, optional
         As in `Hardware.rate`.
     dp, tp : int or iterable of int, optional
@@ -494,7 +493,7 @@ def search(
     schedule : str or iterable of str
         Pipeline schedules, as in `parallelize`: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe and
         dualpipev.
-    virtual : int or iterable of int, optional
+    virtual_stages : int or iterable of int, optional
         Model chunks per rank under interleaved and interleaved-zb; by default all divisors of its layers. zbv,
         dualpipe and dualpipev have two, other schedules one.
     offload : str or iterable of str
@@ -558,10 +557,10 @@ def search(
     if overlap is not None:
         need_choice(f"{place}: overlap", overlap, OVERLAPS)
     need_choice(f"{place}: system", system, SYSTEMS)
-    hold = system == "torch" if hold is None else hold
-    need_flag(place, hold=hold, defer_accumulation=defer_accumulation)
-    if reduce_each is not None:
-        need_flag(place, reduce_each=reduce_each)
+    keep_gathered = system == "torch" if keep_gathered is None else keep_gathered
+    need_flag(place, keep_gathered=keep_gathered, defer_accumulation=defer_accumulation)
+    if reduce_every_microbatch is not None:
+        need_flag(place, reduce_every_microbatch=reduce_every_microbatch)
     if optimizer is None and system == "megatron":
         optimizer = AdamW(implementation="fused")
     optimizer = optimizer_of(optimizer, place)
@@ -581,16 +580,16 @@ def search(
     if overlap == "streams" and torus:
         raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     policies = Policies(
-        overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_each
+        overlap or ("streams" if system == "torch" and not torus else "none"), overlap is None, reduce_every_microbatch
     )
-    family = PlanFamily(model, named, device, fallback, policies, system, hold, options, precisions, fixed)
+    family = PlanFamily(model, named, device, fallback, policies, system, keep_gathered, options, precisions, fixed)
     amount, unit = family.goes_over(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", values) for name, values in numbers.items()}
     choices = _Choices(
         _chosen(f"{place}: zero", zero, (0, 1, 2, 3) if system == "torch" else (0, 1)), zero is not None,
         _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint, model),
-        _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual", virtual),
+        _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual_stages", virtual_stages),
         _offloads(f"{place}: offload", offload),
     )  # fmt: skip
     work = StructureWorker(family, limit)
@@ -753,14 +752,14 @@ class _Choices(NamedTuple):
                     and (n == 1 or (not remainder and not share % groups))
                     and _runs(name, point.pp, point.accumulate, n)
                 ):
-                    yield name, point._replace(virtual=n)
+                    yield name, point._replace(virtual_stages=n)
 
 
 @lru_cache(maxsize=1 << 16)
-def _runs(schedule: str, pp: int, micro_batches: int, virtual: int) -> bool:
+def _runs(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> bool:
     """Whether a schedule has action lists for these numbers."""
     try:
-        schedule_sizes(schedule, pp, micro_batches, virtual)
+        schedule_sizes(schedule, pp, micro_batches, virtual_stages)
     except CostGraphError:
         return False
     return True

@@ -304,7 +304,7 @@ class RankCosts:
         exists = np.array([cut.alike > 0 for cut in cuts.values()])
         costs = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
         m, p = (np.asarray(sizes[self.names[d]], dtype=np.float64) for d in ("accumulate", "pp"))
-        env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual"]], dtype=np.float64)}
+        env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual_stages"]], dtype=np.float64)}
         for i, (t, cut) in enumerate(zip(costs, cuts.values(), strict=True)):
             squeezed = np.where(exists[i], t.busy / t.apart, 0)  # overlap shortens each pass by the same factor
             env |= {f"{name}{i}": share * squeezed for name, share in t.shares.items()} | {f"n{i}": cut.alike}
@@ -398,7 +398,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: Choices other than degrees.
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
 #: Further symbols: model chunks per rank, and the last rank with the most layers.
-_MORE = ("virtual", "rank")
+_MORE = ("virtual_stages", "rank")
 _MOST_KEPT = 32  # structures
 
 
@@ -468,7 +468,7 @@ class Policies:
     """none, ideal or streams"""
     charge_all: bool = False
     """whether to charge all collectives of plans with too many ops for streams, if streams are the default"""
-    reduce_each: bool | None = None
+    reduce_every_microbatch: bool | None = None
     """whether each micro-batch reduces its gradients; by default it depends on the structure"""
 
 
@@ -484,7 +484,7 @@ class PlanFamily:
     policies: Policies
     system: str
     """torch or megatron, as in `parallelize`"""
-    hold: bool
+    keep_gathered: bool
     """whether all-gathered activations are saved for the backward pass"""
     options: Mapping[str, Any]
     """arguments of `training_step`"""
@@ -504,7 +504,14 @@ class PlanFamily:
         """Cached results, shared with earlier searches; a loss function may build another graph on each call."""
         if callable(self.options["loss"]):
             return DerivedStructures()
-        settings = self.batch, self.hardware, self.fallback, self.system, self.policies.reduce_each, self.hold
+        settings = (
+            self.batch,
+            self.hardware,
+            self.fallback,
+            self.system,
+            self.policies.reduce_every_microbatch,
+            self.keep_gathered,
+        )
         declared = self.model.defaults, self.options, self.precisions, self.dims
         key = (*self.model.outputs,), deepcopy((settings, declared))
         entry: tuple[object, DerivedStructures] = self.model.cache.get("search", (None, DerivedStructures()))
@@ -612,22 +619,26 @@ class PlanFamily:
         if structure.pp != 1:
             degrees |= {"micro_batches": self.degree("accumulate", structure), "schedule": structure.schedule}
             if SCHEDULES[structure.schedule].chunks is None:
-                degrees["virtual"] = symbol(self.names["virtual"])
+                degrees["virtual_stages"] = symbol(self.names["virtual_stages"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
-        options |= {"system": self.system, "reduce_each": self.reduces_each(structure), "hold": self.hold}
+        options |= {
+            "system": self.system,
+            "reduce_every_microbatch": self.reduces_each(structure),
+            "keep_gathered": self.keep_gathered,
+        }
         with self.at_ranks(graph, structure):
             return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
 
     def reduces_each(self, structure: Structure) -> bool:
         """Whether each micro-batch reduces its gradients; by default with ZeRO-2 and ZeRO-3 without a pipeline."""
-        reduce_each = self.policies.reduce_each
-        return structure.zero >= 2 and structure.pp == 1 if reduce_each is None else reduce_each
+        reduce_every_microbatch = self.policies.reduce_every_microbatch
+        return structure.zero >= 2 and structure.pp == 1 if reduce_every_microbatch is None else reduce_every_microbatch
 
     def policy_text(self) -> str:
         """Return the policies of a search, in words."""
-        reduce_each = self.policies.reduce_each
-        gradients = f"reduced {'in each' if reduce_each else 'behind the last'} micro-batch"
-        if reduce_each is None and self.system == "torch":  # Megatron has neither of them
+        reduce_every_microbatch = self.policies.reduce_every_microbatch
+        gradients = f"reduced {'in each' if reduce_every_microbatch else 'behind the last'} micro-batch"
+        if reduce_every_microbatch is None and self.system == "torch":  # Megatron has neither of them
             gradients += ", without a pipeline by ZeRO-2 and ZeRO-3 in each"
         optimizer = self.options.get("optimizer") or AdamW()
         text = f"{type(optimizer).__name__} ({getattr(optimizer, 'implementation', '')})".replace(" ()", "")
@@ -671,7 +682,7 @@ class PlanFamily:
         """Yield the kinds of stages by name, each with its in-flight micro-batches under the schedule."""
         schedule = SCHEDULES[structure.schedule]
         p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
-        turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual"))
+        turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual_stages"))
         order = RankOrder(structure.schedule, p, m, groups if schedule.chunks is None else poly(schedule.chunks))
         # a folded pipeline ends on its first rank, a bidirectional one on both ends
         both_ways = schedule.both_ways

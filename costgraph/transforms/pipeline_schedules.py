@@ -175,7 +175,7 @@ def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
 
 
 def schedule_sizes(
-    name: object, pp: object, micro_batches: object, virtual: object = None, rank: object = None, fewest: int = 1
+    name: object, pp: object, micro_batches: object, virtual_stages: object = None, rank: object = None, fewest: int = 1
 ) -> tuple[dict[str, Poly], tuple[Validity, ...]]:
     """Return the sizes of a schedule by symbol name, and the conditions on symbolic sizes.
 
@@ -183,8 +183,8 @@ def schedule_sizes(
     """
     need_choice("schedule", name, SCHEDULES)
     assert isinstance(name, str)
-    virtual = (SCHEDULES[name].chunks or 2) if virtual is None else virtual
-    arguments = {"p": ("pp", pp), "m": ("micro_batches", micro_batches), "v": ("virtual", virtual)}
+    virtual_stages = (SCHEDULES[name].chunks or 2) if virtual_stages is None else virtual_stages
+    arguments = {"p": ("pp", pp), "m": ("micro_batches", micro_batches), "v": ("virtual_stages", virtual_stages)}
     values = {key: positive(f"schedule {name!r}: {text}", value) for key, (text, value) in arguments.items()}
     if rank is not None:
         values["place"] = amount(f"schedule {name!r}: rank", rank) + poly(1)
@@ -269,7 +269,7 @@ def _with_sends(ranks: list[list[Action]]) -> list[list[Action]]:
 
 
 def schedule(
-    name: str, pp: int, micro_batches: int, virtual: int | None = None, *, sends: bool = False
+    name: str, pp: int, micro_batches: int, virtual_stages: int | None = None, *, sends: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """Return a pipeline's action list for each rank.
 
@@ -279,7 +279,7 @@ def schedule(
         gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev.
     pp, micro_batches : int
         Ranks, and micro-batches per step.
-    virtual : int, optional
+    virtual_stages : int, optional
         Stages per rank. Default: the number that the schedule requires, else 2.
     sends : bool
         Whether to list sends and receives as well, each receive right before its consumer.
@@ -303,7 +303,7 @@ def schedule(
     F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     need_flag("schedule", sends=sends)
-    values, _ = schedule_sizes(name, pp, micro_batches, virtual)
+    values, _ = schedule_sizes(name, pp, micro_batches, virtual_stages)
     p, m, v = (int(values[key].expr) for key in "pmv")
     if m * p * v > _MAX_ACTIONS:
         raise UnsupportedError(f"schedule {name!r}: {m * p * v} forward actions, expected at most {_MAX_ACTIONS}")
@@ -645,7 +645,12 @@ def waiting_at_last_forward(name: str, chunk: int, position: str) -> Poly:
 
 
 def in_flight(
-    schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula, until: str = "input"
+    schedule: str,
+    pp: Formula,
+    micro_batches: Formula,
+    virtual_stages: Formula | None,
+    rank: Formula,
+    until: str = "input",
 ) -> Formula:
     """Return the peak number of in-flight micro-batches of a rank, counted per chunk.
 
@@ -657,7 +662,7 @@ def in_flight(
         Ranks of the pipeline.
     micro_batches : int or sympy.Expr
         Micro-batches per step.
-    virtual : int or sympy.Expr, optional
+    virtual_stages : int or sympy.Expr, optional
         Chunks per rank. Default: the number that the schedule requires, else 2.
     rank : int or sympy.Expr
         The rank, counted from 0, also in a formula such as `r - 1`.
@@ -667,8 +672,8 @@ def in_flight(
     Returns
     -------
     int or sympy.Expr
-        Chunks of one micro-batch, each 1/virtual of a rank's layers; the maximum over the phases of the schedule. The
-        validity conditions of a formula are checked when it is bound.
+        Chunks of one micro-batch, each 1/virtual_stages of a rank's layers; the maximum over the phases of the
+        schedule. The validity conditions of a formula are checked when it is bound.
 
     Raises
     ------
@@ -685,11 +690,11 @@ def in_flight(
     [p*v - r, p*v]
     """
     need_choice("in_flight: until", until, ("input", "weights"))
-    values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual, rank)
+    values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual_stages, rank)
     return answer(_peak_waiting(schedule, until).bind(values), conditions)
 
 
-def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula) -> Formula:
+def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual_stages: Formula | None, rank: Formula) -> Formula:
     """Return the number of tensors that a rank sends in a step: activations and their gradients.
 
     Parameters
@@ -700,7 +705,7 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
         Ranks of the pipeline.
     micro_batches : int or sympy.Expr
         Micro-batches per step.
-    virtual : int or sympy.Expr, optional
+    virtual_stages : int or sympy.Expr, optional
         Chunks per rank.
     rank : int or sympy.Expr
         The rank, counted from 0.
@@ -722,7 +727,7 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
     >>> [cg.plan.sends("1f1b", 4, 16, 1, rank) for rank in range(4)]
     [16, 32, 32, 16]
     """
-    values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual, rank)
+    values, conditions = schedule_sizes(schedule, pp, micro_batches, virtual_stages, rank)
     # 1 if there is a neighbour on that side, else 0
     before, after = sympy.Min(1, rank_symbol()), sympy.Min(1, _P - 1 - rank_symbol())
     spec = SCHEDULES[schedule]

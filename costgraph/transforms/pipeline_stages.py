@@ -683,7 +683,7 @@ class EqualRanks:
 
 
 def in_stages(
-    graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None, *,
+    graph: Graph, pp: object, schedule: str, micro_batches: object, virtual_stages: object, layers: object = None, *,
     torch: bool = False,
 ) -> list[Stage]:  # fmt: skip
     """Return the graphs of the first, middle and last ranks, with their in-flight activations.
@@ -693,11 +693,11 @@ def in_stages(
     stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
     need_choice("parallelize: schedule", schedule, SCHEDULES)
     layer_counts = _listed(layers, stages)
-    groups = positive("parallelize: virtual", virtual)
+    groups = positive("parallelize: virtual_stages", virtual_stages)
     if layer_counts:
         stages = poly(len(layer_counts))
     if stages == ONE:
-        for name, value in (("micro_batches", m), ("virtual", groups)):
+        for name, value in (("micro_batches", m), ("virtual_stages", groups)):
             if value != ONE:
                 raise UnsupportedError(f"parallelize: {name} is {value} with one pipeline stage, expected 1")
         return [Stage(graph)]
@@ -749,7 +749,7 @@ def _passes(graph: Graph, plan: StageCuts, order: RankOrder, layer_counts: Seque
     if order.name != "1f1b" or order.v != ONE:
         raise UnsupportedError(
             f"parallelize: schedule {order.name!r} with {order.v} layer groups per rank, but graph {graph.name!r} has "
-            f"no backward pass; omit schedule= and virtual=, as batches run one after the other"
+            f"no backward pass; omit schedule= and virtual_stages=, as batches run one after the other"
         )
     kinds = _uneven(order, layer_counts) if layer_counts else _even(order, _count(plan))
     shares, _ = cut(graph, plan, kinds)
@@ -773,10 +773,10 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
     return layer_counts
 
 
-def _groups(schedule: str, virtual: Poly, layer_counts: Sequence[int]) -> Poly:
+def _groups(schedule: str, virtual_stages: Poly, layer_counts: Sequence[int]) -> Poly:
     """Return the number of layer groups per rank."""
     spec = SCHEDULES[schedule]
-    groups = poly(spec.chunks) if spec.chunks is not None and virtual == ONE else virtual
+    groups = poly(spec.chunks) if spec.chunks is not None and virtual_stages == ONE else virtual_stages
     if layer_counts and groups != ONE:
         raise UnsupportedError(f"parallelize: layers with {groups} layer groups per rank, expected one group per rank")
     return groups

@@ -164,7 +164,7 @@ def test_ranks_reduce_what_is_kept_once(times, zero):
     sums = []
     for defer in (False, True):
         step = declared(times, defer)
-        rank = cg.parallelize(step, dp=2, zero=zero, reduce_each=False)
+        rank = cg.parallelize(step, dp=2, zero=zero, reduce_every_microbatch=False)
         sums.append(Counter((m.collective, m.axis, m.times, m.bytes) for m in cg.communication(rank)))
     assert sums[0] == sums[1]
 

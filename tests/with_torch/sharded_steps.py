@@ -96,7 +96,7 @@ def buckets(**policy):
     """Gradients of micro-batches that are reduced in buckets: of each and copied back, or once, and left there."""
     model = load("llama-3-8b", symbolic=True, dtype="fp64")
     graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2)
-    options = {"reduce_each": not policy, "buckets": cg.Buckets(**policy), "strict": True}
+    options = {"reduce_every_microbatch": not policy, "buckets": cg.Buckets(**policy), "strict": True}
     sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, **options)
     return Case(graph, sharded, {"dp": 2, "tp": 2}, SIZES)
 

@@ -63,7 +63,7 @@ def rank_of(kind, length, parts, each, options):
     places = dict.fromkeys(inputs, ("m " if parts > 1 else "") + "(b dp) s")
     cap = int(options["bucket_cap_mb"] * 2**20) if "bucket_cap_mb" in options else None
     buckets = cg.Buckets(view=options.get("gradient_as_bucket_view", False), cap=cap)
-    return cg.shard(step, cg.mesh(dp=2), places, buckets=buckets, reduce_each=each, strict=True)
+    return cg.shard(step, cg.mesh(dp=2), places, buckets=buckets, reduce_every_microbatch=each, strict=True)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])

@@ -107,7 +107,7 @@ def step(ranks, mixed=False):
     return trace(module, tokens, tokens.clone(), train=True, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3))
 
 
-def sharded(mesh, graph=None, reduce_each=True, **policy):
+def sharded(mesh, graph=None, reduce_every_microbatch=True, **policy):
     axes = [name for name, _ in mesh.axes]
     graph = step(int(mesh.devices.expr), "param_dtype" in policy) if graph is None else graph
     placements = {}
@@ -117,7 +117,9 @@ def sharded(mesh, graph=None, reduce_each=True, **policy):
         if t.producer is None and t.role in ("param", "state", "buffer") and t.ndim:
             placements[t.name] = f"(a {' '.join(axes)})" + " b" * (t.ndim - 1)
     gather = cg.FullyShard(axes, units=["m/layers/*"], **policy)
-    return cg.shard(graph, mesh, placements, gather=gather, reduce_each=reduce_each, strict=True)
+    return cg.shard(
+        graph, mesh, placements, gather=gather, reduce_every_microbatch=reduce_every_microbatch, strict=True
+    )
 
 
 def sent(graph):

@@ -83,7 +83,10 @@ def test_tensor_parallel_layers():
 
 @pytest.mark.parametrize("hold", [True, False])
 def test_sequence_parallel_layers(hold):
-    ours, torchs = calls(case(tp=4, sequence=True, hold=hold)), torch_calls("tensor and sequence, loss parallel")
+    ours, torchs = (
+        calls(case(tp=4, sequence=True, keep_gathered=hold)),
+        torch_calls("tensor and sequence, loss parallel"),
+    )
     for key in (("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "reduce_scatter")):
         assert ring(ours, *key) == ring(torchs, *key) == 110_592  # (2L + 1) * 3/4 * 16,384
     # what was gathered in the forward pass is kept, as torch does, or gathered again, as Megatron does
@@ -148,7 +151,7 @@ def test_fully_sharded_parameters_call_for_call(name, ranks, policy):
 @pytest.mark.parametrize("each", [True, False])
 def test_micro_batches_send_as_often_as_those_of_fully_shard(each):
     graph = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), accumulate=3)
-    rank = cg.parallelize(graph, dp=4, zero=3, reduce_each=each, strict=True)
+    rank = cg.parallelize(graph, dp=4, zero=3, reduce_every_microbatch=each, strict=True)
     ours = calls(Case(graph, rank, {"dp": 4}, {**SIZES, "B": 4 * SIZES["B"]}))
     torchs = torch_calls("fully sharded, micro-batches" + (", reduced once" if not each else ""))
     for key in (GATHERED, AGAIN, REDUCED):
@@ -181,7 +184,7 @@ def test_parameters_that_a_smaller_group_keeps():
 
 @pytest.mark.parametrize("hold", [True, False])
 def test_fully_sharded_beside_tensor_and_sequence(hold):
-    ours = calls(case(dp=2, tp=4, sequence=True, zero=3, hold=hold))
+    ours = calls(case(dp=2, tp=4, sequence=True, zero=3, keep_gathered=hold))
     torchs = torch_calls("fully sharded and tensor")
     again = {} if hold else {("backward", "all_gather", 4, X): 2 * L + 1}  # as without the other axis
     assert ours - torchs == again | {

@@ -64,7 +64,7 @@ def traced(name, optimizer=None, dtype="fp32", layers=SHALLOW):
 
 
 def declared(name, optimizer=None, dtype="fp32", layers=SHALLOW):
-    g = cg.models.load(name.split()[0], attention="eager", dtype=dtype, composed=True)  # which is changed
+    g = cg.models.load(name.split()[0], attention="eager", dtype=dtype, eager_ops=True)  # which is changed
     own = {"L": layers} | ({"P": 2048} if name.startswith("gpt2") else {}) | ({"V": FEW} if "few" in name else {})
     with g:
         g.defaults.update(own)
@@ -162,7 +162,7 @@ def test_a_step_that_computes_layers_again_has_the_peak_of_the_module(name):
     ids = torch.zeros(3, 17, dtype=torch.long)
     dims = [("B", "S")] * 2
     g = trace(module, ids, ids, dims=dims, train=True, optimizer=OPTIMIZERS["foreach"])
-    d = cg.models.load(name, attention="eager", dtype="fp32", composed=True)
+    d = cg.models.load(name, attention="eager", dtype="fp32", eager_ops=True)
     with d:
         d.defaults["L"] = layers
     d = cg.training_step(d, optimizer=cg.AdamW(implementation="foreach"), checkpoint=cg.every_block())
@@ -230,7 +230,7 @@ def test_a_composed_model_computes_what_the_module_does(name):
         if hasattr(module, "scaling"):
             module.scaling = 1.0  # the factor of scores is declared as 1: it changes no cost
     ids = torch.randint(0, 11, (2, 5))
-    graph = load(name, symbolic=True, attention="eager", dtype="fp32", composed=True)
+    graph = load(name, symbolic=True, attention="eager", dtype="fp32", eager_ops=True)
     run = lower(graph, B=2, S=5, **sizes)
     given = numbers(model)
     assert given.keys() == run.state_dict().keys()

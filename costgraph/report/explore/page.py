@@ -130,8 +130,8 @@ def _coefficient(value: Rational) -> int | str:
 _PASSES: Mapping[str, Callable[[Graph], Graph]] = {"forward": lambda g: g, "prefill": prefill, "decode": decode}
 _DEGREES = ("dp", "tp", "cp", "ep", "pp")
 #: Options of `parallelize` besides degrees; those without a value are flags.
-_RANK_OPTIONS = ("zero", "sequence", "context", "reduce_each", "schedule")
-_CHOICES = {"zero": ("0", "1", "2", "3"), "reduce_each": ("yes", "no"), "context": CONTEXTS}
+_RANK_OPTIONS = ("zero", "sequence", "context", "reduce_every_microbatch", "schedule")
+_CHOICES = {"zero": ("0", "1", "2", "3"), "reduce_every_microbatch": ("yes", "no"), "context": CONTEXTS}
 _STEP_OPTIONS = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
 #: Training steps by their options, shared between the views of ranks.
 _Steps = dict[frozenset[tuple[str, str]], Graph]
@@ -215,8 +215,8 @@ def _rank(graph: Graph, options: Mapping[str, str]) -> Graph:
             need_choice(f"explore: {name}", options[name], choices)
     if "zero" in options:
         arguments["zero"] = int(options["zero"])
-    if "reduce_each" in options:
-        arguments["reduce_each"] = options["reduce_each"] == "yes"
+    if "reduce_every_microbatch" in options:
+        arguments["reduce_every_microbatch"] = options["reduce_every_microbatch"] == "yes"
     micro_batches = size_or_name(options.get("accumulate", "1"), "accumulate")
     return parallelize(graph, sequence="sequence" in options, micro_batches=micro_batches, **arguments)
 

@@ -345,7 +345,7 @@ class Reducing(Buffers):
 
     def unfinished(self, t: Tensor) -> bool:
         """Whether an old tensor is a partial sum that ranks accumulate before they reduce it."""
-        if self.requested.reduce_each or self.policy is None or not self.policy.by_unit:
+        if self.requested.reduce_every_microbatch or self.policy is None or not self.policy.by_unit:
             return False
         return any(self._adds_to_parts(op) for op in t.graph.successors(t))
 

@@ -56,7 +56,7 @@ class GradBuffers(PlacedTensors):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the per-rank graph."""
         self.param_of_grad = {g: t for t, g in old.gradients.items()}
-        if not self.requested.reduce_each:
+        if not self.requested.reduce_every_microbatch:
             self.grad_of_buffer = {
                 source: g for g in self.param_of_grad for source in [origin(g)] if source.role == "gradient"
             }

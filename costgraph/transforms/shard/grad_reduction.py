@@ -229,7 +229,8 @@ class _InBuckets(Rewriter):
         if per_micro_batch and self.policy.view and not persistent:
             raise UnsupportedError(
                 f"shard: buckets with view=True cannot hold the gradient of {t.name!r}, because micro-batches "
-                f"accumulate into it; expected reduce_each=False, a step with set_to_none=False, or view=False"
+                f"accumulate into it; expected reduce_every_microbatch=False, a step with set_to_none=False, or "
+                f"view=False"
             )
         return _Reduction(
             t,

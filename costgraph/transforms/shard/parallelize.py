@@ -493,15 +493,15 @@ def parallelize(
     zero: Stage = 0,
     sequence: bool = False,
     context: Context = "gather",
-    hold: bool | None = None,
+    keep_gathered: bool | None = None,
     placements: Placements | None = None,
     pp: object = 1,
     schedule: str = "1f1b",
     micro_batches: object = 1,
-    virtual: object = 1,
+    virtual_stages: object = 1,
     layers: object = None,
     system: System = "torch",
-    reduce_each: bool | None = None,
+    reduce_every_microbatch: bool | None = None,
     buckets: Buckets | None = None,
     offload: str | Iterable[str] = (),
     strict: bool = False,
@@ -534,9 +534,9 @@ def parallelize(
     context : str
         Attention along `cp`. gather: all-gather keys and values. all_to_all: exchange the sequence for heads, as
         `exchange` of `shard`. ring: pass keys and values around a ring, as `ring` of `shard`.
-    hold : bool, optional
-        Whether activations that `sequence` all-gathers over `tp` are saved for the backward pass, as `hold` of `shard`.
-        By default True, as with torch's `parallelize_module`; False with `system="megatron"`, which gathers them again.
+    keep_gathered : bool, optional
+        Whether activations that `sequence` all-gathers over `tp` are saved for the backward pass, as in `shard`. By
+        default True, as with torch's `parallelize_module`; False with `system="megatron"`, which gathers them again.
     placements : mapping of str to str, optional
         Placements that take precedence, in the notation of `shard`, on a mesh with axes dp, ep, cp and tp.
     pp : sympy.Expr or int
@@ -550,7 +550,7 @@ def parallelize(
     micro_batches : sympy.Expr or int
         Micro-batches of a pipelined step, equal to the accumulation steps of `training_step`. In inference, the number
         of batches in flight, each with its own KV caches.
-    virtual : sympy.Expr or int
+    virtual_stages : sympy.Expr or int
         Model chunks per rank (virtual stages) for interleaved and interleaved-zb; zbv and dualpipev have two. dualpipe
         has two whole stages on each rank, r and pp - 1 - r, with half of the micro-batches each: every parameter is on
         two ranks, and its gradients are all-reduced.
@@ -563,7 +563,7 @@ def parallelize(
         and updated parameters all-gathered. Matmuls accumulate into the gradient buffers (`accumulation_fusion` of
         `shard`). With a split backward pass, torch keeps all saved tensors until the weight gradients exist, as its
         autograd graph does; megatron keeps only their operands, as the `WeightGradStore` of zero bubbles does.
-    reduce_each : bool, optional
+    reduce_every_microbatch : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
     buckets : Buckets, optional
         As in `shard`.
@@ -613,9 +613,15 @@ def parallelize(
     49
     """
     need_graph("parallelize", graph)
-    reduce_each = system == "torch" if reduce_each is None else reduce_each
-    hold = system == "torch" if hold is None else hold
-    need_flag("parallelize", sequence=sequence, hold=hold, reduce_each=reduce_each, strict=strict)
+    reduce_every_microbatch = system == "torch" if reduce_every_microbatch is None else reduce_every_microbatch
+    keep_gathered = system == "torch" if keep_gathered is None else keep_gathered
+    need_flag(
+        "parallelize",
+        sequence=sequence,
+        keep_gathered=keep_gathered,
+        reduce_every_microbatch=reduce_every_microbatch,
+        strict=strict,
+    )
     if system == "megatron" and zero > 1:
         raise UnsupportedError(
             f"parallelize: zero={zero} with system='megatron', whose distributed optimizer shards optimizer states "
@@ -626,11 +632,21 @@ def parallelize(
     graphs = [
         with_stage_reductions(
             _of_rank(
-                stage.graph, degrees, zero, sequence, context, hold, placements, system, reduce_each, buckets, strict
+                stage.graph,
+                degrees,
+                zero,
+                sequence,
+                context,
+                keep_gathered,
+                placements,
+                system,
+                reduce_every_microbatch,
+                buckets,
+                strict,
             ),
             stage,
         )
-        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers, torch=system == "torch")
+        for stage in in_stages(graph, pp, schedule, micro_batches, virtual_stages, layers, torch=system == "torch")
     ]
     graphs = [on_host(g, host_kinds) for g in graphs] if host_kinds else graphs
     if len(graphs) == 1:
@@ -646,10 +662,10 @@ def _of_rank(
     zero: int,
     sequence: bool,
     context: str,
-    hold: bool,
+    keep_gathered: bool,
     placements: Mapping[str, str] | None,
     system: str,
-    reduce_each: bool,
+    reduce_every_microbatch: bool,
     buckets: Buckets | None,
     strict: bool,
 ) -> Graph:
@@ -665,8 +681,9 @@ def _of_rank(
         graph, mesh, {**places, **(placements or {})},
         gather=_zero3_policy(graph, mesh) if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
-        hold=[axis for axis, _ in tensor.axes] if hold else (),
-        reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
+        keep_gathered=[axis for axis, _ in tensor.axes] if keep_gathered else (),
+        reduce_every_microbatch=reduce_every_microbatch, accumulation_fusion=system == "megatron", buckets=buckets,
+        strict=strict,
     )  # fmt: skip
     if local.sharding is not None:
         local.sharding = replace(local.sharding, replicated=tuple(unsplit))

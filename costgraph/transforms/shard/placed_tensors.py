@@ -378,7 +378,7 @@ class RequestedPlacements:
     """Mesh axes that split heads inside attention and the sequence outside of it."""
     saved: frozenset[str] = frozenset()
     """Mesh axes along which all-gathered activations are saved for the backward pass."""
-    reduce_each: bool = True
+    reduce_every_microbatch: bool = True
     """Whether the gradients of each micro-batch are reduced."""
     buffers: Mapping[Tensor, Placement] = field(default_factory=dict)
     """Placements of old gradient buffers in which ranks accumulate partial sums."""

@@ -302,7 +302,9 @@ class Sharder(Cutting):
                 placement = self.grad_placements.get(last)
             elif placement is None:
                 placement = self.placements[start].without(
-                    () if reduced_after_loop(loop, i, self.requested.reduce_each) else self.placements[start].pending,
+                    ()
+                    if reduced_after_loop(loop, i, self.requested.reduce_every_microbatch)
+                    else self.placements[start].pending,
                     self.mesh,
                 )
             starts.append(placement)
@@ -416,7 +418,7 @@ class Sharder(Cutting):
         for i, (r, o) in enumerate(zip(loop.lasts, loop.nexts, strict=True)):
             if o in buffers:
                 continue
-            if r in self.grad_placements and not reduced_after_loop(loop, i, self.requested.reduce_each):
+            if r in self.grad_placements and not reduced_after_loop(loop, i, self.requested.reduce_every_microbatch):
                 self.set_target(o, self.grad_placements[r], self.param_axes[r])
             elif r in self.grad_placements and is_pass(loop.body) and self.placements[carried[i]].pending:
                 self.set_target(o, self.placements[carried[i]], self.param_axes[r])
@@ -432,7 +434,11 @@ class Sharder(Cutting):
         loop, zero = op.loop, self.tensors[op.operands[i]]
         assert loop is not None
         from_zero = isinstance(self.tensors[loop.nexts[i]], Tensor) and isinstance(zero, UnplacedSource) and zero.zero
-        if placement.pending or not from_zero or not reduced_after_loop(loop, i, self.requested.reduce_each):
+        if (
+            placement.pending
+            or not from_zero
+            or not reduced_after_loop(loop, i, self.requested.reduce_every_microbatch)
+        ):
             return None
         natural = pending_of(loop, i, self.tensors, self.placements)
         if natural is None:
@@ -537,8 +543,8 @@ def shard(
     gradients: Placements | None = None,
     exchange: str | Iterable[str] = (),
     ring: str | Iterable[str] = (),
-    hold: str | Iterable[str] = (),
-    reduce_each: bool = True,
+    keep_gathered: str | Iterable[str] = (),
+    reduce_every_microbatch: bool = True,
     accumulation_fusion: bool = False,
     buckets: Buckets | None = None,
     strict: bool = False,
@@ -577,11 +583,11 @@ def shard(
     ring : str or iterable of str
         Mesh axes along which attention kernels pass keys and values, and the partial sums of their gradients, around a
         ring: ring attention (Liu et al. 2023, arXiv 2310.01889).
-    hold : str or iterable of str
+    keep_gathered : str or iterable of str
         Mesh axes along which all-gathered activations are saved for the backward pass, as autograd saves tensors that
         DTensor has redistributed. By default only the shard is saved and gathered again, as in Megatron's
         `LinearWithGradAccumulationAndAsyncCommunication` (megatron/core/tensor_parallel/layers.py).
-    reduce_each : bool
+    reduce_every_microbatch : bool
         Whether the gradients of each micro-batch are reduced. If False, a rank accumulates its partial gradients
         (unsharded ones under `gather`) and reduces them after the last micro-batch, as with `no_sync` of torch's
         DistributedDataParallel. Units of a `FullyShard` are reduced within the last micro-batch, as with
@@ -631,18 +637,20 @@ def shard(
     (4*B*D*F/T, 2*D*F/T, ['all_reduce'])
     """
     need_of_all("shard", graph)
-    need_flag("shard", reduce_each=reduce_each, accumulation_fusion=accumulation_fusion, strict=strict)
+    need_flag(
+        "shard", reduce_every_microbatch=reduce_every_microbatch, accumulation_fusion=accumulation_fusion, strict=strict
+    )
     used = _without_trivial_axes(mesh)
     policy = gather if isinstance(gather, FullyShard) else FullyShard(gather)
-    if not reduce_each:
+    if not reduce_every_microbatch:
         _need_reduce_dtype(policy, graph)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
-    ring_axes, saved_axes = _axes("ring", ring, used, mesh), _axes("hold", hold, used, mesh)
+    ring_axes, saved_axes = _axes("ring", ring, used, mesh), _axes("keep_gathered", keep_gathered, used, mesh)
     bucket_axes = _axes("buckets", buckets.axes, used, mesh) if buckets is not None else frozenset[str]()
     tensor_placements = _matched(graph, used, mesh, placements)
     grad_placements = _matched(graph, used, mesh, gradients or {})
     # micro-batches interleave with those of other pipeline stages, so none is peeled
-    if gathered and policy.by_unit and not reduce_each and graph.waiting is None:
+    if gathered and policy.by_unit and not reduce_every_microbatch and graph.waiting is None:
         peeled = PeeledLastMicroBatch()
         graph = peeled.run(graph)
         tensor_placements, grad_placements = peeled.translated(tensor_placements), peeled.translated(grad_placements)
@@ -664,7 +672,7 @@ def shard(
         policy=policy if gathered else None,
         exchanged=exchanged,
         saved=saved_axes,
-        reduce_each=reduce_each,
+        reduce_every_microbatch=reduce_every_microbatch,
         fused=accumulation_fusion,
     )
     local = _local_graph(graph, request, strict=strict)
@@ -692,8 +700,8 @@ def _need_reduce_dtype(policy: FullyShard, graph: Graph) -> None:
     mismatched = next((g for g in graph.gradients.values() if policy.reduce_dtype not in (None, g.dtype.name)), None)
     if mismatched is not None:
         raise UnsupportedError(
-            f"shard: reduce_each=False with reduce_dtype={policy.reduce_dtype!r}; expected gradients to be reduced in "
-            f"the format in which they are accumulated, {mismatched.dtype.name}"
+            f"shard: reduce_every_microbatch=False with reduce_dtype={policy.reduce_dtype!r}; expected gradients to be "
+            f"reduced in the format in which they are accumulated, {mismatched.dtype.name}"
         )
 
 

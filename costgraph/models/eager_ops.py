@@ -13,7 +13,7 @@ import sympy
 
 import costgraph as cg
 
-__all__ = ["KERNELS", "Composed", "Kernels"]
+__all__ = ["KERNELS", "EagerOps", "Kernels"]
 
 #: Additive mask of a hidden score; the value affects no cost, and every floating format can represent it.
 _MASKED_SCORE = -1e4
@@ -81,7 +81,7 @@ class Kernels:
 KERNELS = Kernels()
 
 
-class Composed(Kernels):
+class EagerOps(Kernels):
     """Functions as eager code runs them: one op for each call, with the lifetimes of Python variables.
 
     The softmax has the format of the scores by default. `renamed` says whether the output of a residual branch has its
