@@ -18,7 +18,7 @@ WHY = {
     **{
         (name, what): "numbers of the interpreter are real: held against torch's in test_trace_complex.py"
         for name in ("fft", "view_as")
-        for what in ("meaning", "sample")
+        for what in ("reference_semantics", "strategy")
     },
 }
 

@@ -28,7 +28,7 @@ A, B, D, L = cg.dims("A B D L")
 @pytest.fixture
 def twice(monkeypatch):
     """An op kind of one's own, which is forgotten afterwards; of what fails few smaller graphs are tried."""
-    monkeypatch.setattr(import_module("costgraph.testing.check_op"), "TRIES", 8)
+    monkeypatch.setattr(import_module("costgraph.testing.op_checks"), "TRIES", 8)
     monkeypatch.delitem(registry._kinds, "twice", raising=False)
 
     @registry.register
@@ -41,7 +41,7 @@ def twice(monkeypatch):
             return [Result(operands[0].sizes, operands[0].dtype)]
 
     yield Twice
-    for table in (registry._kinds, testing.MEANINGS, testing.SAMPLES):
+    for table in (registry._kinds, testing.REFERENCE_SEMANTICS, testing.STRATEGIES):
         for name in [n for n in table if n == "twice" or (isinstance(n, type) and issubclass(n, Twice))]:
             del table[name]
 
@@ -56,17 +56,17 @@ def draws_twice(kind):
 
 
 def test_an_op_of_ones_own_is_held_to_the_laws(twice):
-    with pytest.raises(cg.UnsupportedError, match="'twice' has no meaning, expected one from"):
-        testing.hold("twice")
-    testing.meaning(twice)(means_twice)
-    with pytest.raises(cg.UnsupportedError, match="'twice' has no sample, expected one from"):
-        testing.hold("twice")
-    testing.sample(twice)(draws_twice(twice))
-    testing.hold("twice", examples=5)
-    with pytest.raises(cg.GraphError, match="'twice' already has a meaning, expected a new name"):
-        testing.meaning(twice)(means_twice)
-    with pytest.raises(cg.GraphError, match="'twice' already has a sample, expected a new name"):
-        testing.sample(twice)(draws_twice(twice))
+    with pytest.raises(cg.UnsupportedError, match="'twice' has no reference semantics, expected one from"):
+        testing.check_op("twice")
+    testing.reference_semantics(twice)(means_twice)
+    with pytest.raises(cg.UnsupportedError, match="'twice' has no strategy, expected one from"):
+        testing.check_op("twice")
+    testing.strategy(twice)(draws_twice(twice))
+    testing.check_op("twice", examples=5)
+    with pytest.raises(cg.GraphError, match="'twice' already has reference semantics, expected a new name"):
+        testing.reference_semantics(twice)(means_twice)
+    with pytest.raises(cg.GraphError, match="'twice' already has a strategy, expected a new name"):
+        testing.strategy(twice)(draws_twice(twice))
 
 
 @pytest.mark.parametrize(
@@ -78,20 +78,20 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
     ],
 )
 def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
     setattr(twice, field, rule)
     if law is None:  # another format is another op, and a right record of it
-        testing.hold("twice", examples=5)
+        testing.check_op("twice", examples=5)
         return
     with pytest.raises(AssertionError, match=law):
-        testing.hold("twice", examples=5)
+        testing.check_op("twice", examples=5)
 
 
 def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
-    assert testing.missing(twice) == testing.missing("twice") == ("meaning", "sample", "vjp")
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
+    assert testing.missing(twice) == testing.missing("twice") == ("reference_semantics", "strategy", "vjp")
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
     assert testing.missing(twice, lowering=()) == ("vjp", "lowering")
     assert testing.missing(twice, lowering=[twice]) == ("vjp",)
 
@@ -101,19 +101,19 @@ def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
     with pytest.raises(cg.UnsupportedError, match="missing: op kind 'bare' is not registered, expected one of"):
         testing.missing(Bare)
     monkeypatch.setitem(registry._kinds, "bare", Bare)
-    assert testing.missing(Bare) == ("infer", "flops", "reads", "writes", "meaning", "sample", "vjp")
+    assert testing.missing(Bare) == ("infer", "flops", "reads", "writes", "reference_semantics", "strategy", "vjp")
 
 
 def test_kinds_are_classes_or_names(twice):
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
-    testing.hold(twice, examples=3)
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
+    testing.check_op(twice, examples=3)
 
     class Other(twice):
         pass
 
-    with pytest.raises(cg.UnsupportedError, match="hold: op kind 'twice' is not registered"):
-        testing.hold(Other)
+    with pytest.raises(cg.UnsupportedError, match="check_op: op kind 'twice' is not registered"):
+        testing.check_op(Other)
 
     seen = set()
 
@@ -131,7 +131,7 @@ def test_kinds_are_classes_or_names(twice):
 def test_an_op_without_a_meaning_is_refused_where_it_stands(twice):
     with cg.Graph("g") as g:
         g.output(apply(twice(), [g.input("x", (A,))], "doubled")[0])
-    with pytest.raises(cg.UnsupportedError, match="op kind 'twice' of 'doubled' has no meaning"):
+    with pytest.raises(cg.UnsupportedError, match="op kind 'twice' of 'doubled' has no reference semantics"):
         testing.run(g, A=2)
 
 
@@ -141,12 +141,12 @@ def test_a_function_of_ones_own_needs_a_meaning(monkeypatch):
     cube = type(FUNCTIONS["relu"])("cube", 1, 2)
     with cg.Graph("g") as g:
         g.output(cg.ops.pointwise(cube, g.input("x", (A,))))
-    with pytest.raises(cg.UnsupportedError, match="function 'cube' has no meaning, expected one from"):
+    with pytest.raises(cg.UnsupportedError, match="function 'cube' has no reference semantics, expected one from"):
         testing.run(g, A=3)
     try:
         testing.function("cube")(lambda x: x * x * x)
         testing.check(g, A=3)
-        with pytest.raises(cg.GraphError, match="function 'cube' already has a meaning"):
+        with pytest.raises(cg.GraphError, match="function 'cube' already has reference semantics"):
             testing.function("cube")(lambda x: x)
     finally:
         testing.FUNCTIONS.pop("cube", None)
@@ -170,7 +170,7 @@ def small():
         (lambda g: testing.run(g, {"x": [1.0]}, A=2, B=3, D=5), cg.BindingError, r"'x' has shape \(1,\), expected"),
         (lambda g: testing.run("g"), cg.GraphError, "run: got str, expected a graph"),
         (lambda g: testing.check(g, ["gravity"], A=2, B=3, D=5), cg.UnsupportedError, "law 'gravity', expected one of"),
-        (lambda g: testing.hold("gravity"), cg.UnsupportedError, "op kind 'gravity' is not registered"),
+        (lambda g: testing.check_op("gravity"), cg.UnsupportedError, "op kind 'gravity' is not registered"),
         (lambda g: testing.value(cg.dims("A") ** cg.dims("B"), {"A": 4, "B": 2}), None, None),
     ],
 )  # fmt: skip
@@ -236,7 +236,7 @@ def test_full_is_what_is_executed_unless_an_op_says_more(twice):
         def flops(self, op):
             return rules.Flops(matmul=2 * rules.points(op.operands[0]), full=rules.ZERO)
 
-    @testing.meaning(Fewer)
+    @testing.reference_semantics(Fewer)
     def _twice(at):
         for index in at.operands[0].points():
             at.write(2 * at.read(0, *index), *index)
@@ -281,7 +281,7 @@ def test_a_preset_is_held_to_the_laws_at_other_sizes_than_its_own():
 
 
 def test_what_fails_in_two_ways_is_told_in_one_line(monkeypatch):
-    monkeypatch.setattr(import_module("costgraph.testing.check_op"), "TRIES", 12)
+    monkeypatch.setattr(import_module("costgraph.testing.op_checks"), "TRIES", 12)
     calls = []
 
     def holds(case):
@@ -298,10 +298,10 @@ def test_what_fails_in_two_ways_is_told_in_one_line(monkeypatch):
 
 
 def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):
-    testing.meaning(twice)(means_twice)
-    testing.sample(twice)(draws_twice(twice))
+    testing.reference_semantics(twice)(means_twice)
+    testing.strategy(twice)(draws_twice(twice))
     twice.flops = lambda kind, op: rules.Flops(pointwise=3 * rules.points(op.operands[0]))
     text = r"^law 'flops_of_each.*' at {.*}: pointwise FLOPs of '.*twice': \d+ derived, \d+ counted$"
     with pytest.raises(AssertionError, match=text) as caught:
-        testing.hold("twice", examples=5)
+        testing.check_op("twice", examples=5)
     assert len(str(caught.value).splitlines()) == 1

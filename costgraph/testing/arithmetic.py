@@ -254,7 +254,7 @@ def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     GraphError
         If the name already has an implementation.
     """
-    return adding(FUNCTIONS, "a meaning", name, what="function")
+    return adding(FUNCTIONS, "reference semantics", name, what="function")
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ __all__ = [
     "position_of",
     "storage_bytes",
     "whole",
-    "MEANINGS",
+    "REFERENCE_SEMANTICS",
     "Meaning",
-    "meaning",
+    "reference_semantics",
     "scalars",
     "Event",
     "peak_of",
@@ -346,10 +346,10 @@ K = TypeVar("K", bound=OpKind)
 Meaning = Callable[[At[Any]], None]
 
 #: Reference semantics of each op kind without a body.
-MEANINGS: dict[type[OpKind], Meaning] = {}
+REFERENCE_SEMANTICS: dict[type[OpKind], Meaning] = {}
 
 
-def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
+def reference_semantics(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
     """Define the reference semantics of op kinds, index point by index point, so that their cost rules can be checked.
 
     Parameters
@@ -368,7 +368,7 @@ def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At
     GraphError
         If a kind already has semantics.
     """
-    return adding(MEANINGS, "a meaning", *kinds)
+    return adding(REFERENCE_SEMANTICS, "reference semantics", *kinds)
 
 
 # -- contractions ------------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def _inside(index: Point, shape: Point) -> bool:
     return all(map(lt, index, shape)) and (not index or min(index) >= 0)
 
 
-@meaning(Einsum)
+@reference_semantics(Einsum)
 def _einsum(at: At[Einsum]) -> None:
     pattern, extents, restriction = at.kind.pattern, at.of(at.kind.extents), at.kind.domain
     overlapping = any(isinstance(d, Affine) and len(d.terms) > 1 for d in pattern.result)
@@ -480,7 +480,7 @@ def _shares(kind: PoolingBase, extents: Mapping[str, int], shape: Point) -> dict
     return counts
 
 
-@meaning(Unpool)
+@reference_semantics(Unpool)
 def _unpool(at: At[Unpool]) -> None:
     """Route each window's gradient to its maximum, or spread it evenly over the window."""
     pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
@@ -500,7 +500,7 @@ def _unpool(at: At[Unpool]) -> None:
     _fill_unreached(at)
 
 
-@meaning(Pool)
+@reference_semantics(Pool)
 def _pool(at: At[Pool]) -> None:
     pattern, extents = at.kind.pattern, at.of(at.kind.extents)
     pooled, shape = at.result().array, at.operands[0].array.shape
@@ -558,7 +558,7 @@ def scalars(at: At[Pointwise]) -> tuple[Any, ...]:
     return tuple(n if n is None else number(n) for n in at.of(at.kind.scalars) or (None,) * len(at.operands))
 
 
-@meaning(Pointwise)
+@reference_semantics(Pointwise)
 def _pointwise(at: At[Pointwise]) -> None:
     name = at.kind.function.name
     if at.kind.overwrites():
@@ -567,7 +567,9 @@ def _pointwise(at: At[Pointwise]) -> None:
         _mask(at, 0.0 if name.endswith("backward") else -np.inf)
         return
     if name not in FUNCTIONS:
-        raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
+        raise UnsupportedError(
+            f"function {name!r} has no reference semantics, expected one from costgraph.testing.function"
+        )
     result = at.result(like=_elementwise_layout(at))
     template = scalars(at)
     for index in _common_points(at, result):
@@ -591,7 +593,7 @@ def _mask(at: At[Pointwise], hidden: float) -> None:
         at.write(x.once(x.value if visible is None or visible[index[-2:]] else hidden), *index)
 
 
-@meaning(Dropout)
+@reference_semantics(Dropout)
 def _dropout(at: At[Dropout]) -> None:
     p = at.kind.p
     like = _elementwise_layout(at)
@@ -615,7 +617,7 @@ _STEPS: dict[str, tuple[float, Callable[[Any, Any], Any]]] = {
 }
 
 
-@meaning(Reduce)
+@reference_semantics(Reduce)
 def _reduce(at: At[Reduce]) -> None:
     pattern, operation = at.kind.pattern, at.kind.operation
     names = [d.names[0] if d.names else None for d in pattern.operands[0]]
@@ -645,7 +647,7 @@ def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
 # -- data movement -----------------------------------------------------------------------------------------------------
 
 
-@meaning(Rearrange)
+@reference_semantics(Rearrange)
 def _rearrange(at: At[Rearrange]) -> None:
     """Permute and reshape axes; copy elementwise if NumPy cannot make a view."""
     split, order, merged = at.of(at.kind.split), at.kind.order, at.of(at.kind.merged)
@@ -665,7 +667,7 @@ def _rearrange(at: At[Rearrange]) -> None:
             at.write(at.read(0, *source_index[index]), *index)
 
 
-@meaning(Slice)
+@reference_semantics(Slice)
 def _slice(at: At[Slice]) -> None:
     axis, start, size, step = at.kind.axis, at.of(at.kind.start), at.of(at.kind.size), at.kind.step
     array = at.operands[0].array
@@ -676,7 +678,7 @@ def _slice(at: At[Slice]) -> None:
     at.view(lambda array: array[key])
 
 
-@meaning(Expand)
+@reference_semantics(Expand)
 def _expand(at: At[Expand]) -> None:
     kept_axes, sizes, domain = at.kind.kept, at.of(at.kind.sizes), at.kind.domain
     places = [k for k in kept_axes if k is not None]
@@ -695,7 +697,7 @@ def _expand(at: At[Expand]) -> None:
         at.made[0] = Value(result.array, result.buffer, at.sizes.seen(domain, sizes))
 
 
-@meaning(Concat)
+@reference_semantics(Concat)
 def _concat(at: At[Concat]) -> None:
     axis, stacked, offset = at.kind.axis, at.kind.stacked, 0
     for i, v in enumerate(at.operands):
@@ -709,7 +711,7 @@ def _concat(at: At[Concat]) -> None:
         offset += 1 if stacked else v.array.shape[axis]
 
 
-@meaning(Transfer)
+@reference_semantics(Transfer)
 def _transfer(at: At[Transfer]) -> None:
     if at.kind.into:
         at.made[0] = at.operands[0]
@@ -717,7 +719,7 @@ def _transfer(at: At[Transfer]) -> None:
         at.write(at.read(len(at.operands) - 1, *index), *index)
 
 
-@meaning(Arange)
+@reference_semantics(Arange)
 def _arange(at: At[Arange]) -> None:
     for i in range(at.of(at.kind.size)):
         at.write(at.of(at.kind.start) + (-i if at.kind.back else i), i)
@@ -886,7 +888,7 @@ def run(
     seed : int
         Seed of the random numbers.
     meanings : mapping of type to callable, optional
-        Semantics of op kinds, by default `costgraph.testing.MEANINGS`.
+        Semantics of op kinds, by default `costgraph.testing.REFERENCE_SEMANTICS`.
     **dims : int
         A size for every dimension without a default. Small primes reveal most errors.
 
@@ -925,7 +927,9 @@ def run(
         raise GraphError(
             f"run of graph {graph.name!r}: value for {odd!r}, expected one of {', '.join(sorted(sources))}"
         )
-    interpreter = _Interpreter(Sizes(point), dict(inputs or {}), seed, MEANINGS if meanings is None else meanings)
+    interpreter = _Interpreter(
+        Sizes(point), dict(inputs or {}), seed, REFERENCE_SEMANTICS if meanings is None else meanings
+    )
     env: dict[Tensor, Any] = {}
     with np.errstate(all="ignore"):
         interpreter.graph(graph, env, "", {}, inside=False)
@@ -982,9 +986,9 @@ class _Interpreter:
                 if type(op.kind) not in self.meanings:
                     description, expected = (
                         f"op kind {op.kind.name!r} of {op.name!r}",
-                        "one from costgraph.testing.meaning",
+                        "one from costgraph.testing.reference_semantics",
                     )
-                    raise UnsupportedError(f"{description} has no meaning, expected {expected}")
+                    raise UnsupportedError(f"{description} has no reference semantics, expected {expected}")
                 self.meanings[type(op.kind)](at)
             self.finish(at, env, inside=inside)
             if isinstance(op.kind, Empty):

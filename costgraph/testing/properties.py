@@ -52,7 +52,7 @@ from ..transforms.reverse_mode import hoist, peel
 from ..transforms.rewrite import Rewriter
 from ..transforms.unroll import unroll
 from .arithmetic import value
-from .interpreter import MEANINGS, Array, Run, run
+from .interpreter import REFERENCE_SEMANTICS, Array, Run, run
 
 __all__ = [
     "loaded",
@@ -131,7 +131,7 @@ class Trial:
     @cached_property
     def run(self) -> Run:
         """The interpreter's run."""
-        return run(self.graph, None, meanings=MEANINGS, **self.point)
+        return run(self.graph, None, meanings=REFERENCE_SEMANTICS, **self.point)
 
     @cached_property
     def data(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from ..ops.elementwise import Dropout
 from ..ops.index import Gather, Scatter
 from ..ops.kv_cache import Append
 from .interpreter import (
-    MEANINGS,
     RANK,
+    REFERENCE_SEMANTICS,
     Array,
     At,
     Meaning,
@@ -56,7 +56,7 @@ def _keep_all(at: At[Dropout]) -> None:
     whole(lambda at: np.ones(x.shape), to=1)(at)
 
 
-_RANK_INDEPENDENT: dict[type[OpKind], Meaning] = {**MEANINGS, Dropout: _keep_all}
+_RANK_INDEPENDENT: dict[type[OpKind], Meaning] = {**REFERENCE_SEMANTICS, Dropout: _keep_all}
 
 # -- mesh --------------------------------------------------------------------------------------------------------------
 

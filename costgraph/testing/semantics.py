@@ -36,8 +36,8 @@ from ..optimizers.adaptive import Adam
 from ..optimizers.optimizer import fused_update
 from ..optimizers.sgd import SGD
 from .arithmetic import FUNCTIONS, Number, function, tally
-from .interpreter import Array, At, Point, Value, meaning
-from .strategies import Sketch, sample
+from .interpreter import Array, At, Point, Value, reference_semantics
+from .strategies import Sketch, strategy
 
 __all__ = [
     "appended",
@@ -51,12 +51,12 @@ __all__ = [
 # -- KV cache ----------------------------------------------------------------------------------------------------------
 
 
-@meaning(Cache)
+@reference_semantics(Cache)
 def _cache(at: At[Cache]) -> None:
     at.view(np.asarray)
 
 
-@sample(Cache)
+@strategy(Cache)
 def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     names = [f"a{i}" for i in range(x.ndim)]
@@ -64,13 +64,13 @@ def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
     return [cache(x, " ".join(names), along=along, window=s.one_of([None, 2]) if along else None)]
 
 
-@meaning(InitialState)
+@reference_semantics(InitialState)
 def _initial_state(at: At[InitialState]) -> None:
     for index in at.result().index():
         at.write(0.0, *index)
 
 
-@sample(InitialState)
+@strategy(InitialState)
 def _drawn_state(s: Sketch) -> Sequence[Tensor]:
     return [initial_state(s.shape(), s.one_of(["fp32", "bf16"]))]
 
@@ -88,10 +88,10 @@ def appended(at: At[Append], reserved: int = 0) -> None:
             at.write(at.read(1, *index), *target)
 
 
-meaning(Append)(appended)
+reference_semantics(Append)(appended)
 
 
-@sample(Append)
+@strategy(Append)
 def _drawn_append(s: Sketch) -> Sequence[Tensor]:
     positions = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis = s.number(0, positions.ndim - 1)
@@ -103,26 +103,26 @@ def _drawn_append(s: Sketch) -> Sequence[Tensor]:
 # -- gradient ops ------------------------------------------------------------------------------------------------------
 
 
-@meaning(Fill)
+@reference_semantics(Fill)
 def _fill(at: At[Fill]) -> None:
     (value,) = at.of((at.kind.value,))
     for index in at.result().index():
         at.write(value, *index)
 
 
-@sample(Fill)
+@strategy(Fill)
 def _drawn_fill(s: Sketch) -> Sequence[Tensor]:
     return [fill(s.shape(), s.one_of([0, 1, -1.5]), s.one_of(["fp32", "bf16"]))]
 
 
-@meaning(Assign)
+@reference_semantics(Assign)
 def _assign(at: At[Assign]) -> None:
     at.made[0] = at.operands[0]
     for index in at.operands[1].points():
         at.write(at.read(1, *index), *index)
 
 
-@sample(Assign)
+@strategy(Assign)
 def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     target = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=s.one_of(["fp32", "bf16"]))
@@ -130,7 +130,7 @@ def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
     return [assign(target, value)]
 
 
-@meaning(Pad)
+@reference_semantics(Pad)
 def _pad(at: At[Pad]) -> None:
     axis, start, step = at.kind.axis, at.of(at.kind.start), at.kind.step
     x = at.operands[0].array
@@ -144,7 +144,7 @@ def _pad(at: At[Pad]) -> None:
             at.write(0.0, *index)
 
 
-@sample(Pad)
+@strategy(Pad)
 def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis, step, start = s.axis(x), s.number(1, 2), s.one_of([0, 1, dims("A")])
@@ -152,7 +152,7 @@ def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
     return [pad(x, axis, start, padded_size, step)]
 
 
-@sample(Unpool)
+@strategy(Unpool)
 def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     x = s.fresh((*s.shape(1, 6), s.number(3, 5)))
     width = s.number(1, 3)
@@ -169,7 +169,7 @@ def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
 # -- top-k and expert routing ------------------------------------------------------------------------------------------
 
 
-@meaning(TopK)
+@reference_semantics(TopK)
 def _top_k(at: At[TopK]) -> None:
     *lead, length = at.operands[0].array.shape
     for index in product(*map(range, lead)):
@@ -182,7 +182,7 @@ def _top_k(at: At[TopK]) -> None:
             at.write(order[j], *index, j, to=1)
 
 
-@meaning(Sort)
+@reference_semantics(Sort)
 def _sort(at: At[Sort]) -> None:
     *lead, length = at.operands[0].array.shape
     for index in product(*map(range, lead)):
@@ -194,7 +194,7 @@ def _sort(at: At[Sort]) -> None:
             at.write(order[j], *index, j, to=1)
 
 
-@meaning(Dispatch)
+@reference_semantics(Dispatch)
 def _dispatch(at: At[Dispatch]) -> None:
     """Sort choices stably by expert; padding rows up to an expert's capacity point to the first token."""
     shape, experts, capacity = at.operands[0].array.shape, at.of(at.kind.experts), at.kind.capacity
@@ -252,7 +252,7 @@ def merged(at: At[Merge], rank: int = 0) -> None:
     at.tally.pointwise += ranks * (rows_per_rank + count)
 
 
-meaning(Merge)(merged)
+reference_semantics(Merge)(merged)
 
 
 def _owners(at: At[OpKind], rows: int) -> list[int | None]:
@@ -261,7 +261,7 @@ def _owners(at: At[OpKind], rows: int) -> list[int | None]:
     return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
 
 
-@meaning(GroupedMatmul)
+@reference_semantics(GroupedMatmul)
 def _grouped(at: At[GroupedMatmul]) -> None:
     """Multiply rows by their expert's matrix, and flag rows that differ from the routing assumption."""
     (rows, width), (experts, _, features) = at.operands[0].array.shape, at.operands[1].array.shape
@@ -298,7 +298,7 @@ def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:
     return experts * (1 - miss ** int(tokens))
 
 
-@meaning(GroupedOuter)
+@reference_semantics(GroupedOuter)
 def _grouped_outer(at: At[GroupedOuter]) -> None:
     (rows, a_width), b_width = at.operands[0].array.shape, at.operands[1].array.shape[1]
     gradient = at.result().array
@@ -316,14 +316,14 @@ def _grouped_outer(at: At[GroupedOuter]) -> None:
 # -- expert routing: samples -------------------------------------------------------------------------------------------
 
 
-@sample(TopK)
+@strategy(TopK)
 def _drawn_top_k(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and t.sizes[-1].constant is not None, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = top_k(x, s.number(1, s.value(x.sizes[-1])))
     return [values, take_along(x, ids)]  # the order of equal elements is undefined
 
 
-@sample(Sort)
+@strategy(Sort)
 def _drawn_sort(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = sort(x, descending=s.chance(1))
@@ -339,7 +339,7 @@ def _sent(s: Sketch, capacity: object = None) -> tuple[int, int, Tensor, Tensor]
     return experts, min(chosen, experts), sent.ends, sent.tokens
 
 
-@sample(Dispatch)
+@strategy(Dispatch)
 def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     experts, tokens = s.number(1, 4), s.one_of([1, 2, 3, *dims("A B")])
     ids = s.fresh((tokens, s.number(1, 2)), "int64", "input")
@@ -349,7 +349,7 @@ def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     return [rows, gather(rows, sent.places)]
 
 
-@sample(Merge)
+@strategy(Merge)
 def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
     """Exchange rows between two ranks with equal choices and balanced experts."""
     ranks, experts, chosen = 2, 2 * s.number(1, 2), s.number(1, 2)
@@ -362,7 +362,7 @@ def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
     return apply(kind, [ends], "merge")
 
 
-@sample(GroupedMatmul)
+@strategy(GroupedMatmul)
 def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
     routing = s.one_of(ROUTINGS)
     experts, chosen, ends, tokens = _sent(s, 1.25 if routing == "capacity" else None)
@@ -372,7 +372,7 @@ def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
     return [grouped(rows, weights, ends, chosen, routing=routing)]
 
 
-@sample(GroupedOuter)
+@strategy(GroupedOuter)
 def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
     _, _, ends, tokens = _sent(s)
     a, b = (s.fresh((*tokens.shape, s.number(1, 3)), s.one_of(["fp32", "bf16"])) for _ in range(2))
@@ -383,25 +383,25 @@ def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
 # The interpreter runs a single stage: it sends to no one and receives zeros.
 
 
-@meaning(Send)
+@reference_semantics(Send)
 def _send(at: At[Send]) -> None:
     for index in at.operands[0].points():
         at.read(0, *index)
     at.view(np.asarray)
 
 
-@meaning(Receive)
+@reference_semantics(Receive)
 def _receive(at: At[Receive]) -> None:
     for index in np.ndindex(*at.result().array.shape):
         at.write(0, *index)
 
 
-@sample(Send)
+@strategy(Send)
 def _drawn_send(s: Sketch) -> Sequence[Tensor]:
     return apply(Send(), [s.tensor()], "send")
 
 
-@sample(Receive)
+@strategy(Receive)
 def _drawn_receive(s: Sketch) -> Sequence[Tensor]:
     return apply(Receive(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "receive")
 
@@ -431,14 +431,14 @@ def _row_contents(at: At[Gather | Scatter]) -> list[Point]:
     return list(product(*map(range, at.operands[0].array.shape[at.kind.row(at.op.operands)])))
 
 
-@meaning(Gather)
+@reference_semantics(Gather)
 def _gather(at: At[Gather]) -> None:
     for index, row in _rows(at).items():
         for content in _row_contents(at):
             at.write(at.read(0, *row, *content), *index, *content)
 
 
-@meaning(Scatter)
+@reference_semantics(Scatter)
 def _scatter(at: At[Scatter]) -> None:
     target, *_, updates = at.operands
     if at.kind.overwrites():
@@ -467,7 +467,7 @@ def _scatter(at: At[Scatter]) -> None:
 # -- declared costs ----------------------------------------------------------------------------------------------------
 
 
-@meaning(Foreign, Opaque)
+@reference_semantics(Foreign, Opaque)
 def _declared_costs(at: At[StatedCosts]) -> None:
     """Trust the declared costs: opaque ops have no semantics."""
     kind = at.kind
@@ -540,7 +540,7 @@ def _source_index(at: At[Collective], index: Point, result_shape: Point) -> Poin
     return tuple(source)
 
 
-@meaning(Collective)
+@reference_semantics(Collective)
 def _collective(at: At[Collective]) -> None:
     """Run the collective with equal contributions from all ranks, and charge each its share of the additions."""
     kind, ranks = at.kind, at.of(at.kind.ranks)
@@ -564,7 +564,7 @@ def _collective(at: At[Collective]) -> None:
     at.tally.pointwise += Fraction(additions, ranks)
 
 
-@meaning(Pack)
+@reference_semantics(Pack)
 def _pack(at: At[Pack]) -> None:
     at.made[0] = at.operands[0]
     places = iter(list(at.operands[0].index()))
@@ -573,7 +573,7 @@ def _pack(at: At[Pack]) -> None:
             at.write(at.read(i, *index), *next(places))
 
 
-@meaning(Unshard)
+@reference_semantics(Unshard)
 def _unshard(at: At[Unshard]) -> None:
     source, ranks, dim = at.operands[0], at.of(at.kind.ranks), at.kind.dim
     flat = source.buffer.array.reshape(-1)[source.address((0,) * source.array.ndim) // source.array.itemsize :]
@@ -581,7 +581,7 @@ def _unshard(at: At[Unshard]) -> None:
     at.made[0] = Value(np.lib.stride_tricks.as_strided(flat, shape, source.array.strides), source.buffer)
 
 
-@meaning(LocalShard)
+@reference_semantics(LocalShard)
 def _local_shard(at: At[LocalShard]) -> None:
     kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
     if blocks == 1:
@@ -636,14 +636,14 @@ def together(at: At[Collective], contributions: Sequence[Array], rank: int) -> A
 # -- accumulation in loops ---------------------------------------------------------------------------------------------
 
 
-@meaning(Accumulate)
+@reference_semantics(Accumulate)
 def _accumulate(at: At[Accumulate]) -> None:
     at.made[0] = at.operands[0]
     for index in list(at.operands[0].points()):
         at.write(at.number(0, *index) + at.number(1, *index), *index)
 
 
-@sample(Accumulate)
+@strategy(Accumulate)
 def _drawn(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.dtype.kind == "float")
     term = s.like(x)
@@ -651,17 +651,17 @@ def _drawn(s: Sketch) -> Sequence[Tensor]:
     return [accumulate(so_far, term)]
 
 
-@meaning(Empty)
+@reference_semantics(Empty)
 def _empty(at: At[Empty]) -> None:
     at.result()
 
 
-@meaning(Stacked, SliceUpdate)
+@reference_semantics(Stacked, SliceUpdate)
 def _stacked(at: At[Any]) -> None:
     at.made[0] = at.operands[0]  # the slices are views of it
 
 
-@sample(Stacked)
+@strategy(Stacked)
 def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     y = s.fresh(s.shape(1))
     sizes = (poly(2), *y.sizes)
@@ -669,7 +669,7 @@ def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
 
 
-@sample(SliceUpdate)
+@strategy(SliceUpdate)
 def _drawn_slice_update(s: Sketch) -> Sequence[Tensor]:
     x = fill((poly(3), *s.fresh(s.shape(1)).sizes), 1.0)
     start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
@@ -678,12 +678,12 @@ def _drawn_slice_update(s: Sketch) -> Sequence[Tensor]:
     return list(apply(SliceUpdate(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
 
 
-@meaning(Undef)
+@reference_semantics(Undef)
 def _undef(at: At[Undef]) -> None:
     """Do nothing: an absent tensor has no value until `accumulate` gets its first term."""
 
 
-@sample(Undef)
+@strategy(Undef)
 def _drawn_undef(s: Sketch) -> Sequence[Tensor]:
     undef(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
     return []
@@ -731,27 +731,27 @@ def _changeable(s: Sketch) -> Tensor:
     return x if s.may_change(x) and x.touched == x.numel else fill(x.shape, 1.5)
 
 
-@meaning(KeepAlive)
+@reference_semantics(KeepAlive)
 def _keep(at: At[KeepAlive]) -> None:
     at.view(np.asarray)
 
 
-@meaning(StopGradient)
+@reference_semantics(StopGradient)
 def _stop(at: At[StopGradient]) -> None:
     at.view(np.asarray)
 
 
-@sample(StopGradient)
+@strategy(StopGradient)
 def _drawn_stop(s: Sketch) -> Sequence[Tensor]:
     return [stop_gradient(s.tensor())]
 
 
-@sample(KeepAlive)
+@strategy(KeepAlive)
 def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
     return [keep(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
 
 
-@meaning(FusedUpdate)
+@reference_semantics(FusedUpdate)
 def _fused_update(at: At[FusedUpdate]) -> None:
     """Run the update's steps per element, with intermediates in registers."""
     changed, steps, updated = at.kind.changed, at.kind.steps, at.kind.updated
@@ -771,7 +771,7 @@ def _fused_update(at: At[FusedUpdate]) -> None:
             at.read(i, *index)
 
 
-@sample(FusedUpdate)
+@strategy(FusedUpdate)
 def _drawn_fused_update(s: Sketch) -> Sequence[Tensor]:
     x = _changeable(s)
     optimizer, count = s.one_of(
@@ -782,25 +782,25 @@ def _drawn_fused_update(s: Sketch) -> Sequence[Tensor]:
     return fused_update(optimizer._update, (x, s.fresh(x.shape, "fp32"), *states), scalars, name="fused_update")[:1]
 
 
-@meaning(ZeroGrad)
+@reference_semantics(ZeroGrad)
 def _zero_grad(at: At[ZeroGrad]) -> None:
     at.made[0] = at.operands[0]
     for index in at.operands[0].points():
         at.write(0.0, *index)
 
 
-@sample(ZeroGrad)
+@strategy(ZeroGrad)
 def _drawn_zero_grad(s: Sketch) -> Sequence[Tensor]:
     return apply(ZeroGrad(), [_changeable(s)], "zero_")
 
 
-@sample(Unscale)
+@strategy(Unscale)
 def _drawn_unscale(s: Sketch) -> Sequence[Tensor]:
     operands = [_changeable(s), s.fresh((), "fp32"), fill((), 0.0)]
     return apply(Unscale(), operands, "unscale")
 
 
-@meaning(Unscale)
+@reference_semantics(Unscale)
 def _unscale(at: At[Unscale]) -> None:
     at.made[0], (gradient, _, flag) = at.operands[0], at.operands
     inverse = at.number(1)

@@ -81,9 +81,9 @@ __all__ = [
     "contraction",
     "merged",
     "names_of",
-    "SAMPLES",
+    "STRATEGIES",
     "Sample",
-    "sample",
+    "strategy",
     "graphs",
     "ops",
     "losses",
@@ -643,10 +643,10 @@ def _restricted(s: Sketch) -> Sequence[Tensor]:
 Sample = Callable[[Sketch], Sequence[Tensor]]
 
 #: Sample of each op kind.
-SAMPLES: dict[type[OpKind], Sample] = {}
+STRATEGIES: dict[type[OpKind], Sample] = {}
 
 
-def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
+def strategy(kind: type[OpKind]) -> Callable[[Sample], Sample]:
     """Define how to draw an op of a kind, for checks on random graphs.
 
     Parameters
@@ -662,18 +662,18 @@ def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
     Raises
     ------
     GraphError
-        If the kind already has a sample.
+        If the kind already has a strategy.
     """
-    return adding(SAMPLES, "a sample", kind)
+    return adding(STRATEGIES, "a strategy", kind)
 
 
 # -- contractions: samples ---------------------------------------------------------------------------------------------
 
 
-sample(Einsum)(contraction)
+strategy(Einsum)(contraction)
 
 
-@sample(Pool)
+@strategy(Pool)
 def _pool(s: Sketch) -> Sequence[Tensor]:
     width = s.number(1, 3)
     x = s.tensor(lambda t: t.ndim >= 1 and s.value(t.sizes[-1]) >= width, (*s.shape(1, 6), s.number(width, 5)))
@@ -695,7 +695,7 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
 _GENERIC_FUNCTIONS = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
 
 
-@sample(Pointwise)
+@strategy(Pointwise)
 def _pointwise(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     if s.chance(6):
@@ -727,12 +727,12 @@ def _second_operand(s: Sketch, x: Tensor) -> Tensor:
     return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
 
 
-@sample(Dropout)
+@strategy(Dropout)
 def _dropout(s: Sketch) -> Sequence[Tensor]:
     return [dropout(s.tensor(), s.one_of([0.1, 0.5]), mask=s.one_of(["bool", "fp32"]))]
 
 
-@sample(Reduce)
+@strategy(Reduce)
 def _reduce(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     names = names_of(x.ndim)
@@ -747,7 +747,7 @@ def _reduce(s: Sketch) -> Sequence[Tensor]:
 # -- data movement -----------------------------------------------------------------------------------------------------
 
 
-@sample(Rearrange)
+@strategy(Rearrange)
 def _rearrange(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     if s.chance(4):
@@ -774,7 +774,7 @@ def _divides(factor: Any, size: Any) -> bool:
     return integral and quotient != 1
 
 
-@sample(Slice)
+@strategy(Slice)
 def _slice(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     axis = s.axis(x)
@@ -788,7 +788,7 @@ def _slice(s: Sketch) -> Sequence[Tensor]:
     return [slice_axis(x, axis, start, s.number(1, (length - 1 - start) // step + 1), step)]
 
 
-@sample(Expand)
+@strategy(Expand)
 def _expand(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim <= 2 and s.elements(t) <= 24, s.shape(s.number(0, 2), 12))
     names = names_of(x.ndim)
@@ -800,7 +800,7 @@ def _expand(s: Sketch) -> Sequence[Tensor]:
     return [expand(x, f"{' '.join(names)} -> {' '.join([*names[:position], 'n', *names[position:]])}", **extents)]
 
 
-@sample(Concat)
+@strategy(Concat)
 def _concat(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis = s.axis(x)
@@ -811,12 +811,12 @@ def _concat(s: Sketch) -> Sequence[Tensor]:
     return [concat(s.order(operands), axis)]
 
 
-@sample(Transfer)
+@strategy(Transfer)
 def _transfer(s: Sketch) -> Sequence[Tensor]:
     return [transfer(s.tensor())]
 
 
-@sample(Empty)
+@strategy(Empty)
 def _empty(s: Sketch) -> Sequence[Tensor]:
     apply(Empty(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "empty")
     return []  # uninitialized: not readable
@@ -842,13 +842,13 @@ def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
     return x, [s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input")], batch
 
 
-@sample(Gather)
+@strategy(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
     return apply(Gather(batch=batch), [x, *ids], "gather")
 
 
-@sample(Scatter)
+@strategy(Scatter)
 def _scatter(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
     updates = s.fresh((*ids[0].shape, *x.shape[batch + len(ids) :]), x.dtype.name)
@@ -859,13 +859,13 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
     return apply(Scatter(mode=mode, inplace=changes, batch=batch), [x, *ids, updates], "scatter")
 
 
-@sample(Arange)
+@strategy(Arange)
 def _arange(s: Sketch) -> Sequence[Tensor]:
     integers = arange(s.size(), s.one_of(["int64", "int32", "fp32"]))
     return [integers if integers.dtype.kind == "float" else cast(integers, "fp32")]
 
 
-@sample(Opaque)
+@strategy(Opaque)
 def _opaque(s: Sketch) -> Sequence[Tensor]:
     x, size = s.tensor(), s.size()
     amounts: dict[str, Any] = {} if s.chance(1) else dict.fromkeys(("reads", "writes"), 8 * size)
@@ -873,7 +873,7 @@ def _opaque(s: Sketch) -> Sequence[Tensor]:
     return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
 
 
-@sample(Foreign)
+@strategy(Foreign)
 def _foreign(s: Sketch) -> Sequence[Tensor]:
     x, n = s.tensor(), poly(s.size())
     kind = Foreign(
@@ -893,7 +893,7 @@ def _dim(s: Sketch, ranks: Any, blocks: int, *others: Any) -> Tensor:
     return s.fresh((*others, ranks * blocks * s.one_of([1, dims("B")]), *s.shape(1, 4)))
 
 
-@sample(Collective)
+@strategy(Collective)
 def _collective(s: Sketch) -> Sequence[Tensor]:
     kind = s.one_of(sorted(COLLECTIVES))
     ranks: Any = s.one_of([2, 3, dims("A")])
@@ -912,7 +912,7 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
     return apply(full_kind, [x], kind)
 
 
-@sample(Unshard)
+@strategy(Unshard)
 def _unshard(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     dim = s.number(0, 1)
@@ -920,7 +920,7 @@ def _unshard(s: Sketch) -> Sequence[Tensor]:
     return apply(Unshard(ranks=poly(ranks), axis="x", dim=dim), shard, "around")
 
 
-@sample(Pack)
+@strategy(Pack)
 def _pack(s: Sketch) -> Sequence[Tensor]:
     head = s.fresh(s.shape(s.number(1, 2), 6))
     tensors = [head, *(s.fresh(s.shape(s.number(1, 2), 6), head.dtype.name) for _ in range(s.number(0, 2)))]
@@ -928,7 +928,7 @@ def _pack(s: Sketch) -> Sequence[Tensor]:
     return apply(Pack(), [fill((room,), dtype=tensors[0].dtype), *tensors], "pack")
 
 
-@sample(LocalShard)
+@strategy(LocalShard)
 def _local_shard(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     blocks, dim = s.number(1, 2), s.number(0, 1)
@@ -950,13 +950,13 @@ def _grow(s: Sketch, kinds: Sequence[type[OpKind]], low: int, high: int) -> list
     """Draw some ops and return their results."""
     results: list[Tensor] = []
     for _ in range(s.number(low, high)):
-        drawn = s.drawn(SAMPLES[s.one_of(kinds)])
+        drawn = s.drawn(STRATEGIES[s.one_of(kinds)])
         s.made(*drawn)
         results += drawn
     return [t for t in results if t in s.pool]
 
 
-@sample(Kernel)
+@strategy(Kernel)
 def _kernel(s: Sketch) -> Sequence[Tensor]:
     return s.one_of([_drawn_kernel, _layer, _attention])(s)
 
@@ -1008,7 +1008,7 @@ def _count(s: Sketch) -> Any:
 
 def _default_kinds() -> tuple[type[OpKind], ...]:
     """Return all kinds with a sample, except `SliceUpdate`, which only traces produce."""
-    return tuple(k for k in SAMPLES if k is not SliceUpdate)
+    return tuple(k for k in STRATEGIES if k is not SliceUpdate)
 
 
 def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
@@ -1032,7 +1032,7 @@ def _next_carry(s: Sketch, x: Tensor, candidates: Sequence[Tensor]) -> Tensor:
     return s.one_of([x, pointwise("relu", x), pointwise("neg", x)])
 
 
-@sample(Repeat)
+@strategy(Repeat)
 def _repeat(s: Sketch) -> Sequence[Tensor]:
     carry_count = s.one_of([1, 1, 2])
     carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(carry_count))
@@ -1093,7 +1093,7 @@ def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[
         s = Sketch(draw, graph)
         _grow(s, kinds, 0 if must else 1, max_ops)
         if must:
-            s.made(*s.drawn(SAMPLES[must]))
+            s.made(*s.drawn(STRATEGIES[must]))
             _grow(s, (Pointwise, Rearrange), 0, 1)
         return _finish(s)
 

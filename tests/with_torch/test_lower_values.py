@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from lowered import both, defined, held  # noqa: E402  # it imports torch
 
 from costgraph import testing  # noqa: E402  # after torch is known to be there
-from costgraph.testing import SAMPLES  # noqa: E402
+from costgraph.testing import STRATEGIES  # noqa: E402
 
 torch.set_num_threads(1)
 quick = drawing(100 if is_plain() else 200)
@@ -57,7 +57,7 @@ def agree(case):
 
 
 # a position of a maximum that lies outside of its window is none: `test_lower.py` has real ones
-@pytest.mark.parametrize("kind", sorted({k.name for k in SAMPLES} - {"unpool", "dropout", "empty", "foreign"}))
+@pytest.mark.parametrize("kind", sorted({k.name for k in STRATEGIES} - {"unpool", "dropout", "empty", "foreign"}))
 def test_ops_of_each_kind_compute_what_the_interpreter_does(kind):
     quick(given(testing.ops(kind))(agree))()
 
