@@ -109,7 +109,7 @@ def ideal(nest, accesses, room):
 
 
 def by_blocks(nest, loops):
-    """Return bytes moved and peak bytes held if each array's block is loaded when it changes, after evicting the old one."""
+    """Return bytes moved and peak bytes held for blocks loaded when they change, after evicting the old ones."""
     held = [set() for _ in (*nest.operands, nest.result)]
     moved = most = 0
     made = set()

@@ -99,7 +99,7 @@ def test_stage_costs_add_up_to_the_whole_step(optimizer):
 
 
 def test_leading_dense_layers_belong_to_first_stage():
-    """DeepSeek starts with dense layers; they belong to the first stage, which has as many layers in total as the others."""
+    """The leading dense layers of DeepSeek belong to the first stage, which has as many layers as any other."""
     whole, s = cut(load("deepseek-v2", symbolic=True))
     for ask in (cg.matmul_flops, cg.param_count):
         assert sympy.expand(together(s.stages, ask) - ask(whole)) == 0, ask

@@ -83,11 +83,11 @@ def own_sizes(g, **sizes):
     return {name: n for name, n in {**SIZES, **sizes}.items() if name in known_names(g)}
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------- ---
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def states(name, p, m, v, rank):
-    """Yield in-flight stages beside a running chunk, counted one by one, until their backward pass or weight gradient."""
+    """Yield in-flight stages beside a running chunk, one by one, until their backward pass or weight gradient."""
     waits, weights = [], []
     for kind, stage, k, _ in cg.plan.schedule(name, p, m, v)[rank]:
         if kind == "F":
@@ -170,7 +170,7 @@ def stages(name, p=4, v=None):
 
 @pytest.mark.parametrize(("name", "p", "m", "v", "depth"), in_part(MEASURED, 0, 4))
 def test_peaks_match_gloo_processes(name, p, m, v, depth):
-    """Receive buffers for all micro-batches, outputs until their backward pass, and sent tensors until the send completes."""
+    """Receive buffers for all micro-batches, outputs until their backward pass, and sent tensors until completion."""
     tokens, returned = (m * n * SIZES["B"] * SIZES["S"] for n in (2 * 8, 4 * SIZES["V"]))
     rows = MEASURED[name, p, m, v, depth]
     for i, (g, (peak, between, left)) in enumerate(zip(stages(name, p, v), rows, strict=True)):
@@ -199,7 +199,7 @@ def test_megatron_has_no_receive_buffers_and_frees_sent_tensors():
 
 
 def test_weight_gradients_keep_operands_and_output_gradients():
-    """The gradient of w in y = x w needs x and the gradient of y, but not the tensors that attention and activations save."""
+    """The gradient of w in y = x w needs x and the gradient of y, but not the tensors attention and activations save."""
     s = cg.parallelize(step(), pp=4, micro_batches=M, schedule="zb-h1", system="megatron")
     B, S, D, F, H, K, L = cg.dims("B S D F H K L")
     body = next(op.body for op in s.stages[1].ops if op.loop and op.loop.count == poly(M))
@@ -210,7 +210,7 @@ def test_weight_gradients_keep_operands_and_output_gradients():
     assert sympy.expand(left_for_weights(body)[0].expr - 4 * B * S * L / 4 * kept) == 0
 
 
-# -- work and messages ----------------------------------------------------------------------------------------------- ---
+# -- work and messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", in_part(GROUPS, 0, 3))
@@ -317,11 +317,11 @@ def test_gradient_norms_and_flags_are_reduced_over_stages():
         cg.parallelize(training_step(load("gpt2"), accumulate=2, clip=1.0), pp=2, micro_batches=2)
 
 
-# -- times ----------------------------------------------------------------------------------------------------------- ---
+# -- times -----------------------------------------------------------------------------------------------------------
 
 
 def test_dualpipe_ranks_hold_two_stages_and_half_the_micro_batches_each():
-    """A rank works like one rank of a folded pipeline with half the micro-batches, and also holds the mirrored parameters."""
+    """A rank works like one of a folded pipeline with half the micro-batches, and also holds mirrored parameters."""
     whole_step, s = cut(llama(), 6, 16, schedule="dualpipe")
     halved, half = cut(llama(), 3, 8, schedule="dualpipev")
     assert [g.name for g in s.stages] == ["llama.first", "llama.middle", "llama.last"]
