@@ -199,7 +199,7 @@ def test_megatron_has_no_receive_buffers_and_frees_sent_tensors():
 
 
 def test_weight_gradients_keep_operands_and_output_gradients():
-    """The gradient of w in y = x w needs x and the gradient of y, but not the tensors attention and activations save."""
+    """The gradient of w in y = x w needs x and the gradient of y, not the tensors attention and activations keep."""
     s = cg.parallelize(step(), pp=4, micro_batches=M, schedule="zb-h1", system="megatron")
     B, S, D, F, H, K, L = cg.dims("B S D F H K L")
     body = next(op.body for op in s.stages[1].ops if op.loop and op.loop.count == poly(M))
