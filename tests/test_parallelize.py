@@ -140,7 +140,7 @@ def test_partial_sums_are_reduced_in_accumulation_dtype():
 
 @pytest.mark.parametrize("count", in_part([2, "N"], 0))
 def test_last_micro_batch_reduces_accumulated_gradients_by_unit(count):
-    """HSDP in mixed precision: gather in bf16, accumulate and reduce in fp32, one scatter and one all-reduce per unit."""
+    """HSDP in mixed precision: gather in bf16, accumulate and reduce in fp32, one scatter and all-reduce per unit."""
     times, n = (count, {}) if count == 2 else (cg.dims(count), {count: 3})
     mixed = cg.Policy("mixed", params="fp32", compute="bf16")
     whole = cg.training_step(load("llama-3-8b", symbolic=True), optimizer=cg.AdamW(), precision=mixed, accumulate=times)

@@ -34,7 +34,7 @@ A, B, C, D, F, S = cg.dims("A B C D F S")
 
 
 def upper_hull(rows):
-    """Return the upper convex hull of points in the plane, from the highest to the rightmost (Andrew's monotone chain)."""
+    """Return the upper convex hull of points in the plane, from the highest to the rightmost (Andrew's algorithm)."""
     top = max(rows, key=lambda r: (r[1], r[0]))
     chain = []
     highest = {x: max(r for r in rows if r[0] == x) for x, _ in rows if x >= top[0]}
