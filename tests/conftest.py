@@ -68,7 +68,7 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each of two workers half of the tests, then half of the other's rest, so that tests in a file share caches."""
+    """Give each of two workers half of the tests, then half of the other's rest; tests in a file share caches."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
