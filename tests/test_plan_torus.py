@@ -1,4 +1,4 @@
-"""The search in a torus: degrees that it has rings for, each plan beside a graph of its own numbers."""
+"""Plan search in a torus: feasible degrees, with every plan against a separately derived graph."""
 
 import pytest
 from test_networks_torus import torus
@@ -27,7 +27,7 @@ def model():
 
 
 def alone(model, plan, device, overlap):
-    """Return bytes and seconds of a plan that is derived with its own numbers."""
+    """Return bytes and seconds of a plan, derived with its own sizes."""
     step = cg.training_step(model, precision="bf16", accumulate=plan.accumulate)
     split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
     rank = cg.parallelize(step, **split, pp=plan.pp, micro_batches=plan.accumulate if plan.pp > 1 else 1)
@@ -36,10 +36,10 @@ def alone(model, plan, device, overlap):
 
 
 @pytest.mark.parametrize("overlap", ["none", pytest.param("ideal", marks=pytest.mark.long)])
-def test_each_plan_takes_what_its_graph_takes_over_its_rings(model, overlap):
+def test_torus_plans_match_separate_graphs(model, overlap):
     device = torus(4, 3)
     found = cg.plan.search(model, hardware=device, **FEW, zero=0, sequence=False, overlap=overlap)
-    # inner axes fill x, of 4 devices, and then y, of 3; of x and a part of y, or a part of x alone, there is nothing
+    # inner axes fill x with 4 devices and then y with 3; x with part of y, or part of x alone, has no ring
     assert {(p.tp, p.dp, p.pp) for p in found.rows} == {
         (1, 12, 1), (4, 3, 1), (12, 1, 1), (4, 1, 3), (1, 4, 3)
     }  # fmt: skip
@@ -49,7 +49,7 @@ def test_each_plan_takes_what_its_graph_takes_over_its_rings(model, overlap):
         assert plan.seconds == pytest.approx(seconds, rel=1e-9), plan
 
 
-def test_what_is_left_out_is_said(model):
+def test_notes_name_degrees_left_out(model):
     found = cg.plan.search(model, hardware=torus(4, 3), **FEW, zero=0, tp=(3, 4), pp=1)
     assert {p.tp for p in found.rows} == {4}
     (note,) = found.notes
@@ -60,7 +60,7 @@ def test_what_is_left_out_is_said(model):
     assert "the 8 devices that the torus joins at most" in nothing.notes[0]
 
 
-def test_a_network_that_joins_fewer_devices_has_no_plans(model):
+def test_network_with_too_few_devices_has_no_plans(model):
     found = cg.plan.search(
         model, hardware="h100-sxm", network="meta-24k", **{**FEW, "devices": 49152, "B": 49152}, zero=0
     )

@@ -8,7 +8,7 @@ from costgraph import GraphError, ShapeError
 B, D, N = cg.dims("B D N")
 
 
-def test_opaque_costs_are_those_that_were_stated():
+def test_opaque_costs_match_statement():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         y, index = cg.opaque(
@@ -34,7 +34,7 @@ def test_opaque_reads_and_writes_everything_unless_stated():
     assert cg.bytes_moved(g) == 4 * 3 + 2 * 7
 
 
-def test_opaque_bytes_may_be_stated_in_all():
+def test_opaque_total_bytes_may_be_stated():
     with cg.Graph("g", dtype="bf16") as g:
         a, b = g.input("a", (B, D)), g.input("b", (D,), dtype="int64")
         y = cg.opaque("scan", [a, b], (B, D), flops=B, reads=6 * B * D, writes=2 * B * D)
@@ -63,7 +63,7 @@ def test_transfer_moves_every_byte_once_over_its_link():
 @each(
     ("kind", "first", "flops"),
     [
-        # ring reductions: ranks - 1 additions an element, spread over the ranks
+        # ring reductions: ranks - 1 additions per element, spread over the ranks
         ("all_reduce", 12, 12 * 5 * 3 // 4),
         ("all_gather", 48, 0),
         ("reduce_scatter", 3, 12 * 5 * 3 // 4),
