@@ -197,7 +197,7 @@ def test_activation_costs_match_docstrings(function, flops):
         (lambda x, i: cg.cross_entropy(x, cg.ops.arange(7)), ShapeError, "expected the same axes except the last"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_refusals_name_place_value_and_expectation(call, error, text):
     g = cg.Graph("g")
     with g, pytest.raises(error, match=text):
         call(g.input("x", (3, 5)), g.input("ids", (3,), dtype="int64"))

@@ -260,7 +260,7 @@ def test_moments_are_first_op_and_allocating_ops():
     assert line.by_role == {"input": at, "activation": at, "output": 12, "workspace": 11}
 
 
-def test_the_first_op_can_hold_the_peak():
+def test_first_op_can_hold_the_peak():
     with cg.Graph("g") as g:
         x = g.input("x", (7, 5))
         cg.ops.concat([x] * 3, 0)

@@ -107,7 +107,7 @@ def drawn(random):
 
 
 @pytest.mark.parametrize("many", [200, pytest.param(4000, marks=pytest.mark.long)])
-def test_one_by_one_of_stages_that_differ_takes_what_its_events_do(many):
+def test_1f1b_time_of_unequal_stages_matches_events(many):
     random = Random(0)
     for _ in range(many):
         runs, m = drawn(random)

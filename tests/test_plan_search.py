@@ -231,7 +231,7 @@ def test_plans_beyond_memory_are_left_out(model, few):
         ({"dp": 5, "devices": 5}, "no plan: no degrees within the limits divide the devices and the batch"),
     ],
 )
-def test_where_there_is_no_plan_notes_say_why(given, why):
+def test_notes_explain_missing_plans(given, why):
     asked = {**FEW, "checkpoint": "none", "micro_batch": 1, **given}
     for executor in (None, Elsewhere()):
         found = cg.plan.search(lm(V=182), **asked, executor=executor)
@@ -392,7 +392,7 @@ def test_table_is_short_and_frame_is_complete(found):
         ({"memory": -1}, "memory"),
     ],
 )
-def test_what_is_no_limit_is_an_error(model, given, says):
+def test_invalid_limits_are_refused(model, given, says):
     with pytest.raises(cg.CostGraphError, match=says):
         cg.plan.search(model, **{**MANY, **given})
 
@@ -575,7 +575,7 @@ def test_crossovers_without_fitting_plan_have_none(model):
         (("S", (0, 7)), "crossovers: within=0: expected a positive integer"),
     ],
 )
-def test_what_no_size_can_be_is_an_error(few, given, says):
+def test_invalid_crossover_arguments_are_refused(few, given, says):
     with pytest.raises(cg.BindingError, match=says):
         cg.plan.crossovers(few, *given, multiple_of=4)
 

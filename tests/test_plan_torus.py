@@ -68,6 +68,6 @@ def test_network_with_too_few_devices_has_no_plans(model):
     assert "expected the 24,576 devices that the aggregation joins at most" in found.notes[0]
 
 
-def test_streams_in_a_torus_are_refused(model):
+def test_overlap_in_a_torus_is_refused(model):
     with pytest.raises(cg.UnsupportedError, match="search: overlap 'streams' in a torus, expected none or ideal"):
         cg.plan.search(model, hardware=torus(4, 3), **FEW, overlap="streams")

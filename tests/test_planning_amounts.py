@@ -65,7 +65,7 @@ def test_training_flops_ignore_batch_and_checkpoint():
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-def test_days_of_a_70b_model_on_15t_tokens():
+def test_training_days_for_70b_model_and_15t_tokens():
     days = cg.plan.training_days(cg.plan.training_flops(70e9, 15e12), H100, devices=1024, mfu=0.5)
     assert days == pytest.approx(6.3e24 / (1024 * 0.5 * 989.5e12) / DAY)
     assert round(days, 1) == 143.9

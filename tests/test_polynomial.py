@@ -256,7 +256,7 @@ REFUSED = [
 
 
 @each(("given_value", "named"), REFUSED, ids=[n for _, n in REFUSED])
-def test_what_is_no_exact_size_is_refused_by_name(given_value, named):
+def test_inexact_sizes_are_refused_by_name(given_value, named):
     with pytest.raises(CostGraphError) as caught:
         poly(given_value)
     assert named in str(caught.value)
@@ -519,7 +519,7 @@ def test_zero_to_negative_power_is_refused(exponent):
         power(ZERO, as_poly(exponent))
 
 
-def test_powers_of_zero_and_one_stay_exact_however_large_the_exponent():
+def test_powers_of_zero_and_one_are_exact():
     huge = 10**9
     assert power(ZERO, as_poly(huge)) == 0
     assert power(ZERO, ZERO) == 1

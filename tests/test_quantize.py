@@ -184,7 +184,7 @@ def test_activation_quantization_flops():
     assert cg.flops(grouped, **sizes) - cg.flops(g, **sizes) == 5 * 900 + 3 + 2 * 3 * 5 * 3 + 3 * 5
 
 
-def test_activations_that_several_layers_read_are_quantized_once():
+def test_shared_activations_are_quantized_once():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, D))
         g.output(cg.linear(x, "b d -> b f", f=F, name="a") + cg.linear(x, "b d -> b f", f=F, name="b"))

@@ -275,7 +275,7 @@ def test_unknown_recurrence_implementation_is_refused():
     assert str(caught.value) == "kernel 'states': scan 'fused', expected one of kernel, ops"
 
 
-def test_a_causal_convolution_has_one_axis_and_no_stride():
+def test_causal_convolution_requires_one_axis_without_stride():
     for options, text in (
         ({"window": 3, "stride": 2}, "padding='causal' with stride=2, expected a stride of 1"),
         ({"window": (3, 3)}, "padding='causal' of a window over 2 axes, expected one axis, that of positions"),
@@ -286,7 +286,7 @@ def test_a_causal_convolution_has_one_axis_and_no_stride():
         assert str(caught.value) == text
 
 
-def test_a_causal_convolution_counts_as_torch_does():
+def test_causal_convolution_flops_match_torch():
     # Conv1d computes S + 3*(window - 1) outputs at dilation 3, of which the first S are kept
     g = graph(lambda g: cg.conv(g.input("x", (B, D, S)), "b c s -> b o s", window=5, dilation=3, padding="causal", o=E))
     assert g.outputs[0].shape == (B, E, S)

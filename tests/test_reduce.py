@@ -108,7 +108,7 @@ def test_reduction_dtypes_match_torch(dtype, operation):
         (lambda x: cg.reduce(x, "a a -> a", "sum"), PatternError, "expected each axis of the operand once"),
     ],
 )
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_refusals_name_place_value_and_expectation(call, error, text):
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
         with pytest.raises(error, match=text):

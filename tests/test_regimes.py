@@ -320,7 +320,7 @@ def mean(*outputs):
 
 
 @pytest.mark.parametrize(("name", "box"), in_part(STEPS, 0, 2))
-def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
+def test_step_peak_has_few_regimes_and_covers_all_moments(name, box):
     model = cg.models.load(name, symbolic=box is not None)  # a separate model, as more assumptions are added
     square = box is not None and name in SQUARE
     with model:

@@ -249,7 +249,7 @@ def test_ridge_points_and_balance_are_symbolic():
     assert cg.plan.training_days(1e20, UNKNOWN, mfu=0.5, dtype="bf16").has(peak_bf16)
 
 
-def test_units_of_an_unknown_overlap():
+def test_units_of_symbolic_device_overlap():
     with cg.Graph("g", dtype="fp32") as g:
         g.output(cg.relu(g.input("a", (N, N)) @ g.input("b", (N, N))))
     at = {k: v for k, v in H100.bindings().items() if k in cg.seconds(g, UNKNOWN, "lower").free_symbols}

@@ -295,7 +295,7 @@ def test_serving_command_writes_files(capsys, tmp_path):
         ("decode mlp --hardware h100-sxm", "graph 'mlp' keeps no state between steps"),
     ],
 )
-def test_what_the_command_refuses(line, text, capsys):
+def test_invalid_command_arguments_are_refused(line, text, capsys):
     pytest.importorskip("typer")
     assert main(line.split()) == 2
     assert text in capsys.readouterr().err

@@ -484,7 +484,7 @@ def test_per_rank_graph_survives_save_and_load(tmp_path):
         cg.shard(loaded, cg.mesh(dp=N), DATA)
 
 
-def test_communication_is_a_table():
+def test_communication_renders_as_table():
     pytest.importorskip("pandas")
     sharded = cg.shard(mlp(), cg.mesh(tp=3), {"up": "d (f tp)", "down": "(f tp) d"})
     sent = cg.communication(sharded, B=2, D=5)

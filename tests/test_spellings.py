@@ -52,7 +52,7 @@ def test_other_optimizers_are_refused(given):
 
 
 @each(("given", "policy"), [(True, cg.every_block()), (False, None)])
-def test_checkpointing_is_switched_on_and_off(given, policy):
+def test_checkpointing_can_be_switched_on_and_off(given, policy):
     sizes = {"B": 2, "S": 64}
     expected = cg.peak_memory(cg.training_step(load("gpt2"), checkpoint=policy), **sizes)
     assert cg.peak_memory(cg.training_step(load("gpt2"), checkpoint=given), **sizes) == expected

@@ -30,7 +30,7 @@ def test_summary_rows_add_up_to_graph_totals(name):
         assert len(rows) <= 41
 
 
-def test_an_unrolled_graph_has_at_most_40_rows():
+def test_unrolled_graph_summary_has_at_most_40_rows():
     graph = cg.unroll(load("gpt2", symbolic=False), L=12)
     assert len(rows_of(graph)) <= 42
 

@@ -40,7 +40,7 @@ def test_dims_of_non_strings_are_refused(wrong):
         dims(wrong)
 
 
-def test_an_error_does_not_repeat_a_long_text():
+def test_errors_truncate_long_texts():
     with pytest.raises(PatternError) as caught:
         dims("x" * 10**6)
     assert len(str(caught.value)) < 300

@@ -55,7 +55,7 @@ def draws_twice(kind):
     return lambda s: [apply(kind(), [s.tensor()], "twice")[0]]
 
 
-def test_an_op_of_ones_own_is_held_to_the_laws(twice):
+def test_user_defined_op_is_checked_against_laws(twice):
     with pytest.raises(cg.UnsupportedError, match="'twice' has no meaning, expected one from"):
         testing.hold("twice")
     testing.meaning(twice)(means_twice)
@@ -77,7 +77,7 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
         ("infer", lambda kind, operands: [Result(operands[0].sizes, cg.dtype("fp64"))], None),
     ],
 )
-def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
+def test_wrong_user_defined_record_is_detected(twice, field, rule, law):
     testing.meaning(twice)(means_twice)
     testing.sample(twice)(draws_twice(twice))
     setattr(twice, field, rule)
@@ -88,7 +88,7 @@ def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
         testing.hold("twice", examples=5)
 
 
-def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
+def test_missing_parts_of_a_kind_are_named(monkeypatch, twice):
     assert testing.missing(twice) == testing.missing("twice") == ("meaning", "sample", "vjp")
     testing.meaning(twice)(means_twice)
     testing.sample(twice)(draws_twice(twice))
@@ -104,7 +104,7 @@ def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
     assert testing.missing(Bare) == ("infer", "flops", "reads", "writes", "meaning", "sample", "vjp")
 
 
-def test_kinds_are_classes_or_names(twice):
+def test_kinds_are_given_by_class_or_name(twice):
     testing.meaning(twice)(means_twice)
     testing.sample(twice)(draws_twice(twice))
     testing.hold(twice, examples=3)
@@ -174,7 +174,7 @@ def small():
         (lambda g: testing.value(cg.dims("A") ** cg.dims("B"), {"A": 4, "B": 2}), None, None),
     ],
 )  # fmt: skip
-def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+def test_refusals_name_place_value_and_expectation(call, error, text):
     if error is None:
         assert call(small()) == 16
         return
@@ -297,7 +297,7 @@ def test_two_failures_are_reported_in_one_line(monkeypatch):
     assert len(calls) <= 12 + 1
 
 
-def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):
+def test_violation_report_names_op_law_sizes_and_counts(twice):
     testing.meaning(twice)(means_twice)
     testing.sample(twice)(draws_twice(twice))
     twice.flops = lambda kind, op: rules.Flops(pointwise=3 * rules.points(op.operands[0]))

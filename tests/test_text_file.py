@@ -122,7 +122,7 @@ def test_writer_killed_at_any_line_leaves_old_or_new_content(writers, tmp_path, 
 
 
 @pytest.mark.parametrize("reason", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_writer_failing_at_any_line_leaves_no_other_files(writers, tmp_path, reason):
+def test_writer_failing_at_any_line_leaves_no_temporary_files(writers, tmp_path, reason):
     first, second, contents = writers
     path = tmp_path / "file"
     total = lines_of(lambda: second(path))

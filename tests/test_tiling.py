@@ -94,7 +94,7 @@ def loops_of_tile(tile, sizes):
 
 
 @pytest.mark.parametrize("name", in_part(CASES, 0, 3))
-def test_no_simulated_schedule_moves_less_than_the_bound(name):
+def test_simulated_schedules_do_not_beat_bound(name):
     nest = simulated(name)
     drawn = [nest.accesses(loops_of(nest, f"{name} {i}")) for i in range(2)]
     for elements, found in tilings(name):
@@ -312,7 +312,7 @@ def fused(rows, columns, left, right, tall, wide, draw=None):
 
 
 @pytest.mark.parametrize("kernel", ["attention", "mlp"])
-def test_what_is_handed_on_needs_its_rows_at_once(kernel):
+def test_intermediate_rows_count_toward_traffic_bound(kernel):
     nest = Nest("s k, t k, t v, s t -> s v", {}, [])
     nest.begun, nest.held = {3, 4}, {3}
     rows, columns, d = (41, 41, 3) if kernel == "attention" else (43, 37, 3)

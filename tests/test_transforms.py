@@ -437,7 +437,7 @@ def test_scope_with_loop_and_other_ops_is_refused():
         cg.fuse(g, scope="a")
 
 
-def test_dropout_joins_a_chain():
+def test_dropout_fuses_into_chain():
     _, made = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
     assert fused_ops(made) == [["tanh", "dropout", "relu"]]
 

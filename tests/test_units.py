@@ -85,7 +85,7 @@ def test_unknown_unit_lists_the_known_ones(unit):
     assert str(error.value) == f"quantity: unit {unit!r} of value 1 is unknown; expected one of {', '.join(UNITS)}"
 
 
-def test_a_quantity_has_a_base_unit():
+def test_quantities_require_base_units():
     with pytest.raises(SpecError) as error:
         Quantity(80, "GB")
     assert str(error.value) == (

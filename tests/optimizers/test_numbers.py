@@ -81,7 +81,7 @@ def compare(ours, options, implementation, numbers, wanted, shapes=SHAPES):
     ("case", "implementation"),
     [pytest.param(c, i, id=f"{name_of(c)}-{i}") for c in CASES for i in c[0].available],
 )
-def test_as_torch(case, implementation):
+def test_updates_match_torch(case, implementation):
     ours, theirs, options = case
     options = {"lr": 0.03, **options}
     numbers = draw()
@@ -89,7 +89,7 @@ def test_as_torch(case, implementation):
     compare(ours, options, implementation, numbers, wanted)
 
 
-def test_adafactor_of_three_axes_and_of_the_format_s_own_epsilon():
+def test_adafactor_with_three_axes_and_default_epsilon():
     # without an explicit epsilon torch uses float64's; rows and columns are the last two axes
     shapes, numbers = ((2, 3, 5), (7,)), draw(((2, 3, 5), (7,)))
     numbers["g0"][:] *= 1e-9  # so small that the epsilon matters
@@ -106,7 +106,7 @@ MUON = [
 
 
 @pytest.mark.parametrize("options", MUON, ids=lambda o: "-".join(o) or "plain")
-def test_muon_as_torch(options, monkeypatch):
+def test_muon_matches_torch(options, monkeypatch):
     # torch iterates in bf16, the interpreter in fp64: here the conversion is a copy in both
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.clone())
     shapes = ((3, 5), (11, 2), (3, 3))
@@ -116,7 +116,7 @@ def test_muon_as_torch(options, monkeypatch):
     compare(Muon, options, "for-loop", numbers, wanted, shapes)
 
 
-def test_muon_takes_more_axes_as_a_matrix(monkeypatch):
+def test_muon_flattens_trailing_axes(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.clone())
     shape, matrix = (3, 2, 5), (3, 10)
     numbers = draw((shape,))
@@ -128,7 +128,7 @@ def test_muon_takes_more_axes_as_a_matrix(monkeypatch):
     compare(Muon, {}, "for-loop", numbers, wanted, (shape,))
 
 
-def test_muon_leaves_the_others_to_adamw(monkeypatch):
+def test_muon_leaves_other_parameters_to_adamw(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda t: t.clone())
     # w0 is a vector, w1 an excluded matrix, w2 belongs to Muon
     numbers = draw()
@@ -156,7 +156,7 @@ def lion(numbers, before, lr, betas, decay):
 
 
 @each("decay", [0, 0.1])
-def test_lion_as_in_its_paper(decay):
+def test_lion_matches_paper(decay):
     numbers = draw()
     rng = np.random.default_rng(1)
     first = {f"w{i}": numbers[f"w{i}"] for i in range(3)}
@@ -167,7 +167,7 @@ def test_lion_as_in_its_paper(decay):
 
 
 @each("implementation", ["foreach", "for-loop", "fused"])
-def test_master_copies(implementation):
+def test_master_copies_overwrite_parameters(implementation):
     # the parameter is overwritten by the master copy; the gradient is unchanged
     numbers = draw()
     graph = updated(Adam(implementation=implementation), dtype="bf16", masters="fp32")

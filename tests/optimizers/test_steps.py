@@ -29,7 +29,7 @@ def gradients(numbers):
 
 @each("foreach", [False, True])
 @each("most", [0.5, 1e3])  # clipped and unclipped
-def test_clip_as_torch(most, foreach):
+def test_gradient_clipping_matches_torch(most, foreach):
     numbers = draw()
     g = graph_of(lambda slots: clip_grad_norm(slots, most, foreach=foreach))
     counted, found = values(g, numbers)
@@ -45,7 +45,7 @@ def test_clip_as_torch(most, foreach):
 
 
 @each("bad", [None, np.inf, np.nan])
-def test_unscale_as_torch(bad):
+def test_unscaling_matches_torch(bad):
     numbers = draw()
     if bad is not None:
         numbers["g1"][2, 3] = bad
@@ -70,7 +70,7 @@ def test_unscale_with_existing_scale():
     assert [t.name for t in g.tensors if t.role == "state"] == []
 
 
-def test_zero_grad():
+def test_zero_grad_clears_gradients():
     numbers = draw()
     g = graph_of(lambda slots: zero_grad(slots, set_to_none=False))
     counted, found = values(g, numbers)

@@ -135,7 +135,7 @@ SIZES = {"B": 2, "D": 3, "K": 5, "L": 4}
 
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block()], ids=["kept", "block"])
 @pytest.mark.parametrize("times", [1, 3])
-def test_parameters_and_costs_are_those_of_sums_as_gradients_are_made(stack, times, checkpoint):
+def test_deferred_accumulation_matches_immediate_accumulation(stack, times, checkpoint):
     soon, late = (
         cg.training_step(
             stack, precision="megatron-bf16", accumulate=times, checkpoint=checkpoint, defer_accumulation=flag

@@ -82,7 +82,7 @@ SIZES = {"B": 2, "D": 3, "K": 5, "L": 4}
 @pytest.mark.parametrize(
     "optimizer", [cg.SGD(momentum=0.9), cg.AdamW(), cg.AdamW(implementation="fused"), cg.Adafactor()]
 )
-def test_parameters_and_costs_are_those_of_an_update_afterwards(stack, optimizer, checkpoint):
+def test_updates_in_backward_match_updates_afterwards(stack, optimizer, checkpoint):
     after, within = (
         cg.training_step(stack, optimizer=optimizer, checkpoint=checkpoint, optimizer_in_backward=flag)
         for flag in (False, True)
