@@ -131,10 +131,10 @@ INEQUALITIES = [
 
 @pytest.mark.parametrize(("left", "sign", "right"), INEQUALITIES, ids=str)
 def test_univariate_inequalities_are_solved(left, sign, right):
-    found = sympy.solve(sympy.Rel(left, right, sign), B)
+    solutions = sympy.solve(sympy.Rel(left, right, sign), B)
     for size in range(1, 101):
         expected = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
-        assert bool(found.subs(B, size)) is expected(float(cg.evaluate(left, B=size)), float(right)), size
+        assert bool(solutions.subs(B, size)) is expected(float(cg.evaluate(left, B=size)), float(right)), size
 
 
 def test_inequalities_are_solved_or_refused():

@@ -101,13 +101,15 @@ def test_decode_step_costs_match_unrolled_layers():
 def test_mixed_layers_are_numbered_in_execution_order():
     g = cg.models.load("gemma-3-1b", symbolic=True)
     g.defaults |= {"D": 256, "H": 4, "G": 2, "K": 64, "F": 512, "V": 17, "L": 26, "W": 3}
-    found = cg.unroll(cg.quantize(g, "Q4_K_M"))
-    wide = [t for t in found.params if t.name.partition(".")[0].endswith("mlp/down/weight") and t.dtype.name == "q6_k"]
+    unrolled = cg.unroll(cg.quantize(g, "Q4_K_M"))
+    wide = [
+        t for t in unrolled.params if t.name.partition(".")[0].endswith("mlp/down/weight") and t.dtype.name == "q6_k"
+    ]
     assert len(wide) == sum(
         more(i, 26) for i in range(26)
     )  # 4 periods of five local layers and a global one, and 2 more local layers
     # layer 5 is the first global one: 5 - 26 // 8 = 2
-    first = next(t for t in found.params if t.name.startswith("layers/global/mlp/down"))
+    first = next(t for t in unrolled.params if t.name.startswith("layers/global/mlp/down"))
     assert (more(5, 26), first.dtype.name) == (True, "q6_k")
 
 

@@ -116,12 +116,12 @@ def test_batch_norm_inside_layer_stack(checkpoint):
 
         x = cg.repeat(cg.dims("L"), block, x, name="layers")
         g.output(cg.reduce(x, "b c h w -> ", "mean"))
-    kept = cg.training_step(g)
+    step = cg.training_step(g)
     again = cg.training_step(g, checkpoint=checkpoint)
     dims = SIZES | {"L": 4}
-    assert cg.param_count(kept, **dims) == cg.param_count(again, **dims) == 4 * (9 * 3 * 3 + 2 * 3)
-    assert cg.flops(kept, **dims) < cg.flops(again, **dims)
-    assert cg.flops(cg.training_step(g, accumulate=7), **dims) > 6 * cg.flops(kept, **dims)
+    assert cg.param_count(step, **dims) == cg.param_count(again, **dims) == 4 * (9 * 3 * 3 + 2 * 3)
+    assert cg.flops(step, **dims) < cg.flops(again, **dims)
+    assert cg.flops(cg.training_step(g, accumulate=7), **dims) > 6 * cg.flops(step, **dims)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -142,11 +142,11 @@ def test_recurrent_state_has_no_positions_to_shard():
 def test_latency_follows_rank_with_most_positions(new):
     model, at = load("llama-3-8b"), {"B": 5}
     first, step = cg.parallelize(cg.prefill(model), cp=2), cg.parallelize(cg.decode(model, new), cp=4)
-    found = cg.plan.latency(first, step, "h200-sxm", prompt=1024, steps=7, **at)
+    latency = cg.plan.latency(first, step, "h200-sxm", prompt=1024, steps=7, **at)
     # After 1,024 positions, each cache has room for equal shares on 4 ranks.
     rooms = [-(-(1024 + new * (i + 1)) // 4) * 4 for i in range(7)]
     each = [cg.roofline(step, "h200-sxm", S=n, **at).estimate for n in rooms]
-    assert found.next_token == each[0]
-    assert found.total - found.first_token == pytest.approx(sum(each), rel=1e-9)
+    assert latency.next_token == each[0]
+    assert latency.total - latency.first_token == pytest.approx(sum(each), rel=1e-9)
     apart = cg.plan.disaggregated(first, step, "h200-sxm", prompt=1024, steps=7, sequences=(1, 5))
     assert apart.next_token == each[0]

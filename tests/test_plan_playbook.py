@@ -69,12 +69,12 @@ def trained(name):
 
 def picked(graph, nodes, measured, **limits):
     """Return the measured tokens/s of the first measured plan; plans that fit must not have run out of memory."""
-    found = cg.plan.search(
+    result = cg.plan.search(
         graph, devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
         zero=(0, 1), checkpoint="none", sequence=True, reduce_each=False, hold=False, tp={tp for _, tp, *_ in measured},
         **limits,
     )  # fmt: skip
-    plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
+    plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in result.rows]
     # a plan that fits was not measured to run out of memory
     assert all((measured[plan][1] or 0) <= 80 for plan in plans if plan in measured)
     return measured[next(plan for plan in plans if plan in measured)][0]

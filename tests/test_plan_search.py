@@ -132,11 +132,11 @@ def test_models_without_tokens_are_searched_by_samples():
         g.output(cg.linear(cg.reduce(x, "b d h w -> b d", "mean"), "b d -> b v", v=V, name="head"))
         g.loss = "cross_entropy"
     sizes = {"C": 3, "R": 17, "D": 26, "V": 13}
-    made = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes, **PLAIN)
-    assert made.unit == "samples"
-    assert "  samples/s  " in str(made)
-    assert {(p.dp, p.accumulate) for p in made.rows} == {(2, 1), (2, 19)}
-    for plan in made.rows:
+    result = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes, **PLAIN)
+    assert result.unit == "samples"
+    assert "  samples/s  " in str(result)
+    assert {(p.dp, p.accumulate) for p in result.rows} == {(2, 1), (2, 19)}
+    for plan in result.rows:
         peak, taken = alone(g, plan, sizes=sizes)
         assert (plan.memory, plan.seconds) == (peak, pytest.approx(taken, rel=1e-9))
         assert plan.throughput == pytest.approx(38 / taken, rel=1e-9)
@@ -234,9 +234,9 @@ def test_plans_beyond_memory_are_left_out(model, few):
 def test_notes_explain_missing_plans(given, why):
     asked = {**FEW, "checkpoint": "none", "micro_batch": 1, **given}
     for executor in (None, Elsewhere()):
-        found = cg.plan.search(lm(V=182), **asked, executor=executor)
-        (note,) = found.notes
-        assert found.rows == ()
+        result = cg.plan.search(lm(V=182), **asked, executor=executor)
+        (note,) = result.notes
+        assert result.rows == ()
         assert re.match(why, note)
 
 
@@ -251,19 +251,19 @@ def test_overlapped_collectives_are_not_slower(model, few, overlap, limits):
 def test_indivisible_axis_falls_back_to_another():
     odd = {"V": 181, "D": 104}  # 26 ranks divide only the width of the table, 3 ranks neither axis
     model, few = lm(**odd), {**MANY, **odd, "tp": 1, "checkpoint": "none", "zero": (0, 3), "micro_batch": 3}
-    found = cg.plan.search(model, **few)
+    result = cg.plan.search(model, **few)
     assert {p.zero for p in cg.plan.search(model, **{**few, "devices": 3, "micro_batch": 1}).rows} == {0}
-    assert [p.zero for p in found.rows] == [0, 3]
-    assert cg.plan.search(model, **few, executor=Elsewhere()).rows == found.rows
+    assert [p.zero for p in result.rows] == [0, 3]
+    assert cg.plan.search(model, **few, executor=Elsewhere()).rows == result.rows
     with pytest.raises(cg.BindingError, match="'tokens/table' has size V/26"):
-        alone(lm(), found.rows[1], sizes={**SIZES, **odd})
-    for plan in found.rows:
+        alone(lm(), result.rows[1], sizes={**SIZES, **odd})
+    for plan in result.rows:
         peak, taken = alone(model, plan, sizes={**SIZES, **odd})
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
-    later = cg.plan.crossovers(found, "S", (52, 53))
-    assert later.rows[0].plan == found.best
-    assert later.rows[0].seconds == pytest.approx(found.best.seconds, rel=1e-9)
+    later = cg.plan.crossovers(result, "S", (52, 53))
+    assert later.rows[0].plan == result.best
+    assert later.rows[0].seconds == pytest.approx(result.best.seconds, rel=1e-9)
 
 
 def test_once_reduced_gradients_match_separate_graphs(model):
@@ -304,10 +304,10 @@ def test_deferred_accumulation_matches_separate_graphs(model):
 @pytest.mark.parametrize("away", ["parameters+optimizer", "activations"])
 def test_offloaded_plans_match_separate_graphs(model, few, away):
     limits = {**FEW, "zero": 3, "tp": 2, "sequence": True, "memory": 1e12}
-    found = cg.plan.search(model, **limits, offload=("none", away))
+    result = cg.plan.search(model, **limits, offload=("none", away))
     names = tuple(sorted(away.split("+")))
-    assert {p.offload for p in found.rows} == {(), names}
-    for plan in of_each_kind(p for p in found.rows if p.offload):
+    assert {p.offload for p in result.rows} == {(), names}
+    for plan in of_each_kind(p for p in result.rows if p.offload):
         step = training_step(model, precision="bf16", checkpoint=EVERY_BLOCK, accumulate=plan.accumulate)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": 3, "sequence": plan.sequence, "offload": names}
         rank, sizes = cg.parallelize(step, **split), {**SIZES, "B": plan.micro_batch * plan.dp}
@@ -319,25 +319,25 @@ def test_offloaded_plans_match_separate_graphs(model, few, away):
 def test_search_over_precisions_equals_separate_searches(model):
     several = ("bf16", "bf16-mixed", {"matmul": "bf16"}, {"matmul": "fp16"})
     limits = {**FEW, "zero": 1, "tp": 1, "accumulate": 3}
-    found = cg.plan.search(model, **{**limits, "precision": several})
+    result = cg.plan.search(model, **{**limits, "precision": several})
     rows = {
-        name: [p for p in found.rows if p.precision == name] for name in ("bf16", "bf16-mixed", "custom", "custom 2")
+        name: [p for p in result.rows if p.precision == name] for name in ("bf16", "bf16-mixed", "custom", "custom 2")
     }
-    assert sum(map(len, rows.values())) == len(found.rows)
+    assert sum(map(len, rows.values())) == len(result.rows)
     for (name, own), given in zip(rows.items(), several, strict=True):
         alone = cg.plan.search(model, **{**limits, "precision": given}).rows
         assert [replace(p, why="", precision="") for p in own] == [replace(p, why="", precision="") for p in alone], (
             name
         )
-    assert "precision" in str(found)
+    assert "precision" in str(result)
 
 
 @pytest.mark.long
 def test_tp_beyond_key_value_heads_is_searched():
     zoo = load("llama-3-8b")
-    found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
-    assert {p.tp for p in found.rows} == {8, 16}  # 8 heads of keys and values, two ranks with each
-    plan = next(p for p in found.rows if p.tp == 16 and p.sequence and p.accumulate == 1)
+    result = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
+    assert {p.tp for p in result.rows} == {8, 16}  # 8 heads of keys and values, two ranks with each
+    plan = next(p for p in result.rows if p.tp == 16 and p.sequence and p.accumulate == 1)
     rank = cg.parallelize(cg.training_step(zoo), tp=16, sequence=True)
     assert plan.memory == cg.peak_memory(rank, B=2, S=64, L=2)
     assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", B=2, S=64, L=2), rel=1e-9)
@@ -347,10 +347,10 @@ def test_float_input_graph_counts_samples():
     with cg.Graph("g") as g:
         g.output(cg.linear(g.input("x", (B, 5)), "b d -> b f", f=7))
         g.loss = "mean_squared_error"
-    found = cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
-    assert found.unit == "samples"
-    assert [p.throughput * p.seconds for p in found.rows] == pytest.approx([2] * len(found.rows))
-    assert found.rows
+    result = cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
+    assert result.unit == "samples"
+    assert [p.throughput * p.seconds for p in result.rows] == pytest.approx([2] * len(result.rows))
+    assert result.rows
 
 
 def test_table_is_short_and_frame_is_complete(found):
@@ -437,11 +437,11 @@ def test_underivable_open_degrees_fall_back_to_numeric_ones(model, monkeypatch):
         return derived(family, structure)
 
     monkeypatch.setattr(PlanFamily, "forms", only_bound)
-    found = cg.plan.search(model, **limits)
-    assert [p.memory for p in found.rows] == [p.memory for p in expected.rows]
-    assert [p.seconds for p in found.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
-    assert (found.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
-    assert "note  by single dp" in str(found)
+    result = cg.plan.search(model, **limits)
+    assert [p.memory for p in result.rows] == [p.memory for p in expected.rows]
+    assert [p.seconds for p in result.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
+    assert (result.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
+    assert "note  by single dp" in str(result)
 
 
 class Elsewhere(Executor):
@@ -461,10 +461,10 @@ class Elsewhere(Executor):
 def test_executor_gives_same_plans(model, few, kind):
     limits = {**FEW, "sequence": True} if kind == "pickled" else FEW
     with Elsewhere() if kind == "pickled" else ProcessPoolExecutor(2) as executor:
-        found = cg.plan.search(model, **limits, executor=executor)
+        result = cg.plan.search(model, **limits, executor=executor)
     few = cg.plan.search(model, **limits)
-    assert found.rows == few.rows
-    assert (found.tried, found.notes) == (few.tried, few.notes)
+    assert result.rows == few.rows
+    assert (result.tried, result.notes) == (few.tried, few.notes)
 
 
 @pytest.mark.long
@@ -473,8 +473,8 @@ def test_dask_gives_same_plans(model, few):
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     # dask workers are separate processes that cannot import tests, so the model belongs to no module
     with distributed.LocalCluster(processes=True, **options) as cluster, distributed.Client(cluster) as client:
-        found = cg.plan.search(model, **FEW, executor=client.get_executor())
-    assert found.rows == few.rows
+        result = cg.plan.search(model, **FEW, executor=client.get_executor())
+    assert result.rows == few.rows
 
 
 def test_executor_errors_are_propagated(model):
@@ -504,10 +504,10 @@ def test_context_and_expert_parallel_plans_match_separate_graphs(degrees):
         "sequence": True,
         **PLAIN,
     }
-    found = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
-    assert {(p.cp, p.ep) for p in found.rows} == {(degrees["cp"], degrees["ep"])}
-    assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in found.rows)
-    for plan in of_each_kind(found.rows):
+    result = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
+    assert {(p.cp, p.ep) for p in result.rows} == {(degrees["cp"], degrees["ep"])}
+    assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in result.rows)
+    for plan in of_each_kind(result.rows):
         step = training_step(mixture, precision="bf16", accumulate=plan.accumulate)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
         rank, at = cg.parallelize(step, **split, **degrees), {**sizes, "B": plan.micro_batch * plan.dp * plan.ep}
@@ -544,8 +544,8 @@ def test_crossovers_match_repeated_searches():
         **PLAIN,
     }
     few |= {"checkpoint": "none", "accumulate": 1, "tp": (1, 4), "pp": 1, "precision": "bf16"}
-    found = cg.plan.search(zoo, S=1024, **few)
-    rows = cg.plan.crossovers(found, "S", (8, 1 << 17), multiple_of=8).rows
+    result = cg.plan.search(zoo, S=1024, **few)
+    rows = cg.plan.crossovers(result, "S", (8, 1 << 17), multiple_of=8).rows
     assert rows[0].size == 8
     assert len(rows) > 1
     for before, row in pairwise(rows):
@@ -558,12 +558,12 @@ def test_crossovers_match_repeated_searches():
 def test_crossovers_without_fitting_plan_have_none(model):
     few = cg.plan.search(model, **{**FEW, "zero": 3, "tp": (1, 2), "sequence": True})
     tight = replace(few, limit=few.rows[0].memory)
-    made = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52)
-    rows = made.rows
+    crossovers = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52)
+    rows = crossovers.rows
     assert rows[0].plan is not None
     assert rows[-1].plan is None
     assert rows[-1].seconds == float("inf")
-    assert "from S" in str(made)
+    assert "from S" in str(crossovers)
 
 
 @each(

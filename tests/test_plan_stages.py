@@ -69,27 +69,27 @@ def same(model, plan, depth, **options):
 
 @pytest.mark.parametrize("depth", in_part([7, 8, 13], 0, 3))
 def test_stage_plans_match_separate_graphs(model, depth):
-    found = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1), tp=(1, 13), sequence=True)
-    assert {p.pp for p in found.rows} == {2, 4}
-    assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in found.rows)
-    for plan in found.rows[:: len(found.rows) // 5]:
+    result = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1), tp=(1, 13), sequence=True)
+    assert {p.pp for p in result.rows} == {2, 4}
+    assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in result.rows)
+    for plan in result.rows[:: len(result.rows) // 5]:
         same(model, plan, depth)
 
 
 @pytest.mark.parametrize("zero", in_part([1, 0, 2, 3], 0, 4))
 def test_once_reduced_stage_gradients_match_separate_graphs(model, zero):
     few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
-    found = cg.plan.search(model, **{**few, "reduce_each": False})
-    assert {p.dp for p in found.rows} == {2, 26}
-    for plan in found.rows[:: len(found.rows) // 3]:
+    result = cg.plan.search(model, **{**few, "reduce_each": False})
+    assert {p.dp for p in result.rows} == {2, 26}
+    for plan in result.rows[:: len(result.rows) // 3]:
         same(model, plan, 7, reduce_each=False)
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_overlapped_stage_plans_match_separate_graphs(model, pp):
     few = {**FEW, "L": 7, "pp": pp, "zero": 1, "tp": 13, "devices": 26 * pp, "sequence": True, "overlap": "streams"}
-    found = cg.plan.search(model, **few)
-    for plan in found.rows[:: len(found.rows) // 3]:
+    result = cg.plan.search(model, **few)
+    for plan in result.rows[:: len(result.rows) // 3]:
         same(model, plan, 7, overlap="streams")
 
 
@@ -106,19 +106,19 @@ ORDERS = {
 )
 def test_schedule_plans_match_separate_graphs(model, name):
     few = {**FEW, "B": 208, "L": 12, "zero": 1, "tp": 13, "pp": (2, 4), "sequence": True, "micro_batch": 1}
-    found = cg.plan.search(model, **few, schedule=name)
-    assert {(p.virtual, p.pp) for p in found.rows} == ORDERS[name]
-    assert {p.schedule for p in found.rows} == {name}
-    for plan in found.rows[:: max(1, len(found.rows) // 6)]:
+    result = cg.plan.search(model, **few, schedule=name)
+    assert {(p.virtual, p.pp) for p in result.rows} == ORDERS[name]
+    assert {p.schedule for p in result.rows} == {name}
+    for plan in result.rows[:: max(1, len(result.rows) // 6)]:
         same(model, plan, 12)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.long), "zb-h1"])
 def test_uneven_stages_under_other_schedules(model, name):
     few = {**FEW, "L": 13, "zero": 0, "tp": 1, "sequence": True, "micro_batch": 1, "devices": 8, "B": 32}
-    found = cg.plan.search(model, **few, pp=8, schedule=name)
-    assert found.rows
-    for plan in found.rows:
+    result = cg.plan.search(model, **few, pp=8, schedule=name)
+    assert result.rows
+    for plan in result.rows:
         same(model, plan, 13)
 
 
@@ -135,9 +135,9 @@ def test_megatron_plans_match_separate_graphs(model, pp):
         "micro_batch": 2,
         "precision": "megatron-bf16",
     }
-    found = cg.plan.search(model, **{**few, "reduce_each": None}, system="megatron")
-    assert {p.zero for p in found.rows} == {0, 1}
-    for plan in found.rows:
+    result = cg.plan.search(model, **{**few, "reduce_each": None}, system="megatron")
+    assert {p.zero for p in result.rows} == {0, 1}
+    for plan in result.rows:
         fused = cg.AdamW(implementation="fused")
         step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, optimizer=fused)
         split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "system": "megatron"}
@@ -152,8 +152,8 @@ TIED = {**FEW, "L": 8, "zero": 0, "pp": (1, 2, 4), "tp": 1, "B": 104}
 
 
 def test_ties_prefer_fewest_stages_then_fastest(model):
-    found = cg.plan.search(model, **{**TIED, "S": 2652})
-    left, turned = [*found.rows], 0
+    result = cg.plan.search(model, **{**TIED, "S": 2652})
+    left, turned = [*result.rows], 0
     # the first plan is the fastest with the fewest stages, among all within 1 % of the fastest remaining one
     while left:
         fastest = min(p.seconds for p in left)
@@ -162,16 +162,16 @@ def test_ties_prefer_fewest_stages_then_fastest(model):
         turned += left[0].seconds > fastest
         left = left[len(tie) :]
     assert turned
-    assert found.best is found.rows[0]
-    front = found.pareto().rows
-    assert front[0] == found.best
-    for plan in found.rows:
+    assert result.best is result.rows[0]
+    front = result.pareto().rows
+    assert front[0] == result.best
+    for plan in result.rows:
         assert any(p.seconds <= 1.01 * plan.seconds and p.memory <= plan.memory for p in front)
 
 
 def test_crossovers_break_ties_like_search(model):
-    found = cg.plan.search(model, **TIED)
-    before, row = cg.plan.crossovers(found, "S", (52 * 40, 52 * 60), multiple_of=52).rows
+    result = cg.plan.search(model, **TIED)
+    before, row = cg.plan.crossovers(result, "S", (52 * 40, 52 * 60), multiple_of=52).rows
     assert (before.plan.pp, row.plan.pp) == (4, 1)
     ahead, at = (cg.plan.search(model, **{**TIED, "S": size}) for size in (row.size - 52, row.size))
     assert (ahead.best.pp, at.best.pp) == (4, 1)

@@ -38,34 +38,34 @@ def alone(model, plan, device, overlap):
 @pytest.mark.parametrize("overlap", ["none", pytest.param("ideal", marks=pytest.mark.long)])
 def test_torus_plans_match_separate_graphs(model, overlap):
     device = torus(4, 3)
-    found = cg.plan.search(model, hardware=device, **FEW, zero=0, sequence=False, overlap=overlap)
+    result = cg.plan.search(model, hardware=device, **FEW, zero=0, sequence=False, overlap=overlap)
     # inner axes fill x with 4 devices and then y with 3; x with part of y, or part of x alone, has no ring
-    assert {(p.tp, p.dp, p.pp) for p in found.rows} == {
+    assert {(p.tp, p.dp, p.pp) for p in result.rows} == {
         (1, 12, 1), (4, 3, 1), (12, 1, 1), (4, 1, 3), (1, 4, 3)
     }  # fmt: skip
-    for plan in found.rows[:: len(found.rows) // 4]:
+    for plan in result.rows[:: len(result.rows) // 4]:
         peak, seconds = alone(model, plan, device, overlap)
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(seconds, rel=1e-9), plan
 
 
 def test_notes_name_degrees_left_out(model):
-    found = cg.plan.search(model, hardware=torus(4, 3), **FEW, zero=0, tp=(3, 4), pp=1)
-    assert {p.tp for p in found.rows} == {4}
-    (note,) = found.notes
+    result = cg.plan.search(model, hardware=torus(4, 3), **FEW, zero=0, tp=(3, 4), pp=1)
+    assert {p.tp for p in result.rows} == {4}
+    (note,) = result.notes
     assert note.startswith("meshes left out: 1, such as: time of 'dp': 4 ranks that are 3 apart, expected whole dim")
-    assert "note  meshes left out: 1" in str(found)
+    assert "note  meshes left out: 1" in str(result)
     nothing = cg.plan.search(model, hardware=torus(4, 2), **FEW, zero=0)
     assert nothing.best is None
     assert "the 8 devices that the torus joins at most" in nothing.notes[0]
 
 
 def test_network_with_too_few_devices_has_no_plans(model):
-    found = cg.plan.search(
+    result = cg.plan.search(
         model, hardware="h100-sxm", network="meta-24k", **{**FEW, "devices": 49152, "B": 49152}, zero=0
     )
-    assert found.best is None
-    assert "expected the 24,576 devices that the aggregation joins at most" in found.notes[0]
+    assert result.best is None
+    assert "expected the 24,576 devices that the aggregation joins at most" in result.notes[0]
 
 
 def test_overlap_in_a_torus_is_refused(model):

@@ -25,23 +25,23 @@ def step():
 def test_run_figures_follow_from_step_time(step):
     s = cg.parallelize(step, dp=3, tp=2)
     taken = cg.seconds(s, "h100-sxm", network="meta-24k", **SIZES)
-    found = cg.plan.run(s, "h100-sxm", 10**9, network="meta-24k", price=2.5, bubble=0.25, **SIZES)
+    figures = cg.plan.run(s, "h100-sxm", 10**9, network="meta-24k", price=2.5, bubble=0.25, **SIZES)
     tokens = 6 * 64  # over all ranks: each of three has two sequences
-    assert (found.devices, found.step_tokens) == (6, tokens)
-    assert found.seconds == pytest.approx(1.25 * taken)
-    assert found.tokens_per_second == pytest.approx(tokens / found.seconds)
-    assert found.steps * tokens == pytest.approx(10**9)
-    assert found.days == pytest.approx(10**9 / found.tokens_per_second / 86400)
-    assert found.device_hours == pytest.approx(6 * 24 * found.days)
-    assert found.cost == pytest.approx(2.5 * found.device_hours)
-    assert found.mfu == pytest.approx(cg.mfu(s, found.seconds, "h100-sxm", **SIZES))
+    assert (figures.devices, figures.step_tokens) == (6, tokens)
+    assert figures.seconds == pytest.approx(1.25 * taken)
+    assert figures.tokens_per_second == pytest.approx(tokens / figures.seconds)
+    assert figures.steps * tokens == pytest.approx(10**9)
+    assert figures.days == pytest.approx(10**9 / figures.tokens_per_second / 86400)
+    assert figures.device_hours == pytest.approx(6 * 24 * figures.days)
+    assert figures.cost == pytest.approx(2.5 * figures.device_hours)
+    assert figures.mfu == pytest.approx(cg.mfu(s, figures.seconds, "h100-sxm", **SIZES))
 
 
 def test_data_parallel_ranks_keep_utilization(step):
     s = cg.parallelize(step, dp=3)
-    found = cg.plan.run(s, "h100-sxm", 1, **SIZES)
-    assert found.cost is None
-    assert found.mfu == pytest.approx(cg.mfu(step, found.seconds, "h100-sxm", devices=3, **SIZES))
+    figures = cg.plan.run(s, "h100-sxm", 1, **SIZES)
+    assert figures.cost is None
+    assert figures.mfu == pytest.approx(cg.mfu(step, figures.seconds, "h100-sxm", devices=3, **SIZES))
     alone = cg.plan.run(step, "h100-sxm", 1, **SIZES)
     assert (alone.devices, alone.step_tokens) == (1, 6 * 64)
     assert alone.seconds == pytest.approx(cg.seconds(step, "h100-sxm", **SIZES))
@@ -60,11 +60,11 @@ def test_schedule_gives_pipeline_idle_fraction(step):
     s = cg.parallelize(step, dp=3)
     alone = cg.plan.run(s, "h100-sxm", 10**9, price=2, **SIZES)
     piped = {"schedule": "interleaved", "pp": 5, "micro_batches": 35, "virtual": 2}
-    found = cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
-    assert found.seconds == pytest.approx(alone.seconds * (1 + 4 / (35 * 2)))
-    assert (found.devices, found.step_tokens) == (15, 6 * 64)
-    assert found.cost == pytest.approx(5 * alone.cost * found.seconds / alone.seconds)
-    assert found == cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
+    figures = cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
+    assert figures.seconds == pytest.approx(alone.seconds * (1 + 4 / (35 * 2)))
+    assert (figures.devices, figures.step_tokens) == (15, 6 * 64)
+    assert figures.cost == pytest.approx(5 * alone.cost * figures.seconds / alone.seconds)
+    assert figures == cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
     pp, m = cg.dims("pp m")
     formula = cg.plan.run(s, "h100-sxm", 10**9, schedule="zb-h1", pp=pp, micro_batches=m, **SIZES).seconds
     assert cg.evaluate(formula, pp=5, m=7) == pytest.approx(alone.seconds * (1 + 4 / (3 * 7)))

@@ -72,10 +72,10 @@ def test_intensity_is_compared_with_ridge_point(step, found):
 
 
 def test_step_must_fit_on_one_device(step):
-    found = cg.plan.preflight(step, "h100-sxm", **SIZES)
-    assert "even share of the state, and activations" not in [row.name for row in found.rows]
-    assert (found["state memory"].verdict, found["peak memory of a step"].verdict) == ("fails", "fails")
-    assert found.ok is False
+    checks = cg.plan.preflight(step, "h100-sxm", **SIZES)
+    assert "even share of the state, and activations" not in [row.name for row in checks.rows]
+    assert (checks["state memory"].verdict, checks["peak memory of a step"].verdict) == ("fails", "fails")
+    assert checks.ok is False
     assert cg.plan.preflight(step, "b200", devices=1, L=2, **SIZES).ok is True
 
 
@@ -108,17 +108,17 @@ def test_default_mfu_is_roofline_estimate(step):
 
 def test_open_sizes_stay_symbolic(step):
     n, S = cg.dims("n S")
-    found = cg.plan.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
-    assert found.ok is None
-    assert found["state memory"].limit == n * CAPACITY
-    assert found["training time"].figure.free_symbols == {n, S}
+    checks = cg.plan.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
+    assert checks.ok is None
+    assert checks["state memory"].limit == n * CAPACITY
+    assert checks["training time"].figure.free_symbols == {n, S}
     bound = cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
-    for row in found.rows:
+    for row in checks.rows:
         if isinstance(row.figure, sympy.Expr):
             known = {s.name: {"n": 1024, "S": 4096}[s.name] for s in row.figure.free_symbols}
             assert cg.evaluate(row.figure, **known) == pytest.approx(bound[row.name].figure)
-    assert found["arithmetic intensity"].verdict == "open"
-    assert (found["MFU"].limit, found["MFU"].verdict) == (1, "ok")
+    assert checks["arithmetic intensity"].verdict == "open"
+    assert (checks["MFU"].limit, checks["MFU"].verdict) == (1, "ok")
     assert (
         cg.plan.preflight(step, "h100-sxm", tokens=1e9, B=1).rows[-1].name == "arithmetic intensity"
     )  # there is no MFU to assume

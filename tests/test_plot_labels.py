@@ -99,12 +99,12 @@ def test_serving_labels_do_not_overlap():
 
 
 def test_zero_time_op_does_not_stretch_axis():
-    found = cg.roofline(llama(), "h100-sxm", **SIZES)
-    plain = found.plot().axes[0].get_xlim()
-    first = next(r for r in found.rows if r.flops)
+    estimate = cg.roofline(llama(), "h100-sxm", **SIZES)
+    plain = estimate.plot().axes[0].get_xlim()
+    first = next(r for r in estimate.rows if r.flops)
     odd = replace(first, flops=1, bytes=10**5, compute_s=0, memory_s=3e-8, bound="memory")
     assert odd.intensity == 1e-5
-    figure = replace(found, rows=(*found.rows, odd)).plot()
+    figure = replace(estimate, rows=(*estimate.rows, odd)).plot()
     low, high = figure.axes[0].get_xlim()
     assert low > 1e-5
     assert np.log10(plain[0] / low) <= 1

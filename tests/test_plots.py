@@ -51,10 +51,10 @@ def test_roofline_labels_axes_roofs_ridge_and_ops():
 
 
 def test_roofline_points_match_rows():
-    found = cg.roofline(model(), "h100-sxm", **SIZES)
-    (ax,) = plot_roofline(found).axes
+    estimate = cg.roofline(model(), "h100-sxm", **SIZES)
+    (ax,) = plot_roofline(estimate).axes
     points = {tuple(map(float, p)) for c in ax.collections for p in c.get_offsets()}
-    assert points == {(r.intensity, r.attainable) for r in found.rows if r.flops}
+    assert points == {(r.intensity, r.attainable) for r in estimate.rows if r.flops}
 
 
 def test_timeline_marks_the_peak_and_the_capacity():

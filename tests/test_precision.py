@@ -38,9 +38,9 @@ LEAN = Policy("lean", params="fp32", grads="bf16", moments="fp32")
 
 def adam_bytes(graph, policy):
     policy = find_policy(policy)
-    made = apply_precision(graph, policy)
+    rewritten = apply_precision(graph, policy)
     found = set()
-    for t in made.params:
+    for t in rewritten.params:
         f = policy.formats_of(t)
         assert f.param == t.dtype
         found.add((f.param.bytes, f.grad.bytes, f.master.bytes if f.master else 0, 2 * f.moments.bytes))
@@ -100,16 +100,16 @@ def formats(graph):
     + [(llama_graph, "bf16", "fp32"), (llama_graph, "fp16", "bf16"), (llama_graph, "bf16", "bf16")],
 )
 def test_rewritten_graph_matches_declaration_in_that_dtype(make, before, after):
-    made = apply_precision(make(before), after)
-    assert formats(made) == formats(make(after))
-    assert made.dtype.name == after
-    assert cg.bytes_moved(made) == cg.bytes_moved(make(after))
-    assert cg.peak_memory(made, **SIZES) == cg.peak_memory(make(after), **SIZES)
+    rewritten = apply_precision(make(before), after)
+    assert formats(rewritten) == formats(make(after))
+    assert rewritten.dtype.name == after
+    assert cg.bytes_moved(rewritten) == cg.bytes_moved(make(after))
+    assert cg.peak_memory(rewritten, **SIZES) == cg.peak_memory(make(after), **SIZES)
 
 
 def test_tables_with_explicit_dtype_are_kept():
-    made = apply_precision(llama_graph("bf16"), "fp16-mixed")
-    assert {t.name: t.dtype.name for t in made.tensors if t.role in ("buffer", "input")} == {
+    rewritten = apply_precision(llama_graph("bf16"), "fp16-mixed")
+    assert {t.name: t.dtype.name for t in rewritten.tensors if t.role in ("buffer", "input")} == {
         "ids": "int64", "cos": "fp32", "sin": "fp32",
     }  # fmt: skip
 
@@ -118,21 +118,21 @@ def test_tables_with_explicit_dtype_are_kept():
 @pytest.mark.parametrize(("name", "attention"), [("gpt2", "eager"), ("llama-3-8b", "flash"), ("mlp", "flash")])
 def test_precision_preserves_flops(policy, name, attention):
     g = load(name, symbolic=True, attention=attention, dropout=0.1)
-    made = apply_precision(g, policy)
-    assert cg.matmul_flops(made) == cg.matmul_flops(g)
+    rewritten = apply_precision(g, policy)
+    assert cg.matmul_flops(rewritten) == cg.matmul_flops(g)
     if policy != "fp8":  # fp8 also computes and applies scales
-        assert cg.flops(made) == cg.flops(g)
-    assert cg.param_count(made) == cg.param_count(g)
-    assert apply_precision(made, None).dtype == made.dtype
+        assert cg.flops(rewritten) == cg.flops(g)
+    assert cg.param_count(rewritten) == cg.param_count(g)
+    assert apply_precision(rewritten, None).dtype == rewritten.dtype
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "fp8", {"matmul": "fp16", "sum": "fp32"}])
 def test_rewritten_graphs_survive_save_and_load(policy, tmp_path):
-    made = apply_precision(gpt2_graph(), policy)
-    cg.save(made, tmp_path / "g.json")
+    rewritten = apply_precision(gpt2_graph(), policy)
+    cg.save(rewritten, tmp_path / "g.json")
     back = cg.load(tmp_path / "g.json")
-    assert formats(back) == formats(made)
-    assert cg.bytes_moved(back) == cg.bytes_moved(made)
+    assert formats(back) == formats(rewritten)
+    assert cg.bytes_moved(back) == cg.bytes_moved(rewritten)
 
 
 def test_input_graph_is_unchanged():
@@ -148,28 +148,30 @@ def test_input_graph_is_unchanged():
 def test_scope_can_use_another_dtype():
     """The tied table belongs to the head's outer scope: it is cast once, and so is the normalized stream."""
     policy = Policy("p", params="bf16", compute="bf16", scopes={"head": "fp32"})
-    made = apply_precision(gpt2_graph("bf16"), policy)
-    head = [op for op in made.ops if op.name.startswith("head") or op.name == "table.cast"]
+    rewritten = apply_precision(gpt2_graph("bf16"), policy)
+    head = [op for op in rewritten.ops if op.name.startswith("head") or op.name == "table.cast"]
     assert [op.name for op in head] == ["head/cast", "table.cast", "head/matmul"]
     assert head[-1].results[0].dtype.name == "fp32"
-    log_p = next(op for op in made.walk() if word(op) == "cross_entropy")
+    log_p = next(op for op in rewritten.walk() if word(op) == "cross_entropy")
     assert log_p.operands[0].dtype.name == "bf16"  # cast back at the end of the scope
 
 
 def test_autocast_can_be_disabled_in_a_scope():
     policy = find_policy("bf16-mixed")
     kept = Policy("p", params="fp32", compute="fp32", autocast=policy.autocast, scopes={"head": "fp32"})
-    made = apply_precision(gpt2_graph(), kept)
-    assert {op.results[0].dtype.name for op in made.ops if op.name == "head/matmul"} == {"fp32"}
-    assert {op.results[0].dtype.name for op in made.walk() if word(op) == "addmm" and op.body is not None} == {"bf16"}
+    rewritten = apply_precision(gpt2_graph(), kept)
+    assert {op.results[0].dtype.name for op in rewritten.ops if op.name == "head/matmul"} == {"fp32"}
+    assert {op.results[0].dtype.name for op in rewritten.walk() if word(op) == "addmm" and op.body is not None} == {
+        "bf16"
+    }
 
 
 def test_scope_parameters_use_scope_dtype():
     policy = Policy("p", params="bf16", compute="bf16", scopes={"layers/norm1": "fp32", "layers": "bf16"})
-    made = apply_precision(gpt2_graph("bf16"), policy)
-    wide = {t.name for t in made.params if t.dtype.name == "fp32"}
+    rewritten = apply_precision(gpt2_graph("bf16"), policy)
+    wide = {t.name for t in rewritten.params if t.dtype.name == "fp32"}
     assert wide == {"layers/norm1/weight", "layers/norm1/bias"}
-    assert {op.results[0].dtype.name for op in made.walk() if op.name == "layers/kqv/addmm"} == {"bf16"}
+    assert {op.results[0].dtype.name for op in rewritten.walk() if op.name == "layers/kqv/addmm"} == {"bf16"}
 
 
 # -- fp8 ---------------------------------------------------------------------------------------------------------
@@ -179,26 +181,26 @@ def test_fp8_linear_layers_read_quantized_operands():
     """For y = x @ w, scaling costs |x|, max, multiply and 2 for clamp per operand element, one per result element."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F))
-    made = apply_precision(g, "fp8")
-    assert cg.matmul_flops(made) == 2 * B * D * F
+    rewritten = apply_precision(g, "fp8")
+    assert cg.matmul_flops(rewritten) == 2 * B * D * F
     # one division per operand scale, and one multiplication for the product of both
-    assert cg.flops(made) == (2 * B * D * F + 5 * (B * D + D * F) + B * F + 3).expand()
-    (product,) = [op for op in made.walk() if word(op) == "matmul"]
+    assert cg.flops(rewritten) == (2 * B * D * F + 5 * (B * D + D * F) + B * F + 3).expand()
+    (product,) = [op for op in rewritten.walk() if word(op) == "matmul"]
     assert [t.dtype.name for t in product.operands] == ["fp8_e4m3", "fp8_e4m3"]
-    assert made.outputs[0].dtype.name == "bf16"
+    assert rewritten.outputs[0].dtype.name == "bf16"
     # bf16 x and w are read twice, fp8 x and w written and read, bf16 y written; in fp32, each of two amax is written
     # and read, and each scale written and read twice
-    assert cg.bytes_moved(made) == ((2 * 2 + 1 + 1) * (B * D + D * F) + 2 * B * F + 2 * 4 * (2 + 3)).expand()
+    assert cg.bytes_moved(rewritten) == ((2 * 2 + 1 + 1) * (B * D + D * F) + 2 * B * F + 2 * 4 * (2 + 3)).expand()
     assert find_policy("fp8").grad_matmul == "fp8_e5m2"
 
 
 def test_weights_are_quantized_once_and_activation_matmuls_never():
-    made = apply_precision(gpt2_graph("bf16"), "fp8")
+    rewritten = apply_precision(gpt2_graph("bf16"), "fp8")
     layers = 4
-    by_name = Counter(op.body.name for op in made.walk() if op.body is not None and op.loop is None)
+    by_name = Counter(op.body.name for op in rewritten.walk() if op.body is not None and op.loop is None)
     assert by_name["quantize"] == by_name["amax"] == 2 * layers + 2  # plus the head
     assert by_name["scaled_mm"] == 1
-    eager = [op for op in made.walk() if word(op) == "matmul" and op.operands[0].ndim > 3]
+    eager = [op for op in rewritten.walk() if word(op) == "matmul" and op.operands[0].ndim > 3]
     assert {t.dtype.name for op in eager for t in op.operands} == {"bf16"}
     outside = apply_precision(gpt2_graph("bf16"), Policy("p", matmul="fp8_e4m3", scopes={"head": "bf16"}))
     assert not [op for op in outside.walk() if op.body is not None and op.body.name == "scaled_mm"]
@@ -207,14 +209,14 @@ def test_weights_are_quantized_once_and_activation_matmuls_never():
 def test_fp32_weights_are_quantized_directly_and_biases_cast():
     with cg.Graph("g") as g:
         g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, bias=True))
-    made = apply_precision(g, Policy("p", params="fp32", compute="bf16", matmul="fp8_e4m3"))
-    assert [(op.name, op.operands[0].dtype.name) for op in made.ops if op.kind.name == "pointwise"] == [
+    mixed = apply_precision(g, Policy("p", params="fp32", compute="bf16", matmul="fp8_e4m3"))
+    assert [(op.name, op.operands[0].dtype.name) for op in mixed.ops if op.kind.name == "pointwise"] == [
         ("linear/addmm/scale", "fp32"), ("linear/weight/scale", "fp32"), ("linear/bias.cast", "fp32"),
     ]  # fmt: skip
-    assert [op.operands[0].dtype.name for op in made.ops if op.body is not None and op.body.name == "quantize"] == [
+    assert [op.operands[0].dtype.name for op in mixed.ops if op.body is not None and op.body.name == "quantize"] == [
         "bf16", "fp32",
     ]  # fmt: skip
-    assert made.outputs[0].dtype.name == "bf16"
+    assert mixed.outputs[0].dtype.name == "bf16"
 
 
 def test_fp8_backward_matmuls_read_quantized_copies():
@@ -227,14 +229,14 @@ def test_fp8_backward_matmuls_read_quantized_copies():
     with cg.Graph("g", dtype="bf16") as g:
         y = cg.linear(g.input("x", (B, D), grad=True), "b d -> b f", f=F, bias=True)
         g.output(cg.reduce(y, "b f -> ", "sum"))
-    made = apply_precision(g, "fp8")
-    trained = backward(made)
+    rewritten = apply_precision(g, "fp8")
+    trained = backward(rewritten)
     products = [op for op in trained.walk() if word(op) == "matmul" and op.body is None]
     assert [[t.dtype.name for t in op.operands] for op in products] == [
         ["fp8_e4m3", "fp8_e4m3"], ["fp8_e5m2", "fp8_e4m3"], ["fp8_e5m2", "fp8_e4m3"],
     ]  # fmt: skip
-    assert cg.matmul_flops(trained) == 3 * cg.matmul_flops(made)
-    pointwise = cg.flops(trained) - cg.flops(made) - 2 * cg.matmul_flops(made)
+    assert cg.matmul_flops(trained) == 3 * cg.matmul_flops(rewritten)
+    pointwise = cg.flops(trained) - cg.flops(rewritten) - 2 * cg.matmul_flops(rewritten)
     # B*F additions for the bias
     assert pointwise.expand() == (5 * B * F + 1 + (B * D + 1) + (D * F + 1) + B * F).expand()
     assert {t.name: d.dtype.name for t, d in trained.gradients.items()} == {

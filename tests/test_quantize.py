@@ -215,9 +215,9 @@ def test_matmul_unit_follows_operand_dtypes(formats, unit):
 
 def test_missing_rate_falls_back_to_next_wider_dtype():
     q = cg.quantize(product(), "int4", "int4")
-    found = cg.roofline(q, "h100-sxm", B=1, D=2, F=3)
-    assert ("peak.int4", "peak.int8", "next wider format") in found.stand_ins
-    assert cg.roofline(q, "h100-sxm", B=1, D=2, F=3, fallback={"int4": "int8"}).estimate == found.estimate
+    estimate = cg.roofline(q, "h100-sxm", B=1, D=2, F=3)
+    assert ("peak.int4", "peak.int8", "next wider format") in estimate.stand_ins
+    assert cg.roofline(q, "h100-sxm", B=1, D=2, F=3, fallback={"int4": "int8"}).estimate == estimate.estimate
 
 
 def test_integer_matmul_uses_integer_rate():
@@ -537,18 +537,18 @@ def test_matmul_without_room_for_scales_is_refused():
 def test_quantized_rank_weights_keep_placement():
     whole = cg.decode(load("llama-3-8b"))
     rank = cg.parallelize(whole, tp=4)
-    made = cg.quantize(rank, "int8")
+    quantized = cg.quantize(rank, "int8")
     # a byte per weight and a 4-byte scale per channel; a rank has a fourth of the scales, or all for a sharded sum axis
-    assert cg.param_bytes(made, B=1, S=7) < 1.001 * cg.param_bytes(cg.quantize(whole, "int8"), B=1, S=7) / 4
+    assert cg.param_bytes(quantized, B=1, S=7) < 1.001 * cg.param_bytes(cg.quantize(whole, "int8"), B=1, S=7) / 4
     sent = [(r.op, r.axis, r.bytes) for r in cg.communication(rank).rows]
-    assert [(r.op, r.axis, r.bytes) for r in cg.communication(made).rows] == sent
-    assert made.sharding.mesh == rank.sharding.mesh
-    places = {name: str(made.sharding.places[f"layers/attention/{name}/weight"]) for name in ("q", "proj")}
+    assert [(r.op, r.axis, r.bytes) for r in cg.communication(quantized).rows] == sent
+    assert quantized.sharding.mesh == rank.sharding.mesh
+    places = {name: str(quantized.sharding.places[f"layers/attention/{name}/weight"]) for name in ("q", "proj")}
     # (D, H, K) is stored as (H, K, D): the summed axis is innermost, and the heads are still sharded
     assert places == {"q": "(tp H/4) _ _", "proj": "_ (tp H*K/4)"}
 
 
 def test_quantized_rank_mixture_layers_keep_placement():
     rank = cg.parallelize(cg.decode(load("llama-3-8b")), tp=2)
-    made = cg.quantize(rank, "Q4_K_M")
-    assert cg.communication(made, B=1, S=7).total() == cg.communication(rank, B=1, S=7).total()
+    quantized = cg.quantize(rank, "Q4_K_M")
+    assert cg.communication(quantized, B=1, S=7).total() == cg.communication(rank, B=1, S=7).total()

@@ -155,13 +155,13 @@ def brute(formula, box):
 )
 def test_cases_reachable_in_a_box_are_kept(rows, box):
     formula = Max(*(parse_formula(t).expr for t in rows))
-    found = cg.regimes(formula, within=box)
+    regimes = cg.regimes(formula, within=box)
     needed = brute(formula, box)
-    assert needed <= {r.formula for r in found}
-    assert abs(sum(r.share for r in found) - 1) < 1e-9
+    assert needed <= {r.formula for r in regimes}
+    assert abs(sum(r.share for r in regimes) - 1) < 1e-9
     for point in itertools.product(*(range(low, high + 1) for low, high in box.values())):
         at = dict(zip(box, point, strict=True))
-        assert max(value(r.formula, at) for r in found) == value(formula, at)
+        assert max(value(r.formula, at) for r in regimes) == value(formula, at)
 
 
 def test_cases_unreachable_in_a_box_are_pruned():
@@ -237,14 +237,14 @@ def test_regime_roles_sum_to_case_and_match_timeline():
 
 def test_text_and_latex_have_one_line_per_case():
     g = graph()
-    found = cg.regimes(cg.peak_memory(g))
-    assert str(found).splitlines()[0] == "4*A*F + 4*B*D + 4*B*F + 4*D*F + the largest of"
-    assert [line.split()[0] for line in str(found).splitlines()[1:]] == [
-        str(sympy.expand(r.formula - 4 * (A * F + B * D + D * F + B * F))) for r in found
+    regimes = cg.regimes(cg.peak_memory(g))
+    assert str(regimes).splitlines()[0] == "4*A*F + 4*B*D + 4*B*F + 4*D*F + the largest of"
+    assert [line.split()[0] for line in str(regimes).splitlines()[1:]] == [
+        str(sympy.expand(r.formula - 4 * (A * F + B * D + D * F + B * F))) for r in regimes
     ]
     latex = cg.peak_memory(g)._repr_latex_()
     assert latex.startswith(r"$\displaystyle ")
-    assert latex.count(r"\\") == len(found) - 1
+    assert latex.count(r"\\") == len(regimes) - 1
     assert r"\text{einsum with w2 (forward)}" in latex
 
 
@@ -356,6 +356,6 @@ def test_step_peak_has_few_regimes_and_covers_all_moments(name, box):
 
 def test_fractional_byte_peak_is_a_regime():
     # 7 elements of 6 bits are 5.25 bytes
-    found = cg.regimes(5.25, within={})
-    assert [(r.formula, r.share) for r in found] == [(5.25, 1.0)]
-    assert "21/4" in str(found)
+    regimes = cg.regimes(5.25, within={})
+    assert [(r.formula, r.share) for r in regimes] == [(5.25, 1.0)]
+    assert "21/4" in str(regimes)

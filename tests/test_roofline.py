@@ -82,9 +82,9 @@ def projected():
 
 
 def test_ridge_point_of_h100_is_295():
-    found = cg.roofline(matmul(), H100, N=1024)
-    assert found.ridge == float(PEAK / BANDWIDTH)
-    assert round(found.ridge) == 295
+    estimate = cg.roofline(matmul(), H100, N=1024)
+    assert estimate.ridge == float(PEAK / BANDWIDTH)
+    assert round(estimate.ridge) == 295
 
 
 def test_relu_in_bf16_has_intensity_one_quarter():
@@ -147,8 +147,8 @@ def test_thin_layer_turns_where_the_batch_is_the_ridge_point():
 
 def test_rows_totals_and_times_by_hand(own):
     B, D, F = 64, 1024, 4096
-    found = cg.roofline(mlp(), own, B=B, D=D, F=F)
-    up, gelu, down, _ = found.rows
+    estimate = cg.roofline(mlp(), own, B=B, D=D, F=F)
+    up, gelu, down, _ = estimate.rows
     assert (up.kind, gelu.kind, down.kind) == ("matmul", "pointwise", "matmul")
     assert up.flops == 2 * B * D * F + B * F  # the bias is in the kernel
     assert up.bytes == 2 * (B * D + D * F + F + B * F)
@@ -158,23 +158,23 @@ def test_rows_totals_and_times_by_hand(own):
     assert gelu.flops == 5 * B * F
     assert gelu.memory_s == pytest.approx(4 * B * F / 1e12)
     assert down.flops == 2 * B * F * D
-    assert found.flops == cg.flops(mlp(), B=B, D=D, F=F) == sum(r.flops for r in found.rows)
-    assert found.bytes == cg.bytes_moved(mlp(), B=B, D=D, F=F) == sum(r.bytes for r in found.rows)
-    assert found.fused_bytes == cg.bytes_moved(mlp(), fused=True, B=B, D=D, F=F)
-    assert found.estimate == pytest.approx(sum(max(r.compute_s, r.memory_s) for r in found.rows))
+    assert estimate.flops == cg.flops(mlp(), B=B, D=D, F=F) == sum(r.flops for r in estimate.rows)
+    assert estimate.bytes == cg.bytes_moved(mlp(), B=B, D=D, F=F) == sum(r.bytes for r in estimate.rows)
+    assert estimate.fused_bytes == cg.bytes_moved(mlp(), fused=True, B=B, D=D, F=F)
+    assert estimate.estimate == pytest.approx(sum(max(r.compute_s, r.memory_s) for r in estimate.rows))
     matrix = 2 * 2 * B * D * F / 100e12
-    vector = (found.flops - 4 * B * D * F) / 10e12
-    assert found.lower_bound == pytest.approx(max(matrix, vector, found.fused_bytes / 1e12))
-    assert found.ridge == 100
-    assert found.rates == {"matmul bf16": 100e12, "vector": 10e12}
-    assert found.bound == "memory"
-    assert found.intensity == pytest.approx(found.flops / found.bytes)
-    assert found.fused_intensity > found.intensity
+    vector = (estimate.flops - 4 * B * D * F) / 10e12
+    assert estimate.lower_bound == pytest.approx(max(matrix, vector, estimate.fused_bytes / 1e12))
+    assert estimate.ridge == 100
+    assert estimate.rates == {"matmul bf16": 100e12, "vector": 10e12}
+    assert estimate.bound == "memory"
+    assert estimate.intensity == pytest.approx(estimate.flops / estimate.bytes)
+    assert estimate.fused_intensity > estimate.intensity
 
 
 def test_kernel_is_one_row_with_fused_ops(own):
-    found = cg.roofline(attention(), own, B=1, H=2, S=128, K=64, L=3)
-    kernel = next(r for r in found.rows if r.kind == "matmul")
+    estimate = cg.roofline(attention(), own, B=1, H=2, S=128, K=64, L=3)
+    kernel = next(r for r in estimate.rows if r.kind == "matmul")
     pairs = 128 * 129 // 2
     assert cg.matmul_flops(attention(), B=1, H=2, S=128, K=64, L=3) == 3 * 2 * 4 * 64 * pairs
     assert kernel.flops > 3 * 2 * 4 * 64 * pairs  # includes the softmax
@@ -185,9 +185,9 @@ def test_fp32_matmuls_share_vector_unit_if_rates_are_one(own):
     N = cg.dims("N")
     with cg.Graph("g", dtype="fp32") as g:
         g.output(cg.relu(g.input("a", (N, N)) @ g.input("b", (N, N))))
-    found = cg.roofline(g, own, N=2048)
+    estimate = cg.roofline(g, own, N=2048)
     # 2 n^3 and n^2 on one unit: they add up
-    assert found.lower_bound == pytest.approx((2 * 2048**3 + 2048**2) / 10e12)
+    assert estimate.lower_bound == pytest.approx((2 * 2048**3 + 2048**2) / 10e12)
 
 
 def test_equal_fp64_rates_do_not_imply_shared_unit():
@@ -203,10 +203,10 @@ def test_views_take_no_time():
     N = cg.dims("N")
     with cg.Graph("views") as g:
         g.output(g.input("x", (N, N)).T)
-    found = cg.roofline(g, H100, N=4)
-    assert (found.rows, found.lower_bound, found.estimate, found.ridge) == ((), 0, 0, 0)
-    assert found.intensity == found.fused_intensity == math.inf
-    assert found.bound == "memory"
+    estimate = cg.roofline(g, H100, N=4)
+    assert (estimate.rows, estimate.lower_bound, estimate.estimate, estimate.ridge) == ((), 0, 0, 0)
+    assert estimate.intensity == estimate.fused_intensity == math.inf
+    assert estimate.bound == "memory"
 
 
 # -- transfers and collectives -----------------------------------------------------------------------------------
@@ -216,13 +216,13 @@ def test_transfer_is_one_stream_over_its_link(own):
     N = cg.dims("N")
     with cg.Graph("g", dtype="fp32") as g:
         g.output(cg.relu(cg.ops.transfer(g.input("x", (N,)))))
-    found = cg.roofline(g, own, N=10**6)
-    assert found.rows[0].bound == "link"
-    assert found.rows[0].memory_s == pytest.approx(4e6 / 10e9)  # 4 MB over 10 GB/s, counted once
-    assert found.rows[1].memory_s == pytest.approx(8e6 / 1e12)
-    assert found.estimate == pytest.approx(4e6 / 10e9 + 8e6 / 1e12)
-    assert found.lower_bound == pytest.approx(4e6 / 10e9)
-    assert found.bound == "link"
+    estimate = cg.roofline(g, own, N=10**6)
+    assert estimate.rows[0].bound == "link"
+    assert estimate.rows[0].memory_s == pytest.approx(4e6 / 10e9)  # 4 MB over 10 GB/s, counted once
+    assert estimate.rows[1].memory_s == pytest.approx(8e6 / 1e12)
+    assert estimate.estimate == pytest.approx(4e6 / 10e9 + 8e6 / 1e12)
+    assert estimate.lower_bound == pytest.approx(4e6 / 10e9)
+    assert estimate.bound == "link"
 
 
 def test_missing_link_is_refused(own):
@@ -239,10 +239,10 @@ def test_missing_link_is_refused(own):
 def test_named_fallback_replaces_missing_rate():
     g = matmul()
     v100 = cg.load_hardware("v100-sxm2-16gb")
-    found = cg.roofline(g, v100, fallback="fp16", N=8192)
-    assert found.rates == {"matmul bf16": float(v100.peak["fp16"].value)}
-    assert found.rows[0].compute_s == pytest.approx(2 * 8192**3 / float(v100.peak["fp16"].value))
-    assert cg.roofline(g, v100, fallback={"bf16": "fp16"}, N=8192).estimate == found.estimate
+    estimate = cg.roofline(g, v100, fallback="fp16", N=8192)
+    assert estimate.rates == {"matmul bf16": float(v100.peak["fp16"].value)}
+    assert estimate.rows[0].compute_s == pytest.approx(2 * 8192**3 / float(v100.peak["fp16"].value))
+    assert cg.roofline(g, v100, fallback={"bf16": "fp16"}, N=8192).estimate == estimate.estimate
     with pytest.raises(cg.SpecError, match="nor one for its fallback"):
         cg.roofline(g, v100, fallback="fp8", N=64)
 
@@ -293,12 +293,12 @@ def test_estimate_is_not_below_lower_bound(name, device):
     hardware = cg.load_hardware(device)
     # dtypes that a device lacks, on any unit it has
     stand_in = next(f for f in ("bf16", "fp16", "fp32", *hardware.peak) if f in hardware.peak)
-    found = cg.roofline(declare(), hardware, fallback=stand_in, **sizes)
-    assert 0 < found.lower_bound <= found.estimate * (1 + 1e-12)
-    assert found.fused_bytes <= found.bytes
-    for row in found.rows:
+    estimate = cg.roofline(declare(), hardware, fallback=stand_in, **sizes)
+    assert 0 < estimate.lower_bound <= estimate.estimate * (1 + 1e-12)
+    assert estimate.fused_bytes <= estimate.bytes
+    for row in estimate.rows:
         assert row.seconds == max(row.compute_s, row.memory_s)
-        assert row.attainable <= max(found.rates.values(), default=0) * (1 + 1e-12)
+        assert row.attainable <= max(estimate.rates.values(), default=0) * (1 + 1e-12)
         assert row.attainable <= row.intensity * float(hardware.bandwidth.value) * (1 + 1e-12)
 
 
@@ -385,11 +385,11 @@ def test_several_crossovers_are_refused(own):
 
 
 def test_user_defined_device_file(own):
-    found = cg.roofline(matmul(), own, N=299)
-    assert found.hardware.name == "a device of one's own"
-    assert found.ridge == 100
+    estimate = cg.roofline(matmul(), own, N=299)
+    assert estimate.hardware.name == "a device of one's own"
+    assert estimate.ridge == 100
     assert cg.crossover(matmul(), own, "N") == 300  # n/3 = 100
-    assert found.rows[0].bound == "memory"
+    assert estimate.rows[0].bound == "memory"
     assert cg.roofline(matmul(), cg.load_hardware(own), N=300).rows[0].bound == "compute"
 
 

@@ -64,12 +64,12 @@ def test_time_sums_max_of_compute_and_memory():
     # 2 B D F FLOPs for a matmul on 2-byte operands; relu has one FLOP and 4 bytes per element
     product = cg.Max(2 * B * D * F / peak_bf16, 2 * (B * D + D * F + B * F) / bandwidth)
     relus = [cg.Max(B * n / vector_fp32, 4 * B * n / bandwidth) for n in (D, F)]
-    found = cg.seconds(mlp(), UNKNOWN)
+    seconds = cg.seconds(mlp(), UNKNOWN)
     for sizes in ({"B": 2, "D": 3, "F": 5}, {"B": 7, "D": 10**6, "F": 11}):
         at = {**sizes, "bandwidth": 13, "peak_bf16": 17, "vector_fp32": 19}
-        assert cg.evaluate(found, **at) == cg.evaluate(2 * product + sum(relus), **at)
+        assert cg.evaluate(seconds, **at) == cg.evaluate(2 * product + sum(relus), **at)
     # the two matmuls are one term
-    assert sum(t.has(cg.Max) for t in sympy.Add.make_args(found)) == 3
+    assert sum(t.has(cg.Max) for t in sympy.Add.make_args(seconds)) == 3
 
 
 def test_proportional_op_times_are_one_term():
@@ -125,20 +125,20 @@ def test_rows_and_totals_are_symbolic():
 
 
 def test_time_formula_supports_common_operations():
-    found = cg.seconds(mlp(), H100, D=1024, F=4096)
+    seconds = cg.seconds(mlp(), H100, D=1024, F=4096)
     sizes = np.array([1, 64, 4096])
-    swept = cg.compile(found)(B=sizes)
+    swept = cg.compile(seconds)(B=sizes)
     assert list(swept) == pytest.approx([cg.seconds(mlp(), H100, B=int(b), D=1024, F=4096) for b in sizes])
     # far from the ridge point, one more row costs either its FLOPs or its bytes
-    slope = cg.evaluate(found.diff(B), B=10**6)
+    slope = cg.evaluate(seconds.diff(B), B=10**6)
     relu = 4 * (1024 + 4096) / H100.bandwidth.value
     assert slope == pytest.approx(2 * 2 * 1024 * 4096 / H100.peak["bf16"].value + relu)
-    assert str(found) in str(sympy.sympify(found))
+    assert str(seconds) in str(sympy.sympify(seconds))
 
 
 def test_lower_bound_names_bounding_unit():
-    found = cg.regimes(cg.seconds(mlp(), H100, "lower", D=1024, F=4096))
-    assert [r.op for r in found] == ["matmul", "memory"]
+    regimes = cg.regimes(cg.seconds(mlp(), H100, "lower", D=1024, F=4096))
+    assert [r.op for r in regimes] == ["matmul", "memory"]
     with pytest.raises(cg.GraphError, match="seconds: which 'fastest', expected one of estimate, lower, calibrated"):
         cg.seconds(mlp(), H100, "fastest")
 
@@ -307,12 +307,12 @@ def test_fallback_rates(wanted, unit, peak, vector, used, why):
 def test_fallback_warns_and_keeps_lower_bound():
     with pytest.warns(cg.StandInWarning, match=r"peak.bf16 is missing, peak.fp32 \(next wider format\)"):
         taken = cg.seconds(mlp(), "v100-sxm2-16gb", B=4096, D=4096, F=4096)
-    found = cg.roofline(mlp(), "v100-sxm2-16gb", B=4096, D=4096, F=4096)
+    estimate = cg.roofline(mlp(), "v100-sxm2-16gb", B=4096, D=4096, F=4096)
     v100 = cg.load_hardware("v100-sxm2-16gb")
-    assert found.estimate == taken == cg.roofline(mlp(), v100, fallback="fp32", B=4096, D=4096, F=4096).estimate
-    assert found.lower_bound == cg.roofline(mlp(), v100, fallback="fp16", B=4096, D=4096, F=4096).lower_bound
-    assert "peak.bf16 is missing, peak.fp32 (next wider format) stands in" in str(found)
-    assert [s.used for s in found.stand_ins] == ["peak.fp32", "peak.fp16"]
+    assert estimate.estimate == taken == cg.roofline(mlp(), v100, fallback="fp32", B=4096, D=4096, F=4096).estimate
+    assert estimate.lower_bound == cg.roofline(mlp(), v100, fallback="fp16", B=4096, D=4096, F=4096).lower_bound
+    assert "peak.bf16 is missing, peak.fp32 (next wider format) stands in" in str(estimate)
+    assert [s.used for s in estimate.stand_ins] == ["peak.fp32", "peak.fp16"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cg.seconds(mlp(), v100, fallback="fp16", B=1)  # a named fallback does not warn

@@ -38,13 +38,13 @@ def test_all_devices_with_16_bit_rate_are_covered():
 @each("device", MATRIX, ids=lambda d: d.id)
 def test_single_sequence_decode_is_memory_bound(device):
     # devices without a bf16 rate use the fp16 rate, and devices without a vector rate use the matrix unit's
-    found = cg.roofline(LLAMA, device, fallback="bf16" if "bf16" in device.peak else "fp16", B=1, S=S)
-    assert {row.bound for row in found.rows} == {"memory"}
-    assert found.bound == "memory"
+    estimate = cg.roofline(LLAMA, device, fallback="bf16" if "bf16" in device.peak else "fp16", B=1, S=S)
+    assert {row.bound for row in estimate.rows} == {"memory"}
+    assert estimate.bound == "memory"
     # all weights except the embedding table, of which one row is read, and the cache
     least = Fraction(2 * (cg.param_count(LLAMA) - 128255 * 8192) + CACHE * S, device.bandwidth.value)
-    assert 1 <= found.lower_bound / float(least) < 1.001
-    assert found.lower_bound <= found.estimate < 1.01 * found.lower_bound
+    assert 1 <= estimate.lower_bound / float(least) < 1.001
+    assert estimate.lower_bound <= estimate.estimate < 1.01 * estimate.lower_bound
 
 
 # -- largest sizes ---------------------------------------------------------------------------------------------------
@@ -129,33 +129,33 @@ def test_quantized_weights_lower_crossover_batch():
 
 
 def test_throughput_row_matches_roofline_and_peak():
-    found = cg.plan.throughput(LLAMA, "b200", "B", [4, 1, 4, 2], S=S)
-    assert [row.size for row in found.rows] == [1, 2, 4]
-    for row in found.rows:
+    table = cg.plan.throughput(LLAMA, "b200", "B", [4, 1, 4, 2], S=S)
+    assert [row.size for row in table.rows] == [1, 2, 4]
+    for row in table.rows:
         times = cg.roofline(LLAMA, "b200", B=row.size, S=S)
         assert (row.seconds, row.lower_bound, row.bound) == (times.estimate, times.lower_bound, times.bound)
         assert row.memory == cg.peak_memory(LLAMA, B=row.size, S=S)
         assert row.tokens == row.size
         assert row.tokens_per_second == row.size / times.estimate
-    assert found.best is found.rows[-1]
-    assert found.sizes["S"] == S
-    assert "B" not in found.sizes
-    assert repr(found) == "Throughput('llama-3-70b.decode' on b200, 3 sizes of B)"
+    assert table.best is table.rows[-1]
+    assert table.sizes["S"] == S
+    assert "B" not in table.sizes
+    assert repr(table) == "Throughput('llama-3-70b.decode' on b200, 3 sizes of B)"
 
 
 def test_default_sizes_end_with_largest_fitting():
-    found = cg.plan.throughput(LLAMA, "b200", "B", S=S)
-    assert [row.size for row in found.rows] == [1, 2, 4, 8, 16, 18]
-    assert all(row.fits for row in found.rows)
+    table = cg.plan.throughput(LLAMA, "b200", "B", S=S)
+    assert [row.size for row in table.rows] == [1, 2, 4, 8, 16, 18]
+    assert all(row.fits for row in table.rows)
     assert [row.size for row in cg.plan.throughput(LLAMA, "h100-sxm", "B", S=S).rows] == [1]
 
 
 def test_rows_that_do_not_fit_are_marked():
-    found = cg.plan.throughput(LLAMA, "b200", "B", [18, 19], S=S)
-    assert [row.fits for row in found.rows] == [True, False]
-    assert found.best is found.rows[0]
+    table = cg.plan.throughput(LLAMA, "b200", "B", [18, 19], S=S)
+    assert [row.fits for row in table.rows] == [True, False]
+    assert table.best is table.rows[0]
     assert cg.plan.throughput(LLAMA, "h100-sxm", "B", [1], S=S).best is None
-    assert str(found).split("\n")[2].endswith("does not fit  memory")
+    assert str(table).split("\n")[2].endswith("does not fit  memory")
 
 
 def test_multi_token_steps():
@@ -165,9 +165,9 @@ def test_multi_token_steps():
 
 
 def test_context_length_may_be_varied():
-    found = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "S", [1024, 2048], B=2)
-    assert [row.tokens for row in found.rows] == [2, 2]
-    assert found.rows[0].seconds < found.rows[1].seconds
+    table = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "S", [1024, 2048], B=2)
+    assert [row.tokens for row in table.rows] == [2, 2]
+    assert table.rows[0].seconds < table.rows[1].seconds
 
 
 @each(
@@ -194,14 +194,14 @@ def test_missing_rate_warns_unless_fallback_is_named():
 
 def test_throughput_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    found = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "B", [1, 16, 64, 1024], S=2048)
-    figure = found.plot(tmp_path / "curve.svg")
+    table = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "B", [1, 16, 64, 1024], S=2048)
+    figure = table.plot(tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").stat().st_size > 1000
     (ax,) = figure.axes
     labels = ax.get_legend_handles_labels()[1]
     assert {"estimate", "bound by memory", "bound by memory, does not fit"} <= set(labels)
     with pytest.raises(cg.FormatError, match="expected a file ending in"):
-        found.plot("curve.txt")
+        table.plot("curve.txt")
 
 
 # -- latency ---------------------------------------------------------------------------------------------------------
@@ -211,33 +211,33 @@ def test_throughput_plot(tmp_path):
 def test_latency_is_prefill_plus_decode_steps(time):
     g = load("llama-3-8b")
     whole, one = cg.prefill(g, logits="last"), cg.decode(g)
-    found = cg.plan.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
+    latency = cg.plan.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
     times = [getattr(cg.roofline(one, "h100-sxm", B=3, S=100 + i), time) for i in range(1, 8)]
-    assert found.first_token == getattr(cg.roofline(whole, "h100-sxm", B=3, S=100), time)
-    assert (found.next_token, found.last_token) == (times[0], times[-1])
-    assert found.total == pytest.approx(found.first_token + math.fsum(times), rel=1e-9)
-    assert found.per_token == pytest.approx(math.fsum(times) / 7, rel=1e-9)
+    assert latency.first_token == getattr(cg.roofline(whole, "h100-sxm", B=3, S=100), time)
+    assert (latency.next_token, latency.last_token) == (times[0], times[-1])
+    assert latency.total == pytest.approx(latency.first_token + math.fsum(times), rel=1e-9)
+    assert latency.per_token == pytest.approx(math.fsum(times) / 7, rel=1e-9)
 
 
 def test_steps_across_crossover_are_summed_individually():
     g = load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
-    found = cg.plan.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
+    latency = cg.plan.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
     times = [cg.roofline(one, "h100-sxm", B=400, S=1 + i).estimate for i in range(1, 41)]
-    assert found.total - found.first_token == pytest.approx(math.fsum(times), rel=1e-9)
+    assert latency.total - latency.first_token == pytest.approx(math.fsum(times), rel=1e-9)
 
 
 def test_multi_token_steps_grow_context_faster():
     g = load("llama-3-8b")
-    found = cg.plan.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
-    assert found.last_token == cg.roofline(cg.decode(g, 4), "h100-sxm", B=1, S=10 + 3 * 4).estimate
+    latency = cg.plan.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
+    assert latency.last_token == cg.roofline(cg.decode(g, 4), "h100-sxm", B=1, S=10 + 3 * 4).estimate
 
 
 def test_encoder_runs_once_per_request():
     g = load("t5-small")
-    found = cg.plan.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
-    assert found.next_token == cg.roofline(cg.decode(g), "h100-sxm", B=2, M=64, S=2).estimate
-    assert found.next_token <= found.last_token < found.first_token
+    latency = cg.plan.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
+    assert latency.next_token == cg.roofline(cg.decode(g), "h100-sxm", B=2, M=64, S=2).estimate
+    assert latency.next_token <= latency.last_token < latency.first_token
 
 
 def test_invalid_latency_arguments_are_refused():

@@ -43,11 +43,11 @@ def test_replicas_multiply_served_sequences():
 
 
 def test_batch_sizes_are_divisible_by_mesh():
-    found = cg.plan.throughput(cg.parallelize(DECODE, dp=3, tp=4), H200, "B", S=8191)
+    table = cg.plan.throughput(cg.parallelize(DECODE, dp=3, tp=4), H200, "B", S=8191)
     most = cg.largest(cg.parallelize(DECODE, tp=4), "B", hardware=H200, S=8191)
-    assert [r.size for r in found.rows] == [3, 6, 12, 24, 48, 96, 192, 384, 3 * most]
-    assert "a device" in str(found)
-    assert all(r.fits for r in found.rows)
+    assert [r.size for r in table.rows] == [3, 6, 12, 24, 48, 96, 192, 384, 3 * most]
+    assert "a device" in str(table)
+    assert all(r.fits for r in table.rows)
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
@@ -84,13 +84,13 @@ def test_step_time_is_memory_share_plus_all_reduces(tp):
 
 def test_eight_devices_cut_first_token_time_to_an_eighth():
     ranks = [cg.parallelize(g, tp=8) for g in (PREFILL, DECODE)]
-    found = cg.plan.latency(*ranks, H200, prompt=2039, steps=31, B=1)
+    latency = cg.plan.latency(*ranks, H200, prompt=2039, steps=31, B=1)
     # 2 FLOPs per multiplying weight, and reductions over all positions
     products = 2 * (70553706496 - 2 * 128256 * 8192) * 2039 / 8 / H200.peak["bf16"].value
     sums = 161 * float(all_reduce(8, 2 * 8192 * 2039, H200))
-    assert products + sums < found.first_token < 1.35 * (products + sums)
+    assert products + sums < latency.first_token < 1.35 * (products + sums)
     alone = cg.plan.latency(PREFILL, DECODE, H200, prompt=2039, steps=31, B=1)
-    assert 8 / 2 < alone.next_token / found.next_token < 8
+    assert 8 / 2 < alone.next_token / latency.next_token < 8
 
 
 def test_network_is_slower_than_domain():
@@ -119,41 +119,41 @@ def test_expert_parallel_serving():
 
 def test_disaggregated_serving_adds_cache_transfer():
     ranks = [cg.parallelize(g, tp=4) for g in (PREFILL, DECODE)]
-    found = cg.plan.disaggregated(*ranks, H200, prompt=2039, steps=31, sequences=(3, 3))
+    serving = cg.plan.disaggregated(*ranks, H200, prompt=2039, steps=31, sequences=(3, 3))
     alike = cg.plan.latency(*ranks, H200, prompt=2039, steps=31, B=3)
-    assert (found.first_token, found.next_token) == (alike.first_token, alike.next_token)
-    assert found.last_token == alike.last_token
+    assert (serving.first_token, serving.next_token) == (alike.first_token, alike.next_token)
+    assert serving.last_token == alike.last_token
     # each rank holds two key-value heads of three sequences
-    assert found.sent == 3 * CACHE * 2039 // 4
+    assert serving.sent == 3 * CACHE * 2039 // 4
     # four and four fit into a domain of eight
     link = H200.tables["interconnect"]
-    assert found.link == "interconnect"
-    assert found.transfer == pytest.approx(link["latency"].value + found.sent / H200.link("interconnect").value)
-    assert found.total == pytest.approx(alike.total + found.transfer)
+    assert serving.link == "interconnect"
+    assert serving.transfer == pytest.approx(link["latency"].value + serving.sent / H200.link("interconnect").value)
+    assert serving.total == pytest.approx(alike.total + serving.transfer)
     # prefill over all meshes is as fast as decode
-    assert found.prefilled == pytest.approx(3 / alike.first_token)
-    assert found.decoded == pytest.approx(3 / (alike.total - alike.first_token))
-    assert found.meshes * found.prefilled == pytest.approx(found.decoded)
-    assert found.devices == pytest.approx(found.meshes)
-    assert found.tokens_per_device == pytest.approx(32 * found.decoded / (4 * found.meshes + 4))
-    assert found.prefill_memory == cg.peak_memory(ranks[0], B=3, S=2039)
-    assert found.decode_memory == cg.peak_memory(ranks[1], B=3, S=2039 + 31)
-    assert found.fits
+    assert serving.prefilled == pytest.approx(3 / alike.first_token)
+    assert serving.decoded == pytest.approx(3 / (alike.total - alike.first_token))
+    assert serving.meshes * serving.prefilled == pytest.approx(serving.decoded)
+    assert serving.devices == pytest.approx(serving.meshes)
+    assert serving.tokens_per_device == pytest.approx(32 * serving.decoded / (4 * serving.meshes + 4))
+    assert serving.prefill_memory == cg.peak_memory(ranks[0], B=3, S=2039)
+    assert serving.decode_memory == cg.peak_memory(ranks[1], B=3, S=2039 + 31)
+    assert serving.fits
 
 
 def test_received_cache_matches_rank_share():
     first = cg.parallelize(PREFILL, tp=8)
     for copies, many, most in ((1, 1, 1), (5, 1, 1), (5, 5, 1), (5, 7, 2)):
         step = cg.parallelize(DECODE, dp=copies, tp=2)
-        found = cg.plan.disaggregated(first, step, "b200", prompt=1021, steps=3, sequences=(many, 5 * 13))
+        serving = cg.plan.disaggregated(first, step, "b200", prompt=1021, steps=3, sequences=(many, 5 * 13))
         # a rank gets half of the cache of the sequences for one replica; a rank of the other mesh holds an eighth of
         # all
-        assert found.sent == max(Fraction(many, 8), Fraction(most, 2)) * CACHE * 1021
-        assert (found.prefill_devices, found.decode_devices) == (8, 2 * copies)
-        assert found.link == "network"
+        assert serving.sent == max(Fraction(many, 8), Fraction(most, 2)) * CACHE * 1021
+        assert (serving.prefill_devices, serving.decode_devices) == (8, 2 * copies)
+        assert serving.link == "network"
         card = cg.load_hardware("b200")
-        took = card.tables["network"]["latency"].value + found.sent / card.link("network").value
-        assert found.transfer == pytest.approx(took)
+        took = card.tables["network"]["latency"].value + serving.sent / card.link("network").value
+        assert serving.transfer == pytest.approx(took)
 
 
 def test_slow_network_limits_prefill_rate(tmp_path):

@@ -64,9 +64,9 @@ def test_a_size_is_a_number(number, operation, s, d, whole):
             assert question(ours, **sizes) == question(plain, **sizes)
             assert question(ours) == question(plain)
     if not whole:
-        made = run(ours, {"x": values.astype(float)}, **sizes)
+        result = run(ours, {"x": values.astype(float)}, **sizes)
         expected = oracle(values.astype(float), exact(s, d))
-        np.testing.assert_allclose(made.outputs[0], expected, rtol=1e-12, atol=1e-12)  # n - x may cancel
+        np.testing.assert_allclose(result.outputs[0], expected, rtol=1e-12, atol=1e-12)  # n - x may cancel
 
 
 def by_hand(scale):

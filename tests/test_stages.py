@@ -313,10 +313,10 @@ def test_tied_table_reduction_uses_links_between_end_stages():
 def test_run_counts_all_pipeline_devices():
     whole, s = cut(llama(), 4, dp=2)
     sizes = {**SIZES, "B": 6, "M": 8}
-    found = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
-    assert (found.devices, found.step_tokens) == (8, 8 * 6 * SIZES["S"])
-    assert found.seconds == cg.seconds(s, "h100-sxm", **sizes)
+    figures = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
+    assert (figures.devices, figures.step_tokens) == (8, 8 * 6 * SIZES["S"])
+    assert figures.seconds == cg.seconds(s, "h100-sxm", **sizes)
     rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
-    assert found.mfu == pytest.approx(cg.model_flops(whole, **sizes) / 8 / found.seconds / rate)
+    assert figures.mfu == pytest.approx(cg.model_flops(whole, **sizes) / 8 / figures.seconds / rate)
     with pytest.raises(cg.GraphError, match="run: graph 'llama' has stages itself, expected no bubble"):
         cg.plan.run(s, "h100-sxm", 10**6, schedule="1f1b", pp=4, micro_batches=8, **sizes)

@@ -338,8 +338,8 @@ def test_dualpipe_ranks_hold_two_stages_and_half_the_micro_batches_each():
         met = [r for r in rows if r.collective == "all_reduce"]
         assert sympy.expand(sum(r.bytes for r in met) - 4 * cg.param_count(g)) == 0
         assert {(r.axis, r.ranks, r.times) for r in met} == {("pp", 2, 1)}
-    found = cg.plan.run(s, "h100-sxm", 10**6, **{**SIZES, "L": 12})
-    assert (found.devices, found.step_tokens) == (6, 16 * SIZES["B"] * SIZES["S"])
+    figures = cg.plan.run(s, "h100-sxm", 10**6, **{**SIZES, "L": 12})
+    assert (figures.devices, figures.step_tokens) == (6, 16 * SIZES["B"] * SIZES["S"])
     with pytest.raises(cg.BindingError, match="half of the ranks"):
         cut(llama(), 5, 16, schedule="dualpipe")
 
@@ -350,11 +350,11 @@ def test_runs_count_tokens_and_devices_of_the_whole_pipeline(name):
     m = 8 if name == "dualpipe" else M
     whole_step, s = cut(llama(), 4, m, schedule=name, virtual=GROUPS.get(name, 1))
     sizes = SIZES if name == "dualpipe" else {**SIZES, "M": 8}
-    found = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
-    assert (found.devices, found.step_tokens) == (4, 8 * SIZES["B"] * SIZES["S"])
-    assert found.seconds == cg.seconds(s, "h100-sxm", **sizes)
+    figures = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
+    assert (figures.devices, figures.step_tokens) == (4, 8 * SIZES["B"] * SIZES["S"])
+    assert figures.seconds == cg.seconds(s, "h100-sxm", **sizes)
     rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
-    assert found.mfu == pytest.approx(cg.model_flops(whole_step, **sizes) / 4 / found.seconds / rate)
+    assert figures.mfu == pytest.approx(cg.model_flops(whole_step, **sizes) / 4 / figures.seconds / rate)
 
 
 @pytest.mark.parametrize("name", [*(n for n in GROUPS if n not in ("gpipe", "1f1b")), "dualpipe"])

@@ -28,54 +28,54 @@ def mlp(*assumed):
 def test_grid_points_match_formula():
     g = mlp()
     unknown = cg.seconds(g, cg.load_hardware("h100-sxm").symbolic())
-    found = cg.sweep(
+    grid = cg.sweep(
         {"peak": (cg.peak_memory(g), "B"), "width": F / 3, "time": (unknown, "s"), "flops": cg.flops(g)},
         B=[1, 64, 4096], D=512, F=[2048, 8192], device=DEVICES[:2],
     )  # fmt: skip
-    assert {name: found[name].dims for name in found} == {
+    assert {name: grid[name].dims for name in grid} == {
         "peak": ("B", "F"), "width": ("F",), "time": ("B", "F", "device"), "flops": ("B", "F"),
     }  # fmt: skip
-    assert [found[name].attrs.get("units") for name in found] == ["B", None, "s", None]
-    assert [found[name].dtype.kind for name in found] == ["i", "f", "f", "i"]
+    assert [grid[name].attrs.get("units") for name in grid] == ["B", None, "s", None]
+    assert [grid[name].dtype.kind for name in grid] == ["i", "f", "f", "i"]
     for b, f in itertools.product([1, 64, 4096], [2048, 8192]):
-        at, sizes = found.sel(B=b, F=f), {"B": b, "D": 512, "F": f}
+        at, sizes = grid.sel(B=b, F=f), {"B": b, "D": 512, "F": f}
         assert at.peak == cg.peak_memory(g, **sizes)
         assert at.flops == cg.flops(g, **sizes)
         for device in DEVICES[:2]:
             assert float(at.time.sel(device=device)) == pytest.approx(cg.roofline(g, device, **sizes).estimate)
-    assert found.B.attrs["units"] == "1"
+    assert grid.B.attrs["units"] == "1"
 
 
 def test_device_functions_are_called_per_device():
     g = mlp()
-    found = cg.sweep(
+    grid = cg.sweep(
         {"time": (lambda device: cg.seconds(g, device, "lower"), "s")}, device=DEVICES[:2], B=[2, 4], D=8, F=8
     )
     expected = [[cg.seconds(g, name, "lower", B=b, D=8, F=8) for name in DEVICES[:2]] for b in (2, 4)]
-    np.testing.assert_allclose(found.time, expected)
+    np.testing.assert_allclose(grid.time, expected)
 
 
 def test_fallback_rates_are_reported():
     time = cg.seconds(mlp(), cg.load_hardware("h100-sxm").symbolic())
-    found = cg.sweep({"time": time}, device=DEVICES, B=4096, D=4096, F=4096)
-    assert found.time.attrs["stand_ins"] == [
+    grid = cg.sweep({"time": time}, device=DEVICES, B=4096, D=4096, F=4096)
+    assert grid.time.attrs["stand_ins"] == [
         "v100-sxm2-16gb: peak.bf16 is missing, peak.fp32 (next wider format) stands in"
     ]
-    assert float(found.time[2]) == pytest.approx(cg.roofline(mlp(), DEVICES[2], B=4096, D=4096, F=4096).estimate)
+    assert float(grid.time[2]) == pytest.approx(cg.roofline(mlp(), DEVICES[2], B=4096, D=4096, F=4096).estimate)
 
 
 def test_hardware_rates_can_be_axes():
-    found = cg.sweep({"ridge": (peak_bf16 / bandwidth, "FLOP/B")}, bandwidth=[1, 2], peak_bf16=[600, 900])
-    np.testing.assert_array_equal(found.ridge, [[600, 900], [300, 450]])
-    assert found.bandwidth.attrs["units"] == "B/s"
+    grid = cg.sweep({"ridge": (peak_bf16 / bandwidth, "FLOP/B")}, bandwidth=[1, 2], peak_bf16=[600, 900])
+    np.testing.assert_array_equal(grid.ridge, [[600, 900], [300, 450]])
+    assert grid.bandwidth.attrs["units"] == "B/s"
 
 
 def test_integers_are_exact_within_int64():
     small, large, part = B**2 + 3, B**4 + 1, B * (B + 1) / 2
-    found = cg.sweep({"small": small, "large": large, "part": part, "most": cg.Max(7, B * B)}, B=[2**20 + 1, 3])
-    assert [found[n].dtype.kind for n in ("small", "large", "part", "most")] == ["i", "f", "f", "i"]
-    assert int(found.small[0]) == (2**20 + 1) ** 2 + 3
-    assert float(found.large[0]) == pytest.approx((2**20 + 1) ** 4)
+    grid = cg.sweep({"small": small, "large": large, "part": part, "most": cg.Max(7, B * B)}, B=[2**20 + 1, 3])
+    assert [grid[n].dtype.kind for n in ("small", "large", "part", "most")] == ["i", "f", "f", "i"]
+    assert int(grid.small[0]) == (2**20 + 1) ** 2 + 3
+    assert float(grid.large[0]) == pytest.approx((2**20 + 1) ** 4)
     assert cg.sweep({"one": 5, "half": 0.5}).one == 5
 
 

@@ -102,13 +102,13 @@ def test_results_render_as_text_and_html_tables(name):
 
 
 def test_omitted_rows_are_counted_and_totals_kept():
-    found = cg.costs(LONG)
-    lines = str(found).splitlines()
-    whole = found.total()
+    costs = cg.costs(LONG)
+    lines = str(costs).splitlines()
+    whole = costs.total()
     assert [line.split()[-2] for line in lines[-3:]] == [
         str(amount).split()[-1] for amount in (whole.flops, whole.matmul, whole.bytes)
     ]
-    assert lines[-4] == f"... {len(found) - 35} more rows"
+    assert lines[-4] == f"... {len(costs) - 35} more rows"
     assert str(cg.costs(SHORT)).count("more rows") == 0
 
 
@@ -155,10 +155,10 @@ def test_user_names_are_escaped(name):
 
 
 def test_lifetimes_table():
-    found = cg.lifetimes(SHORT)
-    assert isinstance(found, list)
-    assert found == list(found) == [*found[:1], *found[1:]]
-    assert found.rows == tuple(found)
+    lifetimes = cg.lifetimes(SHORT)
+    assert isinstance(lifetimes, list)
+    assert lifetimes == list(lifetimes) == [*lifetimes[:1], *lifetimes[1:]]
+    assert lifetimes.rows == tuple(lifetimes)
     assert cg.lifetimes(cg.Graph("nothing")) == []
     assert str(cg.lifetimes(cg.Graph("nothing"))).split() == ["tensor", "role", "bytes", "born", "dies"]
 

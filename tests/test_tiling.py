@@ -122,15 +122,15 @@ def test_matmul_constants_match_literature():
     with cg.Graph("g", dtype="fp64") as g:
         g.output(g.input("a", (m, k)) @ g.input("b", (k, n)))
     (op,) = g.ops
-    found = cg.tiling(op, cache=8 * M)
-    assert 16 * m * n * k / sympy.sqrt(M) - 16 * M in [r.formula for r in cg.regimes(found.bound)]
+    tiling = cg.tiling(op, cache=8 * M)
+    assert 16 * m * n * k / sympy.sqrt(M) - 16 * M in [r.formula for r in cg.regimes(tiling.bound)]
     # a square result block with side sqrt(M + 1) - 1, plus one column and one row: a**2 + 2*a <= M
-    tile = found.tiles[0]
+    tile = tiling.tiles[0]
     a = isqrt(10**6 + 1) - 1
     assert {cg.evaluate(b, M=10**6) if b != 1 else 1 for b in tile.blocks.values()} == {1, a}
     assert cg.evaluate(tile.footprint, M=10**6) == 8 * (a * a + 2 * a)
     sizes = dict.fromkeys("mnk", 9973 * a)  # blocks divide the sizes; the remaining difference is the loads of results
-    assert 1 < cg.evaluate(found.ratio, M=10**6, **sizes) < 1.01
+    assert 1 < cg.evaluate(tiling.ratio, M=10**6, **sizes) < 1.01
     # a tile with three equal squares moves sqrt(3) times as much: its sides are sqrt(M/3)
     assert 2 * m / sympy.sqrt(M / 3) / (2 * m / sympy.sqrt(M)) == sympy.sqrt(3)
 
@@ -193,9 +193,9 @@ def test_exponents_hold_for_random_sets_of_points():
 def test_symbolic_tiles_fit_and_move_stated_bytes(name):
     op, dims = declared(name)
     nest = simulated(name)
-    found = cg.tiling(op, cache=cg.dims("M"))
+    tiling = cg.tiling(op, cache=cg.dims("M"))
     tried = 0
-    for tile in found.tiles:
+    for tile in tiling.tiles:
         for elements in (16, 101):
             sizes = dims | {"M": 4 * elements}
 
@@ -210,7 +210,7 @@ def test_symbolic_tiles_fit_and_move_stated_bytes(name):
                 assert most <= min(number(tile.footprint), 4 * elements)
                 # a block as long as its axis is not fetched again, which a formula cannot see
                 assert moved <= number(tile.traffic)
-                assert number(found.bound) <= moved
+                assert number(tiling.bound) <= moved
                 tried += 1
     assert tried >= 2
 
@@ -223,10 +223,10 @@ def test_shared_operand_may_be_read_once():
     (op,) = g.ops
     nest = Nest("i k, j k -> i j", {"i": 17, "j": 17, "k": 11}, [(17, 11), (17, 11), (17, 17)], same=True)
     for elements in (16, 101):
-        found = cg.tiling(op, cache=4 * elements, N=17, K=11)
+        tiling = cg.tiling(op, cache=4 * elements, N=17, K=11)
         for i in range(2):
             accesses = nest.accesses(loops_of(nest, f"gram {i}"))
-            assert found.bound <= least_recently_used(nest, accesses, 4 * elements)
+            assert tiling.bound <= least_recently_used(nest, accesses, 4 * elements)
 
 
 def test_mixed_dtypes_count_in_bytes():
@@ -236,12 +236,12 @@ def test_mixed_dtypes_count_in_bytes():
     (op,) = g.ops
     nest = Nest("i k, k j -> i j", {"i": 11, "j": 7, "k": 13}, [(11, 13), (13, 7), (11, 7)], bytes_=(2, 1, 4))
     for room in (40, 160, 2000):
-        found = cg.tiling(op, cache=room)
-        moved, most = by_blocks(nest, loops_of_tile(found.tiles[0], nest.sizes))
-        assert (moved, most) == (found.traffic, found.tiles[0].footprint)
+        tiling = cg.tiling(op, cache=room)
+        moved, most = by_blocks(nest, loops_of_tile(tiling.tiles[0], nest.sizes))
+        assert (moved, most) == (tiling.traffic, tiling.tiles[0].footprint)
         for i in range(3):
             accesses = nest.accesses(loops_of(nest, f"mixed {i}"))
-            assert found.bound <= ideal(nest, accesses, room)
+            assert tiling.bound <= ideal(nest, accesses, room)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------
@@ -334,17 +334,17 @@ def test_attention_bound_matches_flash_attention_traffic():
     # 4*N**2*d**2/M elements, less M for the last partition
     N, d, M = (sympy.Symbol(n) for n in "NdM")
     op, far = attention(), {"N": 10**12 + 39, "d": 61, "M": 10**9 + 7}
-    found = cg.tiling(op, cache=4 * cg.dims("M"))
+    tiling = cg.tiling(op, cache=4 * cg.dims("M"))
     wanted = 4 * (4 * N**2 * d**2 / M - M)
-    assert cg.evaluate(found.bound, **far) == pytest.approx(float(wanted.subs({s: far[s.name] for s in (N, d, M)})))
-    assert cg.evaluate(found.ratio, **far) < 1.03
+    assert cg.evaluate(tiling.bound, **far) == pytest.approx(float(wanted.subs({s: far[s.name] for s in (N, d, M)})))
+    assert cg.evaluate(tiling.ratio, **far) < 1.03
     with cg.Graph("g") as g:  # with heads that share keys, each query block reads them
         q, k, v = g.input("q", (1, 8, 4096, 64)), g.input("k", (1, 2, 4096, 64)), g.input("v", (1, 2, 4096, 64))
         g.output(cg.attention(q, k, v, causal=False))
     (shared,) = (op for op in g.ops if op.kind.name == "kernel")
     assert 1 < cg.tiling(shared, cache="192 KiB").ratio < 1.2
     masked = cg.tiling(attention(causal=True), cache=4 * cg.dims("M")).bound  # half of the scores, plus the diagonal
-    assert cg.evaluate(masked, **far) == pytest.approx(cg.evaluate(found.bound, **far) / 2, rel=1e-3)
+    assert cg.evaluate(masked, **far) == pytest.approx(cg.evaluate(tiling.bound, **far) / 2, rel=1e-3)
 
 
 def test_backward_attention_bound_counts_all_score_operands():
@@ -388,8 +388,8 @@ def test_unsplittable_kernel_indices_stay_whole():
     for function in (cg.softmax, cg.layer_norm, cg.rms_norm):
         with cg.Graph("g") as g:
             g.output(function(g.input("x", (B, D))))
-        found = cg.tiling(*g.ops, cache=M)
-        assert all(D in tile.blocks.values() for tile in found.tiles)
+        tiling = cg.tiling(*g.ops, cache=M)
+        assert all(D in tile.blocks.values() for tile in tiling.tiles)
         assert cg.tiling(*g.ops, cache=1_000_003, B=101, D=103).ratio == 1
     with cg.Graph("g") as g:
         g.output(cg.softmax(g.input("x", (B, D))))
@@ -417,11 +417,11 @@ def test_graph_bytes_through_cache():
     B, L, M = cg.dims("B L M")
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.repeat(L, lambda x: cg.relu(cg.linear(x, "b d -> b f", f=1009)), g.input("x", (B, 1009))))
-    found = cg.bytes_moved(g, cache=M)
+    moved = cg.bytes_moved(g, cache=M)
     # a matmul of B x 1009 by 1009 x 1009 in bf16: 2*sqrt(2**3)*B*1009**2/sqrt(M) - 2*M; relu reads and writes
     b, layers, room = 499, 7, 4096
     product = max(2 * (2 * b * 1009 + 1009**2), 4 * sqrt(2) * b * 1009**2 / sqrt(room) - 2 * room)
-    assert cg.evaluate(found, B=b, L=layers, M=room) == pytest.approx(layers * (product + 4 * b * 1009), rel=1e-12)
+    assert cg.evaluate(moved, B=b, L=layers, M=room) == pytest.approx(layers * (product + 4 * b * 1009), rel=1e-12)
     assert cg.bytes_moved(g, cache=room, B=b, L=layers) == pytest.approx(layers * (product + 4 * b * 1009), rel=1e-12)
     assert cg.bytes_moved(g, cache="1 GB", B=b, L=layers) == cg.bytes_moved(g, B=b, L=layers)
     assert cg.bytes_moved(g, cache="4 KiB", B=b, L=layers) == cg.bytes_moved(g, cache=4096, B=b, L=layers)

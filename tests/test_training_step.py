@@ -96,10 +96,10 @@ def test_every_combination_matches_unrolled_graph(precision, accumulate, policy)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"checkpoint": cg.every_block(), "accumulate": 2}])
 def test_interpreter_counts_match_formulas(precision, options):
     step = cg.training_step(model(), precision=precision, clip=1.0, **options)
-    found = run(step, **SIZES)
-    assert found.flops == cg.flops(step, **SIZES)
-    assert found.bytes_moved == cg.bytes_moved(step, **SIZES)
-    assert found.peak == cg.peak_memory(step, **SIZES)
+    result = run(step, **SIZES)
+    assert result.flops == cg.flops(step, **SIZES)
+    assert result.bytes_moved == cg.bytes_moved(step, **SIZES)
+    assert result.peak == cg.peak_memory(step, **SIZES)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["none", "block", "every", "selective", "start"])
@@ -138,12 +138,12 @@ def test_update_matches_torch():
     rng = np.random.default_rng(11)
     given = {"x": rng.normal(size=(2, 3)), "w": rng.normal(size=(3, 5))}
     state = {"w.exp_avg": np.zeros((3, 5)), "w.exp_avg_sq": np.zeros((3, 5))}
-    found = run(step, {**given, **state}, B=2, D=3, F=5)
+    result = run(step, {**given, **state}, B=2, D=3, F=5)
     w = torch.nn.Parameter(torch.tensor(given["w"]))
     optimizer = torch.optim.AdamW([w], lr=0.125)
     (torch.nn.functional.gelu(torch.tensor(given["x"]) @ w) ** 2).mean().backward()
     optimizer.step()
-    (updated,) = [v.array for t, v in found.values if t.role == "param" and t.producer is None]
+    (updated,) = [v.array for t, v in result.values if t.role == "param" and t.producer is None]
     np.testing.assert_allclose(updated, w.detach().numpy(), rtol=1e-9)
 
 

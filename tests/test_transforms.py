@@ -289,13 +289,13 @@ def test_scope_kernel_takes_scope_name_and_workspace():
             (y,) = cg.opaque("one", [cg.relu(x)], [((7, 5), "fp32")], flops=0, workspace=11)
             (y,) = cg.opaque("two", [y], [((7, 5), "fp32")], flops=0, workspace=100)
         g.output(y)
-    made = cg.fuse(g, scope="a/b")
-    (kernel,) = made.ops
+    fused = cg.fuse(g, scope="a/b")
+    (kernel,) = fused.ops
     assert (kernel.name, kernel.scope) == ("a_b", "a/b")
     at = 4 * 7 * 5
     assert cg.peak_memory(g) == max(2 * at, 3 * at + 11, 3 * at + 100)
-    assert cg.peak_memory(made) == 2 * at + 11 + 100
-    assert cg.bytes_moved(made) == 2 * at
+    assert cg.peak_memory(fused) == 2 * at + 11 + 100
+    assert cg.bytes_moved(fused) == 2 * at
 
 
 def test_chain_kernel_is_in_scope_of_last_op():
@@ -312,10 +312,10 @@ def test_chain_kernel_is_in_scope_of_last_op():
 def test_row_wise_kernels_join_chains(axis, kernels):
     with cg.Graph("g") as g:
         g.output(cg.relu(cg.softmax(cg.relu(g.input("x", (7, 5))), axis)))
-    made = cg.fuse(g)
+    fused = cg.fuse(g)
     at = 4 * 7 * 5
-    assert cg.bytes_moved(made) == (2 * at if kernels else 6 * at)
-    assert cg.flops(made) == cg.flops(g)
+    assert cg.bytes_moved(fused) == (2 * at if kernels else 6 * at)
+    assert cg.flops(fused) == cg.flops(g)
 
 
 @pytest.mark.parametrize(("operands", "kernels"), [(1, 1), (4, 1), (5, 2)])
@@ -323,11 +323,11 @@ def test_cheap_broadcast_operands_are_recomputed_at_readers(operands, kernels):
     with cg.Graph("g") as g:
         h = cg.relu(sum((cg.tanh(g.input(f"x{i}", (3, 5))) for i in range(operands)), start=1))
         g.output(cg.relu(h + g.input("z", (7, 3, 5))))
-    made = cg.fuse(g)
-    assert len(made.ops) == kernels
+    fused = cg.fuse(g)
+    assert len(fused.ops) == kernels
     small, large = 4 * 3 * 5, 4 * 7 * 3 * 5
     # in a separate kernel it is written and read once more
-    assert cg.bytes_moved(made) == operands * small + 2 * large + (2 * small if kernels == 2 else 0)
+    assert cg.bytes_moved(fused) == operands * small + 2 * large + (2 * small if kernels == 2 else 0)
 
 
 def test_intervening_overwrite_prevents_scope_fusion():
@@ -398,8 +398,8 @@ def test_unrelated_ops_between_do_not_prevent_fusion(inplace):
         w = cg.relu(z, inplace=True) if inplace else a @ x(5, 5)
         return cg.tanh(h), w
 
-    _, made = unfused_and_fused(build)
-    assert ["relu", "tanh"] in fused_ops(made)
+    _, fused = unfused_and_fused(build)
+    assert ["relu", "tanh"] in fused_ops(fused)
 
 
 def test_in_place_ops_fuse_but_workspace_kernels_do_not():
@@ -438,8 +438,8 @@ def test_scope_with_loop_and_other_ops_is_refused():
 
 
 def test_dropout_fuses_into_chain():
-    _, made = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
-    assert fused_ops(made) == [["tanh", "dropout", "relu"]]
+    _, fused = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
+    assert fused_ops(fused) == [["tanh", "dropout", "relu"]]
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -448,9 +448,9 @@ def test_kernel_results_keep_written_layout(turned):
         y = cg.relu(cg.rearrange(x(7, 5), "a b -> b a") if turned else x(5, 7))
         return y, cg.reduce(y, "b a -> b", "sum")
 
-    g, made = unfused_and_fused(build)
+    g, fused = unfused_and_fused(build)
     assert [t.is_contiguous for t in g.outputs] == [not turned, True]
-    assert fused_ops(made) == ([] if turned else [["relu", "sum"]])
+    assert fused_ops(fused) == ([] if turned else [["relu", "sum"]])
 
 
 def test_loops_split_chains_and_bodies_fuse_separately():
@@ -459,13 +459,13 @@ def test_loops_split_chains_and_bodies_fuse_separately():
         h = cg.repeat(3, lambda y: cg.tanh(cg.relu(y)), h, name="loop")
         return cg.relu(cg.tanh(h))
 
-    g, made = unfused_and_fused(build)
-    assert [op.kind.name for op in made.ops] == ["kernel", "repeat", "kernel"]
-    assert [len(names) for names in fused_ops(made)] == [2, 2]
-    (loop,) = [op for op in made.ops if op.loop is not None]
+    g, fused = unfused_and_fused(build)
+    assert [op.kind.name for op in fused.ops] == ["kernel", "repeat", "kernel"]
+    assert [len(names) for names in fused_ops(fused)] == [2, 2]
+    (loop,) = [op for op in fused.ops if op.loop is not None]
     assert fused_ops(loop.body) == [["relu", "tanh"]]
     # two ops read and write 35 elements each, a kernel once; before fusion, three times in the loop and once after it
-    assert (cg.bytes_moved(g), cg.bytes_moved(made)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)
+    assert (cg.bytes_moved(g), cg.bytes_moved(fused)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)
 
 
 def test_ops_with_different_domains_are_not_fused():
@@ -487,8 +487,8 @@ def test_ops_with_different_domains_are_not_fused():
     ],
 )  # fmt: skip
 def test_ops_over_reduced_results_join_reduction(pattern):
-    _, made = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
-    assert fused_ops(made) == [["relu", "sum", "tanh"]]
+    _, fused = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
+    assert fused_ops(fused) == [["relu", "sum", "tanh"]]
 
 
 @pytest.mark.parametrize(
@@ -545,9 +545,9 @@ def test_kernel_includes_all_fusible_producers():
         a, b = cg.relu(x(7, 5)), cg.tanh(x(7, 5))
         return a + b
 
-    _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "tanh", "add"]]
-    assert cg.bytes_moved(made) == 4 * 35 * 3  # two are read and one is written
+    _, fused = unfused_and_fused(build)
+    assert fused_ops(fused) == [["relu", "tanh", "add"]]
+    assert cg.bytes_moved(fused) == 4 * 35 * 3  # two are read and one is written
 
 
 def test_ops_with_shared_operands_are_one_kernel():
@@ -555,16 +555,16 @@ def test_ops_with_shared_operands_are_one_kernel():
         a = x(7, 5)
         return cg.relu(a), cg.tanh(a), cg.reduce(a, "a b -> a", "sum")
 
-    _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "tanh", "sum"]]
-    assert cg.bytes_moved(made) == 4 * (3 * 35 + 7)
+    _, fused = unfused_and_fused(build)
+    assert fused_ops(fused) == [["relu", "tanh", "sum"]]
+    assert cg.bytes_moved(fused) == 4 * (3 * 35 + 7)
 
 
 def test_scalar_ops_are_fused():
-    _, made = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
-    assert fused_ops(made) == [["relu", "tanh"]]
-    _, made = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
-    assert fused_ops(made) == [["sum", "tanh", "relu"]]
+    _, fused = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
+    assert fused_ops(fused) == [["relu", "tanh"]]
+    _, fused = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
+    assert fused_ops(fused) == [["sum", "tanh", "relu"]]
 
 
 def test_unrolled_stack_starts_as_empty_storage():
@@ -609,12 +609,12 @@ def test_norm_activation_and_residual_fuse_after_convolution():
 
 def test_epilogues_fuse_into_convolution():
     g, at = image(), 4 * 2 * 3 * 7 * 7
-    made = cg.fuse(g, epilogues=True)
-    assert fused_ops(made) == [["conv", "batch_norm", "relu", "add", "tanh"]]
+    fused = cg.fuse(g, epilogues=True)
+    assert fused_ops(fused) == [["conv", "batch_norm", "relu", "add", "tanh"]]
     weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
-    assert cg.bytes_moved(made) == 2 * at + weights + channels  # x once, and the result
-    assert cg.peak_memory(made) == 2 * at + weights + channels + 8
-    assert cg.flops(made) == cg.flops(g)
+    assert cg.bytes_moved(fused) == 2 * at + weights + channels  # x once, and the result
+    assert cg.peak_memory(fused) == 2 * at + weights + channels + 8
+    assert cg.flops(fused) == cg.flops(g)
 
 
 def test_epilogue_joins_one_matmul_and_stays_elementwise():
@@ -658,6 +658,6 @@ def test_op_moves_after_kernel_it_depends_on():
         z = h @ x(5, 5)
         return cg.tanh(h), z
 
-    _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "tanh"]]
-    assert [op.name for op in made.ops] == ["fused", "matmul"]
+    _, fused = unfused_and_fused(build)
+    assert fused_ops(fused) == [["relu", "tanh"]]
+    assert [op.name for op in fused.ops] == ["fused", "matmul"]

@@ -174,10 +174,10 @@ def test_row_statistics_are_not_group_statistics():
 def test_lifetimes_list_workspaces():
     step, sizes = cg.backward(scores()), {"R": 11, "D": 2, "F": 1009}
     plain = cg.lifetimes(step, **sizes)
-    found = cg.lifetimes(step, device="cuda", arch="sm_80", **sizes)
-    spaces = [r for r in found if r.role == "workspace"]
+    lifetimes = cg.lifetimes(step, device="cuda", arch="sm_80", **sizes)
+    spaces = [r for r in lifetimes if r.role == "workspace"]
     assert {r.tensor: r.bytes for r in spaces} == cg.timeline(step, device="cuda", arch="sm_80", **sizes).workspaces
-    assert [r for r in found if r.role != "workspace"] == list(plain)
+    assert [r for r in lifetimes if r.role != "workspace"] == list(plain)
     assert {(r.born, r.dies) for r in spaces if r.tensor.startswith("cuBLAS")} == {(None, None)}
     assert all(r.born == r.dies == r.tensor for r in spaces if not r.tensor.startswith("cuBLAS"))
 

@@ -73,10 +73,10 @@ def test_frozen_peak_matches_torch_up_to_named_differences(case):
         live += event.nbytes() if event.name() == "[memory]" else 0
         most = max(most, live)
     graph, dims = declared(name, sizes, B, S, options)
-    found = cg.timeline(graph, **dims)
-    there = sum(found.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
+    line = cg.timeline(graph, **dims)
+    there = sum(line.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
     named = sum(difference(name, sizes, B, S, "fp32") for difference in differences)
-    assert abs(most - (found.peak - there) - named) <= SCALARS
+    assert abs(most - (line.peak - there) - named) <= SCALARS
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -147,8 +147,8 @@ def test_lora_peak_matches_torch(case):
         live += event.nbytes() if event.name() == "[memory]" else 0
         most = max(most, live)
     graph, dims = declared(case)
-    found = cg.timeline(graph, **dims)
-    there = sum(found.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
+    line = cg.timeline(graph, **dims)
+    there = sum(line.by_role.get(role, 0) for role in ("param", "state", "input", "buffer"))
     more = angles(name, sizes, B, 59, "fp32") if name != "mlp" else 0
     trained = sum(p.requires_grad for p in parts[0].parameters())
-    assert abs(most - (found.peak - there) - more) <= 20 + 4 * trained  # transient scalars, one per tensor
+    assert abs(most - (line.peak - there) - more) <= 20 + 4 * trained  # transient scalars, one per tensor

@@ -55,10 +55,10 @@ def test_pooling_gradient_values():
         g.output(cg.reduce(y * y, "b c h w -> ", "sum"))
     step = cg.backward(g)
     values = np.random.default_rng(0).permutation(210).reshape(2, 3, 7, 5).astype(float)
-    found = run(step, {"x": values})
+    result = run(step, {"x": values})
     theirs = torch.tensor(values, requires_grad=True)
     (torch.nn.functional.max_pool2d(theirs, 3, 2, 1) ** 2).sum().backward()
-    assert np.allclose(found.gradients["x"], theirs.grad.numpy())
+    assert np.allclose(result.gradients["x"], theirs.grad.numpy())
 
 
 def test_split_gradients_are_concatenated_in_its_scope():
