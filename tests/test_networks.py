@@ -68,7 +68,7 @@ def test_all_to_all_uses_nearest_common_level(network):
 def test_lower_bound_is_traffic_of_each_level(network):
     numbers = 30 * 1_000_003
     size = 4 * numbers
-    # five cards receive the shards of ten ranks in their leaf; fifteen receive those of another leaf
+    # five cards receive the shards of ten ranks in their leaf; fifteen receive shards from another leaf
     least = max(10 / 30 * size / 5 / 11e9, 15 / 30 * size / LEAF / 7e9)
     assert taken("all_gather", 30, numbers // 30, network, "lower") == pytest.approx(least)
     assert taken("all_to_all", 30, numbers, network, "lower") == pytest.approx(size / 2 / 7e9)

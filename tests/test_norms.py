@@ -160,7 +160,7 @@ def test_statistics_mode_survives_save_and_load(tmp_path):
 
 def test_group_norm_costs_as_layer_norm_per_group():
     g = normed(cg.nn.group_norm, (B, 6, R, R), groups=3)
-    # 7 per element, and eps and reciprocal root per group, of which there are 2*3
+    # 7 per element, and eps and reciprocal root for each of 2*3 groups
     assert cg.flops(g, B=2, R=5) == 7 * 300 + 2 * 2 * 3
     assert cg.param_count(g) == 2 * 6
     assert cg.bytes_moved(g, B=2, R=5) == 2 * 4 * 300 + 2 * 4 * 6

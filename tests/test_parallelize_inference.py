@@ -94,7 +94,7 @@ def test_new_positions_are_cached_by_last_ranks(context, new):
     whole = cg.decode(load("llama-2-13b", symbolic=True, dtype="fp32"), new)
     rank = cg.parallelize(whole, cp=3, tp=2, context=context, strict=new == 1)
     testing.check_sharded(whole, rank, B=1, S=6, D=4, H=2, G=2, K=2, L=2, V=4, F=4)
-    # Several new positions see different keys: those of all ranks are gathered, and no cache from another layer.
+    # Several new positions see different keys: all ranks gather them, but no cache from another layer.
     assert {m.collective for m in cg.communication(rank) if m.axis == "cp"} == (
         {"all_reduce"} if new == 1 else {"send" if context == "ring" else "all_gather"}
     )

@@ -35,7 +35,7 @@ def step(optimizer="foreach", **options):
 
 
 def with_states(placements):
-    """Add placements of optimizer states equal to those of their parameters."""
+    """Give optimizer states the placements of their parameters."""
     return {f"{name}{state}": text for name, text in placements.items() for state in ("", ".exp_avg", ".exp_avg_sq")}
 
 
