@@ -9,7 +9,9 @@ from budget import examples, is_plain, seed
 from costgraph import testing
 from costgraph.ops.registry import KINDS
 
-DRAWN = sorted(name for name, kind in KINDS.items() if not {"reference_semantics", "strategy"} & {*testing.missing(kind)})
+DRAWN = sorted(
+    name for name, kind in KINDS.items() if not {"reference_semantics", "strategy"} & {*testing.missing(kind)}
+)
 
 
 @pytest.mark.parametrize("kind", DRAWN)
