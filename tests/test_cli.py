@@ -22,7 +22,7 @@ LLAMA = ["llama-3-8b", "--hardware", "h100-sxm", "B=1", "S=8192"]
 
 
 def run(capsys, *words):
-    """Exit code, standard output, standard error."""
+    """Return exit code, standard output, standard error."""
     code = cli.main(list(words))
     done = capsys.readouterr()
     return code, done.out, done.err
@@ -135,7 +135,7 @@ def test_plots_are_written(capsys, tmp_path):
     assert "capacity" in memory.read_text() or memory.stat().st_size > 10_000
 
 
-def test_a_saved_graph_is_a_model(capsys, tmp_path):
+def test_saved_graph_is_accepted_as_model(capsys, tmp_path):
     g = load("gpt2")
     path = tmp_path / "g.json"
     from costgraph.files.graphs import save
@@ -203,7 +203,7 @@ def test_lists(capsys):
     assert "989.4 TFLOP/s" in out
 
 
-def test_one_device_with_all_that_is_known(capsys):
+def test_device_listing_shows_every_field(capsys):
     out = good(capsys, "hardware", "h100-sxm")
     h100 = cg.load_hardware("h100-sxm")
     for place, q in h100.rows:
@@ -259,7 +259,7 @@ def test_one_device_with_all_that_is_known(capsys):
         (["hardware", "h1000"], "hardware 'h1000' is unknown"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, text):
+def test_usage_errors_print_one_line_and_exit_2(capsys, words, text):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("costgraph: ")
@@ -287,14 +287,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, text):
     ],
     ids=lambda words: repr(words[-1][:12]),
 )
-def test_what_is_huge_or_unprintable_is_a_short_line(capsys, words):
+def test_huge_or_unprintable_values_give_short_error(capsys, words):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert len(err) < 2100
     assert err.rstrip("\n").isprintable()
 
 
-def test_defects_keep_their_traceback(monkeypatch):
+def test_internal_errors_keep_their_traceback(monkeypatch):
     from costgraph.cli import commands
 
     def broken(*words, **more):
@@ -335,7 +335,7 @@ def test_module_and_exit_codes():
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_missing_extras_are_one_line(missing):
+def test_missing_extras_print_one_line(missing):
     code = (
         f"import sys; sys.modules[{missing!r}] = None\nfrom costgraph.cli import main\nsys.exit(main(['--version']))\n"
     )
@@ -345,7 +345,7 @@ def test_missing_extras_are_one_line(missing):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break in another way there")
-def test_a_reader_that_goes_away_is_silent():
+def test_closed_pipe_is_silent():
     words = [sys.executable, "-m", "costgraph", "report", "gpt2", "--json", "-"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
         done.stdout.close()
@@ -353,7 +353,7 @@ def test_a_reader_that_goes_away_is_silent():
     assert (done.returncode, said) == (141, b"")
 
 
-def test_width_of_a_pipe_and_of_a_terminal(monkeypatch, capsys):
+def test_output_width_follows_pipe_or_terminal(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     narrow = good(capsys, "report", "gpt2", "--formulas")
     assert 60 < max(map(len, narrow.split("\n"))) <= 80
@@ -363,14 +363,14 @@ def test_width_of_a_pipe_and_of_a_terminal(monkeypatch, capsys):
     assert good(capsys, "report", "gpt2")
 
 
-def test_outputs_without_unicode():
+def test_output_falls_back_to_ascii():
     done = process("report", "gpt2", "B=1", "S=8", env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"})
     assert (done.returncode, done.stderr) == (0, "")
     assert "-----" in done.stdout
     assert done.stdout.isascii()
 
 
-def test_colors_only_where_a_terminal_reads(monkeypatch, capsys):
+def test_colors_only_on_a_terminal(monkeypatch, capsys):
     assert "\x1b" not in good(capsys, "report", "gpt2")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -379,7 +379,7 @@ def test_colors_only_where_a_terminal_reads(monkeypatch, capsys):
     assert "\x1b" not in good(capsys, "report", "gpt2")
 
 
-def test_the_documented_output_is_the_output(capsys):
+def test_documented_output_matches_actual_output(capsys):
     root = pathlib.Path(__file__).parent.parent
     text = (root / "README.md").read_text() + (root / "docs" / "reference" / "cli.md").read_text()
     blocks = re.findall(r"```console\n\$ costgraph (.*)\n([^`]*)```", text)

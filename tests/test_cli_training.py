@@ -1,4 +1,4 @@
-"""The commands on training: what they print, and one line for a mistake."""
+"""Training commands: printed output and one-line errors."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from costgraph.cli.training_commands import OPTIMIZERS, read_checkpoint
 
 
 def run(capsys, *words):
-    """Exit code, standard output, standard error."""
+    """Return exit code, standard output, standard error."""
     code = cli.main(list(words))
     done = capsys.readouterr()
     return code, done.out, done.err
@@ -34,7 +34,7 @@ def of_mlp(capsys, *words):
     return json.loads(good(capsys, "train", "mlp", "B=2", "--json", "-", *words))
 
 
-def test_times_take_levels_of_memory_into_account(capsys):
+def test_times_account_for_memory_hierarchy(capsys):
     words = ("--hardware", "a100-80-sxm", "--hierarchical")
     found = of_mlp(capsys, *words)["roofline"]
     step = training_step(load("mlp"))
@@ -52,7 +52,7 @@ def test_times_take_levels_of_memory_into_account(capsys):
 # -- train -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_of_llama_with_all_options(capsys):
+def test_llama_training_step_with_all_options(capsys):
     words = (
         "train llama-3-8b --hardware h100-sxm --optimizer adamw --implementation foreach --precision bf16-mixed "
         "--checkpoint every-block --accumulate 4 --clip 1.0 B=1 S=4096"
@@ -72,12 +72,12 @@ def test_a_step_of_llama_with_all_options(capsys):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_has_a_name(capsys, name):
+def test_every_optimizer_is_selectable_by_name(capsys, name):
     expected = cg.training_step(load("mlp"), optimizer=OPTIMIZERS[name]())
     assert of_mlp(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, B=2)
 
 
-def test_options_change_the_step(capsys, tmp_path):
+def test_training_options_change_the_step(capsys, tmp_path):
     cg.save(model(), tmp_path / "lm.json")
     sizes = {"D": 24, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
     words = ["train", str(tmp_path / "lm.json"), *(f"{name}={n}" for name, n in sizes.items()), "--json", "-"]
@@ -99,7 +99,7 @@ def test_options_change_the_step(capsys, tmp_path):
     assert found["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
 
 
-def test_checkpoints_as_they_are_written():
+def test_checkpoint_policies_parse_from_text():
     assert read_checkpoint("none") is None
     assert read_checkpoint("every-block") == cg.every_block()
     assert read_checkpoint("from-start") == cg.from_start()
@@ -119,7 +119,7 @@ def test_open_sizes_and_outputs(capsys, tmp_path):
     assert "peak memory [B]" in good(capsys, "train", "mlp", "B=2", "--formulas")
 
 
-def test_pictures(capsys, tmp_path):
+def test_train_writes_plots(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     roof, memory = tmp_path / "roof.png", tmp_path / "memory.png"
     words = ["--hardware", "h100-sxm", "--plot", str(roof), "--memory-plot", str(memory)]
@@ -139,7 +139,7 @@ def planned():
     return cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15 * 10**12, mfu=0.5, B=1, S=8192)
 
 
-def test_the_plan_of_a_run(capsys):
+def test_plan_of_a_training_run(capsys):
     out = good(capsys, *PLAN, "S=8192")
     days = planned()["training time"].figure
     assert out.startswith("llama-3-8b on 1,024 x NVIDIA H100 SXM5 80GB\n")
@@ -149,7 +149,7 @@ def test_the_plan_of_a_run(capsys):
     assert max(map(len, out.split("\n"))) <= 80
 
 
-def test_a_plan_with_open_sizes(capsys):
+def test_plan_with_open_sizes(capsys):
     out = good(capsys, *PLAN)
     assert "training time                needs S" in out
     assert "activation memory [B]\n" in out
@@ -157,13 +157,13 @@ def test_a_plan_with_open_sizes(capsys):
     assert max(map(len, out.split("\n"))) <= 80
 
 
-def test_a_plan_that_fails(capsys):
+def test_infeasible_plan_reports_failed_check(capsys):
     out = good(capsys, *PLAN, "S=8192", "--days", "7")
     assert "at most 7 days" in out
     assert out.endswith("a check FAILS\n")
 
 
-def test_plans_as_files(capsys, tmp_path):
+def test_plans_are_written_to_files(capsys, tmp_path):
     data = json.loads(good(capsys, *PLAN, "S=8192", "--json", "-"))
     found = planned()
     assert (data["schema"], data["ok"], data["devices"]) == ("costgraph/plan/1", True, 1024)
@@ -220,7 +220,7 @@ def test_plans_as_files(capsys, tmp_path):
         (["plan", "gpt2", "--hardware", "h100-sxm", "tokens=3"], "tokens='3': a word of the library"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, text):
+def test_usage_errors_print_one_line_and_exit_2(capsys, words, text):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("costgraph: ")

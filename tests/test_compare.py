@@ -1,4 +1,4 @@
-"""Two graphs beside each other, class of op by class of op."""
+"""Comparing the costs of two graphs by op class."""
 
 import pytest
 from shared import load
@@ -22,9 +22,9 @@ def test_equal_graphs_have_no_difference():
     assert all(found.total(kind) == 0 for kind in ("matmul", "pointwise", "transcendental", "read", "written"))
 
 
-def test_a_difference_is_a_formula_in_its_class():
+def test_differences_are_formulas_by_op_class():
     found = cg.compare(net(), net(cg.silu, scale=True))
-    # silu has 3 + 1 FLOPs an element where relu has 1; the product by 2 is one more, with its own traffic
+    # silu has 3 + 1 FLOPs per element, relu 1; the product by 2 adds one, with its own traffic
     assert {(r.ops, r.kind): r.difference for r in found.differing()} == {
         ("pointwise", "pointwise"): 3 * B * F,
         ("pointwise", "transcendental"): B * F,
@@ -37,7 +37,7 @@ def test_a_difference_is_a_formula_in_its_class():
 SIZES = {"B": 3, "S": 5, "D": 8, "H": 2, "F": 7, "L": 3, "V": 11, "P": 13}
 
 
-def test_rows_sum_to_the_costs_of_the_graphs():
+def test_comparison_rows_sum_to_graph_costs():
     one = load("gpt2", symbolic=True)
     two = cg.training_step(one, optimizer=cg.AdamW())
     found = cg.compare(one, two, **SIZES)
@@ -56,20 +56,20 @@ def test_sizes_are_bound_in_the_graphs_that_have_them():
         cg.compare(net(), other, Q=2)
 
 
-def test_count_is_that_of_matmul_flops():
+def test_count_option_matches_matmul_flops():
     causal = load("gpt2", symbolic=True)
     for count in ("executed", "full"):
         found = cg.compare(causal, causal, count=count, **SIZES)
         assert sum(r.first for r in found.rows if r.kind == "matmul") == cg.matmul_flops(causal, count=count, **SIZES)
 
 
-def test_a_table_is_shown():
+def test_comparison_table_is_printed():
     lines = str(cg.compare(net(), net())).splitlines()
     assert lines[0].split() == ["phase", "ops", "kind", "first", "second", "difference"]
     assert lines[1].split() == ["forward", "matmul", "matmul", "2*B*D*F", "2*B*D*F", "0"]
 
 
 @pytest.mark.parametrize("graphs", [(1, net()), (net(), None)])
-def test_what_is_no_graph_is_refused(graphs):
+def test_comparing_non_graphs_raises(graphs):
     with pytest.raises(cg.GraphError, match=r"compare: (first|second) is .*, expected a graph"):
         cg.compare(*graphs)
