@@ -1,4 +1,4 @@
-"""A graph whose block was left is finished: what would add to it is refused, until it is entered again."""
+"""Leaving a graph's block finishes it: adding to it raises until it is entered again."""
 
 import copy
 from contextlib import suppress
@@ -103,7 +103,7 @@ def graph(request, tmp_path):
 
 
 def figures(g):
-    """What a graph says and costs."""
+    """Return a graph's description and costs."""
     nodes = [(len(b.ops), len(b.tensors), b.number_of_edges(), b.frozen) for b in g.bodies()]
     stated = [r.text for r in g.relations.relations], dict(g.defaults), g.loss, g.dtype, list(g.outputs)
     return nodes, stated, cg.flops(g), cg.bytes_moved(g), cg.peak_memory(g), cg.param_count(g)
@@ -114,7 +114,7 @@ def first(g):
 
 
 def factors(g):
-    """Two tensors whose product `@` takes."""
+    """Return two tensors that `@` can multiply."""
     wanted = ((a, b) for a in g.tensors for b in g.tensors if a.ndim > 1 and b.ndim == 2)
     return next(((a, b) for a, b in wanted if a.sizes[-1] == b.sizes[0]), None)
 
@@ -181,7 +181,7 @@ def refused(g, asked):
     return pytest.raises(cg.GraphError, match=f"^{text}$")
 
 
-def test_nothing_is_added_to_a_finished_graph(graph):
+def test_adding_to_a_finished_graph_raises(graph):
     before, t, pair = figures(graph), first(graph), factors(graph)
     assert nx.is_frozen(graph)
     for asked, call in (OPERATORS | FUNCTIONS).items():
@@ -197,7 +197,7 @@ def test_nothing_is_added_to_a_finished_graph(graph):
     assert figures(graph) == before
 
 
-def test_a_graph_that_is_entered_again_goes_on(graph):
+def test_reentered_graph_accepts_ops(graph):
     ops, count, flops = len(graph.ops), cg.param_count(graph), cg.flops(graph)
     t = first(graph)
     with graph as again:
@@ -215,7 +215,7 @@ def test_a_graph_that_is_entered_again_goes_on(graph):
 
 
 @each("make", [declared, stepped, folded])
-def test_bodies_are_finished_with_their_graph(make):
+def test_bodies_finish_with_their_graph(make):
     g = make()
     bodies = [b for b in g.bodies() if b is not g]
     assert bodies
@@ -225,7 +225,7 @@ def test_bodies_are_finished_with_their_graph(make):
         for asked, call in (("relu", cg.relu), ("mul", lambda t: t * 2.0)):
             with refused(g, asked):
                 call(t)
-            with refused(g, asked), body:  # it is opened with its graph, not by itself
+            with refused(g, asked), body:  # a body opens with its graph, not on its own
                 call(t)
         for asked in ("param 'new'", "add_edge", "remove_node"):
             with refused(g, asked):
@@ -236,7 +236,7 @@ def test_bodies_are_finished_with_their_graph(make):
     assert all(map(nx.is_frozen, bodies))
 
 
-def test_what_is_stated_of_a_finished_graph_counts(graph):
+def test_metadata_of_a_finished_graph_can_change(graph):
     t = first(graph)
     peak = cg.peak_memory(graph)
     graph.assume("Z >= 2", "Z <= 5")
@@ -256,7 +256,7 @@ def test_what_is_stated_of_a_finished_graph_counts(graph):
         cg.relu(t)
 
 
-def test_what_a_kernel_keeps_is_stated_while_it_is_open():
+def test_saved_tensors_of_a_kernel_are_set_while_open():
     from costgraph.ops.loops import save
 
     g = declared()
@@ -266,7 +266,7 @@ def test_what_a_kernel_keeps_is_stated_while_it_is_open():
     assert not op.kind.save
 
 
-def test_a_block_inside_of_a_block_leaves_the_graph_open():
+def test_nested_with_block_leaves_graph_open():
     g = declared()
     with g:
         with g:
@@ -278,7 +278,7 @@ def test_a_block_inside_of_a_block_leaves_the_graph_open():
     assert nx.is_frozen(g)
 
 
-def test_what_is_added_is_validated_when_the_block_is_left_again():
+def test_reentered_graph_is_validated_on_exit():
     g = declared()
     with pytest.raises(cg.GraphError, match="kernel 'unread': nothing outside reads"), g, cg.kernel("unread"):
         cg.relu(g.outputs[0])
@@ -286,7 +286,7 @@ def test_what_is_added_is_validated_when_the_block_is_left_again():
         cg.relu(g.outputs[0])
 
 
-def test_a_graph_that_was_never_entered_is_open():
+def test_never_entered_graph_is_open():
     g = cg.Graph("plain")
     x = g.input("x", (B,))
     g.output(cg.relu(x))
@@ -296,7 +296,7 @@ def test_a_graph_that_was_never_entered_is_open():
     assert not nx.is_frozen(g)
 
 
-def test_tensors_of_another_graph_are_told_first():
+def test_foreign_tensor_error_comes_first():
     a, b = declared("a"), declared("b")
     for left, right in ((a, b), (b, a)):
         text = f"belongs to graph '{right.name}', expected one of graph '{left.name}'"
@@ -306,7 +306,7 @@ def test_tensors_of_another_graph_are_told_first():
         cg.relu(a.outputs[0])
 
 
-def test_copies_are_open_and_views_are_not():
+def test_copies_are_open_and_views_are_finished():
     g = declared()
     before = figures(g)
     for made in (g.copy(), copy.copy(g), cg.Graph(g), g.reverse(copy=False).copy()):
@@ -320,7 +320,7 @@ def test_copies_are_open_and_views_are_not():
         twin.output(twin.ops[-1].results[0])
     assert nx.is_frozen(twin)
     with refused(g, "relu"):
-        cg.relu(twin.outputs[0])  # its tensors are those of the original
+        cg.relu(twin.outputs[0])  # its tensors belong to the original
     for view in (g.subgraph(list(g)), g.reverse(copy=False), g.copy(as_view=True)):
         assert cg.flops(view) == cg.flops(g)
         with refused(g, "param 'new'"), view:
@@ -328,7 +328,7 @@ def test_copies_are_open_and_views_are_not():
     assert figures(g) == before
 
 
-def test_what_networkx_froze_is_opened_alike():
+def test_networkx_frozen_graph_reopens_on_entry():
     g = cg.Graph("plain")
     g.output(cg.relu(g.input("x", (B,))))
     nx.freeze(g)
@@ -341,7 +341,7 @@ def test_what_networkx_froze_is_opened_alike():
         g.add_node("new")
 
 
-def test_figures_of_lists_that_were_changed_in_place_are_new():
+def test_in_place_list_changes_invalidate_cached_costs():
     g = declared()
     assert cg.param_count(g) == 2 * D * F + D**2 * L
     with g:
