@@ -117,18 +117,18 @@ def multiplied(loop, inner, w, x, y):
     return lambda h: loop(inner, lambda k: cg.relu(k * h + x), h)
 
 
-def carry_from_outside(loop, inner, w, x, y):
+def from_elsewhere(loop, inner, w, x, y):
     return lambda h: loop(inner, lambda k: cg.ops.pointwise("fma", k, h, x), y)
 
 
-def carrying_a_slice(loop, inner, w, x, y):
+def handing_on_a_part(loop, inner, w, x, y):
     def body(h, total):
         return w[2:9], loop(inner, lambda k: cg.ops.pointwise("fma", k, h, w[2:9]), total)
 
     return body
 
 
-@each("case", [multiplied, carry_from_outside, carrying_a_slice])
+@each("case", [multiplied, from_elsewhere, handing_on_a_part])
 @each("inner", [1, 2, 3])
 @each("count", [1, 2, 3, 4])
 def test_nested_loop_traffic_matches_unrolled_loops(case, count, inner):
@@ -137,7 +137,7 @@ def test_nested_loop_traffic_matches_unrolled_loops(case, count, inner):
         with cg.Graph("g") as g:
             w, x, y = g.input("w", (13,)), g.input("x", (7,)), g.input("y", (7,))
             body = case(cg.repeat if rolled_up else plain_loop, N if rolled_up else inner, w, x, y)
-            if case is carrying_a_slice:
+            if case is handing_on_a_part:
                 h = (x, y)
                 h = cg.repeat(L, body, h) if rolled_up else plain_loop(count, lambda h, b=body: b(*h), h)
                 g.output(*h)

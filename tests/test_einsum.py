@@ -366,7 +366,7 @@ def test_operands_with_different_domains_raise():
         ({"causal": True, "window": 2.5}, "window: size '?2.5'?: expected an integer"),
     ],
 )
-def test_domain_without_a_restriction_raises(options, text):
+def test_invalid_domain_options_raise(options, text):
     with pytest.raises(cg.CostGraphError, match=text):
         cg.Domain(**options)
 

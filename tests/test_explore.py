@@ -203,7 +203,7 @@ def test_pipeline_stages_are_views_with_total_time(schedule):
     assert not any(answer["violated"] for answer in in_node(PROGRAM, start))
 
 
-def test_default_views_cover_device_zero_ranks_and_stages():
+def test_default_views_cover_training_ranks_and_stages():
     data = json.loads(cg.explore("mlp").data)
     groups = {}
     for view in data["views"]:

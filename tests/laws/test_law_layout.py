@@ -1,4 +1,4 @@
-"""View or copy, shape and strides of every op in drawn graphs, as torch decides them on the same strides."""
+"""View or copy, shape and strides for every op in drawn graphs, as decided by torch on the same strides."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def number(p, point):
 
 
 def meta(t, point):
-    """The same layout as a torch tensor without storage, in torch's own format where it matters: one for all."""
+    """Return the layout as a meta tensor; one dtype serves all, except where torch's dtype matters."""
     sizes, strides = ([number(p, point) for p in ps] for ps in (t.sizes, t.strides))
     return torch.empty_strided(sizes, strides, device="meta")
 
@@ -66,7 +66,7 @@ def test_layouts_are_those_of_torch(case):
 
 @pytest.mark.parametrize("kind", ["rearrange", "slice", "expand", "pointwise"])
 def test_the_check_looks_at_ops_of_every_kind(kind):
-    """Each kind is looked at in most drawn graphs: the law above does not hold by skipping."""
+    """Most drawn graphs check each kind, so the law above does not pass by skipping."""
     looked = []
 
     @settings(max_examples=30, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
