@@ -153,15 +153,15 @@ def test_bf16_relu_intensity_is_one_quarter():
 
 
 def test_dot_product_intensity_tends_to_one_half():
-    found = cg.intensity(product((N,), (N,), "n, n -> "))
-    assert simplify(found - 2 * N / (4 * N + 2)) == 0  # two vectors read, one scalar written
-    assert limit(found, N, oo) == Rational(1, 2)
+    intensity = cg.intensity(product((N,), (N,), "n, n -> "))
+    assert simplify(intensity - 2 * N / (4 * N + 2)) == 0  # two vectors read, one scalar written
+    assert limit(intensity, N, oo) == Rational(1, 2)
 
 
 def test_matrix_vector_intensity_tends_to_one():
-    found = cg.intensity(product((N,), (N, N), "n, n m -> m"))
-    assert simplify(found - 2 * N**2 / (2 * N**2 + 4 * N)) == 0
-    assert limit(found, N, oo) == 1
+    intensity = cg.intensity(product((N,), (N, N), "n, n m -> m"))
+    assert simplify(intensity - 2 * N**2 / (2 * N**2 + 4 * N)) == 0
+    assert limit(intensity, N, oo) == 1
 
 
 def test_square_matmul_intensity_is_a_third_of_its_size():
@@ -171,8 +171,8 @@ def test_square_matmul_intensity_is_a_third_of_its_size():
 
 
 def test_thin_matmul_intensity_tends_to_batch_size():
-    found = cg.intensity(product((B, D), (D, F), "b d, d f -> b f"))
-    assert limit(limit(found, D, oo), F, oo) == B
+    intensity = cg.intensity(product((B, D), (D, F), "b d, d f -> b f"))
+    assert limit(limit(intensity, D, oo), F, oo) == B
 
 
 def test_decode_is_one_matrix_vector_product_per_sequence():

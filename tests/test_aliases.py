@@ -12,8 +12,8 @@ B, D, L, N = cg.dims("B D L N")
 def rolled(body, start, count=L):
     with cg.Graph("rolled") as g:
         xs = [g.input(n, (D,)) for n in "xyz"]
-        made = cg.repeat(count, lambda *hs: body(hs, xs), tuple(xs[i] for i in start))
-        g.output(*made)
+        result = cg.repeat(count, lambda *hs: body(hs, xs), tuple(xs[i] for i in start))
+        g.output(*result)
     return g
 
 
@@ -99,8 +99,8 @@ def test_traffic_formula_has_one_term_per_aliasing_pattern(name, expected):
 
 def test_alternating_aliases_have_formula_in_halves():
     formula = cg.bytes_moved(rolled(*BODIES["changing places"]), D=7)
-    found = [cg.evaluate(formula, L=n) for n in range(1, 7)]
-    assert found == [cg.bytes_moved(by_hand(*BODIES["changing places"], n), D=7) for n in range(1, 7)]
+    flops = [cg.evaluate(formula, L=n) for n in range(1, 7)]
+    assert flops == [cg.bytes_moved(by_hand(*BODIES["changing places"], n), D=7) for n in range(1, 7)]
     # carries that differ in their initial values only need no rounding, however long their cycle
     for name in ("older and older", "turning without work", "shared at first, not read"):
         body, start = BODIES[name]
@@ -132,7 +132,7 @@ def handing_on_a_part(loop, inner, w, x, y):
 @each("inner", [1, 2, 3])
 @each("count", [1, 2, 3, 4])
 def test_nested_loop_traffic_matches_unrolled_loops(case, count, inner):
-    found = []
+    traffic = []
     for rolled_up in (True, False):
         with cg.Graph("g") as g:
             w, x, y = g.input("w", (13,)), g.input("x", (7,)), g.input("y", (7,))
@@ -143,8 +143,8 @@ def test_nested_loop_traffic_matches_unrolled_loops(case, count, inner):
                 g.output(*h)
             else:
                 g.output(cg.repeat(L, body, x) if rolled_up else plain_loop(count, body, x))
-        found.append(cg.bytes_moved(g, **({"L": count, "N": inner} if rolled_up else {})))
-    assert found[0] == found[1]
+        traffic.append(cg.bytes_moved(g, **({"L": count, "N": inner} if rolled_up else {})))
+    assert traffic[0] == traffic[1]
 
 
 @each("begin", [0, 2, 3])

@@ -217,11 +217,11 @@ CALLS |= {
 
 
 def arguments(call):
-    found = set()
+    names = set()
     g, e = setting()
     with g:
-        call(g, e, lambda i, default: found.add(i) or default)
-    return sorted(found)
+        call(g, e, lambda i, default: names.add(i) or default)
+    return sorted(names)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -75,8 +75,8 @@ def test_cpu_softmax_and_exp_keep_input_dtype():
     g = gpt2_graph()
 
     def softmaxes(policy, device):
-        made = apply_precision(g, policy, autocast_device=device)
-        (op,) = [op for op in made.walk() if op.body is not None and word(op) == "softmax"]
+        mixed = apply_precision(g, policy, autocast_device=device)
+        (op,) = [op for op in mixed.walk() if op.body is not None and word(op) == "softmax"]
         return op.operands[0].dtype.name, op.results[0].dtype.name
 
     assert softmaxes("bf16-mixed", "cpu") == ("bf16", "bf16")
@@ -98,16 +98,16 @@ def test_weights_are_cast_per_iteration_and_shared_ones_once():
 
         x = cg.repeat(L, layer, g.input("x", (B, D)), name="layers")
         g.output(x @ t)
-    made = apply_precision(g, "bf16-mixed")
-    casts = [(op.name, op.graph.name) for op in made.walk() if word(op) == "cast"]
+    mixed = apply_precision(g, "bf16-mixed")
+    casts = [(op.name, op.graph.name) for op in mixed.walk() if word(op) == "cast"]
     # the carry settles on bf16, so the cast of x precedes the loop
     assert casts == [("layers/cast", "g"), ("t.cast", "g"), ("layers/w.cast", "layers")]
-    (loop,) = [op for op in made.ops if op.body is not None]
+    (loop,) = [op for op in mixed.ops if op.body is not None]
     assert [t.name for t in loop.operands] == ["layers/cast", "t.cast"]
     # read 4 and write 2 bytes per element: D*D for t, L*D*D for w, B*D for x; 3 products in each of L iterations and
     # one more, each reading B*D and D*D and writing B*D in bf16
     expected = 6 * (D * D + L * D * D + B * D) + (3 * L + 1) * 2 * (2 * B * D + D * D)
-    assert cg.bytes_moved(made) == expected.expand()
+    assert cg.bytes_moved(mixed) == expected.expand()
 
 
 def test_nested_loops_share_one_captured_cast():
@@ -118,9 +118,9 @@ def test_nested_loops_share_one_captured_cast():
             return cg.repeat(3, lambda y: y + y @ t, x, name="inner")
 
         g.output(cg.repeat(L, layers, g.input("x", (B, D)), name="outer"))
-    made = apply_precision(g, "bf16-mixed")
-    assert Counter(op.name for op in made.walk() if word(op) == "cast") == {"t.cast": 1, "outer/inner/cast": 1}
-    assert cg.matmul_flops(cg.unroll(made, L=2)) == cg.matmul_flops(g, L=2)
+    mixed = apply_precision(g, "bf16-mixed")
+    assert Counter(op.name for op in mixed.walk() if word(op) == "cast") == {"t.cast": 1, "outer/inner/cast": 1}
+    assert cg.matmul_flops(cg.unroll(mixed, L=2)) == cg.matmul_flops(g, L=2)
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp8"])
@@ -137,39 +137,39 @@ def test_frozen_weights_are_cast_at_each_use():
     with cg.Graph("g") as g:
         w = g.param("w", (D, D), grad=False)
         g.output(g.input("x", (B, D)) @ w @ w)
-    made = apply_precision(g, "bf16-mixed")
-    assert [word(op) for op in made.ops] == ["cast", "cast", "matmul", "cast", "matmul"]
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [word(op) for op in mixed.ops] == ["cast", "cast", "matmul", "cast", "matmul"]
 
 
 def test_each_param_is_cast_once_without_autocast():
     """Without autocast, each parameter is cast once to the activation dtype."""
-    made = apply_precision(gpt2_graph(), Policy("p", params="fp32", compute="bf16"))
-    assert cg.param_bytes(made) == 4 * cg.param_count(made)
-    casts = [op for op in made.walk() if word(op) == "cast" and not op.graph.fused]
+    mixed = apply_precision(gpt2_graph(), Policy("p", params="fp32", compute="bf16"))
+    assert cg.param_bytes(mixed) == 4 * cg.param_count(mixed)
+    casts = [op for op in mixed.walk() if word(op) == "cast" and not op.graph.fused]
     each = [op.results[0].numel.expr * (L if op.graph.parent else 1) for op in casts]
-    assert sum(each).expand() == cg.param_count(made)
-    assert made.outputs[0].dtype.name == "bf16"
+    assert sum(each).expand() == cg.param_count(mixed)
+    assert mixed.outputs[0].dtype.name == "bf16"
 
 
 def test_gpu_sum_converts_without_a_cast():
     """The kernel reads B*D in bf16 and writes one fp32 scalar: no cast is launched."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.reduce(g.input("x", (B, D)), "b d -> ", "sum"))
-    made = apply_precision(g, {"sum": "fp32"})
-    assert [op.kind.name for op in made.ops] == ["kernel"]
-    assert cg.bytes_moved(made) == 2 * B * D + 4
+    mixed = apply_precision(g, {"sum": "fp32"})
+    assert [op.kind.name for op in mixed.ops] == ["kernel"]
+    assert cg.bytes_moved(mixed) == 2 * B * D + 4
     on_cpu = apply_precision(g, {"sum": "fp32"}, autocast_device="cpu")
     assert cg.bytes_moved(on_cpu) == (2 + 4) * B * D + 4 * B * D + 4
-    assert cg.flops(made) == cg.flops(g) == B * D
+    assert cg.flops(mixed) == cg.flops(g) == B * D
 
 
 def test_concat_promotes_to_widest_dtype():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         g.output(cg.ops.concat([x, x @ g.param("w", (D, D))]))
-    made = apply_precision(g, "bf16-mixed")
-    assert made.outputs[0].dtype.name == "fp32"
-    (joined,) = [op for op in made.ops if op.body is not None]
+    mixed = apply_precision(g, "bf16-mixed")
+    assert mixed.outputs[0].dtype.name == "fp32"
+    (joined,) = [op for op in mixed.ops if op.body is not None]
     assert [t.dtype.name for t in joined.operands] == ["fp32", "bf16"]
     on_cpu = apply_precision(g, "bf16-mixed", autocast_device="cpu")
     assert [word(op) for op in on_cpu.ops] == ["cast", "cast", "matmul", "cast", "concat"]
@@ -181,8 +181,8 @@ def test_custom_kernels_fuse_their_casts():
         with cg.kernel("gate"):
             y = pointwise_exp(x) + 1
         g.output(y)
-    made = apply_precision(g, "bf16-mixed")
-    (op,) = [op for op in made.ops if op.body is not None]
+    mixed = apply_precision(g, "bf16-mixed")
+    (op,) = [op for op in mixed.ops if op.body is not None]
     assert (op.operands[0].dtype.name, op.results[0].dtype.name) == ("bf16", "fp32")
     assert [word(o) for o in op.body.ops] == ["cast", "exp", "add"]
     named = apply_precision(g, {"gate": "fp16"})
@@ -198,9 +198,9 @@ def test_in_place_target_keeps_its_dtype():
         y = g.input("x", (B, D)) @ g.param("w", (D, D))
         y = cg.ops.pointwise("add", y, g.input("z", (B, D)), inplace=True)
         g.output(cg.ops.pointwise("exp", y, inplace=True))
-    made = apply_precision(g, "bf16-mixed")
-    assert made.outputs[0].dtype.name == "bf16"
-    assert made.outputs[0].storage is next(op for op in made.ops if word(op) == "matmul").results[0].storage
+    mixed = apply_precision(g, "bf16-mixed")
+    assert mixed.outputs[0].dtype.name == "bf16"
+    assert mixed.outputs[0].storage is next(op for op in mixed.ops if word(op) == "matmul").results[0].storage
 
 
 # -- loops -------------------------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ def test_carry_takes_dtype_the_body_settles_on():
             return cg.relu(cg.linear(x, "b d -> b e", e=D))
 
         g.output(cg.repeat(L, layer, x, name="a"), cg.repeat(L, lambda x: x + layer(x), x, name="b"))
-    made = apply_precision(g, "bf16-mixed")
-    assert [t.dtype.name for t in made.outputs] == ["bf16", "fp32"]
-    assert cg.flops(made) == cg.flops(g)
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in mixed.outputs] == ["bf16", "fp32"]
+    assert cg.flops(mixed) == cg.flops(g)
 
 
 def test_swapped_carries_promote_to_wider_dtype():
@@ -227,8 +227,8 @@ def test_swapped_carries_promote_to_wider_dtype():
         x, y = g.input("x", (B, D)), g.input("y", (B, D))
         a, b = cg.repeat(L, lambda a, b: (b @ w, a), (x, y), name="layers")
         g.output(a, b)
-    made = apply_precision(g, "bf16-mixed")
-    (loop,) = [op for op in made.ops if op.body is not None]
+    mixed = apply_precision(g, "bf16-mixed")
+    (loop,) = [op for op in mixed.ops if op.body is not None]
     assert [t.dtype.name for t in loop.results] == ["bf16", "bf16"]
     assert [f.dtype.name for f in loop.body.formals[:2]] == [t.dtype.name for t in loop.body.outputs]
 
@@ -240,10 +240,10 @@ def test_purely_swapped_carries_use_wider_dtype():
         y = x @ g.param("w", (D, D))
         a, b = cg.repeat(L, lambda a, b: (cg.relu(b), cg.relu(a)), (x, y), name="layers")
         g.output(a, b)
-    made = apply_precision(g, "bf16-mixed")
-    assert [t.dtype.name for t in made.outputs] == ["fp32", "fp32"]
-    (loop,) = [op for op in made.ops if op.body is not None]
-    assert [op.name for op in made.ops if word(op) == "cast"] == ["cast", "w.cast", "layers/cast"]
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in mixed.outputs] == ["fp32", "fp32"]
+    (loop,) = [op for op in mixed.ops if op.body is not None]
+    assert [op.name for op in mixed.ops if word(op) == "cast"] == ["cast", "w.cast", "layers/cast"]
     assert not [op for op in loop.body.ops if word(op) == "cast"]
 
 
@@ -261,11 +261,11 @@ def test_body_without_stable_dtype_casts_at_its_end():
 
     with cg.Graph("g", dtype="fp64") as g:
         g.output(cg.repeat(L, lambda x: apply(Flip(), [x], "flip")[0], g.input("x", (B, D)), name="layers"))
-    made = apply_precision(g, Policy("p", compute="bf16"))
-    (cast, loop) = made.ops
+    mixed = apply_precision(g, Policy("p", compute="bf16"))
+    (cast, loop) = mixed.ops
     assert (word(cast), cast.results[0].dtype.name) == ("cast", "fp32")
     assert [word(op) for op in loop.body.ops] == ["flip", "cast"]
-    assert made.outputs[0].dtype.name == "fp32"
+    assert mixed.outputs[0].dtype.name == "fp32"
 
 
 def test_scan_slices_keep_their_dtypes():
@@ -279,6 +279,6 @@ def test_scan_slices_keep_their_dtypes():
 
         state, ys = cg.scan(T, step, g.input("s", (B, D)), g.input("x", (T, B, D)))
         g.output(state, ys)
-    made = apply_precision(g, "bf16-mixed")
-    assert [t.dtype.name for t in made.outputs] == ["fp32", "bf16"]
-    assert cg.flops(cg.unroll(made, T=3)) == cg.flops(g, T=3)
+    mixed = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in mixed.outputs] == ["fp32", "bf16"]
+    assert cg.flops(cg.unroll(mixed, T=3)) == cg.flops(g, T=3)

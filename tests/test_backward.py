@@ -102,21 +102,21 @@ def test_tied_weight_gets_one_gradient():
     sizes = {"B": 2, "S": 3, "V": 5, "D": 7}
     values = np.random.default_rng(0).normal(size=(5, 7))
     tokens = np.array([[0, 3, 1], [4, 0, 2]])
-    found = run(step, {"ids": tokens, "table": values}, **sizes)
+    result = run(step, {"ids": tokens, "table": values}, **sizes)
     w = torch.tensor(values, requires_grad=True)
     x = torch.nn.functional.embedding(torch.tensor(tokens), w)
     loss = torch.nn.functional.cross_entropy((x @ w.T).flatten(0, 1), torch.tensor(tokens).flatten())
     loss.backward()
-    np.testing.assert_allclose(found.outputs[0], loss.item())
-    np.testing.assert_allclose(found.gradients["table"], w.grad.numpy())
+    np.testing.assert_allclose(result.outputs[0], loss.item())
+    np.testing.assert_allclose(result.gradients["table"], w.grad.numpy())
 
 
 def test_each_stacked_layer_saves_one_storage():
     step = cg.backward(stack(grad=True))
-    kept = [r for r in cg.lifetimes(step, L=7) if r.tensor.startswith("layers/mlp/silu[")]
+    rows = [r for r in cg.lifetimes(step, L=7) if r.tensor.startswith("layers/mlp/silu[")]
     # iterations 0, 1, 5 and 6 are played out, 2 to 4 share one row
-    assert [r.tensor.removeprefix("layers/mlp/silu") for r in kept] == ["[0]", "[1]", "[5]", "[6]", "[2..4]"]
-    assert [r.bytes for r in kept] == [4 * B * F] * 4 + [3 * 4 * B * F]
+    assert [r.tensor.removeprefix("layers/mlp/silu") for r in rows] == ["[0]", "[1]", "[5]", "[6]", "[2..4]"]
+    assert [r.bytes for r in rows] == [4 * B * F] * 4 + [3 * 4 * B * F]
     forward = next(op for op in step.ops if op.kind.name == "repeat")
     assert {t.storage.pieces for t in forward.results[1:]} == {1}
 
@@ -160,7 +160,7 @@ def test_stack_gradients_match_torch(policy):
     rng = np.random.default_rng(3)
     sources = [t for t in step.tensors if t.producer is None]
     given = {t.name: rng.normal(size=[int(n.subs({B: 2, D: 3, F: 5, L: 4})) for n in t.shape]) for t in sources}
-    found = run(step, given, **sizes)
+    result = run(step, given, **sizes)
     leaves = {n: torch.tensor(v, requires_grad=True) for n, v in given.items()}
     x = leaves["x"]
     layers = {}
@@ -177,7 +177,7 @@ def test_stack_gradients_match_torch(policy):
         h = torch.nn.functional.silu(h @ w["mlp/up/weight"] + w["mlp/up/bias"])
         x = x + h @ w["mlp/down/weight"] + w["mlp/down/bias"]
     (x * x).mean().backward()
-    for name, grad in found.gradients.items():
+    for name, grad in result.gradients.items():
         np.testing.assert_allclose(grad, leaves[name].grad.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
 
 
@@ -197,15 +197,15 @@ def test_scan_backpropagates_through_time():
     rng = np.random.default_rng(5)
     shapes = {"xs": (6, 2, 3), "h": (2, 5), "wx": (3, 5), "wh": (5, 5)}
     given = {n: rng.normal(size=s) for n, s in shapes.items()}
-    found = run(cg.backward(g), given, **sizes)
+    result = run(cg.backward(g), given, **sizes)
     leaves = {n: torch.tensor(v, requires_grad=n.startswith("w")) for n, v in given.items()}
-    state, made = leaves["h"], []
+    state, states = leaves["h"], []
     for x in leaves["xs"]:
         state = torch.tanh(x @ leaves["wx"] + state @ leaves["wh"])
-        made.append(state)
-    (torch.stack(made) ** 2).mean().backward()
+        states.append(state)
+    (torch.stack(states) ** 2).mean().backward()
     for name in ("wx", "wh"):
-        np.testing.assert_allclose(found.gradients[name], leaves[name].grad.numpy(), rtol=1e-9)
+        np.testing.assert_allclose(result.gradients[name], leaves[name].grad.numpy(), rtol=1e-9)
 
 
 def test_flash_backward_computes_five_matmuls_and_saves_logsumexp():
@@ -226,8 +226,8 @@ def test_norms_save_input_and_fp32_statistics():
         x = g.input("x", (B, S, D))
         y = cg.layer_norm(cg.linear(x, "b s d -> b s e", e=D))
         g.output(squares(cg.linear(y, "b s d -> b s f", f=F)))
-    kept = {r.tensor: r.bytes for r in cg.lifetimes(cg.backward(g)) if r.dies and r.dies.endswith("norm_backward")}
-    assert sorted(map(str, kept.values())) == sorted(["2*B*D*S", "4*B*S", "4*B*S", "2*B*D*S"])  # x, mean, 1/std, dy
+    saved = {r.tensor: r.bytes for r in cg.lifetimes(cg.backward(g)) if r.dies and r.dies.endswith("norm_backward")}
+    assert sorted(map(str, saved.values())) == sorted(["2*B*D*S", "4*B*S", "4*B*S", "2*B*D*S"])  # x, mean, 1/std, dy
 
 
 def test_non_differentiable_ops_raise():
@@ -263,14 +263,14 @@ def test_convnet_gradients_match_torch():
     step = cg.backward(g)
     rng = np.random.default_rng(2)
     given = {t.name: rng.normal(size=[int(n) for n in t.shape]) for t in step.tensors if t.producer is None}
-    found = run(step, given)
+    result = run(step, given)
     w = {n: torch.tensor(v, requires_grad=n != "x") for n, v in given.items()}
     y = torch.nn.functional.conv2d(w["x"], w["one/weight"], w["one/bias"], padding=1)
     y = torch.nn.functional.max_pool2d(torch.relu(y), 2, 2)
     y = torch.nn.functional.conv2d(y, w["two/weight"], stride=2, groups=5)
     y = torch.nn.functional.avg_pool2d(y, (2, 1))
     ((y.flatten(1) @ w["head/weight"]) ** 2).mean().backward()
-    for name, grad in found.gradients.items():
+    for name, grad in result.gradients.items():
         np.testing.assert_allclose(grad, w[name].grad.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
-    kept = [r for r in cg.lifetimes(step) if r.tensor.endswith(".places")]
-    assert [r.bytes for r in kept] == [8 * 2 * 5 * 4 * 3]  # the argmax positions, as int64
+    positions = [r for r in cg.lifetimes(step) if r.tensor.endswith(".places")]
+    assert [r.bytes for r in positions] == [8 * 2 * 5 * 4 * 3]  # the argmax positions, as int64

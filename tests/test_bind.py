@@ -140,8 +140,8 @@ def test_rebinding_a_size_to_another_value_raises(question):
             assert ask(formula, **free, **bound) == question(step, **point, C=5) == question(step, **point)
             with pytest.raises(BindingError, match=r"C=6: the formula was derived with C=5; give another size to the"):
                 ask(formula, **free, C=6)
-        found = cg.compile(formula)(**{**free, "A": np.array([3, 4])}, C=np.array([5, 5]))
-        assert found.tolist() == [question(step, **{**point, "A": n}) for n in (3, 4)]
+        values = cg.compile(formula)(**{**free, "A": np.array([3, 4])}, C=np.array([5, 5]))
+        assert values.tolist() == [question(step, **{**point, "A": n}) for n in (3, 4)]
     # in a ratio, the size remains symbolic in one of the two formulas
     ratio = question(step) / question(step, A=1)
     free = {name: size for name, size in point.items() if cg.dims(name) in ratio.free_symbols}
@@ -225,15 +225,15 @@ def test_shapes():
 @each("two", [2, np.int64(2), np.array(2), sympy.Integer(2)])
 def test_scalars_are_exact(two):
     N, T = cg.dims("N T")
-    found = cg.compile(6 * N * T)(N=10**24, T=two)
-    assert found == 12 * 10**24
-    assert type(found) is int
+    values = cg.compile(6 * N * T)(N=10**24, T=two)
+    assert values == 12 * 10**24
+    assert type(values) is int
 
 
 def test_int64_overflow_gives_float():
     N, T = cg.dims("N T")
-    found = cg.compile(6 * N * T)(N=np.array([70 * 10**9]), T=np.array([15 * 10**12]))
-    assert found[0] == pytest.approx(6.3e24)
+    values = cg.compile(6 * N * T)(N=np.array([70 * 10**9]), T=np.array([15 * 10**12]))
+    assert values[0] == pytest.approx(6.3e24)
     with pytest.raises(BindingError, match=r"beyond 1\.8e308, or a division by zero"):
         cg.compile(N**40)(N=np.array([10**9]))
     with pytest.raises(BindingError, match="division by zero"):
@@ -286,8 +286,8 @@ def test_compiled_plan_passes_are_bounded_by_factors_per_term():
     x = sympy.expand((A + B) ** 3 * (C + D))
     with limited():
         sizes = np.arange(1, 10**5)
-        found = cg.compile(x)(A=sizes, B=2, C=3, D=4)
-        assert np.allclose(found, (sizes + 2.0) ** 3 * 7)
+        values = cg.compile(x)(A=sizes, B=2, C=3, D=4)
+        assert np.allclose(values, (sizes + 2.0) ** 3 * 7)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -306,8 +306,8 @@ def small_graph(*assumptions):
 def test_bindings_of_a_graph():
     g = small_graph()
     assert known_names(g) == {"B", "D", "F", "H"}
-    found = bindings(g, {"B": 2, "F": np.int64(6), "H": sympy.Integer(3)})
-    assert {k: v.constant for k, v in found.items()} == {"B": 2, "F": 6, "H": 3}
+    bound = bindings(g, {"B": 2, "F": np.int64(6), "H": sympy.Integer(3)})
+    assert {k: v.constant for k, v in bound.items()} == {"B": 2, "F": 6, "H": 3}
     assert cg.flops(g, B=2, D=5, F=6, H=3) == 2 * 2 * 5 * 6
     assert cg.flops(g, D=5) == 10 * cg.dims("B") * cg.dims("F")
 
@@ -331,8 +331,8 @@ def test_fractional_bound_size_raises():
 def test_binding_solves_assumed_equalities():
     g = small_graph("F == 4*D", "D == H*K", "K >= 2")
     K = cg.dims("K")
-    found = bindings(g, {"D": 12, "H": 3})
-    assert {k: v.constant for k, v in found.items()} == {"D": 12, "H": 3, "F": 48, "K": 4}
+    bound = bindings(g, {"D": 12, "H": 3})
+    assert {k: v.constant for k, v in bound.items()} == {"D": 12, "H": 3, "F": 48, "K": 4}
     assert bindings(g, {"H": 3})["D"] == poly(3 * K)
     assert bindings(g, {"H": 3})["F"] == poly(12 * K)
     with pytest.raises(BindingError, match=r"'D == H\*K' makes K=10/3, expected a positive integer"):

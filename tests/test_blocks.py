@@ -178,14 +178,14 @@ def test_errors_name_place_value_and_expectation(call, error, text):
 
 
 def test_body_tensors_are_invisible_outside_the_body():
-    kept = []
+    tensors = []
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
-        cg.repeat(3, lambda x: kept.append(cg.relu(x)) or kept[0], x, name="layers")
+        cg.repeat(3, lambda x: tensors.append(cg.relu(x)) or tensors[0], x, name="layers")
         with pytest.raises(
             GraphError, match="tensor 'layers/relu' is made inside 'layers': expected it among the results"
         ):
-            cg.tanh(kept[0])
+            cg.tanh(tensors[0])
 
 
 def test_kernel_requires_an_open_graph():

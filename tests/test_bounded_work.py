@@ -27,15 +27,15 @@ def stack():
 @pytest.fixture
 def ops(monkeypatch):
     """Count the ops that are created."""
-    made = [0]
+    counter = [0]
     add = cg.Graph.add_op
 
     def counted(*args, **named):
-        made[0] += 1
+        counter[0] += 1
         return add(*args, **named)
 
     monkeypatch.setattr(cg.Graph, "add_op", counted)
-    return made
+    return counter
 
 
 @each("power", range(5, 60, 9))
@@ -73,7 +73,7 @@ def test_unbounded_sweep_values_raise(values):
         cg.plan.throughput(step, "h100-sxm", "B", values, S=64)
 
 
-# -- assumptions of files ----------------------------------------------------------------------------------------------
+# -- assumptions in files ----------------------------------------------------------------------------------------------
 
 
 def with_assumptions(count, tmp_path):
@@ -140,7 +140,7 @@ def test_assumptions_between_ops_survive_a_file(tmp_path):
     assert cg.flops(cg.load(tmp_path / "g.json")) == cg.flops(g)
 
 
-# -- integers of NumPy -------------------------------------------------------------------------------------------------
+# -- NumPy integers ----------------------------------------------------------------------------------------------------
 
 KINDS = [np.int8, np.uint8, np.int16, np.int32, np.uint64, np.int64]
 QUESTIONS = {

@@ -100,10 +100,10 @@ def messages(rank, **sizes):
 def test_full_bucket_is_sent_as_one_message():
     """Matrices have 4 * 5 * 5 = 100 B. Gradients arrive as head, five layers, w; a 250 B bucket takes three."""
     rank = sharded(step(), cg.Buckets(cap=250))
-    found = cg.communication(rank, B=4, D=5, L=5, N=2).filter(phase="backward")
+    collectives = cg.communication(rank, B=4, D=5, L=5, N=2).filter(phase="backward")
     # head + 2 layers, 3 layers, w
-    assert [m.messages for m in found] == [0, 2, 1]
-    assert [m.times for m in found] == [1, 5, 1]
+    assert [m.messages for m in collectives] == [0, 2, 1]
+    assert [m.times for m in collectives] == [1, 5, 1]
     assert [m.messages for m in cg.communication(rank, D=5, N=2).filter(phase="backward")] == [None] * 3
     sent = cg.communication(rank).filter(phase="backward").total()
     assert sympy.expand(sent - 4 * D**2 * (L + 2) * 2 * (N - 1) / N) == 0
@@ -156,7 +156,7 @@ def test_time_is_a_formula_in_the_batch_size():
     assert cg.evaluate(formula, B=64, N=8) == pytest.approx(cg.seconds(rank, "h100-sxm", B=64, N=8, D=512, L=8))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_message_count_requires_bound_parameter_sizes():

@@ -50,7 +50,7 @@ def seconds(model, graph, device="h100-sxm", **sizes):
     return model.seconds(loads_of(asked), asked.rates)
 
 
-# -- what ops ask --------------------------------------------------------------------------------------------------
+# -- features of ops -----------------------------------------------------------------------------------------------
 
 
 def test_convolution_and_its_gradients_are_single_matmuls():
@@ -60,17 +60,17 @@ def test_convolution_and_its_gradients_are_single_matmuls():
         x = g.param("x", (B, C, H, W))
         g.output(cg.reduce(cg.conv(x, "b c h w -> b o h w", window=(3, 5), o=O), "b o h w -> ", "sum"))
     step = cg.backward(g)
-    found = {load.product.windows: load.product for load in loads(step) if load.product is not None}
+    matmuls = {load.product.windows: load.product for load in loads(step) if load.product is not None}
     points = B * (H - 2) * (W - 4) * O * C * 3 * 5
-    assert set(found) == {"summed", "kept", "spread"}
+    assert set(matmuls) == {"summed", "kept", "spread"}
     # im2col: a positions-by-window matrix times a window-by-filters matrix
-    assert (found["summed"].m, found["summed"].n, found["summed"].k) == (B * (H - 2) * (W - 4), O, C * 3 * 5)
+    assert (matmuls["summed"].m, matmuls["summed"].n, matmuls["summed"].k) == (B * (H - 2) * (W - 4), O, C * 3 * 5)
     # weight gradient: window by positions times positions by filters, in either order
-    assert sorted((found["kept"].m, found["kept"].n)) == sorted((C * 3 * 5, O))
-    assert found["kept"].k == B * (H - 2) * (W - 4)
+    assert sorted((matmuls["kept"].m, matmuls["kept"].n)) == sorted((C * 3 * 5, O))
+    assert matmuls["kept"].k == B * (H - 2) * (W - 4)
     # input gradient: one row per input position
-    assert sorted((found["spread"].m, found["spread"].n)) == sorted((B * H * W, C))
-    for p in found.values():
+    assert sorted((matmuls["spread"].m, matmuls["spread"].n)) == sorted((B * H * W, C))
+    for p in matmuls.values():
         assert p.flops == 2 * points
         assert 2 * prod((p.batch, p.m, p.n, p.k)) == pytest.approx(p.flops)
 
@@ -131,8 +131,8 @@ def test_calibrated_time_is_clamped_to_lower_bound(monkeypatch, tmp_path):
 def test_calibrated_time_exceeds_lower_bound_on_every_device():
     graph = product_of(521, 1031, 509, "bf16")
     for device in cg.list_hardware():
-        lower, found = (cg.seconds(graph, device, which) for which in ("lower", "calibrated"))
-        assert 0 < lower <= found < 1e-3
+        lower, calibrated = (cg.seconds(graph, device, which) for which in ("lower", "calibrated"))
+        assert 0 < lower <= calibrated < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_calibrated_time_exceeds_lower_bound_on_every_device():
 )  # fmt: skip
 def test_calibrated_time_of_models_is_above_lower_bound(name, sizes):
     graph, sizes = load(name), {"B": 2, **sizes}
-    lower, found = (cg.seconds(graph, "b200", which, **sizes) for which in ("lower", "calibrated"))
-    assert lower < found < 100 * lower + 0.1
+    lower, calibrated = (cg.seconds(graph, "b200", which, **sizes) for which in ("lower", "calibrated"))
+    assert lower < calibrated < 100 * lower + 0.1
 
 
 def test_empty_graph_takes_no_time():
@@ -154,7 +154,7 @@ def test_empty_graph_takes_no_time():
     assert cg.seconds(g, "h100-sxm", "calibrated") == 0
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------------
 
 
 def test_open_sizes_and_unknown_hardware_raise():
@@ -196,7 +196,7 @@ def test_unreadable_model_files_raise(tmp_path):
         load_calibration(path)
 
 
-# -- what is shipped -----------------------------------------------------------------------------------------------
+# -- shipped model -------------------------------------------------------------------------------------------------
 
 
 def test_shipped_model_reports_validation_accuracy():

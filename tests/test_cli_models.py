@@ -63,7 +63,7 @@ def test_every_model_command_accepts_weights(capsys, tmp_path):
         assert capsys.readouterr().err == ""
 
 
-# -- the Hub -------------------------------------------------------------------------------------------------------
+# -- Hugging Face Hub ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def asked(tmp_path):
     """Query with a cache laid out like the Hub client's, without network."""
     pytest.importorskip("huggingface_hub")
     folder = tmp_path / "hub" / f"models--{ID.replace('/', '--')}"
-    kept = folder / "snapshots" / ("0" * 40)
-    kept.mkdir(parents=True)
+    snapshot = folder / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0" * 40)
-    (kept / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
     env |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(cg.__file__).parent.parent)}
 

@@ -47,7 +47,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-# -- names from outside --------------------------------------------------------------------------------------------
+# -- untrusted names -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_listing_models_builds_no_graph(capsys, monkeypatch):
     assert declared == []
 
 
-# -- what a model is -----------------------------------------------------------------------------------------------
+# -- model arguments -----------------------------------------------------------------------------------------------
 
 
 def test_file_type_follows_content(capsys, tmp_path, monkeypatch):
@@ -154,8 +154,8 @@ def test_file_type_follows_content(capsys, tmp_path, monkeypatch):
     cg.save(cg.models.from_config(CONFIG), "saved.json")
     cg.save(cg.models.from_config(CONFIG), "saved")
     for place in ("config.json", "folder", "folder/config.json", "model.cfg", "saved.json", "saved"):
-        found = json.loads(good(capsys, "report", place, "--json", "-"))
-        assert found["figures"]["params"]["value"] == expected
+        report = json.loads(good(capsys, "report", place, "--json", "-"))
+        assert report["figures"]["params"]["value"] == expected
     # a preset name wins over files in the directory
     assert good(capsys, "formula", "gpt2", "params", "--preset") == "124439808\n"
     for words in (
@@ -192,7 +192,7 @@ def test_utilization_outside_zero_to_one_raises(capsys, part):
     assert re.search(r"preflight: mfu: \S+, expected a number above 0 and up to 1", capsys.readouterr().err)
 
 
-# -- where the output goes -----------------------------------------------------------------------------------------
+# -- output destinations -------------------------------------------------------------------------------------------
 
 pipes = pytest.mark.skipif(os.name == "nt", reason="outputs break in another way there")
 CLOSED = "costgraph: the standard output: Bad file descriptor, expected a place to write to\n"

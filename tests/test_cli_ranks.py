@@ -64,9 +64,9 @@ def test_parallel_degree_selects_per_rank_report(capsys):
     assert data["roofline"]["estimate"]["value"] == cg.seconds(rank(), "h100-sxm", **SIZES)
     assert sum(row["ring_bytes"]["value"] for row in data["sent"]) == sent.total()
     for row in data["sent"]:
-        own = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
-        assert row["times"]["value"] == sum(m.times for m in own)
-        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in own))
+        rows = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
+        assert row["times"]["value"] == sum(m.times for m in rows)
+        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in rows))
 
 
 def test_parallel_degree_can_stay_symbolic(capsys):
@@ -95,8 +95,8 @@ def test_pipeline_degree_selects_per_stage_report(capsys):
     words = [word for word in WORDS if word != "L=4"]
     code, out, err = run(capsys, *words, *PIPELINE[:4], "--layers", "1,3", "--json", "-")
     uneven = cg.parallelize(step, pp=2, micro_batches=4, layers=(1, 3))
-    own = {name: n for name, n in SIZES.items() if name != "L"}
-    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **own)
+    stage_sizes = {name: n for name, n in SIZES.items() if name != "L"}
+    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **stage_sizes)
 
 
 def test_overlap_option_reduces_estimated_time(capsys):
@@ -117,12 +117,12 @@ def test_host_memory_is_excluded_from_peak(capsys):
 
 
 def test_files_and_text_list_communication():
-    found = cg.report(rank(), "h100-sxm", **SIZES)
-    (gathered,) = (s for s in found.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
-    lines = to_csv(found).splitlines()
+    report = cg.report(rank(), "h100-sxm", **SIZES)
+    (gathered,) = (s for s in report.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
+    lines = to_csv(report).splitlines()
     assert f"sent,dp all_gather,ring-bytes,{gathered.ring_bytes},B," in lines
-    assert any(row["axis"] == "dp" for row in json.loads(to_json(found))["sent"])
-    assert "sent by a rank" in str(found)
+    assert any(row["axis"] == "dp" for row in json.loads(to_json(report))["sent"])
+    assert "sent by a rank" in str(report)
     assert cg.report(load("mlp"), B=3).sent == ()
 
 

@@ -36,12 +36,12 @@ def of_mlp(capsys, *words):
 
 def test_times_account_for_memory_hierarchy(capsys):
     words = ("--hardware", "a100-80-sxm", "--hierarchical")
-    found = of_mlp(capsys, *words)["roofline"]
+    roofline = of_mlp(capsys, *words)["roofline"]
     step = training_step(load("mlp"))
     asked = cg.roofline(step, "a100-80-sxm", hierarchical=True, B=2)
-    assert found["estimate"]["value"] == asked.estimate
-    assert [level["level"] for level in found["levels"]] == ["memory", "l2"]
-    assert [op["caches"]["l2"]["value"] for op in found["ops"]] == [row.caches_s["l2"] for row in asked.rows]
+    assert roofline["estimate"]["value"] == asked.estimate
+    assert [level["level"] for level in roofline["levels"]] == ["memory", "l2"]
+    assert [op["caches"]["l2"]["value"] for op in roofline["ops"]] == [row.caches_s["l2"] for row in asked.rows]
     assert of_mlp(capsys, *words[:2])["roofline"]["levels"] == []
     out = good(capsys, "report", "mlp", "B=2", "--hardware", "gb300", "--hierarchical")
     assert "note                     gb300 has no bandwidth of a cache" in out
@@ -90,13 +90,13 @@ def test_training_options_change_the_step(capsys, tmp_path):
 
     fused, mlp = cg.AdamW(implementation="fused"), cg.selective("mlp")
     assert asked()["peak_memory"]["value"] == expected()
-    found = asked("--implementation", "fused", "--precision", "fp32")
-    assert found["peak_memory"]["value"] == expected(optimizer=fused, precision="fp32")
+    report = asked("--implementation", "fused", "--precision", "fp32")
+    assert report["peak_memory"]["value"] == expected(optimizer=fused, precision="fp32")
     assert asked("--checkpoint", "selective:mlp")["peak_memory"]["value"] == expected(checkpoint=mlp)
-    found = asked("--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
+    report = asked("--clip", "1.0", "--checkpoint", "every:2", "--accumulate", "3")
     step = training_step(model(), clip=1.0, checkpoint=cg.every(2), accumulate=3)
-    assert found["figures"]["flops"]["value"] == cg.flops(step, **sizes)
-    assert found["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
+    assert report["figures"]["flops"]["value"] == cg.flops(step, **sizes)
+    assert report["peak_memory"]["value"] == cg.peak_memory(step, **sizes)
 
 
 def test_checkpoint_policies_parse_from_text():
@@ -165,14 +165,14 @@ def test_infeasible_plan_reports_failed_check(capsys):
 
 def test_plans_are_written_to_files(capsys, tmp_path):
     data = json.loads(good(capsys, *PLAN, "S=8192", "--json", "-"))
-    found = planned()
+    plan = planned()
     assert (data["schema"], data["ok"], data["devices"]) == ("costgraph/plan/1", True, 1024)
-    assert [c["figure"] for c in data["checks"]] == [row.figure for row in found.rows]
-    assert [c["verdict"] for c in data["checks"]] == [row.verdict for row in found.rows]
+    assert [c["figure"] for c in data["checks"]] == [row.figure for row in plan.rows]
+    assert [c["verdict"] for c in data["checks"]] == [row.verdict for row in plan.rows]
     out = good(capsys, *PLAN, "S=8192", "--csv", "-", "--json", str(tmp_path / "plan.json"))
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert [r["check"] for r in rows] == [row.name.strip() for row in found.rows]
-    assert [float(r["figure"]) for r in rows] == [float(row.figure) for row in found.rows]
+    assert [r["check"] for r in rows] == [row.name.strip() for row in plan.rows]
+    assert [float(r["figure"]) for r in rows] == [float(row.figure) for row in plan.rows]
     open_ = json.loads(good(capsys, *PLAN, "--json", "-"))
     assert open_["ok"] is None
     assert "S" in next(c["figure"] for c in open_["checks"] if c["check"] == "training time")

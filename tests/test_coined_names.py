@@ -30,7 +30,7 @@ def linear(rows, row):
     return g
 
 
-# -- formats of weights ------------------------------------------------------------------------------------------------
+# -- weight formats ----------------------------------------------------------------------------------------------------
 
 SIDE = 2**12
 CHANNEL = Fraction(32, SIDE)  # one fp32 scale per output channel
@@ -146,8 +146,8 @@ LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
 
 
 def test_every_optimizer_has_a_row():
-    found = {c for c in vars(cg.optimizers).values() if inspect.isclass(c) and issubclass(c, cg.optimizers.Optimizer)}
-    assert found == {*OPTIMIZERS, cg.Lion, cg.optimizers.Optimizer}
+    classes = {c for c in vars(cg.optimizers).values() if inspect.isclass(c) and issubclass(c, cg.optimizers.Optimizer)}
+    assert classes == {*OPTIMIZERS, cg.Lion, cg.optimizers.Optimizer}
     assert {name: getattr(cg.Lion(), name) for name in LION} == LION
 
 

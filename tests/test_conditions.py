@@ -198,8 +198,8 @@ def test_array_points_outside_the_conditions(short):
     assert str(caught.value) == (
         "at [1, 0] (B=1, S=3): S=3: axis 0 of 'slice' has size S - 5 = -2, expected a positive whole number"
     )
-    found = cg.compile(f, outside="nan")(S=[[10], [3]], B=[1, 2])
-    assert np.array_equal(found, [[5, 10], [np.nan, np.nan]], equal_nan=True)
+    values = cg.compile(f, outside="nan")(S=[[10], [3]], B=[1, 2])
+    assert np.array_equal(values, [[5, 10], [np.nan, np.nan]], equal_nan=True)
     assert cg.compile(f, outside="nan")(S=10, B=2) == 10
     with pytest.raises(BindingError, match=REFUSED):  # a single point is not an array
         cg.compile(f, outside="nan")(S=3, B=2)
@@ -216,25 +216,25 @@ def test_integrality_conditions_are_exact(scale, kind):
         pytest.skip("no such integer in 64 bits")
     d, t, h = (np.array(v, dtype=kind) for v in ([scale, scale, 3 * scale], [3, 7, 5], [3, 2, 7]))
     exact = [int(a) * int(b) % int(c) == 0 for a, b, c in zip(d, t, h, strict=True)]
-    found = cg.compile(cg.flops(g) + H, outside="nan")(D=d, T=t, H=h)
-    assert (~np.isnan(found)).tolist() == exact
+    values = cg.compile(cg.flops(g) + H, outside="nan")(D=d, T=t, H=h)
+    assert (~np.isnan(values)).tolist() == exact
 
 
 def test_conditions_with_rounding():
     with cg.Graph("pieces") as g:
         g.output(cg.relu(g.input("x", (S, B))[5::3]))
     sizes = np.arange(1, 40)
-    found = cg.compile(cg.flops(g), outside="nan")(S=sizes, B=2)
-    assert np.array_equal(found[5:], 2 * -(-(sizes[5:] - 5) // 3))
-    assert np.isnan(found[:5]).all()
+    values = cg.compile(cg.flops(g), outside="nan")(S=sizes, B=2)
+    assert np.array_equal(values[5:], 2 * -(-(sizes[5:] - 5) // 3))
+    assert np.isnan(values[:5]).all()
 
 
 def test_points_outside_conditions_may_divide_by_zero():
     with cg.Graph("ratio") as g:
         g.output(cg.relu(g.input("x", (S, B))[5:]))
     ratio = cg.bytes_moved(g) / (cg.flops(g))
-    found = cg.compile(ratio, outside="nan")(S=[5, 6], B=1)
-    assert np.array_equal(found, [np.nan, 8], equal_nan=True)
+    values = cg.compile(ratio, outside="nan")(S=[5, 6], B=1)
+    assert np.array_equal(values, [np.nan, 8], equal_nan=True)
 
 
 def test_ragged_and_mismatched_arrays_raise(short):
@@ -259,11 +259,11 @@ def test_labelled_arrays_align_by_name():
     f = cg.compile(B * S + T)
     b = Labelled([1, 2, 3], {"batch": [1, 2, 3]}, ["batch"])
     s = Labelled([10, 20, 30], {"length": [10, 20, 30]}, ["length"])
-    found = f(B=b, S=s, T=Labelled([[0 + 1, 2, 3]] * 3, {}, ["length", "batch"]))
-    assert type(found) is Labelled
-    assert found.dims == ("batch", "length")
-    assert np.array_equal(found.data, np.outer([1, 2, 3], [10, 20, 30]) + np.array([[1], [2], [3]]))
-    assert {k: list(v) for k, v in found.coords.items()} == {"batch": [1, 2, 3], "length": [10, 20, 30]}
+    values = f(B=b, S=s, T=Labelled([[0 + 1, 2, 3]] * 3, {}, ["length", "batch"]))
+    assert type(values) is Labelled
+    assert values.dims == ("batch", "length")
+    assert np.array_equal(values.data, np.outer([1, 2, 3], [10, 20, 30]) + np.array([[1], [2], [3]]))
+    assert {k: list(v) for k, v in values.coords.items()} == {"batch": [1, 2, 3], "length": [10, 20, 30]}
     with pytest.raises(BindingError, match="S: labels of 'batch' differ from those of other arrays"):
         f(B=b, S=Labelled([1, 2, 3], {"batch": [1, 2, 4]}, ["batch"]), T=1)
     with pytest.raises(BindingError, match="S: an array without names of its axes, expected one with, as B has"):
@@ -284,8 +284,8 @@ def test_closed_form_states_its_minimum_count():
             cg.evaluate(formula, **{n: 1 for n in "BDL" if n in {s.name for s in formula.free_symbols} | {"L"}})
     with pytest.raises(BindingError, match=words):
         cg.compile(f)(B=2, D=3, L=[2, 1])
-    found = cg.compile(f, outside="nan")(B=2, D=3, L=[[1], [2], [9]])
-    assert np.isnan(found.ravel()).tolist() == [True, False, False]
+    values = cg.compile(f, outside="nan")(B=2, D=3, L=[[1], [2], [9]])
+    assert np.isnan(values.ravel()).tolist() == [True, False, False]
     assert not any(v.names for v in held_by(cg.peak_memory(g, L=1)))
 
 
@@ -297,10 +297,10 @@ def test_conditions_on_several_small_counts():
         g.output(x)
     f = cg.peak_memory(g)
     points = [(n, m) for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)]
-    found = cg.compile(f, outside="nan")(B=2, D=3, L=[n for n, _ in points], T=[m for _, m in points])
-    for (n, m), value in zip(points, found, strict=True):
+    values = cg.compile(f, outside="nan")(B=2, D=3, L=[n for n, _ in points], T=[m for _, m in points])
+    for (n, m), value in zip(points, values, strict=True):
         assert np.isnan(value) or value == cg.peak_memory(g, B=2, D=3, L=n, T=m)
-    assert not np.isnan(found[points.index((2, 2))])
+    assert not np.isnan(values[points.index((2, 2))])
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

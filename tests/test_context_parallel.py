@@ -60,7 +60,7 @@ def long(name):
 
 FLASH = [name for name in KERNELS if "flash" in name]
 
-# -- what is counted -------------------------------------------------------------------------------------------------
+# -- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
 def seen(causal, window, queries, size):
@@ -76,9 +76,9 @@ def seen(causal, window, queries, size):
 def test_domain_counts_are_means_over_ranks(causal, window):
     for ranks, block in product((1, 2, 3, 5), (1, 2, 3, 7)):
         size = ranks * block
-        found = [seen(causal, window, range(r * block, (r + 1) * block), size) for r in range(ranks)]
-        points = Fraction(sum(map(len, found)), ranks)
-        keys = Fraction(sum(len({t for _, t in pairs}) for pairs in found), ranks)
+        pairs_by_rank = [seen(causal, window, range(r * block, (r + 1) * block), size) for r in range(ranks)]
+        points = Fraction(sum(map(len, pairs_by_rank)), ranks)
+        keys = Fraction(sum(len({t for _, t in pairs}) for pairs in pairs_by_rank), ranks)
         domain = cg.Domain(causal, window, (("cp", poly(ranks)),))
         sizes = poly(block), poly(size)
         assert (domain.points(*sizes).constant, domain.keys_used(*sizes).constant) == (points, keys)
@@ -139,7 +139,7 @@ def test_degree_one_matches_unsharded_costs(what):
         assert question(one) == question(whole)
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
+# -- communication ---------------------------------------------------------------------------------------------------
 
 
 @each("what", [name for name in KERNELS if name != "flash, sinks"])
@@ -257,7 +257,7 @@ def test_layers_repeat_head_exchange_for_saved_attention_output(precision):
     testing.check_sharded(whole, rank, {"cp": 2}, **{**MODELS["llama-3-8b"], "G": 2, "H": 4}, B=1, S=4, N=2)
 
 
-# -- keys and values that pass by ------------------------------------------------------------------------------------
+# -- ring attention --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", [name if name == "flash, rotated" else long(name) for name in FLASH])
@@ -312,7 +312,7 @@ def test_unfused_attention_gathers_keys_and_values():
     assert cg.communication(rank).rows == cg.communication(plain).rows
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_invalid_domain_ranks_raise():

@@ -114,7 +114,7 @@ def test_default_of_the_swept_size_is_ignored(own):
     assert cg.crossover(g, own, "N", M=11) == 77
 
 
-# -- with other sizes open ---------------------------------------------------------------------------------------------
+# -- open sizes --------------------------------------------------------------------------------------------------------
 
 
 def ops_of(graph):
@@ -128,13 +128,13 @@ def test_open_size_formula_matches_numeric_crossover(name):
     model, pick, device = load(name, symbolic=True), random.Random(name), cg.load_hardware("h100-sxm")
     preset, met = load(name).defaults, 0
     for op in ops_of(model)[-9:]:
-        found = cg.crossover(op, device, "B")
+        crossover = cg.crossover(op, device, "B")
         for _ in range(3):
             sizes = {n: max(1, pick.choice((v // 4, v, 3 * v))) for n, v in preset.items() if n in ("F", "V", "L")}
             sizes = {**preset, **sizes, "S": pick.randrange(1, 400)}
             number = cg.crossover(op, device, "B", **sizes)
-            used = {s.name: sizes[s.name] for s in getattr(found, "free_symbols", ())}
-            at = cg.evaluate(found, **used) if used else found
+            used = {s.name: sizes[s.name] for s in getattr(crossover, "free_symbols", ())}
+            at = cg.evaluate(crossover, **used) if used else crossover
             if number not in (0, math.inf):
                 assert at == pytest.approx(number, rel=1e-12)
                 met += 1

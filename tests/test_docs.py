@@ -165,13 +165,13 @@ def test_every_public_name_is_in_the_reference():
 def entries(page):
     """Return pages in the toctrees of a page, recursively."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    pages = []
     for block in re.findall(r"^```{toctree}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for entry in re.findall(r"^[\w./]+$", block, re.MULTILINE):
             path = DOCS / entry.lstrip("/") if entry.startswith("/") else page.parent / entry
             child = path.resolve().with_suffix(".md")
-            found += [str(child.relative_to(DOCS).with_suffix("")), *entries(child)]
-    return found
+            pages += [str(child.relative_to(DOCS).with_suffix("")), *entries(child)]
+    return pages
 
 
 def test_every_page_is_in_the_site():

@@ -246,8 +246,8 @@ def test_bound_sizes_are_checked_against_assumptions():
     ],
 )
 def test_solve(formula, prefer, expected):
-    found = solve(parse_formula(formula), prefer)
-    assert found == (None if expected is None else (expected[0], parse_formula(expected[1])))
+    solution = solve(parse_formula(formula), prefer)
+    assert solution == (None if expected is None else (expected[0], parse_formula(expected[1])))
 
 
 # -- pruning -----------------------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ def test_renaming_symbols_renames_what_is_kept(exprs, largest, new):
 
 
 def test_labels_follow_candidates_and_first_duplicate_wins():
-    found = prune([(poly(A), "small"), (poly(2 * A), "first"), (poly(B * C), "other"), (poly(2 * A), "second")])
-    assert [(p.expr, label) for p, label in found] == [(2 * A, "first"), (B * C, "other")]
+    candidates = prune([(poly(A), "small"), (poly(2 * A), "first"), (poly(B * C), "other"), (poly(2 * A), "second")])
+    assert [(p.expr, label) for p, label in candidates] == [(2 * A, "first"), (B * C, "other")]
     assert prune([]) == []
 
 
@@ -327,9 +327,9 @@ def test_pruning_many_candidates_leaves_few_comparisons():
         sympy.Add(*(rnd.randint(1, 9) * sympy.Mul(*rnd.sample(names, 3)) for _ in range(12))) * (i % 17 + 1)
         for i in range(60)
     ]
-    kept = [p for p, _ in prune((poly(r), None) for r in rows)]
-    for p in kept:
-        assert not any(q is not p and NOTHING_KNOWN.nonnegative(q - p) for q in kept)
+    survivors = [p for p, _ in prune((poly(r), None) for r in rows)]
+    for p in survivors:
+        assert not any(q is not p and NOTHING_KNOWN.nonnegative(q - p) for q in survivors)
 
 
 def relations_of(*texts):
@@ -543,8 +543,8 @@ def test_positive_integer_multiple_of_formula(formula, multiple):
     ],
 )
 def test_solve_products_for_a_factor_occurring_once(formula, prefer, expected):
-    found = solve(parse_formula(formula), prefer)
-    assert found == (None if expected is None else (expected[0], parse_formula(expected[1])))
+    solution = solve(parse_formula(formula), prefer)
+    assert solution == (None if expected is None else (expected[0], parse_formula(expected[1])))
 
 
 @each(
@@ -619,20 +619,20 @@ def test_minimal_candidates_of_max_and_min(texts, candidates, largest, smallest)
     relations = relations_of(*texts)
     for order in (candidates, candidates[::-1]):
         for wanted, flag in ((largest, True), (smallest, False)):
-            kept = prune([(parse_formula(t), t) for t in order], relations, largest=flag)
+            survivors = prune([(parse_formula(t), t) for t in order], relations, largest=flag)
             if "A == B" in texts:  # either can represent both
-                assert len(kept) == 1
+                assert len(survivors) == 1
             else:
-                assert {label for _, label in kept} == wanted
+                assert {label for _, label in survivors} == wanted
 
 
 def test_pruning_keeps_candidates_that_are_maximal_somewhere():
     rows = [f"{a}*A + {b}*B" for a in range(1, 8) for b in range(1, 8)]
     sums = [t for t in rows if sum(int(part.split("*")[0]) for part in t.split(" + ")) == 8]
-    kept = {label for _, label in prune([(parse_formula(t), t) for t in rows if t not in sums[1:-1]])}
-    assert kept == {"7*A + 7*B"}
-    kept = {label for _, label in prune([(parse_formula(t), t) for t in sums])}
-    assert kept == {"1*A + 7*B", "7*A + 1*B"}  # no candidate dominates another; those in between are means of the two
+    labels = {label for _, label in prune([(parse_formula(t), t) for t in rows if t not in sums[1:-1]])}
+    assert labels == {"7*A + 7*B"}
+    labels = {label for _, label in prune([(parse_formula(t), t) for t in sums])}
+    assert labels == {"1*A + 7*B", "7*A + 1*B"}  # no candidate dominates another; those in between are means of the two
     bent = [f"{a}*A + {64 - a * a}*B" for a in range(1, 8)]  # above the means of their neighbours
     assert {label for _, label in prune([(parse_formula(t), t) for t in bent])} == set(bent)
     assert prune([(poly(3), "a"), (poly(2), "b")]) == [(poly(3), "a")]

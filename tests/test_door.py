@@ -173,8 +173,8 @@ def test_only_contract_layers_have_two_public_paths():
     names: dict[int, list[str]] = {}
     for door, module in doors.items():
         for name in module.__all__:
-            found = getattr(module, name)
-            if callable(found) or inspect.ismodule(found):  # constants have no owner
-                names.setdefault(id(inspect.unwrap(found) if callable(found) else found), []).append(door + name)
-    twice = [tuple(found) for found in names.values() if len(found) > 1]
+            member = getattr(module, name)
+            if callable(member) or inspect.ismodule(member):  # constants have no owner
+                names.setdefault(id(inspect.unwrap(member) if callable(member) else member), []).append(door + name)
+    twice = [tuple(member) for member in names.values() if len(member) > 1]
     assert sorted(twice) == [(name, f"nn.{name}") for name in sorted(LAYERS)]

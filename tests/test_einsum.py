@@ -289,7 +289,7 @@ def test_score_consumers_inherit_the_domain():
     assert cg.costs(g).filter(op="relu").total().pointwise == seen
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 @each(
@@ -376,7 +376,7 @@ def read(g, **sizes):
     return cg.costs(g, **sizes).total().read // 4
 
 
-# -- indices whose outputs are stated ----------------------------------------------------------------------------
+# -- indices with explicit output sizes --------------------------------------------------------------------------
 
 
 @st.composite
@@ -457,7 +457,7 @@ def sum_of(a, b):
     return a + b
 
 
-# -- what operands have in common ----------------------------------------------------------------------------------
+# -- shared operand storage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

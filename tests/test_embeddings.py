@@ -13,7 +13,7 @@ def inputs(graph, **shapes):
     return [graph.input(n, s) for n, s in shapes.items()]
 
 
-# -- what is added to scores ---------------------------------------------------------------------------------------
+# -- attention biases ----------------------------------------------------------------------------------------------
 
 
 @each(
@@ -43,9 +43,9 @@ def test_eager_adds_bias_to_full_square():
     with cg.Graph("g") as g:
         q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, G, T, K), v=(B, G, T, K), bias=(1, H, S, T))
         g.output(cg.attention(q, k, v, kernel="eager", bias=bias))
-    made = {r.direction: r.amount.expr for r in cg.costs(g) if r.op == "attention/bias"}
+    amounts = {r.direction: r.amount.expr for r in cg.costs(g) if r.op == "attention/bias"}
     square = B * H * S * T
-    assert made == {"compute": square, "read": 4 * square + 4 * H * S * T, "write": 4 * square}
+    assert amounts == {"compute": square, "read": 4 * square + 4 * H * S * T, "write": 4 * square}
 
 
 @each("shape", [(S, S), (2, H, S, S), (1, G, S, S), (1, H, S, T)])
@@ -69,7 +69,7 @@ def test_causal_bias_gradient_is_written_whole():
     assert made.domain is None
 
 
-# -- attention to another sequence ---------------------------------------------------------------------------------
+# -- cross-attention -----------------------------------------------------------------------------------------------
 
 
 def crossed(**options):
@@ -160,9 +160,9 @@ def test_patch_embedding_counts_whole_patches(side, patch):
 def test_adding_positions_keeps_patch_layout():
     """Convolution outputs are channel-strided, and adding dense positions keeps that layout in torch."""
     images = torch.zeros(2, 3, 23, 23)
-    made = torch.nn.Conv2d(3, 7, 5, 5)(images).flatten(2).transpose(1, 2) + torch.zeros(1, 16, 7)
+    patches = torch.nn.Conv2d(3, 7, 5, 5)(images).flatten(2).transpose(1, 2) + torch.zeros(1, 16, 7)
     with cg.Graph("g") as g:
         x = cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), 5, D)
         y = x + g.param("positions", (1, *x.shape[1:]))
-    assert made.stride() == (7 * 16, 1, 16)
+    assert patches.stride() == (7 * 16, 1, 16)
     assert y.strides == (y.sizes[1] * y.sizes[2], 1, y.sizes[1])

@@ -34,11 +34,11 @@ def tables():
 
 def test_every_kind_is_complete_or_states_a_reason():
     also = tables()
-    own = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
-    found = {(name, what) for name, kind in own.items() for what in testing.missing(kind, **also)}
-    lacking = [f"{what} of {name}" for name, what in sorted(found - WHY.keys())]
+    builtin = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
+    absent = {(name, what) for name, kind in builtin.items() for what in testing.missing(kind, **also)}
+    lacking = [f"{what} of {name}" for name, what in sorted(absent - WHY.keys())]
     assert not lacking, f"missing, and no reason in WHY: {', '.join(lacking)}"
-    needless = [f"{what} of {name}" for name, what in sorted(WHY.keys() - found) if what in also or what != "lowering"]
+    needless = [f"{what} of {name}" for name, what in sorted(WHY.keys() - absent) if what in also or what != "lowering"]
     assert not needless, f"a reason in WHY, and not missing: {', '.join(needless)}"
     assert all(WHY.values())
 
@@ -47,8 +47,8 @@ def test_kinds_page_names_existing_tests():
     """Each kind has a row, and each cell names an existing test; `kinds_covered` regenerates the page."""
     page = (Path(__file__).parents[1] / "docs" / "accuracy" / "kinds.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    own = {name for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
-    assert {row[0].strip("`") for row in rows} == own
+    builtin = {name for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
+    assert {row[0].strip("`") for row in rows} == builtin
     named = {cell.split("`")[1].split("[")[0] for row in rows for cell in row[1:] if "`" in cell}
     for file, _, function in (name.partition("::") for name in named):
         text = (Path(__file__).parent / file).read_text(encoding="utf-8")

@@ -100,9 +100,9 @@ def drawn(data, views, times):
     while times:
         at = draw.randrange(len(names))
         graph = views[names[at]]
-        own = data["views"][at]["sizes"]
-        free = [n for n in own if n in ("B", "S", "T", "L")]
-        sizes = {n: size for n, size in data["sizes"].items() if n in own}
+        view_sizes = data["views"][at]["sizes"]
+        free = [n for n in view_sizes if n in ("B", "S", "T", "L")]
+        sizes = {n: size for n, size in data["sizes"].items() if n in view_sizes}
         sizes |= {n: draw.choice([2, 4] if n == "T" else [8, 16, 56] if n == "B" else [3, 5, 7, 31] if n == "L"
                                  else [128, 1024, 4096, 131072]) for n in free}  # fmt: skip
         try:
@@ -254,9 +254,9 @@ def test_engine_evaluates_every_algebra_function():
     made = Tables()
     rows = [made.row(poly(f)) for f in formulas]
     sizes = [{"B": 7, "S": 2**40 + 1, "D": 9}, {"B": 8, "S": 5, "D": 7}]
-    found = in_node(EXACT, {"tables": made.data(), "rows": rows, "sizes": sizes})
+    answers = in_node(EXACT, {"tables": made.data(), "rows": rows, "sizes": sizes})
     for i, expected in enumerate(formulas.values()):
-        for state, value in zip(found, expected, strict=True):
+        for state, value in zip(answers, expected, strict=True):
             exact, double = state[i]
             assert double == pytest.approx(float(value), rel=1e-14)
             assert Fraction(exact) == value if exact else i >= 7

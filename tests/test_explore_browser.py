@@ -80,14 +80,14 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    made = {}
+    paths = {}
 
     def write(name):
-        if name not in made:
+        if name not in paths:
             path = tmp_path_factory.mktemp("pages") / f"{name}.html"
             cg.explore(name, path, views=graphs(name))
-            made[name] = path
-        return made[name]
+            paths[name] = path
+        return paths[name]
 
     return write
 

@@ -310,8 +310,8 @@ def test_regimes_of_a_non_formula_raise():
 
 
 def test_extremum_accepts_pruned_candidates():
-    found = extremum([(poly(A), Owner("a")), (poly(B), Owner("b"))], largest=False)
-    assert found == Min(A, B, owners=[Owner("a"), Owner("b")])
+    minimum = extremum([(poly(A), Owner("a")), (poly(B), Owner("b"))], largest=False)
+    assert minimum == Min(A, B, owners=[Owner("a"), Owner("b")])
     assert extremum([(poly(A), Owner("a"))]) == A
 
 
@@ -388,7 +388,7 @@ def test_second_derivative_follows_the_active_argument():
     assert slope.subs({A: 2, B: 5}) == 2 * 5
 
 
-# -- what is known of them ---------------------------------------------------------------------------------------------
+# -- assumptions about extrema -----------------------------------------------------------------------------------------
 
 
 @each(

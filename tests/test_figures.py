@@ -18,13 +18,13 @@ def written(tmp_path_factory):
 
 
 def test_figures_match_library_answers(written):
-    found = read(written)
-    assert {key.partition("\t")[0] for key in found} == set(MODELS)
-    assert found["mlp\tforward params"] == "C + C*F + D*F + F + F**2*L + F*L"
-    assert found["gpt2\tforward params small"] == str(cg.param_count(load("gpt2")))
-    assert found["gpt2\tdecode cache bytes"] == "4*B*D*L*S"
-    assert found["mlp\tdecode"] == "GraphError"
-    assert not [value for value in found.values() if value.startswith("too slow")]
+    figures = read(written)
+    assert {key.partition("\t")[0] for key in figures} == set(MODELS)
+    assert figures["mlp\tforward params"] == "C + C*F + D*F + F + F**2*L + F*L"
+    assert figures["gpt2\tforward params small"] == str(cg.param_count(load("gpt2")))
+    assert figures["gpt2\tdecode cache bytes"] == "4*B*D*L*S"
+    assert figures["mlp\tdecode"] == "GraphError"
+    assert not [value for value in figures.values() if value.startswith("too slow")]
 
 
 def test_files_are_sorted_and_reproducible(written, tmp_path, capsys):
@@ -72,13 +72,13 @@ def test_subset_records_numbers_and_signatures(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "net.txt"
     assert main([str(path), "hardware", "signature", "--subset", "net"]) == 0
-    found = read(path)
-    assert {key.partition("\t")[0] for key in found} == {"hardware", "signature"}
-    assert found["hardware\tformat bf16"] == "16"
-    assert found["signature\tevery"] == "(k, *, inside=None, early_stop=True)"
-    assert found["signature\tGraph.input"] == "(self, name, shape, dtype=None, *, grad=False)"
+    figures = read(path)
+    assert {key.partition("\t")[0] for key in figures} == {"hardware", "signature"}
+    assert figures["hardware\tformat bf16"] == "16"
+    assert figures["signature\tevery"] == "(k, *, inside=None, early_stop=True)"
+    assert figures["signature\tGraph.input"] == "(self, name, shape, dtype=None, *, grad=False)"
     assert not [
-        value for value in found.values() if value == "missing" or value.startswith("unexpected") or " at 0x" in value
+        value for value in figures.values() if value == "missing" or value.startswith("unexpected") or " at 0x" in value
     ]
 
 

@@ -203,15 +203,15 @@ def test_reentered_graph_accepts_ops(graph):
     with graph as again:
         assert again is graph
         assert not nx.is_frozen(graph)
-        made = cg.tanh(t) * 2.0
+        result = cg.tanh(t) * 2.0
         graph.param("new", (7,))
-        graph.output(made)
+        graph.output(result)
     assert (len(graph.ops), cg.param_count(graph)) == (ops + 2, count + 7)
     points = t.numel.expr.subs({n: graph.defaults.get(n.name, n) for n in t.numel.expr.free_symbols})
     assert (cg.flops(graph) - flops - 2 * points).expand() == 0
-    assert graph.outputs[-1] is made
+    assert graph.outputs[-1] is result
     with refused(graph, "relu"):
-        cg.relu(made)
+        cg.relu(result)
 
 
 @each("make", [declared, stepped, folded])

@@ -28,7 +28,7 @@ def answers(g, **sizes):
     return {name: Fraction(ask(g, **sizes)) for name, ask in COSTS.items()} | dict(rows)
 
 
-# -- blocks declared one by one ----------------------------------------------------------------------------------
+# -- unrolled blocks ---------------------------------------------------------------------------------------------
 
 
 def residual(g, i, x, *rest):
@@ -235,7 +235,7 @@ def test_per_block_outputs_become_a_stacked_output():
     assert answers(folded, L=7, B=3, D=5) == answers(cached(7), B=3, D=5)
 
 
-# -- unrolled graphs come back -----------------------------------------------------------------------------------
+# -- folding unrolled graphs -------------------------------------------------------------------------------------
 
 
 def looped():
@@ -285,8 +285,8 @@ def alone(graph, point):
     """A loop whose count is a symbol used nowhere else, and the symbol."""
     free = Trial(graph, point).counts
     counts = Counter(str(op.kind.count) for op in graph.walk() if op.loop is not None)
-    found = (op for op in graph.ops if op.loop is not None)
-    loop = next((op for op in found if (name := str(op.kind.count)) in free and counts[name] == 1), None)
+    loops = (op for op in graph.ops if op.loop is not None)
+    loop = next((op for op in loops if (name := str(op.kind.count)) in free and counts[name] == 1), None)
     assume(loop is not None)
     return loop, str(loop.kind.count)
 
@@ -340,7 +340,7 @@ def test_a_drawn_training_step_is_folded_back(case, optimizer):
             assert Fraction(ask(folded, N=n)) == Fraction(ask(plain)), question
 
 
-# -- calls of torch, stated by hand ------------------------------------------------------------------------------
+# -- torch foreach calls -----------------------------------------------------------------------------------------
 
 
 def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forward", pointwise=0):
@@ -403,7 +403,7 @@ def test_folded_foreach_calls_survive_a_file(tmp_path):
     assert answers(cg.load(tmp_path / "g.json"), L=5, B=3) == answers(folded, L=5, B=3)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 def different(g, i, x, *rest):

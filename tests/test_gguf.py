@@ -62,9 +62,9 @@ def test_reader_agrees_with_gguf_package(tmp_path):
         last = gguf.GGML_QUANT_SIZES[kind][0] * rng.choice((1, 2, 3))
         tensors[f"blk.{i}.x"] = ((*(rng.choice((1, 2, 3, 5)) for _ in range(rng.randint(0, 3))), last), kind)
     path = written(tmp_path / "m.gguf", tensors, {"llama.block_count": 3, "general.name": "x"})
-    found = cg.read_weights(path)
+    weights = cg.read_weights(path)
     package = gguf.GGUFReader(path)
-    assert {(w.name, w.shape[::-1], w.bytes) for w in found.rows} == {
+    assert {(w.name, w.shape[::-1], w.bytes) for w in weights.rows} == {
         (t.name, tuple(int(n) for n in t.shape), t.n_bytes) for t in package.tensors
     }
     read = read_gguf(str(path))
@@ -145,12 +145,12 @@ def tensors_of(kind, *, head=True, norm=False, bias=False):
     vectors = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,)}
     vectors |= {"attn_q_norm.weight": (K,), "attn_k_norm.weight": (K,)} if norm else {}
     vectors |= {f"{n}.bias": matrices[n][:1] for n in ("attn_q", "attn_k", "attn_v")} if bias else {}
-    found = {"token_embd.weight": ((V, D), kind), "output_norm.weight": ((D,), KINDS.F32)}
-    found |= {"output.weight": ((V, D), kind)} if head else {}
+    tensors = {"token_embd.weight": ((V, D), kind), "output_norm.weight": ((D,), KINDS.F32)}
+    tensors |= {"output.weight": ((V, D), kind)} if head else {}
     for i in range(L):
-        found |= {f"blk.{i}.{n}.weight": (shape, kind) for n, shape in matrices.items()}
-        found |= {f"blk.{i}.{n}": (shape, KINDS.F32) for n, shape in vectors.items()}
-    return found
+        tensors |= {f"blk.{i}.{n}.weight": (shape, kind) for n, shape in matrices.items()}
+        tensors |= {f"blk.{i}.{n}": (shape, KINDS.F32) for n, shape in vectors.items()}
+    return tensors
 
 
 @pytest.mark.parametrize(

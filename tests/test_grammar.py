@@ -247,17 +247,17 @@ def test_non_text_input_raises(wrong):
     ],
 )
 def test_relation_texts(text, difference, equal):
-    found = parse_relation(f" {text} ")
-    assert found.difference == poly(difference)
-    assert found.equal is equal
-    assert found.text == text
-    assert not found.strict
+    relation = parse_relation(f" {text} ")
+    assert relation.difference == poly(difference)
+    assert relation.equal is equal
+    assert relation.text == text
+    assert not relation.strict
 
 
 def test_strict_relation_between_fractions_stays_strict():
-    found = parse_relation("1/(A + B) > 1/(C + D)")
-    assert found.strict
-    assert found.difference == poly(1 / (A + B) - 1 / (C + D))
+    relation = parse_relation("1/(A + B) > 1/(C + D)")
+    assert relation.strict
+    assert relation.difference == poly(1 / (A + B) - 1 / (C + D))
 
 
 @each(

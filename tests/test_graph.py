@@ -136,7 +136,7 @@ def test_ops_without_context_join_their_operands_graph():
     assert y in g
 
 
-# -- declaring -------------------------------------------------------------------------------------------------------
+# -- declarations ----------------------------------------------------------------------------------------------------
 
 
 def test_dtype_defaults_to_the_graph_dtype():

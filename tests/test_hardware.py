@@ -88,8 +88,8 @@ def test_every_device_number_has_a_source(name):
 ])  # fmt: skip
 def test_nvidia_gpus_state_compute_capability(pattern, arch):
     """From the list at developer.nvidia.com/cuda/gpus."""
-    found = [name for name in list_hardware() if name == pattern or (pattern[-1] == "-" and name.startswith(pattern))]
-    assert {load_hardware(name).arch for name in found} == {arch}
+    names = [name for name in list_hardware() if name == pattern or (pattern[-1] == "-" and name.startswith(pattern))]
+    assert {load_hardware(name).arch for name in names} == {arch}
 
 
 def test_other_vendors_have_no_compute_capability():

@@ -48,21 +48,21 @@ def card(tmp_path):
 
 
 def test_vendor_rates_are_the_default(card):
-    found = card()
-    assert (found.rate("bf16").value, found.bandwidth.value) == (10**14, 10**12)
-    assert float(found.tables["attained"]["launch"]) == 4.5e-6
+    device = card()
+    assert (device.rate("bf16").value, device.bandwidth.value) == (10**14, 10**12)
+    assert float(device.tables["attained"]["launch"]) == 4.5e-6
 
 
 def test_attained_rates_replace_all_vendor_rates(card):
-    found = card().attained()
-    assert (found.rate("bf16").value, found.bandwidth.value) == (8 * 10**13, 9 * 10**11)
-    assert found.rate("bf16", "vector").value == 8 * 10**12
-    assert found.rate("bf16").source == "RUN"
-    assert found.memory == card().memory  # memory size is not a rate
+    device = card().attained()
+    assert (device.rate("bf16").value, device.bandwidth.value) == (8 * 10**13, 9 * 10**11)
+    assert device.rate("bf16", "vector").value == 8 * 10**12
+    assert device.rate("bf16").source == "RUN"
+    assert device.memory == card().memory  # memory size is not a rate
     for dtype, unit in (("fp8", "matmul"), ("fp64", "vector")):
         with pytest.raises(SpecError, match=rf"no {unit} rate .*; expected one of peak\.bf16, vector\.fp32, "):
-            found.rate(dtype, unit)  # the vendor's rate is not a measurement
-    assert dict(found.rows)["memory.bandwidth"].value == 9 * 10**11
+            device.rate(dtype, unit)  # the vendor's rate is not a measurement
+    assert dict(device.rows)["memory.bandwidth"].value == 9 * 10**11
 
 
 def test_roofline_accepts_vendor_or_attained_rates(card):

@@ -17,11 +17,11 @@ I, J, K, L = cg.dims("I J K L")
 
 def device(memory=100, *, peak=10**9, cores=3, **cache):
     """A device with few bytes; rates in B/s and FLOP/s."""
-    found = {key: Quantity(value, "B/s" if "bandwidth" in key else "B") for key, value in cache.items()}
+    quantities = {key: Quantity(value, "B/s" if "bandwidth" in key else "B") for key, value in cache.items()}
     rates = {key: Quantity(peak, "FLOP/s") for key in ("fp32", "bf16")}
     bandwidth = Quantity(memory, "B/s")
     tables = {
-        "peak": rates, "vector": rates, "cache": found, "cores": {"count": Quantity(cores, "1")},
+        "peak": rates, "vector": rates, "cache": quantities, "cores": {"count": Quantity(cores, "1")},
         "memory": {**A100.tables["memory"], "bandwidth": bandwidth},
     }  # fmt: skip
     return replace(A100, peak=rates, vector=rates, bandwidth=bandwidth, tables=tables)
@@ -95,15 +95,15 @@ def test_op_time_is_the_maximum_over_levels(change, bound):
 
 def test_total_time_sums_per_op_maxima():
     small, at = device(**CACHES), {**SIZES, "L": 31}
-    found = cg.roofline(chain(), small, hierarchical=True, **at)
+    roofline = cg.roofline(chain(), small, hierarchical=True, **at)
     parts = []
     for op in chain().ops:
         least = [cg.tiling(op, cache=n, **at).bound / rate for n, rate in ((4384, 100), (288, 170))]
         parts.append(max(least))
-    assert [row.seconds for row in found.rows] == pytest.approx(parts)
-    assert found.estimate == pytest.approx(sum(parts))
+    assert [row.seconds for row in roofline.rows] == pytest.approx(parts)
+    assert roofline.estimate == pytest.approx(sum(parts))
     flat = cg.roofline(chain(), small, **at)
-    assert flat.estimate < found.estimate
+    assert flat.estimate < roofline.estimate
     assert not flat.levels
     assert not flat.rows[0].caches_s
 
@@ -137,19 +137,19 @@ def test_device_without_caches_changes_nothing_with_a_note():
 
 def test_open_sizes_give_formulas_and_conditions():
     small = device(**CACHES, peak=5000)
-    found = cg.roofline(product(), small, hierarchical=True)
+    roofline = cg.roofline(product(), small, hierarchical=True)
     lower = cg.seconds(product(), small, "lower", hierarchical=True)
     for at in (SIZES, {"I": 5, "J": 3, "K": 7}, {"I": 1, "J": 1, "K": 997}, {"I": 101, "J": 97, "K": 1}):
         bound = cg.roofline(product(), small, hierarchical=True, **at)
-        assert cg.evaluate(found.estimate, **at) == pytest.approx(bound.estimate)
+        assert cg.evaluate(roofline.estimate, **at) == pytest.approx(bound.estimate)
         assert cg.evaluate(lower, **at) == pytest.approx(bound.lower_bound)
-        assert cg.evaluate(found.rows[0].seconds, **at) == pytest.approx(bound.rows[0].seconds)
-        condition, where = found.rows[0].bound, {I: at["I"], J: at["J"], K: at["K"]}
+        assert cg.evaluate(roofline.rows[0].seconds, **at) == pytest.approx(bound.rows[0].seconds)
+        condition, where = roofline.rows[0].bound, {I: at["I"], J: at["J"], K: at["K"]}
         while not isinstance(condition, str):
             condition = condition.first if condition.compute.subs(where) else condition.otherwise
         assert condition == bound.rows[0].bound
-    assert "compute where" in str(found.rows[0].bound)
-    assert ", else memory where" in str(found.rows[0].bound)
+    assert "compute where" in str(roofline.rows[0].bound)
+    assert ", else memory where" in str(roofline.rows[0].bound)
 
 
 def test_conditions_are_simplified_with_device_numbers():
@@ -191,9 +191,9 @@ def test_symbolic_device_has_symbolic_caches():
     names = {"l2_size", "l2_bandwidth", "l1_and_shared_per_core_size", "registers_per_core_size"}
     assert names <= unknown.symbols
     assert "last_level_size" not in unknown.symbols
-    found = cg.seconds(product(), unknown, hierarchical=True, **SIZES)
-    assert names <= {s.name for s in found.free_symbols}
-    assert float(found.subs(small.bindings())) == pytest.approx(
+    formula = cg.seconds(product(), unknown, hierarchical=True, **SIZES)
+    assert names <= {s.name for s in formula.free_symbols}
+    assert float(formula.subs(small.bindings())) == pytest.approx(
         cg.seconds(product(), small, hierarchical=True, **SIZES)
     )
     with cg.Graph("g") as g:
@@ -217,7 +217,7 @@ def test_hierarchical_must_be_boolean():
             call(product(), A100, hierarchical="yes")
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------
+# -- lower bound -------------------------------------------------------------------------------------------------------
 
 
 def test_no_simulated_schedule_beats_the_lower_bound():
@@ -266,10 +266,10 @@ def test_lower_bound_ignores_unused_results():
 def test_lower_bound_is_below_estimate_on_every_device():
     model = load("gpt2")
     for name in ("a100-80-sxm", "v100-sxm2-32gb", "h100-sxm", "mi300x", "l4"):
-        found = cg.roofline(model, name, hierarchical=True, B=3, S=509, fallback="fp32" if "v100" in name else None)
+        roofline = cg.roofline(model, name, hierarchical=True, B=3, S=509, fallback="fp32" if "v100" in name else None)
         flat = cg.roofline(model, name, B=3, S=509, fallback="fp32" if "v100" in name else None)
-        assert flat.lower_bound <= found.lower_bound <= found.estimate
-        assert flat.estimate <= found.estimate * (1 + 1e-12)
+        assert flat.lower_bound <= roofline.lower_bound <= roofline.estimate
+        assert flat.estimate <= roofline.estimate * (1 + 1e-12)
 
 
 def test_machine_balance_scales_with_root_of_cache_size():

@@ -12,8 +12,8 @@ B, C, D, E, H, N, Q, R, S, V = cg.dims("B C D E H N Q R S V")
 
 def declared(build):
     with cg.Graph("g") as g:
-        made = build(g)
-        g.output(*(made if isinstance(made, tuple) else (made,)))
+        result = build(g)
+        g.output(*(result if isinstance(result, tuple) else (result,)))
     return g
 
 
@@ -85,8 +85,8 @@ def test_gradients_flow_through_windows():
     x, w = given(1, 5, 5, 2), given(4, 9, 2) ** 0.5
 
     def build(g):
-        made = cg.nn.window_partition(g.input("x", x.shape, grad=True), 3, 1) * g.input("w", w.shape)
-        return cg.reduce(made, "n s c -> ", "sum")
+        windows = cg.nn.window_partition(g.input("x", x.shape, grad=True), 3, 1) * g.input("w", w.shape)
+        return cg.reduce(windows, "n s c -> ", "sum")
 
     counted = testing.run(cg.backward(declared(build)), {"x": x, "w": w})
     # each position's factor, scattered back to its origin

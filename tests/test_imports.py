@@ -78,11 +78,11 @@ def parsed(source):
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 MODULES = modules()
@@ -148,9 +148,9 @@ def test_top_level_contains_subpackages_only():
 def test_op_kinds_are_defined_in_ops():
     places = {name: kind.__module__ for name, kind in KINDS.items()}
     del places["repeat"]  # graphs query the carries of loops
-    own = {name: place for name, place in places.items() if place.startswith("costgraph.")}
-    assert {name: place for name, place in own.items() if not place.startswith("costgraph.ops.")} == {}
-    assert {"einsum", "pool", "fused_update", "stacked"} <= set(own)
+    builtin = {name: place for name, place in places.items() if place.startswith("costgraph.")}
+    assert {name: place for name, place in builtin.items() if not place.startswith("costgraph.ops.")} == {}
+    assert {"einsum", "pool", "fused_update", "stacked"} <= set(builtin)
 
 
 def listed(source: str) -> dict[str, tuple[str, ...]]:
@@ -167,10 +167,12 @@ def listed(source: str) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("package", ["", "report"])
 def test_lazy_imports_match_type_checking_imports(package):
-    made = importlib.import_module(f"costgraph.{package}".rstrip("."))
-    found = {m: {*names} & {*made.__all__} for m, names in listed(MODULES[package].read_text(encoding="utf-8")).items()}
-    later = {(m, n) for m, names in made._LATER.items() for n in names.split()}
-    assert {(m, n) for m, names in found.items() for n in names} == later
+    module = importlib.import_module(f"costgraph.{package}".rstrip("."))
+    type_imports = {
+        m: {*names} & {*module.__all__} for m, names in listed(MODULES[package].read_text(encoding="utf-8")).items()
+    }
+    later = {(m, n) for m, names in module._LATER.items() for n in names.split()}
+    assert {(m, n) for m, names in type_imports.items() for n in names} == later
 
 
 @each("module", [m for m in MODULES if m and not m.startswith("models")])
@@ -206,9 +208,9 @@ def loads_torch(source):
 
 
 def test_torch_is_imported_in_its_subpackage_only():
-    found = {m for m, path in MODULES.items() if loads_torch(path.read_text(encoding="utf-8"))}
-    assert found, "nothing imports torch: the walk over the imports is broken"
-    assert {m for m in found if m.split(".")[0] != "torch"} == set()
+    importers = {m for m, path in MODULES.items() if loads_torch(path.read_text(encoding="utf-8"))}
+    assert importers, "nothing imports torch: the walk over the imports is broken"
+    assert {m for m in importers if m.split(".")[0] != "torch"} == set()
 
 
 @each("source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"])

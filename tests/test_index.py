@@ -200,9 +200,9 @@ def test_expand_repeats_new_and_singleton_axes(pattern, shape, sizes, theirs):
     left = iter(shape)
     names = pattern.split("->")[1].split()
     if "1" not in pattern.split("->")[0]:
-        kept = [next(left) if n == "a" else None for n in names]
+        shape_args = [next(left) if n == "a" else None for n in names]
         assert [bool(s) or n == 1 for s, n in zip(strides(y), theirs, strict=True)] == [
-            k is not None or n == 1 for k, n in zip(kept, theirs, strict=True)
+            k is not None or n == 1 for k, n in zip(shape_args, theirs, strict=True)
         ]
     assert cg.bytes_moved(g) == 0
 

@@ -197,7 +197,7 @@ def test_cache_bytes_per_position_match_published():
         assert cg.cache_bytes(cg.decode(cg.models.load(name)), B=1, S=1) == expected
 
 
-# -- refusals --------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------
 
 
 def test_graph_without_cache_raises():

@@ -96,8 +96,8 @@ def test_version_1_files_load(tmp_path, name, sizes, flops, bytes_, peak, params
     assert '"schema":"costgraph/graph/1"' in path.read_text()
     for _ in range(2):
         g = cg.load(path)
-        found = [ask(g, **sizes) for ask in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)]
-        assert found == [flops, bytes_, peak, params]
+        figures = [ask(g, **sizes) for ask in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)]
+        assert figures == [flops, bytes_, peak, params]
         path = tmp_path / "again.json"
         cg.save(g, path)
     assert '"schema": "costgraph/graph/3"' in path.read_text()
@@ -108,8 +108,8 @@ def test_version_2_files_load():
     path = Path(__file__).parent / "files_of_version_2" / "trace.json"
     assert '"schema":"costgraph/graph/2"' in path.read_text()
     g = cg.load(path)
-    found = [ask(g, B=2, S=3) for ask in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)]
-    assert found == [2514, 5228, 1468, 143]
+    figures = [ask(g, B=2, S=3) for ask in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)]
+    assert figures == [2514, 5228, 1468, 143]
     assert {op.call.name for op in g.ops if op.kind.name == "foreign"} >= {"cumsum", "addmm", "native_layer_norm"}
 
 

@@ -35,9 +35,9 @@ def test_latent_attention_param_count(absorbed):
 def test_latent_attention_flops_in_both_forms():
     C, R, N, V = 5, 2, 3, 4
     around = 2 * B * S * (D * H * (N + R) + D * (C + R) + H * V * D)
-    made = 2 * B * S * C * H * (N + V) + 2 * B * H * S * S * (N + R + V)
+    naive = 2 * B * S * C * H * (N + V) + 2 * B * H * S * S * (N + R + V)
     absorbed = 2 * B * S * H * C * (N + V) + 2 * B * H * S * S * (C + R + C)
-    assert (cg.matmul_flops(latent(), count="full") - around - made).expand() == 0
+    assert (cg.matmul_flops(latent(), count="full") - around - naive).expand() == 0
     assert (cg.matmul_flops(latent(absorbed=True), count="full") - around - absorbed).expand() == 0
 
 

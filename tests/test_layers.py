@@ -231,12 +231,12 @@ def test_invalid_packed_layers_raise():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_gate_up_matches_separate_projections(bias):
-    made = []
+    graphs = []
     for packed in (False, True):
         with cg.Graph("g") as g:
             g.output(cg.nn.gated_mlp(g.input("x", (B, S, D)), F, bias=bias, packed=packed))
-        made.append(g)
-    apart, packed = made
+        graphs.append(g)
+    apart, packed = graphs
     assert cg.param_count(apart) == cg.param_count(packed) == 3 * D * F + (2 * F + D if bias else 0)
     assert cg.flops(apart) == cg.flops(packed)
     assert (cg.bytes_moved(apart) - cg.bytes_moved(packed)).expand() == 4 * B * S * D

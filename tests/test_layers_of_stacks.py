@@ -75,9 +75,9 @@ UNROLLED = [
 def test_recomputation_of_unrolled_model_matches_loop(name, micro_batches, policy):
     model = loaded(name, 4)
     wanted = step(model, policy, accumulate=micro_batches)
-    made = step(unrolled(model), policy, accumulate=micro_batches)
-    assert answers(made) == answers(wanted)
-    assert cg.costs(made, **SIZES).filter(phase="recompute").total().matmul > 0
+    recomputed = step(unrolled(model), policy, accumulate=micro_batches)
+    assert answers(recomputed) == answers(wanted)
+    assert cg.costs(recomputed, **SIZES).filter(phase="recompute").total().matmul > 0
 
 
 @pytest.mark.parametrize("policy", [None, cg.every_block(), cg.every(2), cg.every_block(early_stop=False)])
@@ -157,12 +157,12 @@ def test_checkpoint_without_early_stop_recomputes_whole_layers():
      cg.every_block(keep=["matmul"])],
 )  # fmt: skip
 def test_recomputed_kernel_survives_a_file(tmp_path, policy):
-    made = step(loaded("gemma-2-2b", 2), policy)
-    cg.save(made, tmp_path / "g.json")
-    assert answers(cg.load(tmp_path / "g.json")) == answers(made)
+    recomputed = step(loaded("gemma-2-2b", 2), policy)
+    cg.save(recomputed, tmp_path / "g.json")
+    assert answers(cg.load(tmp_path / "g.json")) == answers(recomputed)
 
 
-# -- some layers -------------------------------------------------------------------------------------------------
+# -- layer selection ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,25 +173,25 @@ def test_recomputed_kernel_survives_a_file(tmp_path, policy):
 def test_lora_on_selected_layers(pattern, layers):
     model = loaded("llama-3.2-1b", 4)
     rank, hidden = 8, 2048
-    made = [cg.lora(g, rank, [pattern]) for g in (model, unrolled(model))]
-    assert [cg.param_count(g) - cg.param_count(model) for g in made] == [layers * rank * 2 * hidden] * 2
-    assert answers(made[0]) == answers(made[1])
+    adapted = [cg.lora(g, rank, [pattern]) for g in (model, unrolled(model))]
+    assert [cg.param_count(g) - cg.param_count(model) for g in adapted] == [layers * rank * 2 * hidden] * 2
+    assert answers(adapted[0]) == answers(adapted[1])
 
 
 @pytest.mark.parametrize("pattern", in_part(["layers[1:]/mlp", "layers[:2]", "layers/3", "*/norm"], 0, 2))
 def test_freezing_selected_layers(pattern):
     model = loaded("llama-3.2-1b", 4)
-    made = [step(g, cg.every_block(), freeze=pattern) for g in (model, unrolled(model))]
-    assert answers(made[0]) == answers(made[1])
-    assert answers(made[0]) != answers(step(model, cg.every_block()))
+    frozen = [step(g, cg.every_block(), freeze=pattern) for g in (model, unrolled(model))]
+    assert answers(frozen[0]) == answers(frozen[1])
+    assert answers(frozen[0]) != answers(step(model, cg.every_block()))
 
 
 @pytest.mark.parametrize("name", ["layers[:2]", "layers/3", "layers[1:]/mlp", "q", "attention"])
 def test_quantization_skips_selected_layers(name):
     model = loaded("llama-3.2-1b", 4)
-    made = [cg.quantize(g, "int8", skip=[name]) for g in (model, unrolled(model))]
-    assert answers(made[0]) == answers(made[1])
-    assert cg.param_bytes(made[0]) > cg.param_bytes(cg.quantize(model, "int8"))
+    quantized = [cg.quantize(g, "int8", skip=[name]) for g in (model, unrolled(model))]
+    assert answers(quantized[0]) == answers(quantized[1])
+    assert cg.param_bytes(quantized[0]) > cg.param_bytes(cg.quantize(model, "int8"))
 
 
 CHAINS = {
@@ -230,16 +230,16 @@ def test_transforms_of_unrolled_model_match_loop(chain):
 
 @pytest.mark.parametrize("policy", in_part([None, cg.every_block(), cg.every_block(keep=["matmul"])], 0, 2))
 def test_recomputed_recurrent_layers_match_loop(policy):
-    made = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=5))]
+    steps = [step(g, policy) for g in (loaded("lstm-ptb-small", 2), unrolled(loaded("lstm-ptb-small", 2), S=5))]
     for ask in (cg.flops, cg.matmul_flops, cg.peak_memory):
-        assert ask(made[0], B=2, S=5) == ask(made[1], B=2)
+        assert ask(steps[0], B=2, S=5) == ask(steps[1], B=2)
 
 
 def test_layer_ranges_work_for_symbolic_depth():
     model = load("llama-3.2-1b", symbolic=True)
-    made = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
+    adapted = cg.lora(cg.lora(model, 8, ["layers[4:]/*/q"]), 8, ["layers[-2:]/*/k"], trainable=["*/lora_a", "*/lora_b"])
     D, G, K, H, L = cg.dims("D G K H L")
-    grown = cg.param_count(made) - cg.param_count(model)
+    grown = cg.param_count(adapted) - cg.param_count(model)
     assert (grown - (8 * (D + H * K) * (L - 4) + 16 * (D + G * K))).expand() == 0
 
 
@@ -271,6 +271,6 @@ SCALED = [(n, *stored) for n in ("lstm-ptb-small", "llama-3.2-1b", "mixtral-8x7b
 
 @pytest.mark.parametrize(("name", "weights", "more"), in_part(SCALED, 0, 4))
 def test_loop_reads_per_iteration_scales(name, weights, more):
-    made = cg.decode(cg.quantize(loaded(name, 2), weights, **more))
+    decoding = cg.decode(cg.quantize(loaded(name, 2), weights, **more))
     sizes = {"B": 2} if name.startswith("lstm") else SIZES
-    assert answers(made, **sizes) == answers(cg.unroll(made), **sizes)
+    assert answers(decoding, **sizes) == answers(cg.unroll(decoding), **sizes)

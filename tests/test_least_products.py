@@ -45,10 +45,10 @@ def test_winograd_tiles_match_published_counts():
     with cg.Graph("g", dtype="fp16") as g:
         g.output(cg.conv(g.input("x", (B, C, N, M)), "b c n m -> b o n m", o=O, window=3))
     (work,) = works(g)
-    found = work.least["matmul", "fp16"].expr
+    products = work.least["matmul", "fp16"].expr
     # Lavin and Gray 2015, section 4.1: F(2x2, 3x3) has 16 products instead of 36, F(4x4, 3x3) 36 instead of 144
-    assert found.subs({N: 4, M: 4}) == 2 * B * C * O * 16
-    assert found.subs({N: 6, M: 6}) == 2 * B * C * O * 36
+    assert products.subs({N: 4, M: 4}) == 2 * B * C * O * 16
+    assert products.subs({N: 6, M: 6}) == 2 * B * C * O * 36
 
 
 def test_stride_splits_window_into_phases():
@@ -65,8 +65,8 @@ def test_convolution_gradients_have_the_same_bound():
     with cg.Graph("g", dtype="fp32") as g:
         x, w = g.param("x", (B, C, n + r - 1)), g.param("w", (O, C, r))
         g.output(cg.reduce(cg.einsum(x, w, "b c n+r, o c r -> b o n", n=n), "b o n -> ", "sum"))
-    found = [w.least for w in works(cg.backward(g)) if ("matmul", "fp32") in w.least]
-    assert [each["matmul", "fp32"].expr for each in found] == [2 * B * C * O * (n + r - 1)] * 3
+    bounds = [w.least for w in works(cg.backward(g)) if ("matmul", "fp32") in w.least]
+    assert [each["matmul", "fp32"].expr for each in bounds] == [2 * B * C * O * (n + r - 1)] * 3
 
 
 def test_matmul_and_attention_bounds_are_unchanged():

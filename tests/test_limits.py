@@ -38,13 +38,13 @@ def clocks_of(text):
 
 
 def test_no_test_reads_the_clock():
-    found = {
+    uses = {
         f"{path.relative_to(TESTS)}:{line} {what}"
         for path in TESTS.rglob("*.py")
         if str(path.relative_to(TESTS)) not in TOOLS | {"limits.py"}
         for line, what in clocks_of(path.read_text(encoding="utf-8"))
     }
-    assert not found
+    assert not uses
 
 
 @each(

@@ -28,9 +28,9 @@ def device(links=None, **table):
     if links is not None:
         interconnect["links"] = (links, "1")
     stated = {"interconnect": interconnect, "network": network}
-    found = {name: {key: quantity(*q) for key, q in of.items() if q} for name, of in stated.items()}
+    link_tables = {name: {key: quantity(*q) for key, q in of.items() if q} for name, of in stated.items()}
     memory = {**h100.tables["memory"], "bandwidth": Quantity(10**18, "B/s")}
-    return replace(h100, tables={**h100.tables, **found, "memory": memory}, bandwidth=memory["bandwidth"])
+    return replace(h100, tables={**h100.tables, **link_tables, "memory": memory}, bandwidth=memory["bandwidth"])
 
 
 def declared(kind, ranks, numbers):
@@ -45,7 +45,7 @@ def on_links(kind, ranks, numbers, hardware=None):
     return row
 
 
-# -- ranks that pass messages ------------------------------------------------------------------------------------
+# -- simulated messages ------------------------------------------------------------------------------------------
 
 
 def deliver(sends, first):
@@ -149,9 +149,9 @@ def test_small_all_reduce_matches_simulated_double_tree(n):
     # pipelined bytes: the busiest rank sends half to each parent and each child
     sent = [sum((r in p) / 2 + sum(q == r for q in p.values()) / 2 for p in trees) for r in range(n)]
     busiest = 4 * numbers * max(sent) / NEAR[1]
-    found = on_links("all_reduce", n, numbers, hardware).seconds
-    assert found == pytest.approx(2 * last + busiest, rel=1e-12)
-    assert found < ring(n, 4 * numbers, NEAR, rounds=2)
+    seconds = on_links("all_reduce", n, numbers, hardware).seconds
+    assert seconds == pytest.approx(2 * last + busiest, rel=1e-12)
+    assert seconds < ring(n, 4 * numbers, NEAR, rounds=2)
 
 
 @pytest.mark.parametrize(("ranks", "m"), [(3, 3), (15, 5)])
@@ -180,7 +180,7 @@ def test_point_to_point_uses_one_link():
         assert few == pytest.approx((ranks - 1) * 13e-6 + 4 * numbers / (101e9 / 4))
 
 
-# -- what no run is below ----------------------------------------------------------------------------------------
+# -- lower bounds ------------------------------------------------------------------------------------------------
 
 
 def sharded(**axes):
@@ -210,11 +210,11 @@ def test_all_reduce_times_match_published_range(readings):
     for row in readings:
         size, taken = printed(row)
         g = declared("all_reduce", 8, size // 4)
-        bound, found = (cg.seconds(g, row["device"], which) for which in ("lower", "estimate"))
-        print(f"{row['device']} {size} B: {taken * 1e6:.1f} us, estimate {found / taken - 1:+.1%}")
+        bound, estimate = (cg.seconds(g, row["device"], which) for which in ("lower", "estimate"))
+        print(f"{row['device']} {size} B: {taken * 1e6:.1f} us, estimate {estimate / taken - 1:+.1%}")
         assert bound <= taken
         # an A100 reaches three quarters of its data sheet's rate, kernel launches are slow, H200 switches reduce
-        assert 0.45 * taken < found < 1.08 * taken
+        assert 0.45 * taken < estimate < 1.08 * taken
 
 
 def test_measured_link_reproduces_large_all_reduces(readings):
@@ -244,7 +244,7 @@ def test_lower_bound_is_bytes_a_rank_must_receive():
     assert least("send", 2) == pytest.approx(size / 101e9)
 
 
-# -- where axes lie ----------------------------------------------------------------------------------------------
+# -- placement of mesh axes --------------------------------------------------------------------------------------
 
 
 def test_last_mesh_axis_is_within_domains_and_first_between():
@@ -291,11 +291,11 @@ def test_symbolic_hardware_has_symbolic_links():
     h = device()
     formula = cg.seconds(declared("all_gather", 15, 7), h.symbolic())
     assert {s.name for s in formula.free_symbols} >= {"interconnect", "network"}
-    found = float(formula.subs(h.bindings()))
-    assert found == pytest.approx(cg.seconds(declared("all_gather", 15, 7), h), rel=1e-12)
+    seconds = float(formula.subs(h.bindings()))
+    assert seconds == pytest.approx(cg.seconds(declared("all_gather", 15, 7), h), rel=1e-12)
 
 
-# -- beside all else ---------------------------------------------------------------------------------------------
+# -- overlap -----------------------------------------------------------------------------------------------------
 
 
 def test_ideal_overlap_takes_max_of_compute_and_communication():
@@ -304,11 +304,11 @@ def test_ideal_overlap_takes_max_of_compute_and_communication():
     sent = math.fsum(r.seconds for r in rows if r.links_s)
     alone = math.fsum(r.seconds for r in rows if not r.links_s)
     assert cg.seconds(s, device(), **sizes) == pytest.approx(sent + alone)
-    found = cg.roofline(s, device(), overlap="ideal", **sizes)
-    assert found.estimate == cg.seconds(s, device(), overlap="ideal", **sizes) == pytest.approx(max(sent, alone))
-    assert "the larger of both" in str(found)
+    roofline = cg.roofline(s, device(), overlap="ideal", **sizes)
+    assert roofline.estimate == cg.seconds(s, device(), overlap="ideal", **sizes) == pytest.approx(max(sent, alone))
+    assert "the larger of both" in str(roofline)
     orders = [cg.seconds(s, device(), which, **sizes) for which in ("lower", "estimate")]
-    assert all(a <= b for a, b in pairwise([orders[0], found.estimate, orders[1]]))
+    assert all(a <= b for a, b in pairwise([orders[0], roofline.estimate, orders[1]]))
 
 
 def seconds_by_op(g, **sizes):
@@ -385,7 +385,7 @@ def test_loop_stream_time_matches_unrolled_iterations(axes):
     step = cg.training_step(g, optimizer=cg.SGD(), checkpoint=cg.every_block())
     s = cg.parallelize(step, **axes)
     sizes = {"B": 6, "S": 60, "D": 42, "F": 66}
-    found = streams(s, L=5, **sizes)
+    seconds = streams(s, L=5, **sizes)
     unrolled = cg.unroll(s, L=5)
     unrolled.sharding = None
     with pytest.raises(
@@ -394,9 +394,9 @@ def test_loop_stream_time_matches_unrolled_iterations(axes):
         streams(unrolled, **sizes)
     unrolled.sharding = s.sharding
     assert cg.seconds(s, slow_memory(), L=5, **sizes) == pytest.approx(cg.seconds(unrolled, slow_memory(), **sizes))
-    assert found == pytest.approx(streams(unrolled, **sizes), rel=1e-9)
-    assert cg.seconds(s, slow_memory(), "lower", L=5, **sizes) <= found
-    assert found < cg.seconds(s, slow_memory(), L=5, **sizes)
+    assert seconds == pytest.approx(streams(unrolled, **sizes), rel=1e-9)
+    assert cg.seconds(s, slow_memory(), "lower", L=5, **sizes) <= seconds
+    assert seconds < cg.seconds(s, slow_memory(), L=5, **sizes)
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -438,11 +438,11 @@ def test_streams_require_numbers_and_bounded_ops(monkeypatch):
 
 
 def test_report_names_the_link():
-    found = cg.report(sharded(tp=15), device(), B=7, D=11, F=30)
-    assert "network-bound" in str(found)
+    report = cg.report(sharded(tp=15), device(), B=7, D=11, F=30)
+    assert "network-bound" in str(report)
 
 
-# -- what is missing ---------------------------------------------------------------------------------------------
+# -- missing figures ---------------------------------------------------------------------------------------------
 
 
 @each(
@@ -472,7 +472,7 @@ def test_domain_size_must_be_an_integer():
 
 def test_calibrated_time_uses_estimated_collectives():
     sizes = {"B": 1009, "D": 1013, "F": 5 * 1019}
-    found = cg.seconds(sharded(tp=5), "h100-sxm", "calibrated", **sizes)
+    seconds = cg.seconds(sharded(tp=5), "h100-sxm", "calibrated", **sizes)
     sent = math.fsum(m.seconds for m in cg.communication(sharded(tp=5), hardware="h100-sxm", **sizes))
     B, D, F = cg.dims("B D F")
     with cg.Graph("rank") as g:
@@ -480,7 +480,7 @@ def test_calibrated_time_uses_estimated_collectives():
         g.output(cg.einsum(h, g.param("down", (F, D)), "b f, f d -> b d"))
     alone = cg.seconds(g, "h100-sxm", "calibrated", B=1009, D=1013, F=1019)
     assert sent > 0
-    assert found == pytest.approx(alone + sent, rel=1e-9)
+    assert seconds == pytest.approx(alone + sent, rel=1e-9)
     beside = (cg.seconds(sharded(tp=5), "h100-sxm", "calibrated", overlap=how, **sizes) for how in ("ideal", "streams"))
     # all communication depends on the last product, and nothing follows it
     assert [*beside] == pytest.approx([max(alone, sent), alone + sent], rel=1e-9)

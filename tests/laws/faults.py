@@ -42,7 +42,7 @@ class Fault:
     """rule of an op kind, or attribute of a module or class"""
     broken: object
     kinds: tuple[str, ...]
-    """op kinds on whose graphs a law has to notice, or what else is drawn"""
+    """op kinds in graphs that must expose the fault, or another strategy"""
 
 
 def fault(family, what, where, kinds):

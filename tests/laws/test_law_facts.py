@@ -82,8 +82,8 @@ def test_all_public_transforms_are_covered():
         if not inspect.isfunction(called):
             return ""
         parameters = [p.annotation for p in inspect.signature(called).parameters.values()]
-        made = inspect.signature(called).return_annotation
-        return parameters[0] if parameters and made in ("Graph", cg.Graph) else ""
+        returned = inspect.signature(called).return_annotation
+        return parameters[0] if parameters and returned in ("Graph", cg.Graph) else ""
 
     assert {name for name in cg.__all__ if first(name) in ("Graph", cg.Graph)} == set(TRANSFORMS)
 
@@ -116,10 +116,10 @@ BEFORE = ["lora", "qlora", "fuse", "apply_precision", "unroll"]
 def test_layers_are_recomputed_after_any_transform(before, micro_batches):
     ways = {name: found[0] for name, found in TRANSFORMS.items()}
     ways["qlora"] = lambda g: cg.quantize(cg.lora(g, 4), "int8", skip=["head", "lora_a", "lora_b"])
-    plain, made = model(), ways[before](model())
+    plain, transformed = model(), ways[before](model())
     again = [
         cg.costs(step(g, checkpoint=cg.every_block(), accumulate=micro_batches), B=2, S=8).filter(phase="recompute")
-        for g in (plain, made)
+        for g in (plain, transformed)
     ]
     scopes = [{scope.partition("/lora")[0] for scope in rows.group("scope")} for rows in again]
     assert all(any(kind in scope for scope in scopes[1]) for kind in ("narrow", "wide"))

@@ -30,7 +30,7 @@ def test_loops_go_back_as_their_iterations_do(case):
     testing.check_training(case.graph, ["a_loop_goes_back_as_its_iterations_do"], **case.point)
 
 
-# -- a state that each step trains, as torch differentiates it ----------------------------------------------------
+# -- test-time training, compared with torch ----------------------------------------------------------------------
 
 
 def trained_state(count, *, learned, layers=None):
@@ -43,8 +43,8 @@ def trained_state(count, *, learned, layers=None):
         return w - cg.einsum(error, k, "b c i, b c j -> b i j"), y
 
     def layer(x):
-        made = (cg.linear(x, "b t c k -> b t c j", j=K, name=n) for n in "qkv")
-        qkv = tuple(cg.rearrange(t, "b t c k -> t b c k") for t in made)
+        projections = (cg.linear(x, "b t c k -> b t c j", j=K, name=n) for n in "qkv")
+        qkv = tuple(cg.rearrange(t, "b t c k -> t b c k") for t in projections)
         start = cg.ops.contiguous_copy(cg.ops.expand(g.param("w", (K, K), grad=learned), "i j -> b i j", b=B))
         _, ys = cg.scan(count, step, start, qkv, name="time")
         return cg.linear(cg.rearrange(ys, "t b c k -> b t c k"), "b t c k -> b t c j", j=K, name="out")
@@ -120,7 +120,7 @@ def test_layers_with_trained_states_match_torch(again, nested):
         assert cg.matmul_flops(step, L=layers, T=times, **SIZES) == theirs
 
 
-# -- several states, in each other ----------------------------------------------------------------------------------
+# -- several and nested states --------------------------------------------------------------------------------------
 
 
 def product(w, x):
@@ -193,8 +193,8 @@ def test_last_iterations_match_unrolled_graph(loop, wants):
     for times in (1, 2, 3, 4, 7):
         flat = cg.flops(cg.backward(cg.unroll(declared(loop, T, wants), T=times)), **sizes)
         assert cg.flops(cg.backward(declared(loop, times, wants)), **sizes) == flat
-        found = answered(step, T=times, **sizes)
-        assert found == flat or (found is None and times < 4)  # if both ends differ, both must exist
+        closed = answered(step, T=times, **sizes)
+        assert closed == flat or (closed is None and times < 4)  # if both ends differ, both must exist
 
 
 @pytest.mark.parametrize("loop", in_part(LOOPS, 0, 3))
@@ -211,10 +211,10 @@ class Additions(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
-            self.count += made.numel()
-        return made
+            self.count += result.numel()
+        return result
 
 
 def added_by_torch(loss):

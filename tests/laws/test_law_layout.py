@@ -30,8 +30,8 @@ def moved(op, x, point):
         start, size = number(a["start"], point), number(a["size"], point)
         key = (slice(None),) * a["axis"] + (slice(start, start + (size - 1) * a["step"] + 1, a["step"]),)
         return x[key]
-    kept = [i for i in a["kept"] if i is not None]
-    assert kept == sorted(kept)
+    axes = [i for i in a["kept"] if i is not None]
+    assert axes == sorted(axes)
     for i, k in enumerate(a["kept"]):
         x = x.unsqueeze(i) if k is None else x
     return x.expand([number(p, point) for p in a["sizes"]])

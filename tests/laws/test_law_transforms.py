@@ -128,10 +128,10 @@ def test_unrolled_stack_holds_each_iteration_slice(count):
     flat = cg.unroll(g, L=count)
     values = inputs_of(g, {**point, "L": count})
     expected = testing.run(g, values, L=count, **point).outputs
-    found = testing.run(flat, values, **point)
-    assert np.allclose(found.outputs[0], expected[0])
+    result = testing.run(flat, values, **point)
+    assert np.allclose(result.outputs[0], expected[0])
     for stack, whole in zip(flat.outputs[1:], expected[1:], strict=True):
-        parts = [(t, v.array) for t, v in found.values if t.storage is stack.storage and t.ndim < stack.ndim]
+        parts = [(t, v.array) for t, v in result.values if t.storage is stack.storage and t.ndim < stack.ndim]
         assert np.allclose(np.stack([a for _, a in parts]), whole)
         # slices are contiguous: slice i starts at i * A * D elements
         assert [t.offset.bind({}).expr for t, _ in parts] == [i * A * D for i in range(count)]

@@ -63,15 +63,15 @@ def gradients(build, arrays, *, dtypes=None, dims=None, saved=lambda t: t, seed=
 
     def loss(at):
         inputs = {k: v for k, v in {**value, **at}.items() if k.startswith("x")}
-        made = run(plain, inputs, **dims).outputs
-        return sum(float(np.nansum(m * value[s.name])) for m, s in zip(made, seeds, strict=True))
+        outputs = run(plain, inputs, **dims).outputs
+        return sum(float(np.nansum(m * value[s.name])) for m, s in zip(outputs, seeds, strict=True))
 
     floats = [x for x in xs if x.dtype.kind == "float"]
     with graph:
-        found = walk(results, seeds, floats, saved)
-        graph.output(*results, *(f for f in found if f is not None))
+        grads = walk(results, seeds, floats, saved)
+        graph.output(*results, *(f for f in grads if f is not None))
     done = iter(run(graph, value, **dims).outputs[len(results) :])
-    mine = [np.zeros(value[x.name].shape) if f is None else next(done) for x, f in zip(floats, found, strict=True)]
+    mine = [np.zeros(value[x.name].shape) if f is None else next(done) for x, f in zip(floats, grads, strict=True)]
     expected = [differences(loss, x.name, value[x.name]) for x in floats] if numeric else []
     return mine, expected, graph, [op for op in graph.ops[forward:] if not isinstance(op.kind, KeepAlive)]
 

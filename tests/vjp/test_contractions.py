@@ -224,8 +224,8 @@ def test_convolution_gradients_match_torch(shape, weight, options):
     x_, w_ = arrays(shape, weight)
 
     def build(x, w):
-        made = cg.conv(x, f"b c {spread} -> b o {spread}", window=weight[2:], o=weight[0], **options)
-        return apply_to(made, x, w)
+        result = cg.conv(x, f"b c {spread} -> b o {spread}", window=weight[2:], o=weight[0], **options)
+        return apply_to(result, x, w)
 
     mine, _, graph, ops = gradients(build, [x_, w_], seed=1)
     xs = [torch.tensor(a, requires_grad=True) for a in (x_, w_)]

@@ -72,15 +72,15 @@ def test_step_functions_have_no_gradient(name):
 
 
 def test_custom_function_without_gradient_raises():
-    own = Function("cubic", 1, 2, formula="x*x*x")
+    cubic = Function("cubic", 1, 2, formula="x*x*x")
     with pytest.raises(cg.UnsupportedError, match="function 'cubic' declares no gradient, expected 1 expressions"):
-        gradients(lambda x: pointwise(own, x), [np.ones(2)])
+        gradients(lambda x: pointwise(cubic, x), [np.ones(2)])
 
 
 def test_custom_function_with_gradient():
     """y = x*x*x under a custom name: dy = g * 3 * x*x."""
-    own = Function("cubed", 1, 2, formula="x*x*x", grad=(("mul", "g", ("mul", 3, ("square", "a"))),))
-    _, ops = check(lambda x: pointwise(own, x), WIDE)
+    cubed = Function("cubed", 1, 2, formula="x*x*x", grad=(("mul", "g", ("mul", 3, ("square", "a"))),))
+    _, ops = check(lambda x: pointwise(cubed, x), WIDE)
     assert [op.kind.function.name for op in ops] == ["square", "mul", "mul"]
 
 
@@ -89,8 +89,8 @@ def test_attention_masks_zero_gradients():
     from costgraph.ops.elementwise import Pointwise
 
     def masked(x):
-        made = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=Domain(True, None)), [x], "mask")[0]
-        return pointwise("exp", made)
+        masked_scores = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=Domain(True, None)), [x], "mask")[0]
+        return pointwise("exp", masked_scores)
 
     check(masked, numbers("x", (2, 3, 3)))
 
@@ -202,7 +202,7 @@ def test_saved_tensors_match_torch(name):
     gradients(lambda *xs: pointwise(name, *xs), arrays, saved=saved)
     xs = [torch.tensor(a, requires_grad=True) for a in arrays]
     y = torch_function(torch, name)(*xs)
-    kept = [getattr(y.grad_fn, n) for n in dir(y.grad_fn) if n.startswith("_saved_")]
+    saved_tensors = [getattr(y.grad_fn, n) for n in dir(y.grad_fn) if n.startswith("_saved_")]
     places = {t.data_ptr(): n for t, n in zip([*xs, y], [*"abc"[: len(xs)], "y"], strict=True)}
-    theirs = {places[t.data_ptr()] for t in kept if isinstance(t, torch.Tensor) and t.data_ptr() in places}
+    theirs = {places[t.data_ptr()] for t in saved_tensors if isinstance(t, torch.Tensor) and t.data_ptr() in places}
     assert asked == theirs

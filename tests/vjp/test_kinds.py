@@ -29,9 +29,9 @@ def kinds(ops):
 
 def test_every_kind_has_a_rule_or_a_reason():
     bodies = {name for name, kind in KINDS.items() if issubclass(kind, BodyKind)}
-    own = {name for name, kind in KINDS.items() if not kind.infer.__module__.startswith("costgraph.")}
-    told = {kind.name for kind in (*RULES, *NOT_DIFFERENTIABLE)}
-    assert sorted(set(KINDS) - bodies - own - told) == []
+    external = {name for name, kind in KINDS.items() if not kind.infer.__module__.startswith("costgraph.")}
+    covered = {kind.name for kind in (*RULES, *NOT_DIFFERENTIABLE)}
+    assert sorted(set(KINDS) - bodies - external - covered) == []
     assert not set(RULES) & set(NOT_DIFFERENTIABLE)
     assert all(NOT_DIFFERENTIABLE.values())
 
@@ -88,7 +88,7 @@ def test_mean_over_domain_raises():
         gradients(mean, [distinct(3, 2), distinct(3, 2)])
 
 
-# -- moving elements ---------------------------------------------------------------------------------------------
+# -- data movement -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_split_parts_are_marked():
     assert [p.producer.kind.split for p in (*parts, alone)] == [True, True, False]
 
 
-# -- by index ----------------------------------------------------------------------------------------------------
+# -- indexing ----------------------------------------------------------------------------------------------------
 
 IDS = np.array([[0.0, 2.0], [2.0, 1.0]])
 
@@ -211,8 +211,8 @@ POOLS = [((2, 7), {"window": (3,)}), ((1, 2, 5, 7), {"window": 2, "stride": (1, 
 @pytest.mark.parametrize(("shape", "options"), POOLS)
 def test_pooling_gradients(operation, shape, options):
     def build(x):
-        made = cg.nn.pool(x, operation, **options)
-        return with_argmax(made) if operation == "max" else made
+        pooled = cg.nn.pool(x, operation, **options)
+        return with_argmax(pooled) if operation == "max" else pooled
 
     (mine,), ops = check(build, distinct(*shape))
     (op,) = ops
@@ -245,7 +245,7 @@ def test_max_pool_without_saved_positions_raises():
         gradients(lambda x: cg.nn.pool(x, "max", window=(2,)), [distinct(2, 6)])
 
 
-# -- stated ------------------------------------------------------------------------------------------------------
+# -- collectives and opaque ops ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,10 +319,10 @@ def test_only_required_gradients_are_computed():
     with graph:
         first, second = rule_of(op)(VJPContext(op, (None, seeds[1]), (False, True), lambda t: t))
     assert first is None
-    made = second.producer
-    assert len(made.results) == 1
-    assert [r.constant for r in made.kind.reads(made)] == [2]
-    assert [w.constant for w in made.kind.writes(made)] == [2]
+    backward_op = second.producer
+    assert len(backward_op.results) == 1
+    assert [r.constant for r in backward_op.kind.reads(backward_op)] == [2]
+    assert [w.constant for w in backward_op.kind.writes(backward_op)] == [2]
 
 
 @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ def every_new_attribute():
         assigned = assign(fill((n, 2)), part)
         mean = pointwise("div", x, x.sizes[0])
         top = with_argmax(cg.nn.pool(x, "max", window=(2,)))
-        own = cg.ops.functions.Function("own", 1, 2, grad=(("mul", "g", "a"),))
+        function = cg.ops.functions.Function("own", 1, 2, grad=(("mul", "g", "a"),))
         y = cg.opaque("fft", [x], (n,), flops=0, backward={"flops": n, "saves": {"inputs": [0]}, "reads": 8 * n})
-        g.output(total, assigned, mean, top, y, pad(x, 1, 1, 9), pointwise(own, x))
+        g.output(total, assigned, mean, top, y, pad(x, 1, 1, 9), pointwise(function, x))
         seed = g.input("s", (n, 3))
         kind = top.producer.kind
         kind = KINDS["unpool"](pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
@@ -381,7 +381,7 @@ def test_new_kinds_and_attributes_survive_a_file(tmp_path):
     assert (tmp_path / "again.json").read_text() == (tmp_path / "g.json").read_text()
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
