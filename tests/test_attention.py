@@ -10,7 +10,7 @@ from costgraph import GraphError, ShapeError
 B, H, G, S, T, K, V, W = cg.dims("B H G S T K V W")
 
 
-def made(b, h, g, s, t, k, v, **options):
+def attention_graph(b, h, g, s, t, k, v, **options):
     with cg.Graph("g", dtype="bf16") as graph:
         q = graph.input("q", (b, h, s, k))
         y = cg.attention(q, graph.input("k", (b, g, t, k)), graph.input("v", (b, g, t, v)), **options)
@@ -31,7 +31,7 @@ SHAPES = [(2, 4, 4, 5, 5, 3, 3), (2, 6, 2, 5, 5, 3, 7), (1, 4, 1, 1, 11, 5, 5), 
 @each("kernel", ["flash", "eager"])
 def test_full_count_matches_torch_flop_counter(shape, kernel):
     b, h, g, s, t, k, v = shape
-    graph = made(*shape, kernel=kernel)
+    graph = attention_graph(*shape, kernel=kernel)
     program = counted(eager, (b, h, s, k), (b, g, t, k), (b, g, t, v))
     assert cg.matmul_flops(graph, "full") == program
     assert graph.outputs[0].shape == (b, h, s, v)
@@ -47,9 +47,9 @@ def test_flash_computes_visible_pairs_and_moves_qkv_and_output(shape, window, ca
     b, h, g, s, t, k, v = shape
     if window is not None and not causal and s != t:
         with pytest.raises(ShapeError, match="window without causal"):
-            made(*shape, causal=False, window=window)
+            attention_graph(*shape, causal=False, window=window)
         return
-    graph = made(*shape, causal=causal, window=window)
+    graph = attention_graph(*shape, causal=causal, window=window)
     seen = pairs(s, t, causal, window)
     assert cg.matmul_flops(graph) == 2 * (k + v) * b * h * len(seen)
     total = cg.costs(graph).total()
@@ -61,21 +61,21 @@ def test_flash_computes_visible_pairs_and_moves_qkv_and_output(shape, window, ca
 
 
 def test_flash_moves_four_tensors_and_allocates_one():
-    graph = made(B, H, H, S, S, K, K)
+    graph = attention_graph(B, H, H, S, S, K, K)
     assert cg.bytes_moved(graph) == 2 * 4 * (B * H * S * K)
     assert cg.peak_memory(graph) == 2 * 4 * (B * H * S * K)
     assert cg.matmul_flops(graph) == expand(4 * K * (B * H) * S * (S + 1) / 2)
 
 
 def test_flash_window_flops_match_closed_form():
-    graph = made(B, H, H, S, S, K, K, window=W)
+    graph = attention_graph(B, H, H, S, S, K, K, window=W)
     for s, w in ((5, 3), (5, 5), (5, 9), (11, 1)):
         bound = {"B": 2, "H": 3, "K": 7, "S": s, "W": w}
         assert cg.matmul_flops(graph, **bound) == 4 * 7 * 2 * 3 * len(pairs(s, s, True, w))
 
 
 def test_grouped_query_attention_reads_keys_once():
-    graph = made(B, H, G, S, S, K, K)
+    graph = attention_graph(B, H, G, S, S, K, K)
     bound = {"B": 2, "H": 8, "G": 2, "S": 5, "K": 3}
     assert cg.bytes_moved(graph, **bound) == 2 * (2 * 2 * 8 * 5 * 3 + 2 * 2 * 2 * 5 * 3)
     assert cg.matmul_flops(graph, **bound) == 4 * 3 * 2 * 8 * 15  # 15 pairs in a causal 5 x 5 square
@@ -91,7 +91,7 @@ def test_head_merge_is_view_after_flash_and_copy_after_eager():
 
 def test_eager_computes_full_square_and_writes_scores():
     b, h, s, t, k, v = 2, 3, 5, 11, 7, 13
-    graph = made(b, h, h, s, t, k, v, kernel="eager")
+    graph = attention_graph(b, h, h, s, t, k, v, kernel="eager")
     square = b * h * s * t
     assert cg.matmul_flops(graph) == 2 * (k + v) * square
     total = cg.costs(graph).total()
@@ -105,14 +105,15 @@ def test_eager_computes_full_square_and_writes_scores():
 
 
 def test_eager_without_a_mask_has_no_mask_op():
-    names = [op.name for op in made(2, 3, 3, 5, 5, 7, 7, kernel="eager", causal=False).walk()]
+    names = [op.name for op in attention_graph(2, 3, 3, 5, 5, 7, 7, kernel="eager", causal=False).walk()]
     assert not any("mask" in n for n in names)
 
 
 @each("kernel", ["flash", "eager"])
 def test_softcap_and_dropout_cost_flops_per_score(kernel):
     plain, more = (
-        made(2, 3, 3, 5, 5, 7, 7, kernel=kernel, causal=False, **o) for o in ({}, {"softcap": 30.0, "p": 0.1})
+        attention_graph(2, 3, 3, 5, 5, 7, 7, kernel=kernel, causal=False, **o)
+        for o in ({}, {"softcap": 30.0, "p": 0.1})
     )
     # cap: divide, multiply and one tanh; dropout: mask and scale
     assert cg.flops(more) - cg.flops(plain) == (3 + 2) * 2 * 3 * 5 * 5
@@ -136,7 +137,7 @@ def test_softcap_and_dropout_cost_flops_per_score(kernel):
 @each("kernel", ["flash", "eager"])
 def test_invalid_options_raise(options, error, text, kernel):
     with pytest.raises(error, match=text):
-        made(2, 3, 3, 5, 5, 7, 7, **{"kernel": kernel, **options})
+        attention_graph(2, 3, 3, 5, 5, 7, 7, **{"kernel": kernel, **options})
 
 
 @each(

@@ -24,7 +24,7 @@ def counted(capsys, *words):
     return int(capsys.readouterr().out)
 
 
-def refused(capsys, *words):
+def error_line(capsys, *words):
     assert cli.main(["report", *words]) == 2
     done = capsys.readouterr()
     assert (done.out, done.err.count("\n")) == ("", 1)
@@ -43,7 +43,7 @@ def test_weights_path_loads_config_beside_it(capsys, tmp_path, expected, name):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert counted(capsys, str(path)) == expected
     (tmp_path / "config.json").unlink()
-    said = refused(capsys, str(path))
+    said = error_line(capsys, str(path))
     alone = "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json beside them"
     assert alone in said
 
@@ -107,7 +107,7 @@ def test_missing_network_is_tried_once(asked):
 
 def test_missing_hub_client_error_names_package(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install huggingface_hub" in refused(capsys, ID)
+    assert "pip install huggingface_hub" in error_line(capsys, ID)
 
 
 def test_local_path_is_not_looked_up_on_the_hub(capsys, tmp_path, monkeypatch, expected):

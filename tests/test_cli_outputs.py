@@ -30,7 +30,7 @@ HOSTILE = "\x1b[31m\x1b]0;title\x07\u202e\x9b1m\x7f\u2028\ud800[bold][/nope]\\[r
 PRINTABLE = "[/nope][red]\\[b]{}"
 
 
-def good(capsys, *words):
+def run_ok(capsys, *words):
     assert cli.main(list(words)) == 0
     done = capsys.readouterr()
     assert done.err == ""
@@ -99,7 +99,7 @@ def test_output_escapes_foreign_control_characters(capsys, monkeypatch, files, w
     monkeypatch.delenv("NO_COLOR", raising=False)
     if color:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    out = good(capsys, *words)
+    out = run_ok(capsys, *words)
     assert color == bool(STYLE.search(out)) or words[0] in ("formula", "crossover", "decode")
     assert "\x1b[31m" not in out
     assert not controls(STYLE.sub("", out) if color else out)
@@ -109,7 +109,7 @@ def test_output_escapes_foreign_control_characters(capsys, monkeypatch, files, w
 
 @pytest.mark.parametrize("words", DATA, ids=" ".join)
 def test_machine_readable_output_escapes_control_characters(capsys, files, words):
-    out = good(capsys, *words)
+    out = run_ok(capsys, *words)
     assert not controls(out)
     if "--json" in words:
         assert json.loads(out)["graph"].startswith(HOSTILE)
@@ -126,7 +126,7 @@ def test_error_messages_escape_control_characters(capsys, files, words):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_plain_text_with_examples_on_own_lines(capsys, command):
-    out = good(capsys, command, "--help")
+    out = run_ok(capsys, command, "--help")
     assert not controls(out)
     assert "\\b" not in out
     shown = re.search(r"^  Examples:\n((?:    .*\n)+)", out, re.MULTILINE)
@@ -138,7 +138,7 @@ def test_listing_models_builds_no_graph(capsys, monkeypatch):
     declared = []
     enter = cg.Graph.__enter__
     monkeypatch.setattr(cg.Graph, "__enter__", lambda self: declared.append(self.name) or enter(self))
-    assert "8,030,261,248" in good(capsys, "models")
+    assert "8,030,261,248" in run_ok(capsys, "models")
     assert declared == []
 
 
@@ -154,10 +154,10 @@ def test_file_type_follows_content(capsys, tmp_path, monkeypatch):
     cg.save(cg.models.from_config(CONFIG), "saved.json")
     cg.save(cg.models.from_config(CONFIG), "saved")
     for place in ("config.json", "folder", "folder/config.json", "model.cfg", "saved.json", "saved"):
-        report = json.loads(good(capsys, "report", place, "--json", "-"))
+        report = json.loads(run_ok(capsys, "report", place, "--json", "-"))
         assert report["figures"]["params"]["value"] == expected
     # a preset name wins over files in the directory
-    assert good(capsys, "formula", "gpt2", "params", "--preset") == "124439808\n"
+    assert run_ok(capsys, "formula", "gpt2", "params", "--preset") == "124439808\n"
     for words in (
         "train folder B=1 S=8",
         "plan config.json --hardware h100-sxm B=1 S=8",
@@ -166,7 +166,7 @@ def test_file_type_follows_content(capsys, tmp_path, monkeypatch):
         "crossover config.json B --hardware h100-sxm S=8",
         "report config.json --dtype fp32 --attention eager --dropout 0.1",
     ):
-        good(capsys, *words.split())
+        run_ok(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
@@ -297,4 +297,4 @@ def test_terminal_shows_elapsed_time_until_output(words, monkeypatch, tmp_path):
 
 
 def test_no_progress_without_a_terminal(capsys):
-    assert good(capsys, "formula", "mlp", "params")
+    assert run_ok(capsys, "formula", "mlp", "params")

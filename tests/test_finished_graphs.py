@@ -176,7 +176,7 @@ METHODS = {
 }
 
 
-def refused(g, asked):
+def expect_finished(g, asked):
     text = f"{asked}: graph '{g.root.name}' is finished, expected an open one: 'with g:' opens graph g again"
     return pytest.raises(cg.GraphError, match=f"^{text}$")
 
@@ -186,13 +186,13 @@ def test_adding_to_a_finished_graph_raises(graph):
     assert nx.is_frozen(graph)
     for asked, call in (OPERATORS | FUNCTIONS).items():
         if t.ndim > 1 or ((t.ndim or asked not in AXES) and "transpose" not in asked):
-            with refused(graph, asked.partition(" ")[0]):
+            with expect_finished(graph, asked.partition(" ")[0]):
                 call(t)
     for asked, call in METHODS.items():
-        with refused(graph, asked):
+        with expect_finished(graph, asked):
             call(graph)
     if pair is not None:
-        with refused(graph, "matmul"):
+        with expect_finished(graph, "matmul"):
             pair[0] @ pair[1]
     assert figures(graph) == before
 
@@ -210,7 +210,7 @@ def test_reentered_graph_accepts_ops(graph):
     points = t.numel.expr.subs({n: graph.defaults.get(n.name, n) for n in t.numel.expr.free_symbols})
     assert (cg.flops(graph) - flops - 2 * points).expand() == 0
     assert graph.outputs[-1] is result
-    with refused(graph, "relu"):
+    with expect_finished(graph, "relu"):
         cg.relu(result)
 
 
@@ -223,12 +223,12 @@ def test_bodies_finish_with_their_graph(make):
     for body in bodies:
         t = body.ops[-1].results[0]
         for asked, call in (("relu", cg.relu), ("mul", lambda t: t * 2.0)):
-            with refused(g, asked):
+            with expect_finished(g, asked):
                 call(t)
-            with refused(g, asked), body:  # a body opens with its graph, not on its own
+            with expect_finished(g, asked), body:  # a body opens with its graph, not on its own
                 call(t)
         for asked in ("param 'new'", "add_edge", "remove_node"):
-            with refused(g, asked):
+            with expect_finished(g, asked):
                 METHODS[asked](body)
     assert figures(g) == before
     with g:
@@ -252,7 +252,7 @@ def test_metadata_of_a_finished_graph_can_change(graph):
     if name is not None:
         graph.defaults = {**graph.defaults, name: 2}
         assert name not in map(str, getattr(cg.flops(graph), "free_symbols", ()))
-    with refused(graph, "relu"):
+    with expect_finished(graph, "relu"):
         cg.relu(t)
 
 
@@ -261,7 +261,7 @@ def test_saved_tensors_of_a_kernel_are_set_while_open():
 
     g = declared()
     op = next(op for op in g.walk() if op.graph.fused)
-    with refused(g, "save"):
+    with expect_finished(g, "save"):
         save(op.results[0])
     assert not op.kind.save
 
@@ -282,7 +282,7 @@ def test_reentered_graph_is_validated_on_exit():
     g = declared()
     with pytest.raises(cg.GraphError, match="kernel 'unread': nothing outside reads"), g, cg.kernel("unread"):
         cg.relu(g.outputs[0])
-    with refused(g, "relu"):
+    with expect_finished(g, "relu"):
         cg.relu(g.outputs[0])
 
 
@@ -302,7 +302,7 @@ def test_foreign_tensor_error_comes_first():
         text = f"belongs to graph '{right.name}', expected one of graph '{left.name}'"
         with pytest.raises(cg.GraphError, match=text), b:
             left.outputs[0] + right.outputs[0]
-    with refused(a, "relu"), b:
+    with expect_finished(a, "relu"), b:
         cg.relu(a.outputs[0])
 
 
@@ -319,11 +319,11 @@ def test_copies_are_open_and_views_are_finished():
     with twin:
         twin.output(twin.ops[-1].results[0])
     assert nx.is_frozen(twin)
-    with refused(g, "relu"):
+    with expect_finished(g, "relu"):
         cg.relu(twin.outputs[0])  # its tensors belong to the original
     for view in (g.subgraph(list(g)), g.reverse(copy=False), g.copy(as_view=True)):
         assert cg.flops(view) == cg.flops(g)
-        with refused(g, "param 'new'"), view:
+        with expect_finished(g, "param 'new'"), view:
             view.param("new", (7,))
     assert figures(g) == before
 
@@ -332,12 +332,12 @@ def test_networkx_frozen_graph_reopens_on_entry():
     g = cg.Graph("plain")
     g.output(cg.relu(g.input("x", (B,))))
     nx.freeze(g)
-    with refused(g, "relu"):
+    with expect_finished(g, "relu"):
         cg.relu(g.outputs[0])
     with g:
         g.output(cg.relu(g.outputs[0]))
     assert cg.flops(g) == 2 * B
-    with refused(g, "add_node 'new'"):
+    with expect_finished(g, "add_node 'new'"):
         g.add_node("new")
 
 

@@ -121,16 +121,16 @@ def test_softcap_does_not_hide_the_head():
 @pytest.mark.parametrize("options", [{}, {"kernel": "eager"}, {"window": 3}, {"window": 3, "kernel": "eager"}])
 def test_decode_step_matches_interpreter_counts(tokens, options):
     sizes = {"B": 2, "S": 5, "D": 3, "H": 2, "G": 1, "K": 1, "L": 2, "V": 7}
-    held(cg.decode(decoder("fp32", **options), tokens), sizes)
+    check_step(cg.decode(decoder("fp32", **options), tokens), sizes)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_recurrent_step_matches_interpreter_counts(tokens):
-    held(cg.decode(recurrence(), tokens), {"B": 2, "D": 3, "L": 2, "S": 5})
-    held(cg.prefill(recurrence()), {"B": 2, "D": 3, "L": 2, "S": 5})
+    check_step(cg.decode(recurrence(), tokens), {"B": 2, "D": 3, "L": 2, "S": 5})
+    check_step(cg.prefill(recurrence()), {"B": 2, "D": 3, "L": 2, "S": 5})
 
 
-def held(graph, sizes):
+def check_step(graph, sizes):
     counted = testing.run(graph, **sizes)
     assert cg.matmul_flops(graph, **sizes) == counted.matmul
     assert cg.flops(graph, **sizes) == counted.matmul + counted.pointwise + counted.transcendental

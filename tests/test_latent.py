@@ -56,14 +56,14 @@ def test_latent_attention_keeps_the_laws(absorbed, kernel):
 
 
 def test_contiguous_values_free_the_joint_projection():
-    def kept(**options):
+    def saved_bytes_of(**options):
         g = latent(**options)
         with g:
             g.output(cg.reduce(g.outputs.pop(), "b s d -> ", "mean"))
         return sum(cg.saved_bytes(cg.backward(g)).values())
 
     # one product yields nope + value elements per head; the copy keeps value only, at 2 bytes
-    assert (kept() - kept(contiguous=True) - 2 * B * S * H * SIZES["nope"]).expand() == 0
+    assert (saved_bytes_of() - saved_bytes_of(contiguous=True) - 2 * B * S * H * SIZES["nope"]).expand() == 0
     testing.check(latent(contiguous=True), B=2, S=5, D=3, H=2)
 
 

@@ -223,7 +223,7 @@ def added_by_torch(loss):
     return counted.count
 
 
-def of_the_backward_pass(graph, **sizes):
+def backward_additions(graph, **sizes):
     testing.check_training(graph, ["gradients_are_finite_differences"], **sizes)
     return cg.flops(cg.backward(graph), **sizes) - cg.flops(graph, **sizes)
 
@@ -243,7 +243,7 @@ def test_last_iteration_does_not_accumulate_incoming_gradient(times):
         for _ in range(times):
             c = p - 2
         y = y + c
-    assert of_the_backward_pass(g, D=7) == added_by_torch(y.sum()) == 0
+    assert backward_additions(g, D=7) == added_by_torch(y.sum()) == 0
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 5])
@@ -257,7 +257,7 @@ def test_first_term_of_a_carried_sum_is_copied(times):
         y = y + w
     theirs = added_by_torch(y.sum())
     assert theirs == 7 * (times - 1)
-    assert of_the_backward_pass(g, D=7) == theirs
+    assert backward_additions(g, D=7) == theirs
     testing.check_training(g, ["a_loop_goes_back_as_its_iterations_do"], D=7)
 
 
@@ -279,7 +279,7 @@ def test_gradient_sum_does_not_alias_the_carry(times, later):
         y = 2 * (y + a) + 3 * b
     # besides additions: y * a and the sum, forward; each operand's product, and 2 and 3 times per iteration
     theirs = added_by_torch((y * a).sum())
-    assert of_the_backward_pass(g, D=7) == theirs + 7 * (2 + 2 * times)
+    assert backward_additions(g, D=7) == theirs + 7 * (2 + 2 * times)
 
 
 def test_gradient_shared_by_two_operands_reaches_both():
@@ -292,4 +292,4 @@ def test_gradient_shared_by_two_operands_reaches_both():
     w, y = torch.ones(7, requires_grad=True), torch.ones(7, requires_grad=True)
     for _ in range(2):
         y = y + (y + w)
-    assert of_the_backward_pass(g, D=7) == added_by_torch(y.sum()) == 3 * 7
+    assert backward_additions(g, D=7) == added_by_torch(y.sum()) == 3 * 7
