@@ -1,4 +1,4 @@
-"""Reports of one rank: what it sends, on the command line and as files."""
+"""Per-rank reports: communication on the command line and in files."""
 
 import json
 import math
@@ -22,7 +22,7 @@ SPLIT = {"dp": 4, "tp": 2, "zero": 3}
 
 @cache
 def model():
-    """A language model of two products a layer: steps of it are derived in no time."""
+    """A language model with two products per layer: its steps are fast to derive."""
     B, S, D, F, V, L = cg.dims("B S D F V L")
     with cg.Graph("lm", dtype="bf16") as g:
 
@@ -54,7 +54,7 @@ def rank(**more):
     return parallelize(training_step(model()), **SPLIT, **more)
 
 
-def test_a_degree_makes_it_the_report_of_one_rank(capsys):
+def test_parallel_degree_selects_per_rank_report(capsys):
     code, out, err = run(
         capsys, *WORDS, "--dp", "4", "--tp", "2", "--zero", "3", "--hardware", "h100-sxm", "--json", "-"
     )
@@ -64,12 +64,12 @@ def test_a_degree_makes_it_the_report_of_one_rank(capsys):
     assert data["roofline"]["estimate"]["value"] == cg.seconds(rank(), "h100-sxm", **SIZES)
     assert sum(row["ring_bytes"]["value"] for row in data["sent"]) == sent.total()
     for row in data["sent"]:
-        own = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
-        assert row["times"]["value"] == sum(m.times for m in own)
-        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in own))
+        rows = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
+        assert row["times"]["value"] == sum(m.times for m in rows)
+        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in rows))
 
 
-def test_a_degree_may_stay_open(capsys):
+def test_parallel_degree_can_stay_symbolic(capsys):
     code, out, err = run(capsys, *WORDS, "--dp", "n", "--zero", "2")
     assert (code, err) == (0, "")
     step = training_step(model())
@@ -82,7 +82,7 @@ def test_a_degree_may_stay_open(capsys):
 PIPELINE = ["--pp", "2", "--micro-batches", "4", "--hardware", "h100-sxm"]
 
 
-def test_stages_make_it_the_report_of_one_of_them(capsys):
+def test_pipeline_degree_selects_per_stage_report(capsys):
     step = training_step(model(), accumulate=4)
     cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual_stages=2)
     words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual-stages", "2"]
@@ -95,11 +95,11 @@ def test_stages_make_it_the_report_of_one_of_them(capsys):
     words = [word for word in WORDS if word != "L=4"]
     code, out, err = run(capsys, *words, *PIPELINE[:4], "--layers", "1,3", "--json", "-")
     uneven = cg.parallelize(step, pp=2, micro_batches=4, layers=(1, 3))
-    own = {name: n for name, n in SIZES.items() if name != "L"}
-    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **own)
+    stage_sizes = {name: n for name, n in SIZES.items() if name != "L"}
+    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **stage_sizes)
 
 
-def test_what_collectives_do_beside_the_rest(capsys):
+def test_overlap_option_reduces_estimated_time(capsys):
     words = [*WORDS, "--dp", "4", "--zero", "3", "--hardware", "h100-sxm", "--checkpoint", "every-block"]
     waited, beside = (json.loads(run(capsys, *words, "--overlap", how, "--json", "-")[1]) for how in ("none", "ideal"))
     assert waited["roofline"]["estimate"]["value"] > beside["roofline"]["estimate"]["value"]
@@ -108,7 +108,7 @@ def test_what_collectives_do_beside_the_rest(capsys):
     assert "without overlap of collectives" in run(capsys, *words, "--overlap", "ideal")[1]
 
 
-def test_what_lies_on_the_host_is_not_in_the_peak(capsys):
+def test_host_memory_is_excluded_from_peak(capsys):
     words = ["--dp", "4", "--tp", "2", "--zero", "3", "--offload", "optimizer,activations"]
     code, out, err = run(capsys, *WORDS, *words, "--json", "-")
     assert (code, err) == (0, "")
@@ -116,13 +116,13 @@ def test_what_lies_on_the_host_is_not_in_the_peak(capsys):
     assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(away, **SIZES) < cg.peak_memory(rank(), **SIZES)
 
 
-def test_files_and_text_say_what_is_sent():
-    found = cg.report(rank(), "h100-sxm", **SIZES)
-    (gathered,) = (s for s in found.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
-    lines = to_csv(found).splitlines()
+def test_files_and_text_list_communication():
+    report = cg.report(rank(), "h100-sxm", **SIZES)
+    (gathered,) = (s for s in report.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
+    lines = to_csv(report).splitlines()
     assert f"sent,dp all_gather,ring-bytes,{gathered.ring_bytes},B," in lines
-    assert any(row["axis"] == "dp" for row in json.loads(to_json(found))["sent"])
-    assert "sent by a rank" in str(found)
+    assert any(row["axis"] == "dp" for row in json.loads(to_json(report))["sent"])
+    assert "sent by a rank" in str(report)
     assert cg.report(load("mlp"), B=3).sent == ()
 
 
@@ -147,7 +147,7 @@ def test_files_and_text_say_what_is_sent():
         ),
     ],
 )
-def test_what_is_refused(capsys, words, text):
+def test_invalid_rank_options_raise(capsys, words, text):
     code, out, err = run(capsys, *WORDS, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert text in err
@@ -168,7 +168,7 @@ def said(capsys, *words):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh):
+def test_parallel_generation_matches_python_api(capsys, mesh):
     rank = cg.parallelize(cg.decode(load("llama-3-8b")), **mesh)
     expected = cg.plan.throughput(rank, "h100-sxm", "B", [3, 9], network="dgx-superpod", S=77, **OWN)
     options = [word for axis, n in mesh.items() for word in (f"--{axis.replace('_', '-')}", str(n))]
@@ -184,7 +184,7 @@ def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh
     assert f"per device, on {many} devices\n\n{expected}\n" in out
 
 
-def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
+def test_expert_and_quantized_steps_match_python_api(capsys):
     step = cg.quantize(cg.decode(load("mixtral-8x7b")), cache="fp8_e4m3")
     rank = cg.parallelize(step, ep=4, tp=2)
     expected = cg.plan.throughput(rank, "h200-sxm", "B", [8], S=101, L=3)
@@ -194,7 +194,7 @@ def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2, "dp": 2}], ids=str)
-def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
+def test_generation_time_matches_python_api(capsys, tmp_path, mesh):
     model = load("llama-3-8b")
     passes = cg.prefill(model, logits="last"), cg.decode(model)
     first, step = (cg.parallelize(g, **mesh) if mesh else g for g in passes)
@@ -226,6 +226,6 @@ def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
         ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is not a dimension of either graph"),
     ],
 )
-def test_what_is_refused_of_inference(capsys, words, text):
+def test_invalid_inference_options_raise(capsys, words, text):
     assert cli.main(words.split()) == 2
     assert text in capsys.readouterr().err

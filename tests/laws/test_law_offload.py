@@ -1,4 +1,4 @@
-"""What lies on the host changes no number of a drawn step, and the peak is that of buffers as they come and go."""
+"""Offloading to the host changes no value in a drawn step; the peak matches simulated buffers."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ OPTIMIZERS = st.sampled_from([cg.SGD(momentum=0.9), cg.AdamW(implementation="fus
 def held(case, what, options, seen):
     try:
         whole = cg.training_step(case.graph, **options)
-    except CostGraphError:  # autograd refuses some, and some have no layers
+    except CostGraphError:  # autograd rejects some graphs, and some have no layers
         whole = case.graph
     updates = any(op.phase == "optimizer" for op in whole.walk())
     saved = whole is not case.graph and any(cg.saved_bytes(whole).values())

@@ -1,6 +1,6 @@
-"""Every op kind of the registry is held to every law: a new one is, without a line here.
+"""Every registered op kind keeps every law; new kinds need no line here.
 
-Of a kind without a meaning another test asks for the reason, `test_every_kind`.
+`test_every_kind` asks for the reason if a kind has no semantics.
 """
 
 import pytest
