@@ -1,4 +1,4 @@
-"""The script behind `docs/accuracy/benchmarks.md`."""
+"""The script that writes `docs/accuracy/benchmarks.md`."""
 
 import re
 import runpy

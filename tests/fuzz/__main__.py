@@ -1,4 +1,4 @@
-"""Draw programs, chains of transforms and ranks, and count wrong numbers: `python -m tests.fuzz --minutes 10`."""
+"""Fuzz programs, chains of transforms and ranks, and count wrong results: `python -m tests.fuzz --minutes 10`."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ WHAT = ("programs", "chains", "ranks")
 
 
 def checks(names):
-    """Return `check(rng)` of each module that there is."""
+    """Return the `check(rng)` of every fuzzer module."""
     found = {}
     for name in names:
         try:
@@ -26,9 +26,9 @@ def checks(names):
 
 
 def one(check, seed):
-    """Return what a check of one seed finds; an exception that it does not expect is a wrong answer."""
+    """Run a check with one seed; an unexpected exception counts as a wrong result."""
     try:
-        return check(random.Random(seed)) or (1, 0, [])  # a check that asserts returns nothing
+        return check(random.Random(seed)) or (1, 0, [])  # checks that assert return nothing
     except cg.CostGraphError:
         return 1, 1, []
     except Exception:
@@ -36,7 +36,7 @@ def one(check, seed):
 
 
 def main(arguments=None):
-    """Return 1 if more answers of a thousand are wrong than the limit."""
+    """Return 1 if the share of wrong results exceeds the limit per thousand."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to draw")
     parser.add_argument("--count", type=int, help="programs of each kind, in place of a time")

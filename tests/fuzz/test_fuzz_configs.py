@@ -1,4 +1,4 @@
-"""Configurations from outside: hostile values in every field of every architecture give a model or a refusal."""
+"""Hostile values in every config field of every architecture give a model or an error."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from costgraph.models.config import (
 
 LARGE = [10**9, 2**63 - 1, 2**63, 10**308, 10**309, 1e308, -1e308, 1e-308, [10**9], [1] * 3000, ["x"] * 20_000]
 HOSTILE = [*VALUES, *LARGE, *(t for t in TEXTS if len(t) < 100), nested(500), {"x": nested(500)}]
-#: What every file may have.
+#: Fields that every config may have.
 COMMON = [
     "architectures", "model_type", "dtype", "torch_dtype", "num_labels", "id2label", "rope_parameters", "rope_scaling",
     "partial_rotary_factor", "quantization_config", "layer_types", "mlp_only_layers", "x" * 10**5, "",
@@ -55,12 +55,12 @@ def test_a_tower_of_layers_is_not_listed(name):
     if depths:
         assert isinstance(made, cg.Graph) or "65536 of such at the most" in str(made)
         assert not isinstance(made, cg.Graph) or len(list(made.ops)) < 300
-        # only layers of which the first ones differ from all others are listed
+        # the error lists layers only if the first ones differ from all others
         assert isinstance(made, cg.Graph) or name == "Qwen3ForCausalLM"
 
 
 def places(fields, prefix=()):
-    """Every place in nested fields."""
+    """Yield every path in nested fields."""
     for key, value in fields.items():
         yield (*prefix, key)
         if isinstance(value, dict):
@@ -80,7 +80,7 @@ def test_hostile_values_inside_of_parts(name):
         outcome(cg.models.from_config, fields, about=(name, part, key))
 
 
-# -- what is small in a file and large as a model ----------------------------------------------------------------------
+# -- small configs of large models -------------------------------------------------------------------------------------
 
 
 def test_layers_without_a_pattern_are_refused_and_those_in_runs_are_not():

@@ -1,4 +1,4 @@
-"""Files of graphs: nodes of valid ones deleted, replaced, repeated and exchanged; what loads means what it says."""
+"""Graph files with nodes deleted, replaced, duplicated and swapped: loaded files keep their meaning."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ SIZES = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 12, "V": 13, "L": 3, "T": 6, "W":
 
 
 def plain(value):
-    """A file's data in one form: formulas and formats may be written in several ways."""
+    """Return a file's data in canonical form: formulas and dtypes have several spellings."""
     if isinstance(value, dict):
         if set(value) == {"size"}:
             return {"size": str(parse_formula(value["size"]))}
@@ -35,7 +35,7 @@ def plain(value):
 
 
 def known_part(data, model):
-    """What stands in a file, without keys that a saved one does not have."""
+    """Return the contents of a file, without keys that saved files do not have."""
     if isinstance(data, dict) and isinstance(model, dict):
         return {k: known_part(data.get(k), v) for k, v in model.items()}
     if isinstance(data, list) and isinstance(model, list) and len(data) == len(model):
@@ -44,7 +44,7 @@ def known_part(data, model):
 
 
 def by_name(data):
-    """Edges have no order; results have that of the ops that make them, wherever they stand."""
+    """Edges are unordered; results follow the order of their ops."""
     if isinstance(data, dict):
         out = {k: by_name(v) for k, v in data.items()}
         if isinstance(out.get("edges"), list):
@@ -57,7 +57,7 @@ def by_name(data):
 
 
 def ask(data, path, about):
-    """Load what was damaged; what is taken has to answer, and to be saved as it was read."""
+    """Load a damaged file; an accepted file must be queryable and be saved as it was read."""
     path.write_text(json.dumps(data), encoding="utf-8")
     g = outcome(cg.load, path, about=about)
     if isinstance(g, cg.CostGraphError):
@@ -75,7 +75,7 @@ def ask(data, path, about):
 
 
 class Found:
-    """Asks about many files and fails once, with all that is wrong."""
+    """Check many files and fail once with all problems."""
 
     def __init__(self, folder):
         self.path = folder / "f.json"
@@ -192,14 +192,14 @@ def test_what_is_no_file_is_refused(path):
 
 
 def kinds_of_keys(data):
-    """A route to each key that stands at a place of its own kind, numbers and names of a place left out."""
+    """Return a path to one key of each kind of place, ignoring indices and names in the path."""
     found = {}
     for route in places(data):
         if isinstance(route[-1], str):
             way = [step for step in route[:-1] if isinstance(step, str)]
             owner = at(data, route[:-1])
             found.setdefault((*way, owner.get("role"), owner.get("kind"), tuple(sorted(owner))), []).append(route)
-    # defaults and extents are by the names of a program
+    # the keys of defaults and extents are user-defined names
     return [routes[0] for key, routes in found.items() for routes in by_last(routes) if "defaults" not in key]
 
 
@@ -209,7 +209,7 @@ def by_last(routes):
 
 @pytest.mark.parametrize("name", in_part(GRAPHS, 0, 3))
 def test_a_key_by_another_name_is_refused_at_every_level(name, tmp_path):
-    """What nobody reads would be passed over: a file of another version, or a misspelt one."""
+    """Ignored keys would hide newer file versions and misspellings."""
     data = saved(name, tmp_path)
     path = tmp_path / "renamed.json"
     taken = []

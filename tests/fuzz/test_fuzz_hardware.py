@@ -1,4 +1,4 @@
-"""Specifications of devices: hostile TOML, and valid files with every line and every value damaged."""
+"""Device specifications: hostile TOML, and valid files with every line and value damaged."""
 
 import random
 from pathlib import Path
@@ -31,7 +31,7 @@ FILES = [
 
 
 def ask(path):
-    """Load a specification and ask all that a report asks of it."""
+    """Load a specification and run every query of a report on it."""
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (64, 64)), "b d -> b f", f=64))
     found = cg.load_hardware(path)
@@ -57,7 +57,7 @@ def test_what_is_no_specification_is_refused(tmp_path, content):
 
 
 def test_every_number_replaced(tmp_path):
-    """One line of the file in turn has another value, for all of the values."""
+    """Replace one line of the file at a time, by every value."""
     lines = H100.split("\n")
     numbers = [i for i, line in enumerate(lines) if "value = " in line]
     assert len(numbers) > 10

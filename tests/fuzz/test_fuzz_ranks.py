@@ -1,4 +1,4 @@
-"""Ranks of drawn models and degrees: the invariants of `ranks.check` under fixed seeds, and what they cannot draw."""
+"""Ranks of random models and degrees: the invariants of `ranks.check` for fixed seeds, and further cases."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_strict_refuses_weights_that_tensor_parallelism_leaves_whole():
         g.output(cg.reduce(cg.rms_norm(cg.linear(h, "b d -> b f", f=F, name="alone")), "b f ->", "mean"))
     rank = cg.parallelize(g, tp=2)
     assert rank.sharding.replicated == ("alone/weight",)
-    assert cg.matmul_flops(rank) == 4 * B * D * F  # half of the pair, and all of the third
+    assert cg.matmul_flops(rank) == 4 * B * D * F  # half of the column/row pair, and the whole third weight
     with pytest.raises(cg.UnsupportedError, match="tp leaves 1 weights whole on every rank, such as 'alone/weight'"):
         cg.parallelize(g, tp=2, strict=True)

@@ -1,4 +1,4 @@
-"""Every defect that fuzzing found, with the input that showed it."""
+"""Defects found by fuzzing, with their inputs."""
 
 import json
 
@@ -25,7 +25,7 @@ def op(folder, name, kind):
     return next(i for i, n in enumerate(saved(name, folder)["nodes"]) if n.get("kind") == kind)
 
 
-# -- numbers that Python does not print ----------------------------------------------------------------------------
+# -- integers too long for Python to print -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The runner itself, on a module of a few lines whose mutants can be listed by hand."""
+"""The runner itself, on a toy module whose mutants are listed by hand."""
 
 import ast
 import gc
@@ -68,7 +68,7 @@ def toy(tmp_path):
     spec = importlib.util.spec_from_file_location("costgraph_toy", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    gc.freeze()  # as the conftest does before any mutant is met
+    gc.freeze()  # conftest freezes as well, before any mutant runs
     yield module, Exchange(path)
     gc.unfreeze()
 

@@ -1,4 +1,4 @@
-"""`costgraph calibrate --records`: what is found again, what leaves no trace, what is printed, written and refused."""
+"""`costgraph calibrate --records`: recovered rates, held-out records, output files and errors."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_share_of_the_peak_is_found_again(records):
     found = calibrate(records, validate=False)
     assert found.model.figures is None
     assert sum(found.unpredicted.values()) == 1
-    for device in ("h100-sxm", "a100-80-sxm"):  # six tenths of the peak, at a size between those that were measured
+    for device in ("h100-sxm", "a100-80-sxm"):  # 60 % of the peak, at a size between the measured ones
         asked = ask(product(5119, 5113, 5107), device, None, {}, "test")
         taken = found.model.seconds(loads_of(asked), asked.rates)
         assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (PEAKS[device] * 1e12 * 0.6), rel=0.08)
@@ -78,7 +78,7 @@ def test_what_is_left_out_leaves_no_trace():
     )
     assert np.array_equal(first.predicted, second.predicted)
     assert list(first.devices) == ["h100-sxm"]
-    # and a device that was not seen is predicted by what all have in common
+    # a held-out device is predicted from the rates common to all devices
     assert np.exp(first.predicted[~train]) == pytest.approx(seconds[~train], rel=0.35)
 
 

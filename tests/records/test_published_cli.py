@@ -1,4 +1,4 @@
-"""`costgraph validate --records`: what is printed, written and refused, and the exit code."""
+"""`costgraph validate --records`: printed output, files, errors, and exit codes."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_what_holds(run, tmp_path):
         [RECORD, RECORD | {"id": "b", "family": "knitting"}], "--out", str(out), "--plot", str(pictures)
     )
     assert (code, err) == (0, "")
-    # 989.4 TFLOP/s of the data sheet over the 700 measured
+    # 989.4 TFLOP/s from the datasheet over the measured 700
     assert re.search(r"squares +h100-sxm +1 +1 +0 +1\.41 +1\.41 +1\.41", text)
     assert "1 of knitting  expected a family that has a prediction" in text
     assert "holds  no time is below its lower bound: 0 of 1 are" in text

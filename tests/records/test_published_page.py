@@ -1,4 +1,4 @@
-"""The page of published measurements has today's predictions; families that are quickly predicted stand for all."""
+"""The page of published measurements matches current predictions, checked on the families that are fast to predict."""
 
 import published_page
 

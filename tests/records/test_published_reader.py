@@ -1,4 +1,4 @@
-"""Files of published measurements: what is no such file, record or number is refused, and says where."""
+"""The reader of published measurements rejects malformed files, records and numbers, and names the place."""
 
 import json
 from decimal import Decimal

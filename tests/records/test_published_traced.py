@@ -1,4 +1,4 @@
-"""Programs of plain torch whose times were published: what their traces cost, written out."""
+"""Plain torch programs with published times: the costs of their traces against explicit arithmetic."""
 
 from dataclasses import replace
 from decimal import Decimal
@@ -16,7 +16,7 @@ from costgraph.torch.validation_programs import (
     traced,
 )
 
-#: Programs of which another one has all that a trace has to pass.
+#: Programs whose traces another program already covers.
 ALIKE = ("tiled_swiglu", "tiled_geglu", "geglu", "fused_linear_simpo_loss", "fused_linear_orpo_loss")
 BANDWIDTH = float(cg.load_hardware("h100-sxm").bandwidth)
 
@@ -35,7 +35,7 @@ def timed(measured):
 def test_pointwise_ops_move_what_they_read_and_write(timed):
     m, n = 4093, 8191
     forward = timed("relu_squared", "forward", M=m, N=n)
-    # relu and square, each one tensor in and one out, 2 B an element
+    # relu and square: one tensor in and one out each, 2 bytes per element
     assert forward.estimate == pytest.approx(4 * 2 * m * n / BANDWIDTH, rel=1e-6)
     full = timed("relu_squared", "full", M=m, N=n)
     backward = timed("relu_squared", "backward", M=m, N=n)

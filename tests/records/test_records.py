@@ -1,4 +1,4 @@
-"""Predictions held against every raw record: FLOPs to the last digit, peaks where the device counts them, times."""
+"""Predictions for every raw record: exact FLOPs, peaks where the device counts them, times."""
 
 import runpy
 from dataclasses import replace
@@ -12,18 +12,18 @@ from raw_records import FACTS, Row, raw_records
 
 RECORDS = raw_records()
 records = pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.path.stem)
-#: A plain run asks of each fifth row of a model, which are all variants: there are twelve of them in turn.
+#: A plain run checks every fifth row of a model; as there are twelve variants in turn, this covers all of them.
 nth = pytest.mark.parametrize("nth", [5, pytest.param(1, marks=pytest.mark.long)])
 VARIANT = ("optimizer", "precision", "dropout", "fused_attention", "checkpoint")
 
 
 def measured(record, *names):
-    """Rows of these names, all without, that the device did not refuse."""
+    """Return the rows with these names (default all) that the device could run."""
     return [r for r in record.rows if r.error is None and (not names or r.name in names)]
 
 
 def part(record, nth):
-    """Return a record with all kernels and each `nth` row of a model."""
+    """Return a record with all kernels and every `nth` row of a model."""
     models = [r for r in record.rows if predictions.is_model(r)][::nth]
     return replace(record, rows=(*(r for r in record.rows if not predictions.is_model(r)), *models))
 
@@ -66,7 +66,7 @@ def test_a_record_of_a_cpu_has_every_case_and_twelve_kinds_of_steps():
 
 
 def peaks_off(record):
-    """Share by which each peak is off, and the rows that are off by more than 5 % without a reason."""
+    """Return the relative error of each peak, and the rows with an unexplained error above 5 %."""
     found = [(row, *predictions.off(row, record.device)) for row in measured(record)]
     return found, [(named(row), share) for row, share, why in found if share > 0.05 and why is None]
 
@@ -101,7 +101,7 @@ def test_what_is_left(record):
 
 
 def as_on_a_gpu(record, factor=1.0):
-    """Return the record with the peaks that are predicted for a GPU, times a factor."""
+    """Return the record with its peaks replaced by the GPU predictions, times a factor."""
 
     def row(r):
         peak = round(predictions.peak_above(r, "cuda") * factor)
@@ -120,7 +120,7 @@ def test_a_peak_that_is_off_is_found(factor, held):
     if held:
         hold_peaks(record)
         return
-    with pytest.raises(AssertionError):  # with 3 % by the median alone
+    with pytest.raises(AssertionError):  # 3 % fails by the median alone
         hold_peaks(record)
     _, without = peaks_off(record)
     assert bool(without) == (factor > 1.05)
@@ -165,7 +165,7 @@ def test_what_a_cache_holds(elements, within, beyond):
     row = Row("case 0", "copy", {"elements": elements, "dtype": "bf16"}, {}, 0, {})
     environment = {"device": "NVIDIA H200", "cuda": "13", "tf32": False, "l2_bytes": 60 * 2**20}
     least = predictions.least(row, replace(RECORDS[0], path=Path("none.json"), environment=environment))
-    # two bytes read and two written, at 4.8 TB/s
+    # two bytes read and two written per element, at 4.8 TB/s
     assert least.seconds == pytest.approx(4 * elements / 4.8e12)
     assert least.warm == pytest.approx(max(0, 4 * elements - 60 * 2**20) / 4.8e12)
     assert (least.within, least.beyond) == (within, beyond)

@@ -1,4 +1,4 @@
-"""The reader of raw records: what it does not know it refuses, by name."""
+"""The reader of raw records rejects unknown contents by name."""
 
 import json
 from pathlib import Path
