@@ -1,4 +1,4 @@
-"""Generation in steps beside one pass over everything: lowered graphs that share parameters and hand caches on."""
+"""Stepwise generation against a single pass: lowered graphs that share parameters and pass caches on."""
 
 from keyword import iskeyword
 
@@ -22,7 +22,7 @@ def _module(graph, parameters=None, **sizes):
 
 
 def _appended(graph):
-    """Axis of the caches that grow, by the start of their names in the module."""
+    """Return the axis of each growing cache, by the start of its name in the module."""
     found = {}
     for op in graph.walk():
         if op.kind.name == "append":
@@ -32,7 +32,7 @@ def _appended(graph):
 
 
 def _hand_on(before, after, growing, new):
-    """Put what a step left in its caches where the next one expects it: in front of the new positions."""
+    """Copy the caches of a step to the next step's inputs, before the new positions."""
     kept = dict(before.named_buffers())
     for name, target in after.named_buffers():
         if "_kept" not in name:
@@ -47,7 +47,7 @@ def _hand_on(before, after, growing, new):
 
 
 def _inputs(graph, values, start, count):
-    """Inputs that a graph takes: of those with positions, the new ones."""
+    """Return the inputs of a graph, sliced to the new positions."""
     taken = []
     for t in graph.tensors:
         if t.role == "input" and t.producer is None:
@@ -57,16 +57,16 @@ def _inputs(graph, values, start, count):
 
 
 def difference(graph, positions, steps, **sizes):
-    """Largest difference between logits made in steps and those of one pass, relative to the largest logit.
+    """Return the largest difference between the logits of steps and of a single pass, relative to the largest logit.
 
     Parameters
     ----------
     graph : Graph
-        A forward pass whose positions are S.
+        A forward pass over S positions.
     positions : int
-        Of the prompt.
+        Length of the prompt.
     steps : list of int
-        New positions of each step after it.
+        Number of new positions in each step after it.
     """
     whole = positions + sum(steps)
     full = _module(graph, S=whole, **sizes)

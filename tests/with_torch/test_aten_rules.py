@@ -1,4 +1,4 @@
-"""FLOPs of aten ops against torch's own counter where it counts, else against a count of index points."""
+"""FLOPs of aten ops against torch's counter or, where it has no formula, against a count of index points."""
 
 import re
 from functools import partial
@@ -34,11 +34,11 @@ def counted(program):
 
 
 def backward_of(function, *operands):
-    """Forward and backward of a function of some operands."""
+    """Return the forward and backward pass of a function of several operands."""
     return lambda: function(*operands).sum().backward()
 
 
-# -- what torch's counter counts -----------------------------------------------------------------------------------
+# -- ops with a formula in torch's counter -----------------------------------------------------------------------------
 
 COUNTED = {
     "mm": lambda: backward_of(torch.mm, rand(3, 5), rand(5, 7)),
@@ -83,14 +83,14 @@ def test_operands_without_a_gradient_cost_none():
     x, w = torch.rand(2, 3, 11), rand(5, 3, 3)
     program = backward_of(functional.conv1d, x, w)
     points = 2 * 9 * 5 * 3 * 3
-    assert calls_of(program).total("matmul") == counted(program) == 2 * 2 * points  # no gradient of x
+    assert calls_of(program).total("matmul") == counted(program) == 2 * 2 * points  # x needs no gradient
 
 
-# -- what torch's counter does not count, or counts otherwise ------------------------------------------------------
+# -- ops without a formula in torch's counter, or with another one -----------------------------------------------------
 
 
 def pairs(queries, keys, causal):
-    """Pairs of a query and a key that are seen, one by one; torch aligns a causal mask at the first position."""
+    """Count the visible query-key pairs one by one; torch aligns a causal mask at the first position."""
     return sum(not causal or key <= query for query, key in product(range(queries), range(keys)))
 
 
@@ -100,7 +100,7 @@ def test_attention_on_the_cpu_counts_the_pairs_that_are_seen(S, T, causal):
     q, k, v = rand(B, H, S, K), rand(B, H, T, K), rand(B, H, T, V)
     program = backward_of(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=causal), q, k, v)
     calls = calls_of(program)
-    # forward scores and values; backward both again, and the gradients of queries, keys and values
+    # forward: scores and values; backward: both again, and the gradients of queries, keys and values
     forward, backward = 2 * (K + V), 2 * (3 * K + 2 * V)
     assert calls.total("matmul") == B * H * (forward + backward) * pairs(S, T, causal)
     assert calls.total("full") == B * H * (forward + backward) * S * T
@@ -122,7 +122,7 @@ def test_gradients_of_groups_cost_twice_the_forward(groups):
     C, n = 16, 9
     x, w = rand(2, C, n, n), rand(C, C // groups, 3, 3)
     program = backward_of(lambda x, w: functional.conv2d(x, w, padding=1, groups=groups), x, w)
-    # index points: batch, places, channels made, channels of a group that are read, window
+    # index points: batch, output positions, output channels, input channels of a group, window
     points = sum(1 for _ in product(range(2), range(n * n), range(C), range(C // groups), range(9)))
     assert calls_of(program).total("matmul") == 3 * 2 * points
     assert (counted(program) == 3 * 2 * points) == (groups == 1)
@@ -132,7 +132,7 @@ def test_gradients_of_groups_cost_twice_the_forward(groups):
 def test_gradients_of_a_transposed_convolution(groups):
     x, w = rand(2, 6, 5), rand(6, 4, 3)
     program = backward_of(lambda x, w: functional.conv_transpose1d(x, w, stride=2, groups=groups), x, w)
-    points = 2 * 5 * 6 * 4 * 3  # batch, places of the operand, its channels, channels made of a group, window
+    points = 2 * 5 * 6 * 4 * 3  # batch, input positions, input channels, output channels of a group, window
     assert calls_of(program).total("matmul") == 3 * 2 * points
 
 
@@ -140,11 +140,11 @@ UNCOUNTED = {
     "mv": (lambda: torch.mv(rand(3, 5), rand(5)), 2 * 3 * 5, 0),
     "dot": (lambda: torch.dot(rand(5), rand(5)), 2 * 5, 0),
     "vdot": (lambda: torch.vdot(rand(5), rand(5)), 2 * 5, 0),
-    "outer": (lambda: torch.outer(rand(3), rand(5)), 0, 3 * 5),  # nothing is summed
+    "outer": (lambda: torch.outer(rand(3), rand(5)), 0, 3 * 5),  # no sum
     "addmv": (lambda: torch.addmv(rand(3), rand(3, 5), rand(5)), 2 * 3 * 5, 3),
     "addr": (lambda: torch.addr(rand(3, 5), rand(3), rand(5)), 0, 2 * 3 * 5),
     "addbmm": (lambda: torch.addbmm(rand(3, 7), rand(2, 3, 5), rand(2, 5, 7)), 2 * 2 * 3 * 5 * 7, 3 * 7),
-    # x1 with the weight, 2 for each (n, o, i, j); the result with x2, 2 for each (n, o, j)
+    # x1 times the weight, 2 FLOPs per (n, o, i, j); the result times x2, 2 per (n, o, j)
     "bilinear": (
         lambda: functional.bilinear(rand(3, 5), rand(3, 7), rand(2, 5, 7)),
         2 * 3 * 2 * 5 * 7 + 2 * 3 * 2 * 7,
@@ -163,7 +163,7 @@ def test_products_that_torchs_counter_leaves_out(name):
     program, matmul, pointwise = UNCOUNTED[name]
     calls = calls_of(program)
     assert (calls.total("matmul"), calls.total("pointwise")) == (matmul, pointwise)
-    assert counted(program) in (0, matmul)  # some are made of ops that it knows
+    assert counted(program) in (0, matmul)  # some decompose into ops with formulas
 
 
 def test_what_is_added_to_a_product_counts_with_its_scale():
@@ -216,7 +216,7 @@ def test_what_no_declared_kinds_take_is_an_error_with_its_cause_and_line():
     )
     assert re.match(text, str(error.value))
     net = torch.nn.Linear(5, 7, bias=False)
-    net.forward = lambda x: x @ net.weight.T  # the line that is named
+    net.forward = lambda x: x @ net.weight.T  # the line in the error
     with (
         mock.patch.dict(TRANSLATIONS, {"mm": lambda call: cg.ops.arange(-3)}),
         pytest.raises(
@@ -237,13 +237,13 @@ def test_what_torch_calls_pointwise_counts_one_for_each_element():
 
 
 def test_every_rule_is_of_an_op_that_torch_has():
-    import torch.nn.attention.varlen  # which registers ops of its own
+    import torch.nn.attention.varlen  # registers its own ops
 
     schemas = torch._C._jit_get_all_schemas()
     known = {s.name.removeprefix("aten::").removesuffix("_") for s in schemas if s.name.startswith("aten::")}
     known |= {f"{s.name.removeprefix('aten::').removesuffix('_')}.{s.overload_name}" for s in schemas}
     known |= {s.name.replace("::", ".") for s in schemas}
-    # torchvision has a test of its schemas, and this package registers its own op when it is first needed
+    # torchvision's schemas have their own test, and the library registers its own op lazily
     elsewhere = {name for name in RULES if name.startswith(("torchvision.", "costgraph."))}
     assert sorted(set(RULES) - known - elsewhere) == []
 

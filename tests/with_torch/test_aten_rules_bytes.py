@@ -1,4 +1,4 @@
-"""Bytes that aten ops read and write where those are not all operands and all results."""
+"""Bytes of aten ops that do not read all operands or write all results in full."""
 
 import pytest
 
@@ -11,11 +11,11 @@ from torch.nn import functional
 import costgraph as cg
 from costgraph.torch import lower, trace
 
-V, D, N = 13, 5, 7  # rows of a table, their size, how many are looked up
+V, D, N = 13, 5, 7  # rows of a table, their size, the number of lookups
 
 
 def moved(program, name):
-    """Bytes read of each tensor argument and written of each result, None where they are whole."""
+    """Return the bytes read of each tensor argument and written of each result, None for all bytes."""
     seen = calls_of(program).of(name)
     for amounts, tensors in ((seen.counts.reads, seen.call.operands), (seen.counts.writes, seen.call.results)):
         assert amounts is None or len(amounts) == len(tensors)
@@ -32,7 +32,7 @@ def ids(*sizes):
     return torch.zeros(sizes, dtype=torch.int64)
 
 
-# 4 bytes of an element in fp32, 8 of an index
+# 4 bytes per fp32 element, 8 per index
 PICKS = {
     "embedding": (lambda: functional.embedding(ids(N), table()), "embedding", [4 * N * D, 8 * N]),
     "of more indices than rows": (
@@ -62,7 +62,7 @@ def test_a_lookup_reads_the_rows_and_not_the_table(name):
 
 
 CHANGES = {
-    # name of the op, what it reads of self, indices and values, what it writes, FLOPs
+    # name of the op, bytes read of self, indices and values, bytes written, FLOPs
     "index_put_": (
         lambda: table().index_put_((ids(N),), torch.rand(N, D)), "index_put", [0, 8 * N, 4 * N * D], 4 * N * D, 0,
     ),
@@ -80,7 +80,7 @@ CHANGES = {
     "scatter_": (
         lambda: table().scatter_(0, ids(N, D), torch.rand(N, D)), "scatter", [0, 8 * N * D, 4 * N * D], 4 * N * D, 0,
     ),
-    "scatter_ of a part": (  # of the source as much as there are indices
+    "scatter_ of a part": (  # reads only as much of the source as there are indices
         lambda: table().scatter_(0, ids(2, D), torch.rand(N, D)), "scatter", [0, 8 * 2 * D, 4 * 2 * D], 4 * 2 * D, 0,
     ),
     "scatter_ of a number": (lambda: table().scatter_(0, ids(N, D), 1.0), "scatter", [0, 8 * N * D], 4 * N * D, 0),
@@ -121,7 +121,7 @@ def test_a_source_that_is_expanded_is_read_once():
     assert moved(program, "index_put")[0] == [0, 8 * N, 4 * D]
 
 
-# -- what is written over, or only looked at -----------------------------------------------------------------------
+# -- overwritten operands, and operands used only for their shape ------------------------------------------------------
 
 UNREAD = {
     "copy_": (lambda: table().copy_(torch.rand(D)), "copy", [0, 4 * D], None),
@@ -167,7 +167,7 @@ class Updated(torch.nn.Module):
 
 
 def of_updates(graph, name):
-    """Bytes read of operands and written of results by each call of an op, and its FLOPs."""
+    """Return the bytes read and written by each call of an op, and its FLOPs."""
     for op in graph.ops:
         if op.call is not None and op.call.target.startswith(name):
             reads, writes = op.kind.reads(op), op.kind.writes(op)
@@ -181,10 +181,10 @@ def of_updates(graph, name):
 def test_a_fused_update_writes_parameters_and_state():
     graph = trace(Updated(), train=True, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
     first, second = of_updates(graph, "_fused_adamw_")
-    # parameter, gradient (read alone) and two moments, and the number of the step
+    # parameter, gradient (read only), two moments, and the step counter
     assert (sorted(first[0].values()), first[1]) == ([4, 12, 12, 12, 12], [12, 12, 12])
     assert (sorted(second[0].values()), second[1]) == ([4, 20, 20, 20, 20], [20, 20, 20])
-    assert cg.costs(graph).filter(phase="optimizer").total().pointwise == (3 + 5) * 13 + 2  # and two steps counted
+    assert cg.costs(graph).filter(phase="optimizer").total().pointwise == (3 + 5) * 13 + 2  # and two step counters
 
 
 def test_a_fused_update_that_scales_gradients_writes_them_too():
@@ -199,11 +199,11 @@ def test_a_fused_update_that_scales_gradients_writes_them_too():
     ((reads, writes, flops),) = of_updates(trace(Scaled(), *given), "_fused_adam_")
     assert sorted(reads.values()) == [4, 4, 4, 12, 12, 12, 12]
     assert writes == [12] * 4
-    assert flops == 3 * (12 + 1)  # as without, and the division
+    assert flops == 3 * (12 + 1)  # as without scaling, plus the division
 
 
 def test_calls_on_lists_are_declared_ops_one_for_each_tensor():
-    """What a call on a list does is done with each tensor by itself; of numbers beside it each has its own."""
+    """A foreach call acts on each tensor separately; scalar lists have one value per tensor."""
 
     class Lists(torch.nn.Module):
         def forward(self, a, b, c, d):

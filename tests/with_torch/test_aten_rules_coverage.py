@@ -1,4 +1,4 @@
-"""Programs of all kinds, each aten op of which has to have a rule that fits its operands and results."""
+"""Every aten op of varied programs has a rule that matches its operands and results."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def ids(most, *sizes):
 
 
 def held(program):
-    """Run a program, forward and where it can be backward, and check what every rule says."""
+    """Run a program, forward and if possible backward, and check every rule."""
     with Calls() as calls:
         made = program()
         leaves = [t for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -176,7 +176,7 @@ def test_optimizers(name, foreach):
             optimizer.step()
 
         flops.append(held(step).total("pointwise"))
-    assert flops[1] >= 29  # one for each element at the least
+    assert flops[1] >= 29  # at least one per element
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "RMSprop", "NAdam", "Adamax"])
@@ -188,7 +188,7 @@ def test_an_update_of_a_list_costs_what_single_ones_cost(name):
             for p in params:
                 p.grad = torch.ones_like(p)
             calls = held(optimizer.step)
-        # the counters and what is made of them: a few numbers for each parameter
+        # the step counters and bias corrections: a few numbers per parameter
         large = [s.counts for s in calls.seen if any(t.numel != 1 for t in s.call.operands)]
         return sum(number(c.pointwise + c.transcendental) for c in large)
 

@@ -1,4 +1,4 @@
-"""A kernel of torch costs what the library's own declaration of the same computation costs."""
+"""The rules of torch kernels give the costs of the library's declarations of the same computations."""
 
 import pytest
 
@@ -18,7 +18,7 @@ R, N = 7, 11
 
 
 def declared(build, *phases):
-    """FLOPs by kind of some phases of a declared graph, and of a scope alone where one is named `kernel`."""
+    """Return the FLOPs by kind in some phases of a declared graph, or of the scope `kernel`."""
     with cg.Graph("g") as g:
         with cg.scope("kernel"):
             made = build(g)
@@ -33,7 +33,7 @@ def _names(t):
 
 
 def traced(program, *names):
-    """FLOPs by kind of the named aten ops of a program."""
+    """Return the FLOPs by kind of the named aten ops of a program."""
     with Calls() as calls:
         program()
     calls.seen = [s for s in calls.seen if s.call.name in names]
@@ -146,13 +146,13 @@ def test_shared_heads():
         q, k, v = rand(2, 6, 5, 7), rand(2, 3, 5, 7), rand(2, 3, 5, 7)
         functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    # with the statistic that a backward pass reads, which torch always writes
+    # includes the log-sum-exp for the backward pass, which torch always writes
     assert traced(program, "_scaled_dot_product_flash_attention_for_cpu") == declared(build, "forward")
 
 
 # -- elementwise functions -----------------------------------------------------------------------------------------
 
-#: The library's name of a function, and a program that runs it in torch with a = b = c.
+#: For each library function, a program that runs it in torch with a = b = c.
 FUNCTION_CALLS = {
     **{
         name: (lambda op: lambda x: op(x))(getattr(torch, name))
@@ -237,11 +237,11 @@ def test_updates(name, implementation):
         g.output(parts[0] + parts[1])
     step = cg.training_step(g, optimizer=ours(implementation=implementation, **options))
     rows = [r for r in cg.costs(step).rows if r.direction == "compute" and r.phase == "optimizer"]
-    # the counters of fused optimizers, one number for each parameter; torch keeps them for the others too
+    # the step counters of fused optimizers, one number per parameter; torch keeps them for the others too
     rows = [r for r in rows if not r.op.rpartition("/")[2].startswith("step")]
     params = [torch.nn.Parameter(torch.rand(s)) for s in shapes]
     optimizer = theirs(params, **{implementation: True}, **options)
-    for _ in range(2):  # a later step: state is there
+    for _ in range(2):  # the second step has state
         for p in params:
             p.grad = torch.ones_like(p)
         calls = calls_of(optimizer.step)

@@ -1,4 +1,4 @@
-"""Rules on symbols: one traced graph, bound to sizes, says what the rules say of runs at those sizes."""
+"""Symbolic rules: a traced graph bound to sizes gives the costs of runs at those sizes."""
 
 import pytest
 from budget import in_part
@@ -17,7 +17,7 @@ KINDS = ("matmul", "pointwise", "transcendental")
 
 
 class Loss(nn.Module):
-    """A module, and the mean of what it returns first."""
+    """A module, and the mean of its first output."""
 
     def __init__(self, body):
         super().__init__()

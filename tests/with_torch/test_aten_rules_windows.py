@@ -1,4 +1,4 @@
-"""Pooling, resampling, losses and scans: FLOPs against a walk over the elements that are touched."""
+"""Pooling, resampling, losses and scans: FLOPs against a walk over the touched elements."""
 
 from math import ceil, floor
 
@@ -24,7 +24,7 @@ def rand(*sizes):
 
 
 def flops_of(program, name):
-    """FLOPs that are neither matmuls nor transcendental of the only call of an op."""
+    """Return the FLOPs of an op's single call, without matmuls and transcendentals."""
     return number(calls_of(program).of(name).counts.pointwise)
 
 
@@ -43,12 +43,12 @@ def test_windows_one_by_one(window, stride, padding):
         calls = calls_of(lambda pooling=pooling: pooling(x, **shape).sum().backward())
         forward, backward = (s for s in calls.seen if "pool" in s.call.name)
         assert number(forward.counts.pointwise) == elements * window**2
-        # a maximum hands its gradient to one element, a mean to all of them
+        # a maximum passes its gradient to one element, a mean to all elements
         assert number(backward.counts.pointwise) == elements * (1 if name == "max_pool2d" else window**2)
 
 
 def reached(n, k):
-    """Elements of all windows that divide n elements into k parts, as torch's kernel walks over them."""
+    """Count the elements of all adaptive windows that divide n elements into k parts, as torch's kernel visits them."""
     return sum(ceil((i + 1) * n / k) - floor(i * n / k) for i in range(k))
 
 
@@ -90,8 +90,8 @@ def test_interpolation_adds_up_one_axis_after_the_other(mode, taps, axes):
     calls = calls_of(lambda: functional.interpolate(x, scale_factor=2, mode=mode).sum().backward())
     forward, backward = (s for s in calls.seen if "upsample" in s.call.name)
     one = 0
-    for axis in range(axes):  # so many lines along this axis are left to be made for one element
-        one += taps ** (axes - 1 - axis) * (taps + taps - 1)  # products, and sums of them
+    for axis in range(axes):  # interpolations along this axis per element
+        one += taps ** (axes - 1 - axis) * (taps + taps - 1)  # products and their sums
     assert number(forward.counts.pointwise) == made * one
     assert number(backward.counts.pointwise) == made * 2 * taps**axes
 
@@ -100,18 +100,18 @@ def test_the_nearest_neighbour_is_a_copy():
     x = rand(2, 3, 4, 4)
     assert flops_of(lambda: functional.interpolate(x, scale_factor=2), "upsample_nearest2d") == 0
     small = calls_of(lambda: functional.interpolate(x, scale_factor=0.5)).of("upsample_nearest2d").counts
-    assert [number(n) for n in small.reads] == [4 * 2 * 3 * 2 * 2]  # what is left out is not read
+    assert [number(n) for n in small.reads] == [4 * 2 * 3 * 2 * 2]  # skipped elements are not read
 
 
 def test_smoothing_reaches_wider_where_an_image_shrinks():
     x = rand(1, 1, 12, 12)
-    # a window of twice the scale on either side of a centre: 2 * ceil(2) + 1 neighbours at the most
+    # a window of twice the scale on either side of a centre: at most 2 * ceil(2) + 1 neighbours
     across, down = 12 * 6, 6 * 6
     program = lambda: functional.interpolate(x, size=6, mode="bilinear", antialias=True)  # noqa: E731  # one of two places
     assert flops_of(program, "_upsample_bilinear2d_aa") == 2 * 5 * (across + down)
 
 
-# -- losses, against the steps that they are made of ---------------------------------------------------------------
+# -- losses, against their decomposition -------------------------------------------------------------------------------
 
 STEPS = {
     "mse_loss": lambda x, t: ((x - t) ** 2).mean(),
@@ -220,7 +220,7 @@ def test_all_layers_in_one_kernel_cost_what_they_cost_one_by_one(kind):
         made = layer(operand)[0]
     whole = counts_of(Call("_cudnn_rnn", "", False, arguments, (spec(T, B, 2 * H),)))
     assert number(whole.matmul) == calls.total("matmul")
-    if kind == "LSTM":  # one kernel for each layer here too
+    if kind == "LSTM":  # here too, one kernel per layer
         assert number(whole.pointwise) == calls.total("pointwise")
         assert number(whole.transcendental) == calls.total("transcendental")
         gradients = counts_of(Call("_cudnn_rnn_backward", "", False, arguments, (x,)))
@@ -247,7 +247,8 @@ def test_stages_of_a_fourier_transform_are_rounded_up():
 
 def test_an_elimination_step_by_step():
     n = 7
-    steps = sum(k + 2 * k * k for k in range(1, n))  # quotients, then products and differences of what is left
+    # quotients, then products and differences in the trailing submatrix
+    steps = sum(k + 2 * k * k for k in range(1, n))
     assert calls_of(lambda: torch.linalg.lu_factor(torch.rand(3, n, n))).total("pointwise") == 3 * steps
     assert abs(steps - 2 * n**3 / 3) < n**2
 

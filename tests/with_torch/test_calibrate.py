@@ -1,4 +1,4 @@
-"""A quick calibration of the processor that the tests run on, and the bounds that are made of it."""
+"""A quick calibration of the current CPU, and its time bounds."""
 
 import sys
 
@@ -23,7 +23,7 @@ from costgraph.torch.measurement import environment
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads that wait for each other show how busy the machine is, and not how fast."""
+    """Run on one thread: synchronizing threads would measure the machine's load."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def calibration(one_thread):
 
 @pytest.fixture(scope="module")
 def outside(one_thread):
-    """With working sets outside of the cache that this machine has, which may take gigabytes."""
+    """Use working sets beyond this machine's cache, which may take gigabytes."""
     return calibrate("cpu", quick=True, command="a test")
 
 
@@ -58,7 +58,7 @@ def test_it_says_what_it_measured(calibration):
 
 
 def test_rates_are_of_a_plausible_size(calibration):
-    """Factors of 1000 would stand out here."""
+    """Errors by a factor of 1000 fail here."""
     found = calibration.hardware
     assert 10**9 < found.bandwidth.value < 10**12
     assert 10**8 < found.rate("fp64").value <= found.rate("fp32").value < 10**14
@@ -75,11 +75,11 @@ def test_nothing_of_torch_is_left_changed(calibration):
 
 
 def outside_cases():
-    """Working sets of more than twice the last-level cache; two shapes of products."""
+    """Return working sets of more than twice the last-level cache, and two matmul shapes."""
     cache = last_level_cache(CPU) or 2**26
     rows = 3 * cache // 4096 + 1
     yield from elementwise(rows)
-    edge = 1 + int((cache / 2) ** 0.5)  # three matrices of fp32: 6 times the cache
+    edge = 1 + int((cache / 2) ** 0.5)  # three fp32 matrices: 6 times the cache
     yield from products(67, edge, edge)
     yield from products(4 * edge // 5, 509, 4 * edge // 5)
     yield from products(67, 2039, 2053, "bf16")
@@ -88,7 +88,7 @@ def outside_cases():
 
 @pytest.mark.long
 def test_no_run_is_faster_than_the_lower_bound(outside):
-    """A busy machine makes runs slower, and attained rates too low: then they are measured once more."""
+    """Background load slows runs and lowers attained rates; a failure is measured again."""
     calibration = outside
     graphs, seconds = {}, {}
     for name, graph, call in outside_cases():
@@ -102,7 +102,7 @@ def test_no_run_is_faster_than_the_lower_bound(outside):
             break
         calibration = calibration.faster(calibrate("cpu", quick=True))
     assert {n: (seconds[n], bound) for n, bound in bounds().items() if seconds[n] < bound} == {}
-    # and the bound says something: streams and products are not far above it
+    # the bound is tight: streams and matmuls are close to it
     ratios = {name: seconds[name] / bound for name, bound in bounds().items()}
     assert min(ratios.values()) < 10, ratios
 
@@ -111,7 +111,7 @@ def test_no_run_is_faster_than_the_lower_bound(outside):
 def test_updates_in_place_are_no_faster_either(outside):
     calibration = outside
     cache = last_level_cache(CPU) or 2**26
-    x, y = torch.rand(cache // 4 * 2), torch.rand(cache // 4 * 2)  # 4 times the cache together
+    x, y = torch.rand(cache // 4 * 2), torch.rand(cache // 4 * 2)  # together 4 times the cache
     moved = 3 * 4 * len(x)
     seconds = fastest(lambda: x.add_(y))
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_updates_in_place_are_no_faster_either(outside):
     assert seconds >= moved / float(calibration.hardware.bandwidth)
 
 
-# -- devices with a data sheet -------------------------------------------------------------------------------------
+# -- devices with a datasheet ------------------------------------------------------------------------------------------
 
 
 def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_path):
@@ -155,7 +155,7 @@ def test_cuda_keeps_its_data_sheet(tmp_path):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """The command, with a calibration that was there before."""
+    """Run the command with an existing calibration."""
     pytest.importorskip("typer")
     asked = []
 

@@ -1,4 +1,4 @@
-"""What a calibration writes, from rates that were never measured."""
+"""The specification files of a calibration, from synthetic rates."""
 
 import os
 import tomllib
@@ -63,10 +63,10 @@ def test_without_a_data_sheet_the_attained_rates_are_the_roof(tmp_path):
     found = calibration().save(tmp_path / "mine.toml")
     assert found.id == "mine"
     assert found.name == PLACE["name"] + ", 2 threads"
-    assert found.bandwidth.value == 30 * 10**9  # the fastest at twice the cache and more
-    assert found.rate("fp32").value == 100_130_000_000  # five digits, upwards
+    assert found.bandwidth.value == 30 * 10**9  # the fastest beyond twice the cache
+    assert found.rate("fp32").value == 100_130_000_000  # rounded up to five digits
     assert found.rate("bf16").value == 201 * 10**9
-    assert found.rate("bf16", "vector").value == 100_130_000_000  # the units of fp32 products
+    assert found.rate("bf16", "vector").value == 100_130_000_000  # the units of fp32 matmuls
     assert found.memory.value == found.capacity(measured=True).value == PLACE["memory_bytes"]
     assert found.tables["cache"]["last_level"].value == 32 * MIB
     assert found.tables["attained"]["launch"].value == Fraction(25, 10**7)
@@ -134,7 +134,7 @@ def test_bounds_are_never_above_what_was_measured(value, unit, base):
     exact = Fraction(value)
     assert read.value <= exact if unit == "s" else read.value >= exact
     assert abs(read.value - exact) <= exact * Fraction(1, 10**4)
-    assert unit != "B" or read.value == value  # bytes are no measurement
+    assert unit != "B" or read.value == value  # bytes are exact
     assert made["note"] == 'a "note"'
 
 
@@ -159,7 +159,7 @@ def test_places_that_cannot_be_written(path, text, tmp_path, monkeypatch):
     assert str(error.value) == text
 
 
-# -- the fastest of several -----------------------------------------------------------------------------------------
+# -- the fastest of several runs ---------------------------------------------------------------------------------------
 
 
 def test_the_faster_of_two_for_every_rate():
@@ -216,7 +216,7 @@ def cpus(folder, *caches):
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads what Linux says")
 def test_parts_of_the_last_level_add_up(tmp_path):
-    # two cores share one part of 16 MiB, two others the other; each has a second level of its own
+    # two cores share one L3 slice of 16 MiB, two others the second; each has its own L2
     found = cpus(
         tmp_path,
         *((cpu, 2, 2, "512K", str(cpu)) for cpu in range(4)),
@@ -244,7 +244,7 @@ def test_working_sets_are_on_both_sides_and_fit(cache, quick):
 def test_streams_move_the_bytes_that_they_say():
     pool = torch.rand(3000)
     moved = {p.how: p.amount for p in streams(pool, [4 * 2999])}
-    # 2999 numbers; the half of them 1499, the third of them 999
+    # 2999 numbers; half of them are 1499, a third 999
     assert moved == {
         "sum": 4 * 2999,
         "amax": 4 * 2999,

@@ -1,4 +1,4 @@
-"""`costgraph trace`: from a factory to a report and a file."""
+"""`costgraph trace`: from a factory function to a report and a file."""
 
 import json
 
@@ -71,7 +71,7 @@ def test_a_step_is_traced(program, capsys):
     words = ["trace", f"{program}:make_step", "--input", "B,S:int64", "--input", "targets=B,S:int64", "--train"]
     assert main([*words, "--optimizer", "AdamW:fused", "--formulas"]) == 0
     shown = capsys.readouterr().out
-    # forward, and both gradients of both products: nothing asks for one of the ids, but one of the table
+    # forward, and both gradients of both matmuls: the ids need no gradient, the table does
     assert f"{3 * (2 * 30 * 7 + 2 * 7 * 97):_}*B*S" in shown
 
 

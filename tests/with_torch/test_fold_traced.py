@@ -1,4 +1,4 @@
-"""Traces whose blocks were folded, held to traces of models with another number of blocks."""
+"""Folded traces against traces of models with other numbers of blocks."""
 
 from collections import Counter
 from fractions import Fraction
@@ -20,7 +20,7 @@ OPTIMIZERS = {
     "for-loop": lambda p: torch.optim.AdamW(p, foreach=False),
     "fused": lambda p: torch.optim.AdamW(p, fused=True),
 }
-#: How often an update goes over the parameters: once for each function of lists, or for all that is done with one.
+#: Passes of an optimizer over the parameters: one per foreach function, or one per parameter.
 PASSES = {"none": 0, "sgd": 3, "foreach": 9, "fused": 2, "for-loop": 1}
 POINTS = {"B": ({"B": 2}, {"B": 7}), "BS": ({"B": 1, "S": 2}, {"B": 5, "S": 31})}
 
@@ -35,7 +35,7 @@ def answers(g, **sizes):
 
 
 def held_to(make, scope, traced, others, points):
-    """The fold of one trace is the trace of a model with any other number of blocks, exactly."""
+    """Assert that the fold of one trace equals the trace at any other number of blocks."""
     folded = cg.fold(make(traced), scope, "L")
     least, formula = cg.timeline(folded).holds_from.get("L", 1), cg.peak_memory(folded)
     assert "L" not in folded.defaults
@@ -69,7 +69,7 @@ class Perceptron(nn.Module):
 
 
 class Patches(nn.Module):
-    """A vision transformer: patches, a class token, pre-norm blocks."""
+    """A vision transformer: patch embedding, class token, pre-norm blocks."""
 
     def __init__(self, depth, *, train=False):
         super().__init__()
@@ -113,15 +113,15 @@ def patches(depth, optimizer=None, *, train=False):
 
 
 def test_a_perceptron():
-    # torch holds a block's input while the block runs: that of the first is the caller's, and of the second one
-    # what no block holds any more when the third begins
+    # torch holds a block's input while the block runs: the caller holds the first, and nothing holds the second once
+    # the third block begins
     assert loops(held_to(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_perceptron_is_trained(name):
     folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"])
-    # the input wants no gradient: the first block's backward pass is not like the others'
+    # the input needs no gradient, so the first block's backward pass differs from the others
     found = loops(folded)
     updates = [loop for loop in found if loop.startswith("layers.optimizer")]
     assert found == dict.fromkeys(("layers", "layers.backward", *updates), "L - 2")
@@ -226,7 +226,7 @@ IDS = torch.zeros(3, 17, dtype=torch.long)
 
 
 def test_a_language_model():
-    """Rotary tables and masks are made once, before the blocks that all read them."""
+    """Rotary tables and masks are computed once, before the blocks."""
     name = "llama"
 
     @cache
@@ -234,7 +234,7 @@ def test_a_language_model():
         return trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")])
 
     folded = held_to(forward, SCOPES[name], 4, (5,), POINTS["BS"])
-    found = cg.fold(forward(4))  # by the paths that the trace gives
+    found = cg.fold(forward(4))  # by the paths of the trace
     for question in (cg.flops, cg.bytes_moved, cg.param_count):
         assert question(found) == question(folded)
     assert cg.peak_memory(found, L=5, **POINTS["BS"][0]) == cg.peak_memory(folded, L=5, **POINTS["BS"][0])

@@ -1,4 +1,4 @@
-"""Models of transformers that a config.json names and the zoo does not declare: traced from their classes."""
+"""transformers models that the zoo does not declare, traced from a config.json through their classes."""
 
 import json
 
@@ -18,11 +18,11 @@ DECODER = {
     "num_hidden_layers": 4, "vocab_size": 101, "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1,
     "eos_token_id": 1,
 }  # fmt: skip
-# decoders that no family of the zoo declares; an encoder; both; images
+# decoders outside the zoo's families; an encoder; an encoder-decoder; image models
 CLASSES = {
     "StableLmForCausalLM": DECODER,
     "GraniteForCausalLM": DECODER,
-    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 17},  # three of four have a window
+    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 17},  # three of four layers have a window
     "GPTNeoXForCausalLM": DECODER,
     "OPTForCausalLM": DECODER | {"ffn_dim": 80, "word_embed_proj_dim": 64},
     "BertLMHeadModel": DECODER | {"is_decoder": True},
@@ -36,12 +36,13 @@ def config(name, **fields):
 
 
 def built(name, **fields):
-    """The class of transformers itself, with data; torch's counter knows no fused attention of a CPU."""
+    """Build the transformers class with data, with eager attention: torch's counter has no formula for the CPU's
+    fused kernel."""
     made = getattr(transformers, name)
     return made(made.config_class.from_dict(config(name, **fields, attn_implementation="eager"))).eval()
 
 
-SHORT = ("Cohere2ForCausalLM", "Dinov2Model")  # StableLM is in what follows
+SHORT = ("Cohere2ForCausalLM", "Dinov2Model")  # StableLM is in the next test
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_the_graph_of_a_configuration_is_that_of_the_class(name):
     graph, depth = from_config(config(name), device="cpu"), layers + 4
     assert graph.defaults == {"L": layers}
     assert cg.param_count(graph) == sum(p.numel() for p in built(name).parameters())
-    deeper = built(name, num_hidden_layers=depth)  # bound to another depth, it is the class of that depth
+    deeper = built(name, num_hidden_layers=depth)  # binding another depth gives the class with that depth
     assert cg.param_count(graph, L=depth) == sum(p.numel() for p in deeper.parameters())
     images = deeper.main_input_name == "pixel_values"
     inputs = torch.zeros((2, 3, 42, 42) if images else (2, 23), dtype=torch.float32 if images else torch.int64)
@@ -80,7 +81,7 @@ def test_a_decoder_beside_an_encoder_has_two_depths():
 
 
 class WithLoss(torch.nn.Module):
-    """What a program trains."""
+    """A module with its training loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -113,7 +114,7 @@ def test_formats_and_kernels():
     graph, eager = from_config(half), from_config(half, "eager", "fp32")
     count = sum(p.numel() for p in built("StableLmForCausalLM", num_hidden_layers=1).parameters())
     assert (cg.param_bytes(graph), cg.param_bytes(eager)) == (2 * count, 4 * count)
-    # 2 products of 2 FLOPs, B, H, K; above the diagonal
+    # 2 matmuls of 2 FLOPs, B, H, K; above the diagonal
     hidden = 4 * 2 * 4 * 16 * (29 * 28 // 2)
     assert cg.matmul_flops(eager, B=2, S=29) - cg.matmul_flops(graph, B=2, S=29) == hidden
     assert torch.get_default_dtype() == torch.float32
@@ -128,7 +129,7 @@ def test_images_are_in_the_format_of_the_model():
     assert {t.dtype.name for t in graph.tensors if t.role == "input" and t.producer is None} == {"bf16"}
     counted = []
     for layer in module.modules():
-        if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):  # 2 for each element of a result and what it sums
+        if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):  # 2 per output element and summed element
             layer.register_forward_hook(lambda m, _, y: counted.append(2 * y.numel() * m.weight[0].numel()))
     with torch.no_grad():
         module(torch.zeros(2, 3, 64, 64))
@@ -145,7 +146,7 @@ def test_a_policy_changes_the_format_that_a_traced_module_has(policy, each):
 def test_a_program_that_asks_for_its_length_is_held_to_the_answer():
     windows = config("Cohere2ForCausalLM", sliding_window=64, max_position_embeddings=4096, num_hidden_layers=1)
     with pytest.raises(BindingError, match="against the assumption"):
-        cg.flops(from_config(windows), B=1, S=17)  # the run was longer than the window
+        cg.flops(from_config(windows), B=1, S=17)  # the example was longer than the window
 
 
 @pytest.mark.parametrize(

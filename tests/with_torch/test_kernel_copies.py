@@ -1,4 +1,4 @@
-"""Copies that torch's kernels make of operands and results, for every memory format: the allocator's, one call each."""
+"""Copies of operands and results in torch's kernels, for every memory format: one call each against the allocator."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ def channels_last(shape):
     return torch.rand(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-#: How an operand lies in memory, by name.
+#: Memory layouts of an operand, by name.
 LAYOUTS = {
     "contiguous": torch.rand,
     "channels last": channels_last,
@@ -105,7 +105,7 @@ CASES = [
     ("gelu_backward", [MATRIX, MATRIX], lambda g, x: aten.gelu_backward(g, x)),
     ("binary_cross_entropy_with_logits", [MATRIX, MATRIX], lambda x, y: aten.binary_cross_entropy_with_logits(x, y)),
 ]  # fmt: skip
-#: Autograd makes the operands of one contiguous first; the other one is called by the gradient of `cdist` alone.
+#: Autograd makes the operands of the first contiguous; only the gradient of `cdist` calls the second.
 ELSEWHERE = {"native_group_norm_backward", "_cdist_backward"}
 
 
@@ -126,7 +126,7 @@ def test_kernels_copy_what_the_rules_say(name, shapes, call):
     for chosen in combinations:
         operands = [LAYOUTS[layout](shape) for layout, shape in zip(chosen, shapes, strict=True)]
         function = call
-        if isinstance(call, tuple):  # of a maximum that the forward pass has placed
+        if isinstance(call, tuple):  # for the indices of a forward max pooling
             places, function = call
             operands.append(places(operands[-1]))
         calls.append(lambda function=function, operands=operands: function(*operands))
