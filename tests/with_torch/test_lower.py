@@ -1,4 +1,4 @@
-"""Lowering of a graph: names, inputs, devices, refusals, gradients, and what the strategies do not draw."""
+"""Lowering of a graph: names, inputs, devices, errors, gradients, and cases that the strategies do not draw."""
 
 import re
 
@@ -49,7 +49,7 @@ def test_a_tensor_may_have_the_name_of_a_module():
         a = g.param("a", (2,))
         with cg.scope("a"):
             b = g.param("b", (2,))
-        with cg.scope("train"):  # a method of torch's modules
+        with cg.scope("train"):  # also a method of nn.Module
             c = g.param("float", (2,))
         g.output(a + b + c + g.param("a.b", (2,)))
     module = lower(g)
@@ -95,7 +95,7 @@ def test_computed_indices_wrap_around():
     assert "remainder" not in lower(known).code
 
 
-# -- inputs and refusals -----------------------------------------------------------------------------------------
+# -- inputs and errors -------------------------------------------------------------------------------------------------
 
 
 def plain():
@@ -153,7 +153,7 @@ def test_short_floats_are_stored_and_computed_with_in_fp32(dtype):
     assert {y.element_size() for y in made} == {1}
 
 
-# -- functions of one's own --------------------------------------------------------------------------------------
+# -- user-defined functions --------------------------------------------------------------------------------------------
 
 
 def own():
@@ -195,7 +195,7 @@ def test_functions_that_are_missing_or_return_something_else_are_refused():
     ],
 )
 def test_gradients_are_those_of_autograd(name, attention, checkpoint):
-    """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
+    """A step of plain SGD with rate 1 subtracts the gradient, which autograd computes from the forward pass."""
     graph = load(name, dtype="fp64", attention=attention)
     loss = cg.transforms.loss.with_loss(graph)
     step = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), checkpoint=checkpoint)
@@ -251,7 +251,7 @@ def test_convolution_and_pooling_go_back_as_torchs():
         torch.testing.assert_close(p.detach() - step.get_parameter(k), p.grad)
 
 
-# -- everything that a step can be -------------------------------------------------------------------------------
+# -- step options ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{type(o).__name__}-{o.implementation}")
@@ -260,7 +260,7 @@ def test_steps_with_every_optimizer_run(optimizer):
     module = lower(step, **sizes_of(step))
     before = {k: v.clone() for k, v in module.state_dict().items()}
     assert torch.isfinite(module(*random_inputs(step, **sizes_of(step))))
-    # a small step changes no digit of a number near 1, as those of vectors are
+    # a small step does not change numbers near 1, such as those of vectors
     changed = {k for k, v in module.named_parameters() if not torch.equal(v, before[k])}
     assert {k for k, _ in module.named_parameters() if "weight" in k} <= changed
     assert all(torch.isfinite(v).all() for v in module.state_dict().values())

@@ -1,4 +1,4 @@
-"""Matmul FLOPs of a lowered graph, as torch's FlopCounterMode counts them, beside the formula."""
+"""Matmul FLOPs of a lowered graph: torch's FlopCounterMode against the formula."""
 
 import re
 
@@ -29,7 +29,7 @@ def sizes_of(graph):
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama-3-8b"])
 @pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.long), True])
 def test_models(name, training):
-    """Eager attention: on a CPU the counter takes one kernel of it for nothing."""
+    """Eager attention: the counter has no formula for one of a CPU's kernels."""
     graph = load(name, dtype="fp32", attention="eager")
     graph = cg.training_step(graph) if training else graph
     dims = sizes_of(graph)
@@ -49,7 +49,7 @@ def test_checkpointed_steps_count_what_is_computed_again(name):
     "b g r s k, b g t k -> b g r s t", "(a b) c, b c d -> a d",
 ])  # fmt: skip
 def test_contractions_are_matrix_products(pattern):
-    """2 for each index point, whatever the order of the axes; a vector is a matrix with one row."""
+    """2 per index point, whatever the order of the axes; a vector is a matrix with one row."""
     sizes = dict(zip("abcdfghkrst", (2, 3, 5, 7, 11, 2, 3, 5, 2, 7, 11), strict=True))
     left, right = (part.split() for part in pattern.split("->")[0].split(","))
     names = set(re.findall(r"\w", pattern))
@@ -73,14 +73,14 @@ def test_convolutions_and_their_gradients(bias):
         y = cg.conv(x, "b c h w -> b o h w", window=(3, 3), stride=2, padding=1, bias=bias, o=O)
         g.output(cg.reduce(y, "b o h w -> ", "mean"))
     back = cg.backward(g)
-    # the mean's gradient is expanded: three products of the same size
+    # the gradient of the mean is expanded: three products of the same size
     dims = {"B": 2, "C": 3, "N": 11, "O": 5}
     assert counted(g, **dims) == cg.matmul_flops(g, **dims) == 2 * 2 * 5 * 6 * 6 * 3 * 9
     assert counted(back, **dims) == cg.matmul_flops(back, count="full", **dims) == 3 * cg.matmul_flops(g, **dims)
 
 
 def test_flash_attention_counts_whole_squares_where_it_is_composed():
-    """On the meta device torch composes attention of matrix products, which the counter sees: 4*B*H*K*S**2."""
+    """On the meta device torch decomposes attention into matmuls, which the counter sees: 4*B*H*K*S**2."""
     B, H, S, K = cg.dims("B H S K")
     with cg.Graph("g") as g:
         g.output(cg.attention(*(g.input(n, (B, H, S, K)) for n in "qkv")))

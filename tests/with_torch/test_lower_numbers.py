@@ -1,4 +1,4 @@
-"""Formulas of sizes as numbers, lowered: what torch computes is what is written."""
+"""Size formulas as lowered scalars: torch computes the value of the formula."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Graphs of one rank on real processes that meet over gloo: two and four of them, beside the graph of all."""
+"""Per-rank graphs on two and four real gloo processes, against the graph of all ranks."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def ran(folder, *arguments):
-    """What the ranks of a world and the graphs of one rank say."""
+    """Return the results of the real ranks and of the per-rank graphs."""
     paths = [str(Path(cg.__file__).parent.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     made = subprocess.run(
@@ -48,7 +48,7 @@ def large_world(tmp_path_factory):
 
 
 def agree(derived, ranks, name, columns=3):
-    """Numbers on every rank are those of its part of the whole; it meets the others as often, about as many bytes."""
+    """Assert that every rank has its shard of the unsharded values, with as many collectives of about as many bytes."""
     found = [rank[name] for rank in ranks if name in rank]
     assert len(found) >= 2
     assert all(rank["error"] < 1e-9 for rank in found), found
@@ -75,10 +75,10 @@ def test_ranks_of_drawn_graphs_do_so_too(large_world):
     names = [name for name in large_world[0] if name.startswith("drawn")]
     assert len(names) > 50
     for name in names:
-        agree(*large_world, name, columns=2)  # all formats are run in fp64, which has other bytes
+        agree(*large_world, name, columns=2)  # all dtypes run in fp64, which has other sizes
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def sharded():
@@ -91,7 +91,7 @@ def sharded():
 
 @pytest.fixture
 def mesh():
-    """Make meshes of a world of four in which nobody else is."""
+    """Make meshes of a world of four with no other processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -138,7 +138,7 @@ def test_a_mesh_that_a_process_is_not_in_is_refused(mesh):
 def test_groups_may_be_given_by_the_names_of_their_axes(mesh):
     groups = {"tp": mesh(2, 2, names=("dp", "tp"))["tp"].get_group()}
     module = lower(sharded(), mesh=groups, **SIZES)
-    # the last rank has the second part of the columns, and a fake world brings nothing
+    # the last rank has the second half of the columns, and fake collectives return nothing
     assert module.up.shape == (5, 7)
     assert module(torch.ones(3, 5)).shape == (3, 5)
 

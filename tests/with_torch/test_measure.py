@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def peak_of(call):
-    for _ in range(2):  # the steady state is the third run's
+    for _ in range(2):  # the third run is in the steady state
         call()
     return peak_bytes(call, CPU)
 
@@ -50,7 +50,7 @@ def error_of(kind, call, *args, **options):
 
 @pytest.mark.parametrize(
     ("B", "D", "F", "K"),
-    [(31, 7, 53, 11), (31, 7, 11, 53)],  # the second product is narrower than the first, and wider
+    [(31, 7, 53, 11), (31, 7, 11, 53)],  # the second result is narrower than the first, and wider
     ids=["at the relu", "at the second product"],
 )
 def test_a_chain_of_products_by_hand(B, D, F, K):
@@ -82,7 +82,7 @@ def test_a_long_chain_in_several_formats():
 
 def test_a_number_becomes_a_tensor():
     x = torch.ones(7)
-    assert peak_of(lambda: x.mul_(0.9)) == (12, 0)  # 8 B as Python has it, 4 B as x has it
+    assert peak_of(lambda: x.mul_(0.9)) == (12, 0)  # 8 B as a Python number, 4 B in the dtype of x
 
 
 def test_what_a_run_frees_of_the_last_one_counts_down():
@@ -106,9 +106,9 @@ def test_what_a_run_leaves_is_counted_even_where_nothing_is_returned():
 
 def test_an_address_that_earlier_sessions_knew_does_not_count():
     kept = [torch.ones(5000)]
-    peak_of(lambda: kept.append(torch.ones(5000)))  # the profiler keeps the addresses of these
+    peak_of(lambda: kept.append(torch.ones(5000)))  # the profiler remembers the addresses of these
     kept.clear()
-    old = [torch.ones(3001) for _ in range(9)]  # perhaps at the same ones, not seen by the profiler
+    old = [torch.ones(3001) for _ in range(9)]  # they may get the same addresses, unseen by the profiler
 
     def frees():
         if old:
@@ -119,11 +119,11 @@ def test_an_address_that_earlier_sessions_knew_does_not_count():
 
 
 def test_sums_in_order_of_time():
-    # baseline 100 at the mark; -100 of before it, +300, +50, -300; a free of an unknown address is nobody's
+    # baseline 100 at the mark; -100 frees an earlier one, +300, +50, -300; frees of unknown addresses are ignored
     events = [(1, 100), None, (1, -100), (2, 300), (3, 50), (9, -4096), (2, -300)]
     assert _peak_of(events) == (250, -50)
     assert _peak_of([(1, 100), None]) == (0, 0)
-    assert _peak_of([(1, 10), (1, -10), (1, 30), None, (1, -30), (1, 7)]) == (0, -23)  # an address that is used again
+    assert _peak_of([(1, 10), (1, -10), (1, 30), None, (1, -30), (1, 7)]) == (0, -23)  # a reused address
 
 
 def test_cycles_are_freed_at_no_time_of_their_own():
@@ -150,7 +150,7 @@ def test_a_training_step_of_a_linear_layer_by_hand(momentum):
         optimizer.zero_grad()
 
     # y 4BF, held until the end; dw 4DF, which becomes the gradient; x needs none. The update is in place, and the
-    # momentum is there since the first step; multiplying it by a number takes that number's 12 B.
+    # momentum exists since the first step; scaling it by a number takes the number's 12 B.
     found = measure(training_step, budget=0)
     assert (found.peak, found.left) == (4 * (B * F + D * F) + (12 if momentum else 0), 0)
     assert found.flops == 2 * 2 * B * D * F  # forward and dw
@@ -164,7 +164,7 @@ def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
         w.grad = None
         (x @ w).backward(dy)
 
-    # the old gradient goes before the first op: -4DF, then y 4BF and the new one 4DF; y is not freed before it
+    # the old gradient is freed before the first op: -4DF, then y 4BF and the new one 4DF; y stays alive
     assert peak_of(training_step) == (4 * B * F, 0)
 
 
@@ -185,7 +185,7 @@ def test_whole_steps_beside_torchs_own_trackers(name, sizes, implementation):
     held = {t.untyped_storage() for t in [*module.parameters(), *module.buffers(), *state, *batch]}
     baseline = sum({s.data_ptr(): s.nbytes() for s in held}.values())
     assert found.left == 0
-    # numbers that come and go, such as the seed of the backward pass, are not in MemTracker's order of events
+    # temporary scalars, such as the seed of the backward pass, are ordered differently in MemTracker
     assert abs(found.peak + baseline - tracked_peak(name, sizes, B, S, implementation=implementation)) <= 64
     assert found.peak == measured_peak(name, sizes, B, S, implementation)
 
@@ -251,7 +251,7 @@ def test_numbers_of_runs_that_are_none(options, text):
     assert error_of(BindingError, measure, torch.ones, 3, **options) == text
 
 
-# -- where ---------------------------------------------------------------------------------------------------------
+# -- environment -------------------------------------------------------------------------------------------------------
 
 
 def test_the_record_says_where_it_is_from():
@@ -353,7 +353,7 @@ def test_cuda_by_hand():
     # h and r, then r and y: two of 4nn, one of which is returned; all are whole blocks of 512 B
     assert (found.peak, found.left) == (8 * n * n, 4 * n * n)
     assert found.flops == 4 * n**3
-    # 500 TFLOP/s is far above what plain fp32 products reach anywhere: without waiting for the device it would be less
+    # 500 TFLOP/s is beyond any plain fp32 matmul: without synchronization the time would be shorter
     assert found.time.min > 4 * n**3 / 500e12
     assert found.environment["device"] == "cuda"
     assert error_of(UnsupportedError, measure, chain, device="cpu") == "measure: ops ran on cuda:0, expected cpu alone"

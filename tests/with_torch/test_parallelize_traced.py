@@ -1,4 +1,4 @@
-"""Traced models of transformers on a mesh: the same numbers on all ranks, and work that is divided."""
+"""Traced transformers models on a mesh: all ranks reproduce the values, and the work is divided."""
 
 import pytest
 
@@ -26,7 +26,7 @@ HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
 
 def traced(name, layers):
-    """A tiny model of a class of transformers, in fp64, as torch runs it."""
+    """Return a tiny model of a transformers class in fp64, with torch's results."""
     own = {} if name == "GPT2" else SIZES
     count = {"n_layer" if name == "GPT2" else "num_hidden_layers": layers}
     config = getattr(transformers, f"{name}Config")(**{**own, **MODELS[name]}, **count, use_cache=False)
@@ -38,7 +38,7 @@ def long(name):
     return pytest.param(name, marks=pytest.mark.long)
 
 
-#: What every rank does whole: the router, attention whose weight is no equal parts, the layer before the head.
+#: Replicated layers: the router, attention with unequal parts of a fused weight, the layer before the head.
 WHOLE = {"Mixtral", "Phi3", "Bert"}
 
 
@@ -46,7 +46,8 @@ WHOLE = {"Mixtral", "Phi3", "Bert"}
 def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_ranks(name):
     step = cg.training_step(traced(name, 1), loss="cross_entropy", optimizer=cg.SGD())
     for zero in (0, 3):
-        rank = cg.parallelize(step, dp=2, tp=2, zero=zero, strict=name != "Mixtral")  # which sorts rows of all ranks
+        # Mixtral sorts the rows of all ranks
+        rank = cg.parallelize(step, dp=2, tp=2, zero=zero, strict=name != "Mixtral")
         testing.check_sharded(step, rank, B=2, S=2)
         each, whole = (cg.matmul_flops(g, B=2, S=4) for g in (rank, step))
         assert whole <= 4 * each < (2 * whole if name in WHOLE else whole + 1)
@@ -54,7 +55,7 @@ def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_r
 
 
 def test_attention_of_a_decoder_beside_an_encoder_is_split():
-    """T5's own and cross attention lie in modules of other names, and its biases of positions are one for each head."""
+    """T5's self- and cross-attention have separate module names, and its position biases one entry per head."""
     fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 8, "d_kv": 4,
               "num_heads": 2, "d_ff": 8, "num_layers": 1, "num_decoder_layers": 1, "vocab_size": 8,
               "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -100,7 +101,7 @@ def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
 
 @pytest.mark.parametrize("made", ["empty", "ones", "view"])
 def test_what_is_made_to_be_written_into_lies_as_what_is_written(made):
-    """Each rank has its own sequences of a tensor that is written part by part, as the keys of DeepSeek-V2 are."""
+    """Each rank has its own sequences of a tensor written slice by slice, such as the keys of DeepSeek-V2."""
 
     class Joined(torch.nn.Module):
         def __init__(self):

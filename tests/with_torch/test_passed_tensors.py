@@ -1,4 +1,4 @@
-"""A tensor or a module of torch where a graph's is expected: the error says which it is, and what to do with it."""
+"""Passing a torch tensor or module in place of a graph's gives an error with the type and the remedy."""
 
 import pytest
 import torch

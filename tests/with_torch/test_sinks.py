@@ -1,4 +1,4 @@
-"""Attention with sinks beside torch: joined to the scores, in the softmax, and cut off again."""
+"""Attention with sinks against torch: concatenated to the scores, included in the softmax, and dropped."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Action lists of pipeline schedules beside those of torch.distributed.pipelining, which runs no model to make them."""
+"""Pipeline schedules against the action lists of torch.distributed.pipelining, generated without running a model."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ TORCHS = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-#: Parts of a model on each rank, by schedule, and micro-batches in units of the ranks.
+#: Stages per rank by schedule, and micro-batches as multiples of the ranks.
 PARTS = {"interleaved": (2, 3), "interleaved-zb": (2, 3), "zbv": (2,), "dualpipev": (2,)}
 UNITS = {2: (1, 2, 5), 4: (2,), 8: (2,)}
 KINDS = {
@@ -32,9 +32,9 @@ def of_torch(name, p, v, m, **options):
             for a in (action and action.sub_actions) or [action]:
                 kind = a and KINDS.get(a.computation_type.name)
                 if kind is None:
-                    continue  # a gap, or what is done with parameters
+                    continue  # a bubble, or a parameter action
                 number = a.microbatch_index
-                if (name, kind) == ("1f1b", "F"):  # the dump counts those of the last rank from 1
+                if (name, kind) == ("1f1b", "F"):  # the dump numbers those of the last rank from 1
                     number, count = count, count + 1
                 made.append((kind, a.stage_index, number))
         ranks.append(made)
@@ -59,7 +59,7 @@ def test_sends_and_receives_are_those_of_torch(name):
 
 
 def makespan(ranks, times):
-    """When the last rank of lists is done, round by round; what is sent takes no time."""
+    """Return the end time of the last rank, round by round, with free communication."""
     last = max(stage for actions in ranks for _, stage, _ in actions)
     done, at, now = {}, [0] * len(ranks), [0] * len(ranks)
     while any(k < len(actions) for k, actions in zip(at, ranks, strict=True)):
@@ -79,7 +79,7 @@ def makespan(ranks, times):
 
 
 def cases(name, p):
-    """Parts on each rank and numbers of micro-batches; what goes both ways takes two for each rank at the least."""
+    """Yield the stages per rank and numbers of micro-batches; bidirectional schedules need at least two per rank."""
     least = 2 if name in ("zbv", "dualpipev") else 1
     return [(v, max(k, least) * p) for v in PARTS.get(name, (1,)) for k in UNITS[p]]
 

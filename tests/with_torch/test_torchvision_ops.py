@@ -1,4 +1,4 @@
-"""Ops of torchvision have rules under the schemas that it registers, without the package."""
+"""Rules of torchvision ops under the schemas that it registers, without the package."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def registered():
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema, fake in OPS.items():
         name = schema.partition("(")[0]
-        if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):  # unless torchvision itself is there
+        if not torch._C._dispatch_has_kernel(f"torchvision::{name}"):  # unless torchvision is installed
             library.define(schema)
             torch.library.register_fake(f"torchvision::{name}", fake, lib=library)
     yield
@@ -65,7 +65,7 @@ def registered():
 
 
 class Call(nn.Module):
-    """An op, its tensors, and the arguments behind them."""
+    """An op, its tensors, and its further arguments."""
 
     def __init__(self, name, *rest):
         super().__init__()

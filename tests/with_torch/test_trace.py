@@ -1,4 +1,4 @@
-"""Traces of small modules whose costs are worked out by hand."""
+"""Traces of small modules with costs derived by hand."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """Linear, ReLU, linear; a loss where targets are given."""
+    """Linear, ReLU, linear; returns a loss if targets are given."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ def test_the_costs_of_a_perceptron_follow_from_its_sizes():
     assert cg.matmul_flops(g) == 2 * B * 5 * 7 + 2 * B * 7 * 3  # multiply + add per index point
     assert cg.flops(g) == cg.matmul_flops(g) + 7 * B + 3 * B + 7 * B  # biases, and max(x, 0)
     assert cg.param_count(g) == 5 * 7 + 7 + 7 * 3 + 3
-    # while relu runs: parameters, the input, what it reads and what it makes, in fp32
+    # during relu: parameters, the model input, its operand and its result, in fp32
     assert cg.peak_memory(g) == 4 * (66 + 5 * B + 7 * B + 7 * B)
 
 
@@ -59,7 +59,7 @@ def test_phases_and_scopes_of_a_step():
         for op in g.ops
         if op.call is not None and op.call.target in ("mm.default", "addmm.default")
     ]
-    # dX of the first layer is not made: nothing asks for the gradient of the input
+    # no dX of the first layer: the input needs no gradient
     assert matmuls == [("forward", "up"), ("forward", "down"), *[("backward", "down")] * 2, ("backward", "up")]
     updates = {op.scope for op in g.ops if op.phase == "optimizer"}
     assert updates == {""}
@@ -161,7 +161,7 @@ def test_a_variable_keeps_its_tensor():
 
     B = cg.dims("B")
     peaks = [cg.peak_memory(trace(Held(forget), torch.zeros(5), dims=[("B",)])) for forget in (True, False)]
-    # x, second, exp; and first, which nothing reads any more but whose name is still there
+    # x, second, exp; and first, which is unused but still referenced by its name
     assert peaks == [4 * 3 * B, 4 * 4 * B]
 
 
@@ -199,7 +199,7 @@ def test_sizes_that_are_quotients():
     g = trace(net, torch.zeros(2, 5, 17), dims=[("B", None, "S")])
     for size in (16, 17, 18, 31):
         outputs = (size - 3) // 2 + 1
-        # 2 for each point of the output, each place of the window and each input channel
+        # 2 for each output position, window position and input channel
         assert cg.matmul_flops(g, B=3, S=size) == 2 * 3 * 7 * outputs * 3 * 5
         assert lower(g, B=3, S=size)(torch.zeros(3, 5, size)).shape == (3, 7, outputs)
 
@@ -277,7 +277,7 @@ def test_an_empty_tensor_takes_part_in_nothing():
     assert cg.peak_memory(g) == 2 * 4 * 5 * cg.dims("B")
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 class Numbers(nn.Module):

@@ -1,4 +1,4 @@
-"""Operands of several formats, which a CPU casts before it computes with them, and what masks write over."""
+"""Mixed-dtype operands, which a CPU casts before the computation, and masked writes."""
 
 import re
 
@@ -13,7 +13,7 @@ from costgraph.torch import lower, trace
 
 
 class Rows(nn.Module):
-    """A function of rows, behind a layer where there is one."""
+    """A function of rows, after an optional layer."""
 
     def __init__(self, function, *layers):
         super().__init__()
@@ -24,7 +24,7 @@ class Rows(nn.Module):
 
 
 def places(x):
-    """Return whole numbers, as many as there are elements."""
+    """Return as many integers as there are elements."""
     return x.argsort(-1)
 
 
@@ -53,7 +53,7 @@ def test_what_a_cpu_casts_first_is_in_the_peak(name):
     assert abs(peak) < 16
 
 
-#: The formula that goes back casts as well.
+#: Ops whose backward formula casts as well.
 BACK = {
     "a mask that is a factor": lambda x: (x > 0) * x * 2,
     "a mask far from the loss": lambda x: torch.sin((x > 0) * x.exp())[:, None],
@@ -77,7 +77,7 @@ def test_a_cast_on_the_way_takes_nothing_on_a_gpu():
 
 
 def test_a_kernel_of_a_compiler_casts_on_the_way():
-    """One, that reads the rows and writes the sums."""
+    """One kernel reads the rows and writes the sums."""
     net = Rows(lambda x: (x * (x.sin() > 0) * 2).sum(-1))
     g = cg.fuse(trace(net, torch.zeros(5, 67), dims=[("B", None)]))
     assert len(list(g.ops)) == 1
@@ -92,7 +92,7 @@ def masked(x):
 
 
 def test_what_a_mask_names_is_written_over_by_a_number():
-    """As `masked_fill`, which torch runs for it: gradients pass where it is not."""
+    """Like `masked_fill`, which torch runs for it: gradients pass where the mask is false."""
     net, x = Rows(masked, nn.Linear(6, 67)), torch.randn(13, 6)
     forward = trace(net, torch.zeros(5, 6), dims=[("B", None)])
     peak, flops = differences(forward, net, [x], B=13)

@@ -1,4 +1,4 @@
-"""FLOPs of pooling are the elements that its windows reach, counted by brute force."""
+"""FLOPs of pooling with ceil_mode: elements of its windows, counted by brute force."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ from costgraph.torch import trace
 
 
 def reached(n, out, window, stride, padding, dilation):
-    """Count elements of windows that start before the end of the padding and are inside it."""
+    """Count the elements in bounds of windows that start before the end of the padding."""
     return sum(i * stride + j * dilation < n + 2 * padding for i, j in product(range(out), range(window)))
 
 

@@ -1,4 +1,4 @@
-"""Branches that data decide: which of them have an answer, and how a user answers the others."""
+"""Data-dependent branches: those with a known answer, and `choose` for the others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_message_of_a_branch_names_the_argument_that_answers_it(
 ):
     with pytest.raises(UnsupportedError, match=rf"choose=\{{'{name}': ") as error:
         _matmuls(call)
-    advised = eval(str(error.value).partition("choose=")[2].partition("}")[0] + "}")  # our own text
+    advised = eval(str(error.value).partition("choose=")[2].partition("}")[0] + "}")  # the error's own text
     _matmuls(call, choose=advised)
     assert _matmuls(call, choose={name: yes}) == BOTH
     assert _matmuls(call, choose={name: no}) == 0

@@ -1,4 +1,4 @@
-"""What a GPU would run, traced without one: held to torch's registrations for kernels of CUDA, and to its counter."""
+"""GPU kernels traced without a GPU, against torch's CUDA registrations and its FLOP counter."""
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def rules(graph):
 
 
 fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# by the conditions of sdp_utils.cpp in torch 2.13: cuDNN first on sm_90 and sm_100, flash for two bytes and no mask,
-# efficient for heads of whole lines, products for everything
+# by the conditions of sdp_utils.cpp in torch 2.13: cuDNN first on sm_90 and sm_100, flash for 16-bit dtypes without a
+# mask, efficient for aligned heads, math for everything
 CHOSEN = [
     ("cuDNN", bf16, 64, {}),
     ("cuDNN", fp16, 80, {"is_causal": True}),
@@ -71,7 +71,7 @@ CHOSEN = [
     ("cuDNN", bf16, 256, {"train": True}),
     ("cuDNN", bf16, 64, {"groups": 2}),
     ("cuDNN", bf16, 64, {"dropout_p": 0.125}),
-    ("flash", bf16, 64, {"dropout_p": 0.1}),  # no multiple of 1/16
+    ("flash", bf16, 64, {"dropout_p": 0.1}),  # not a multiple of 1/16
     ("flash", fp16, 77, {}),  # which flash pads to 80
     ("flash", bf16, 256, {"arch": "sm_100"}),
     ("cuDNN", bf16, 192, {"arch": "sm_100", "value": 128}),
@@ -79,7 +79,7 @@ CHOSEN = [
     ("flash", bf16, 64, {"arch": "sm_80", "groups": 2}),
     ("efficient", bf16, 64, {"arch": "sm_80", "mask": torch.bool}),
     ("efficient", bf16, 64, {"arch": "sm_80", "mask": bf16}),
-    ("math", bf16, 77, {"arch": "sm_80", "mask": bf16}),  # 77 is no multiple of 8
+    ("math", bf16, 77, {"arch": "sm_80", "mask": bf16}),  # 77 is not a multiple of 8
     ("flash", bf16, 256, {"arch": "sm_86"}),
     ("flash", bf16, 256, {"arch": "sm_86", "train": True}),
     ("efficient", bf16, 200, {"arch": "sm_86", "train": True}),  # in (192, 224]
@@ -87,7 +87,7 @@ CHOSEN = [
     ("efficient", fp32, 64, {}),
     ("efficient", fp32, 80, {"is_causal": True, "train": True}),
     ("efficient", fp32, 64, {"mask": torch.bool}),
-    ("math", fp32, 77, {}),  # no multiple of 4
+    ("math", fp32, 77, {}),  # not a multiple of 4
     ("math", fp32, 64, {"groups": 2}),
     ("math", fp64, 64, {}),
     ("efficient", fp16, 64, {"arch": "sm_75"}),
@@ -122,7 +122,7 @@ def test_what_is_saved_and_its_flops_are_torchs(dtype, arch, size):
     saved = [t for t in made if isinstance(t, torch.Tensor) and t.numel()]
     whole = [tuple(sized(n) for n in t.sizes) for t in op.results]
     assert whole == [tuple(t.shape) for t in saved]
-    # a seed is eight bytes in torch's uint64 as well
+    # a seed takes eight bytes, as in torch's uint64
     assert [int(t.dtype.bytes) for t in op.results] == [t.element_size() for t in saved]
     assert cg.matmul_flops(graph, count="full", B=B, S=S) == counter.get_total_flops()
 
@@ -130,10 +130,10 @@ def test_what_is_saved_and_its_flops_are_torchs(dtype, arch, size):
 def test_a_step_of_flash_attention_has_its_peak_in_the_gradient():
     graph = attended(bf16, 64, arch="sm_80", train=True, is_causal=True)
     elements = B * 4 * S * 64
-    # q, k, v are the caller's; the scaled queries and the result live for the gradient, and its fp32 sums of rows;
-    # gradients of the result and of all three; the scale, its copy and the loss are of one element
+    # the caller holds q, k, v; scaled queries and the result are saved for the gradient, with the fp32 log-sum-exp;
+    # gradients of the result and of all three; scale, its copy and loss have one element
     fixed = elements * 2 * (3 + 2 + 1 + 3) + 4 * B * 4 * S + 16 + 8
-    # the kernel adds up the gradient of queries in fp32: rows padded to 128, and the sum of each of them
+    # the kernel accumulates the gradient of queries in fp32: rows padded to 128, and the sum per row
     workspace = 4 * B * 4 * 128 * (64 + 1)
     assert 0 <= cg.peak_memory(graph, B=B, S=S) - fixed - workspace < 64
 
@@ -152,7 +152,7 @@ def test_keys_that_fewer_heads_share_make_the_flash_gradient_larger():
         g: next(op for op in graph.ops if op.call is not None and "flash_attention_backward" in op.call.target).kind
         for g, graph in made.items()
     }
-    # gradients of each head's keys and values, before they are added up: mha_bwd, dk_expanded and dv_expanded
+    # gradients of keys and values per query head, before their sum: mha_bwd, dk_expanded and dv_expanded
     more = kinds[2].workspace - kinds[4].workspace
     assert sized(more) == 2 * B * 4 * S * 64 * 2
 
@@ -190,15 +190,15 @@ def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
     graphs = [trace(Loss(module) if train else module, x, dims=dims, train=train, device=d) for d in ("cpu", "cuda")]
     names = [t for t in called(graphs[1]) if "batch_norm" in t]
     assert all(("cudnn" in name) is cudnn for name in names)
-    assert len(names) == 1 + train or not cudnn  # torch's own gradient is declared ops
+    assert len(names) == 1 + train or not cudnn  # torch's own gradient consists of declared ops
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
 
 
 @pytest.mark.parametrize(
     ("norm", "dtype"), in_part([("layer", fp16), ("layer", fp64), ("group", bf16), ("group", fp32), ("batch", bf16)], 0)
-)  # other formats' batch norms are cuDNN's
+)  # other dtypes use cuDNN
 def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, dtype):
-    # torch's registrations for devices that are no CPU say so
+    # torch's registrations for non-CPU devices say so
     module = {"layer": nn.LayerNorm(5), "batch": nn.BatchNorm1d(6), "group": nn.GroupNorm(3, 6)}[norm].to(dtype)
     x, dims = torch.zeros(3, 6, 5, dtype=dtype), [("B", None, None)]
     p = torch.zeros(6, dtype=dtype, device="meta")
@@ -222,7 +222,7 @@ def test_an_rms_norm_is_one_kernel_each_way():
     (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("_fused_rms_norm.d"))
     assert [[str(n) for n in t.sizes] for t in op.results] == [["B", "7"], ["B", "1"]]
     mixed = trace(nn.RMSNorm(7), torch.zeros(3, 7, dtype=bf16), dims=[("B", None)], device="cuda")
-    assert not dispatched(mixed)  # a scale in fp32: torch takes the norm apart
+    assert not dispatched(mixed)  # an fp32 scale: torch decomposes the norm
 
 
 def test_a_softmax_reads_fp16_and_writes_fp32():
@@ -238,7 +238,7 @@ def test_a_softmax_reads_fp16_and_writes_fp32():
 
 
 def test_a_fast_path_attends_in_a_kernel():
-    # torch's own fast path is for an even number of heads
+    # torch's fast path needs an even number of heads
     layer = nn.TransformerEncoderLayer(48, 6, 29, batch_first=True).eval()
     graph = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)], device="cuda")
     plain = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)])
@@ -253,7 +253,7 @@ def test_recurrent_layers_are_one_call_of_cudnn(kind, gates):
     module = kind(5, 7, num_layers=2, bidirectional=True)
     graph = step(module, torch.zeros(11, 3, 5), dims=[("T", "B", None)])
     assert [t for t in called(graph) if "rnn" in t] == ["_cudnn_rnn", "_cudnn_rnn_backward"]
-    # of each step, layer and direction products with both weights; backwards twice as many
+    # both weights multiply at each step, layer and direction; twice as many products in backward
     weights = gates * 7 * (2 * (5 + 7) + 2 * (14 + 7))
     assert cg.matmul_flops(graph, T=11, B=3) == 3 * 2 * 11 * 3 * weights
 
@@ -262,7 +262,7 @@ def test_recurrent_layers_are_one_call_of_cudnn(kind, gates):
 def test_cells_are_two_products_and_a_kernel(kind, name, gates):
     graph = step(kind(5, 7), torch.zeros(3, 5), dims=[("B", None)])
     assert next(t for t in called(graph) if "thnn" in t) == f"_thnn_fused_{name}_cell"
-    # both products; backwards twice, but for the state before, which is none of a parameter's
+    # both products; twice in backward, except for the previous state, which no parameter affects
     assert cg.matmul_flops(graph, B=3) == 2 * 3 * gates * 7 * (3 * 5 + 2 * 7)
 
 
@@ -286,13 +286,13 @@ def test_a_llama_of_transformers_takes_what_its_format_allows(dtype):
     model = transformers.LlamaForCausalLM(config).to(dtype).eval()
     ids, dims = torch.zeros(3, 17, dtype=torch.int64), [("B", "S")]
     graphs = [trace(model, ids, dims=dims, keywords={"use_cache": False}, device=device) for device in ("cpu", "cuda")]
-    # heads share keys: cuDNN takes that, and for fp32 no kernel does
+    # shared KV heads: cuDNN supports them, but no fp32 kernel does
     assert rules(graphs[1]) == {"attention: math" if dtype == fp32 else "attention: cuDNN"}
     counts = [cg.matmul_flops(g, count="full", B=3, S=17) for g in graphs]
     assert counts[0] == counts[1]
 
 
-# -- what a program sees -----------------------------------------------------------------------------------------
+# -- visible device ----------------------------------------------------------------------------------------------------
 
 
 class Asking(nn.Module):
@@ -324,7 +324,7 @@ def test_what_is_computed_again_is_computed_on_the_gpu():
     assert phases == ["forward", "recompute"]
 
 
-# -- what becomes of such a graph ----------------------------------------------------------------------------------
+# -- transforms and files of such a graph ------------------------------------------------------------------------------
 
 
 def test_a_graph_says_which_call_follows_from_which_rule_and_a_file_keeps_it(tmp_path):
@@ -411,9 +411,9 @@ def test_kernels_take_memory_beside_their_tensors():
 
     g = trace(Scores(), torch.zeros(2, 5, 8), dims=[("B", "S", None)], train=True, device="cuda", arch="sm_80")
     found = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
-    # of the forward pass, and of the gradient of the weights
+    # in the forward pass, and in the gradient of the weights
     libraries = {"cuBLAS": (2 * 4096 + 8 * 16) * 1024, "cuBLAS (autograd)": (2 * 4096 + 8 * 16) * 1024}
-    # grad, which lies transposed, is copied, and grad * output; sums of each channel and factors of each group
+    # a copy of the transposed grad, and grad * output; sums per channel and factors per group
     kernels = {
         "_softmax_backward_data": 2 * 7 * 11 * 12 * 4,
         "norm/native_group_norm_backward": (3 * 7 * 12 + 2 * 7 * 3) * 4,
@@ -434,13 +434,13 @@ def test_gradients_that_a_program_asks_for_are_a_backward_pass():
 
     g = trace(Penalty(), torch.zeros(7, 3), dims=[("B", None)])
     found = cg.costs(g, B=7)
-    # each of the two products has 7 x 3 x 5 points
+    # each of the two matmuls has 7 x 3 x 5 points
     assert [found.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
 
 
 def test_whole_numbers_are_counted_on_a_gpu():
     class Counts(nn.Module):
-        """How many rows go to each expert, as transformers asks on a GPU; on a CPU histc takes no whole numbers."""
+        """Count the rows per expert, as transformers does on a GPU; a CPU's histc rejects integers."""
 
         def forward(self, x):
             return torch.histc(x.argmax(-1).int(), bins=5, min=0, max=4)

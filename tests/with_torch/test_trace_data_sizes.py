@@ -1,4 +1,4 @@
-"""Sizes that data choose are symbols with bounds: programs at real data against torch's counter."""
+"""Data-dependent sizes are symbols with bounds: programs on real data against torch's counter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from costgraph.torch import trace
 
 
 class Chosen(nn.Module):
-    """A linear layer on the rows that a function chooses."""
+    """A linear layer on data-dependent rows."""
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         super().__init__()

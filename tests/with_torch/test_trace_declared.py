@@ -1,4 +1,4 @@
-"""Traced models in declared kinds: how much of them, and what follows from it, beside traces of what torch runs."""
+"""Translation of traced models to declared kinds: its coverage and costs, against traces of torch's calls."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ from costgraph.torch.tracing.translations import TRANSLATIONS
 transformers = pytest.importorskip("transformers")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-#: Configuration and class of each model; what stands for images in place of tokens.
+#: Config and class of each model; image sizes in place of tokens.
 MODELS = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
         "n_layer": 1, "n_embd": 44, "n_head": 4, "vocab_size": 97, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -35,7 +35,7 @@ MODELS = {
 }  # fmt: skip
 
 
-#: Models of a plain run: attention and experts, and convolutions; the layers of the others are like those.
+#: Models of a plain run: attention with experts, and convolutions; the other models have similar layers.
 SOME = [n if n in ("mixtral", "resnet") else pytest.param(n, marks=pytest.mark.long) for n in MODELS]
 
 
@@ -83,15 +83,15 @@ def test_the_backward_pass_of_a_forward_trace_is_the_traced_one(name):
         assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
     assert cg.flops(made, **bound) == cg.flops(seen, **bound)
     assert len(made.gradients) == len(seen.gradients)
-    # variables of torch's program name what its own backward pass no longer needs, and it copies what the library reads
-    # as it lies, and the other way round
+    # torch's variables keep tensors that its backward pass no longer needs, and it copies operands that the library
+    # reads as strided, and vice versa
     for question in (cg.peak_memory, cg.bytes_moved):
         assert abs(question(made, **bound) - question(seen, **bound)) <= 0.03 * question(seen, **bound)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_trace_in_another_format_is_that_of_the_module_in_it(name):
-    """To the byte: also where the module casts to fp32 whatever it is given, which does nothing in fp32."""
+    """To the byte, even with casts to fp32, which are no-ops in an fp32 model."""
     made, seen, bound = cg.apply_precision(traced(name), "bf16"), traced(name, dtype=torch.bfloat16), sizes(name)
     assert cg.flops(made) == cg.flops(seen)
     assert cg.param_bytes(made) == cg.param_bytes(seen)
@@ -100,7 +100,7 @@ def test_a_trace_in_another_format_is_that_of_the_module_in_it(name):
 
 
 class Formats(nn.Module):
-    """States formats in each way: by name, by another tensor's, of what is made of nothing or of integers."""
+    """States dtypes in each way: by name, by another tensor's, for created tensors and for integers."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def test_stated_formats_stay_and_others_follow_the_model():
     assert formats[0] == formats[1]
     for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert question(made) == question(seen)
-    assert cg.bytes_moved(g) == cg.bytes_moved(cg.apply_precision(g, "fp32"))  # what does nothing costs nothing
+    assert cg.bytes_moved(g) == cg.bytes_moved(cg.apply_precision(g, "fp32"))  # no-op casts have no cost
     low_again = lower(made, N=5)
     low_again.load_state_dict(Formats().bfloat16().state_dict())
     torch.testing.assert_close(low_again(low), Formats().bfloat16()(low), check_stride=False)
@@ -177,7 +177,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
 def test_attention_in_one_kernel_is_declared(causal, masked):
-    """Pairs that are seen, two products forward and five backward (Dao et al. 2022); numbers are those of the run."""
+    """Pairs below the mask, two matmuls forward and five backward (Dao et al. 2022); values equal a real run's."""
     module, x = Attends(causal, masked), torch.randn(3, 7, 10)
     g = trace(module, x, dims=[("B", "S", None)])
     seen = trace(module, x, dims=[("B", "S", None)], train=True)
@@ -204,14 +204,14 @@ class Grows(nn.Module):
 
 @pytest.mark.parametrize(("groups", "bias"), [(1, True), (2, False)])
 def test_a_transposed_convolution_is_declared(groups, bias):
-    """Each of 5 by 7 elements is spread over 3 by 3 places for each pair of channels in a group; so are gradients."""
+    """Each of 5 by 7 elements is spread over 3 by 3 positions per pair of channels in a group; so are gradients."""
     module, x = Grows(groups, bias), torch.randn(2, 6, 5, 7)
     g = trace(module, x, dims=[("B", None, None, None)])
     seen = trace(module, x, dims=[("B", None, None, None)], train=True)
     assert all(op.kind.name != "foreign" for op in (*g.ops, *seen.ops))
     B = cg.dims("B")
     assert cg.matmul_flops(g) == 2 * B * 5 * 7 * 6 * 4 // groups * 9
-    assert cg.matmul_flops(seen) == 2 * cg.matmul_flops(g)  # the input wants no gradient
+    assert cg.matmul_flops(seen) == 2 * cg.matmul_flops(g)  # the input needs no gradient
     assert cg.flops(cg.backward(g)) == cg.flops(seen)
     low = lower(g, B=2)
     low.load_state_dict(module.state_dict())
@@ -219,7 +219,7 @@ def test_a_transposed_convolution_is_declared(groups, bias):
 
 
 def test_convolutions_with_strides_have_no_difference_from_declared_ones():
-    # traced, the second length is floor(floor((T - 1)/2 + 1)/2 - 5/2) + 1, declared ceiling(T/4) - 2
+    # the second length is floor(floor((T - 1)/2 + 1)/2 - 5/2) + 1 in the trace, ceiling(T/4) - 2 in the declaration
     layers = [nn.Conv1d(8, 16, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.Conv1d(16, 32, 5, 2, bias=False)]
     traced = trace(nn.Sequential(*layers).eval(), torch.zeros(2, 8, 101), dims=[("B", None, "T")])
     B, T = cg.dims("B T")
@@ -245,7 +245,7 @@ def test_one_tensor_that_is_joined_is_a_copy():
     assert [t.shape[1:] for t in g.outputs] == [(1, 5), (5,)]
 
 
-#: Functions of reductions, and FLOPs of one row of 7: of each element, and of each result behind its sums.
+#: Reductions, and FLOPs of a row of 7: per element, and per result after the sums.
 REDUCING = {
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), 2 * 7 + 1),
     "norm of absolute values": (lambda x: x.norm(p=1, dim=-1, keepdim=True), 2 * 7),
@@ -259,14 +259,14 @@ REDUCING = {
 }
 
 
-#: Lookups and what else was a recorded call, and FLOPs of one row of 7; indices are of constants.
+#: Lookups and former foreign calls, and FLOPs of a row of 7; indices are constants.
 LOOKING = {
     "largest of an axis": (lambda x: x.max(-1)[0], 7),
     "largest of a middle axis": (lambda x: x.max(1, keepdim=True)[0] * x, 2 * 7),
     "its place": (lambda x: x.argmax(-1, keepdim=True) * x, 2 * 7),
     "a number at places": (lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2, -1)[1], 1.0) * x, 2 * 7),
     "a number of the program": (lambda x: x * torch.tensor(3.0, dtype=x.dtype), 7),
-    # a softmax has 5 for each element, and rows of minus infinity are found and replaced
+    # a softmax has 5 per element, and rows of minus infinity are detected and replaced
     "a softmax of hidden rows": (lambda x: torch._safe_softmax(x, -1), 5 * 7 + 3 * 7),
 }
 
@@ -287,12 +287,12 @@ class Summed(Reduces):
 
 @pytest.mark.parametrize("name", [*REDUCING, *LOOKING])
 def test_reductions_running_sums_and_lookups_are_declared(name):
-    """Numbers are those of the run where ops are made of what is declared, gradients too."""
+    """Values equal a real run's where ops are translated, including gradients."""
     (function, each), x = (REDUCING | LOOKING)[name], torch.randn(3, 5, 7, dtype=torch.float64)
     g = trace(Reduces(function), x, dims=[("B", "S", None)])
     assert all(op.kind.name != "foreign" for op in g.ops)
     B, S = cg.dims("B S")
-    assert cg.flops(g) == B * S * (7 + each)  # and the product with the scale
+    assert cg.flops(g) == B * S * (7 + each)  # plus the product with the scale
     module = Summed(function)
     step = cg.backward(trace(module, x, dims=[("B", "S", None)]))
     with step:
@@ -306,7 +306,7 @@ def test_reductions_running_sums_and_lookups_are_declared(name):
 
 
 class Dense(nn.Module):
-    """Queries whose heads stand before their positions in memory, as those are that a program has joined."""
+    """Queries with heads before positions in memory, such as concatenated ones."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ class Dense(nn.Module):
 
 
 def test_attention_of_dense_queries_keeps_the_sums_of_rows():
-    """Two products forward and five backward: with the logarithms of the sums no result is made again."""
+    """Two matmuls forward and five backward: with the log-sum-exp, the result is not recomputed."""
     module, x = Dense(), torch.randn(3, 5, 8)
     made, seen = (
         cg.backward(trace(module, x, dims=[("B", "S", None)])),
@@ -371,7 +371,7 @@ def test_a_translation_or_a_rule_that_fails_is_named(monkeypatch):
         trace(Function(torch.tril), x)
 
 
-#: Functions of something without elements that make something with elements.
+#: Functions of empty tensors with non-empty results.
 EMPTY = {
     "padded": lambda x, e: nn.functional.pad(e, (1, 4)) + x,
     "summed": lambda x, e: e.sum(1, keepdim=True) + x,

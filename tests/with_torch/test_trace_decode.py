@@ -1,4 +1,4 @@
-"""Steps of inference from traces whose caches are marked, beside real steps and the declared model."""
+"""Decode steps from traces with marked caches, against real steps and the declared model."""
 
 from functools import cache
 
@@ -67,12 +67,12 @@ def test_a_step_is_the_real_one_and_the_declared_one(attention):
     assert type(kept.layers[0].keys) is torch.Tensor
     assert kept.get_seq_length() == KEPT
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        Step("eager")(ids(1), dynamic())  # torch counts nothing of attention in one kernel on a CPU
+        Step("eager")(ids(1), dynamic())  # torch counts no FLOPs of fused attention on a CPU
     assert cg.matmul_flops(made, B=3, P=KEPT, count="full") == counter.get_total_flops()
     declared = cg.decode(cg.models.from_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **FACTS}))
     B, P, S = cg.dims("B P S")
     assert (cg.matmul_flops(declared).subs(S, P + 1) - cg.matmul_flops(made)).expand() == 0
-    # keys and values of four bytes, of the positions before
+    # keys and values of four bytes, of the previous positions
     assert cg.cache_bytes(made) == 4 * 2 * LAYERS * GROUPS * WIDTH * B * P
     assert {t.name for t in made.tensors if t.role == "cache"} == {
         f"kept/layers/{i}/{part}" for i in range(LAYERS) for part in ("keys", "values")
@@ -91,7 +91,7 @@ def test_several_new_positions_are_the_trace_of_so_many(attention):
 
 
 class Attends(nn.Module):
-    """Hands out what the next step is given, as programs without a class for caches do."""
+    """Returns the next step's inputs, as in programs without a cache class."""
 
     def __init__(self):
         super().__init__()

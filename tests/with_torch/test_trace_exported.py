@@ -1,4 +1,4 @@
-"""Programs that torch.export made cost what the modules cost that they were made of."""
+"""torch.export programs cost the same as their modules."""
 
 import pytest
 import torch

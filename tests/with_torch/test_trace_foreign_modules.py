@@ -1,4 +1,4 @@
-"""Modules that other tools have changed, and tensors that are not dense: traced where dense data define them."""
+"""Modules modified by other tools, and non-dense tensors: traced if dense data define them."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ def mlp():
 
 
 class Calls(nn.Module):
-    """A layer, and a function of it and of what it is called with."""
+    """A layer, and a function of it and of the inputs."""
 
     def __init__(self, function, layer=None):
         super().__init__()
@@ -130,7 +130,7 @@ def test_a_scan_runs_its_steps():
 
 
 def test_packed_attention_of_equal_lengths_is_a_batch():
-    """Its random state is of uint64, and the longest sequence is stated."""
+    """Its RNG state is uint64, and the longest sequence is given."""
     q = torch.zeros(12, 2, 16, dtype=torch.bfloat16)
     ends = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
 

@@ -1,4 +1,4 @@
-"""Kernels of gradients in declared kinds: their ops are run in place of torch's calls, and make autograd's numbers."""
+"""Gradient kernels as declared ops: run in place of torch's calls, they reproduce autograd's values."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from costgraph.transforms.rewrite import Rewriter
 
 
 class Declared(Rewriter):
-    """Copies a traced graph without the calls that were seen: what runs then is what its ops say."""
+    """Copies a traced graph without the recorded calls, so that the declared ops run."""
 
     replays = False
 
 
 class Net(nn.Module):
-    """A layer between two others, whose inputs and parameters want gradients."""
+    """A layer between two others, whose inputs and parameters need gradients."""
 
     def __init__(self, layer, before=None):
         super().__init__()
@@ -55,7 +55,7 @@ def images():
 
 
 class Experts(nn.Module):
-    """Rows by the matrix of their expert, three of which there are."""
+    """Multiplies each row by the matrix of its expert, one of three."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
 
 
 def cases():
-    """Layers, what is before them, and what they are given: made anew, as a trace lends all tensors of its file."""
+    """Return layers, their preceding layers and their inputs; new ones, as traces share the tensors of their file."""
     return {
     "convolution": (nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Conv2d(3, 3, 1), [X]),
     "convolution of groups": (nn.Conv2d(6, 4, (1, 2), dilation=2, groups=2, bias=False), images(), [X]),
@@ -127,7 +127,7 @@ def cases():
 }  # fmt: skip
 
 
-#: Cases of a rule that another case holds as well.
+#: Cases whose rule another case covers.
 ALIKE = (
     "layer norm of data", "layer norm without parameters", "layer norm without a shift", "log_softmax",
     "sum of cross entropies", "mean of windows without padding", "attention", "lookup in the last axis",
@@ -164,7 +164,7 @@ def test_gradients_in_declared_ops_are_those_of_autograd(name):
 
 
 class InPlace(nn.Module):
-    """Writes over what gradients of its ops read: torch keeps a copy, the library's own pass writes beside it."""
+    """Overwrites tensors saved for gradients: torch keeps a copy, the library's backward pass writes elsewhere."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def test_what_an_op_in_place_writes_over_is_there_for_its_gradient():
         torch.testing.assert_close(gradient, p.grad)
 
 
-#: Functions whose numbers are not those of the library's: two that it can say with others, and those that it cannot.
+#: Functions with other constants than the library's: two that it can express, and others that it cannot.
 NUMBERS = {
     "relu6": (functional.relu6, True),
     "masked": (lambda x: x.masked_fill(x > 0, -7.0), True),
@@ -219,7 +219,7 @@ def test_a_number_of_a_call_is_kept_or_its_run_is_refused(name):
 
 
 def test_running_statistics_are_written_into():
-    """Two more reads and writes of a number for each of 5 channels than the norm of a batch has without them."""
+    """Two more reads and writes per channel (5) than a batch norm without running statistics."""
     norm, x = nn.BatchNorm1d(5), torch.randn(7, 5)
     g = trace(norm, x)
     (op,) = (op for op in g.ops if op.kind.name == "kernel")

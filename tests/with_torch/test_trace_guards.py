@@ -1,4 +1,4 @@
-"""What a program asks of sizes and of data: assumptions that hold exactly where a real run goes the same way."""
+"""Guards on sizes and data: assumptions that hold exactly where a real run takes the same branch."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from costgraph.torch import trace
 
 
 class Asks(nn.Module):
-    """Multiplies where what it asks holds, and copies where not."""
+    """Multiplies if its condition holds, else copies."""
 
     def __init__(self, question):
         super().__init__()
@@ -69,11 +69,11 @@ def test_sizes_are_larger_than_one():
     assert g.relations.relations == ()
 
 
-# -- sizes that become numbers ------------------------------------------------------------------------------------
+# -- specialized sizes -------------------------------------------------------------------------------------------------
 
 
 class Steps(nn.Module):
-    """A recurrence over time, as Python has it."""
+    """A recurrence over time as a Python loop."""
 
     def __init__(self, part):
         super().__init__()
@@ -186,5 +186,5 @@ def test_programs_do_not_see_that_they_are_traced():
             return x
 
     trace(Looks(), X, MASK, dims=[D, D])
-    trace(Looks(), X, MASK.to("meta"), dims=[D, D])  # whose data it cannot ask for
+    trace(Looks(), X, MASK.to("meta"), dims=[D, D])  # no data to query
     assert seen == [False, False, False, False, True, True]

@@ -1,4 +1,4 @@
-"""Sizes that pass through Python: programs drawn from conversions, against torch's counter at other sizes."""
+"""Sizes that pass through Python: random conversions, against torch's counter at other sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import costgraph as cg
 from costgraph.torch import trace
 
-#: What programs do with a size before they use it as one.
+#: Conversions of a size before its use as a size.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "int": lambda n: int(n),
     "float": lambda n: int(float(n)),
@@ -46,7 +46,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class Converted(nn.Module):
-    """A linear layer on as many rows as conversions of two sizes, one after the other, say."""
+    """A linear layer on a number of rows converted from two sizes."""
 
     def __init__(self, steps: list[Callable[[Any], Any]]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _agrees(module: nn.Module, dims: list[Any], given: tuple[int, ...], **sizes:
         assert cg.matmul_flops(g, **at) == counter.get_total_flops(), at
 
 
-#: Conversions of which another one asks the same: a plain run leaves them out.
+#: Conversions that another one covers: skipped in a plain run.
 LIKE_OTHERS = ("int of a quotient", "int of ceil", "shifted", "text", "generator", "type")
 
 
@@ -100,7 +100,7 @@ class Hop(nn.Module):
 
 
 class Resized(nn.Module):
-    """An image that is resized to a fixed width by a factor of its own."""
+    """An image resized to a fixed width with its own scale factor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loops over a size that stays open: one trace, held against runs of the program at other sizes."""
+"""Loops over an open size: one trace, against runs of the program at other sizes."""
 
 from itertools import pairwise
 from unittest.mock import patch
@@ -19,7 +19,7 @@ B = 3
 
 
 class Recurrent(nn.Module):
-    """What it makes goes into a list, and into its place of a tensor."""
+    """Appends each result to a list, and writes it into a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Layers(nn.Module):
 
 
 class BothWays(nn.Module):
-    """The second loop goes back, and its list is turned round."""
+    """The second loop runs backwards, and its list is reversed."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class BothWays(nn.Module):
 
 
 class Chunks(nn.Module):
-    """Linear attention in chunks of four positions, whose state is handed on."""
+    """Linear attention in chunks of four positions, with a carried state."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Nested(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Positions are asked for by `unbind`, of two tensors at once, and counted."""
+    """Iterates over positions by `unbind`, of two tensors at once, with a counter."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class SideBySide(nn.Module):
 
 
 class Rows(nn.Module):
-    """A tensor is gone through itself, from what is no tensor."""
+    """Iterates over a tensor itself, from a non-tensor initial value."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Selective(nn.Module):
 
 
 class Neighbours(nn.Module):
-    """The first position stands apart, the others read the one before them as well."""
+    """The first position is separate, the others also read the previous one."""
 
     def forward(self, x):
         outs = [x[:, 0]]
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
 
 
 class Two(nn.Module):
-    """One loop over positions, and one over every other of them, behind it and inside of another."""
+    """One loop over positions, and one over every other position, after it and nested in another."""
 
     def forward(self, x):
         total = torch.zeros_like(x[:, 0])
@@ -199,7 +199,7 @@ class Two(nn.Module):
 
 
 class Earlier(nn.Module):
-    """Chunks are given the state before their own, and the last state is what is left."""
+    """Each chunk reads the state before it, and the last state is the result."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ class Earlier(nn.Module):
 
 
 class Listed(nn.Module):
-    """What loops have left in lists is read part by part: both at once, backwards, each with the next, and by `sum`."""
+    """Reads lists of loop results element by element: in parallel, backwards, pairwise, and by `sum`."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class Listed(nn.Module):
 
 
 class Each(nn.Module):
-    """One sample after the other, and each position by position."""
+    """Loops over samples, and over the positions of each."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ class Strided(nn.Module):
 
 
 class Summed(nn.Module):
-    """A sum in place, and nothing for each position."""
+    """A sum in place, without a result per position."""
 
     def forward(self, x):
         total = torch.zeros_like(x[:, 0])
@@ -270,7 +270,7 @@ SOON = [Recurrent, Chunks, Neighbours, BothWays]
 LATER = [Layers, Two, Earlier, Listed, Each, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
 
 
-def shaped(make, S):  # the size's own name
+def shaped(make, S):  # the name of the size
     return (B, S, S + 1, 5) if make is Nested else (B, S, 5)
 
 
@@ -279,7 +279,7 @@ def sizes(make, S):
 
 
 def transposed(x):
-    """Return the same numbers with the first two axes exchanged in memory."""
+    """Return the same values with the first two axes swapped in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -287,7 +287,7 @@ def traced(make, module, S=12, layout=torch.Tensor.contiguous):
     return trace(module, layout(torch.zeros(shaped(make, S))), dims=[(*"BST"[: len(shaped(make, S)) - 1], None)])
 
 
-#: Each program with positions beside each other, one of them also with samples beside each other; the rest takes long.
+#: Each program with positions contiguous, one of them also with samples contiguous; the rest takes long.
 LAYOUTS = [
     *(pytest.param(make, torch.Tensor.contiguous, id=make.__name__) for make in SOON),
     pytest.param(Recurrent, transposed, id="Recurrent, transposed"),
@@ -352,7 +352,7 @@ def test_recurrent_layers_that_torch_runs_step_by_step_have_an_open_length(make)
 
 
 def events(make, S):
-    """Return how many ops torch dispatches in a trace: its time without the noise of a clock."""
+    """Return the number of ops that torch dispatches in a trace: a noise-free measure of its time."""
     count, usual = 0, Recorder._dispatched
 
     def counting(*args):
@@ -494,7 +494,7 @@ def handed(x):
 
 
 def by_length(layer, x):
-    """Go another way where there are few positions, as at the sizes at which loops are looked at."""
+    """Take another branch for few positions, such as the sizes at which loops are detected."""
     h = torch.zeros_like(x[:, 0])
     for i in range(x.shape[1]):
         h = torch.tanh(x[:, i] + h)
@@ -510,7 +510,7 @@ def test_the_way_is_that_of_the_sizes_that_were_given():
 
 
 def halfway(layer, x):
-    """Ask for the length in all turns but the first."""
+    """Query the length in all iterations but the first."""
     h = layer(x[:, 0])
     for i in range(x.shape[1]):
         h = h + x[:, i]
@@ -533,7 +533,7 @@ def test_sizes_at_which_turns_are_run_are_unlike_all_others():
 
 
 def by_chunks(layer, x):
-    """Go over chunks where there are few of them."""
+    """Loop over chunks if there are few."""
     total = layer(x[:, 0])
     for i in range(0, x.shape[1] if x.shape[1] < 9 else 0, 4):
         total = total + x[:, i]

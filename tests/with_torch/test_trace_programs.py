@@ -1,4 +1,4 @@
-"""Programs whose kernels or questions a trace has to know: peaks and FLOPs held to real runs, values to torch's."""
+"""Programs with special kernels or queries: peaks and FLOPs against real runs, values against torch's."""
 
 import pytest
 import sympy
@@ -15,7 +15,7 @@ from costgraph import testing
 from costgraph.errors import UnsupportedError
 from costgraph.torch import lower, trace
 
-# what Python's numbers and a transform's plan take in a real run
+# bytes of Python scalars and of an FFT plan in a real run
 SLACK = 4096
 
 
@@ -46,7 +46,7 @@ def there_and_back(x):
 
 
 class Strided(nn.Module):
-    """A convolution over a sequence whose numbers for the padding are buffers, as those of EnCodec are."""
+    """A convolution over a sequence with its padding sizes in buffers, like EnCodec's."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def relative(score, b, h, i, j):
     return score + (i - j)
 
 
-#: A function, the names of its operands' axes, their numbers, and two lots of sizes.
+#: A function, the axis names of its operands, their dtypes, and two sets of sizes.
 PROGRAMS = {
     "distribution": (lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), "B 13", {"B": (101, 211)}),
     "categorical": (lambda x: torch.distributions.Categorical(logits=x).entropy(), "B 13", {"B": (101, 211)}),
@@ -129,7 +129,7 @@ PROGRAMS = {
 
 
 def given(axes, sizes):
-    """Return the operands, and the names of their axes."""
+    """Return the operands and the names of their axes."""
     rows = [operand.split() for operand in axes.split(";")]
     torch.manual_seed(0)
     tensors = [torch.rand([int(sizes.get(n, n)) for n in row]) for row in rows]
@@ -137,19 +137,19 @@ def given(axes, sizes):
 
 
 def test_numbers_in_buffers_are_known():
-    """What a program asks of them is answered, and no size depends on it."""
+    """Queries of buffers are answered, and no size depends on them."""
     g = trace(Strided(), torch.rand(3, 61, 13), dims=[("B", "S", None)])
     for B, S in ((3, 61), (5, 48)):
         peak, flops = differences(g, Strided(), [torch.rand(B, S, 13)], B=B, S=S)
         assert abs(peak) <= SLACK
         assert flops == 0
     B, S = cg.dims("B S")
-    half = sympy.floor((S + 6) / 2)  # S + 5 positions, of which every second one is taken
+    half = sympy.floor((S + 6) / 2)  # every second one of S + 5 positions
     assert sympy.simplify(cg.flops(g) - 13 * B * (S + 5 + half)) == 0
 
 
 class Asked(nn.Module):
-    """A model of transformers that is given pictures beside its text."""
+    """A transformers model with image and text inputs."""
 
     def __init__(self, model, result):
         super().__init__()
@@ -188,7 +188,7 @@ def group_vit(transformers):
 @pytest.mark.long
 @pytest.mark.parametrize("make", [pali_gemma, group_vit])
 def test_models_that_put_pictures_into_text(make):
-    """`masked_scatter` of features into the places of their tokens, and the checks that its caller asks of data."""
+    """`masked_scatter` of image features into the positions of their tokens, with its caller's data checks."""
     module = make(pytest.importorskip("transformers")).eval()
 
     def inputs(B, S):
@@ -216,13 +216,13 @@ def test_programs(name):
         assert flops == DIFFERENT.get(name, lambda **_: 0)(**size)
 
 
-#: What torch's counter says more than there is: it takes a complex product for a real one, and does not look into pinv.
+#: Excess of torch's counter: it counts a complex matmul as a real one, and skips pinv.
 DIFFERENT = {"complex product": lambda B: -6 * B * B * 63, "pinv": lambda: -2 * 11 * 7 * 7}
 
 
 @pytest.mark.parametrize("score", [None, relative])
 def test_flexible_attention_is_what_its_eager_kernel_does(score, monkeypatch):
-    # torch's own switch: a real run compiles it to look at it, and then runs the same kernel
+    # torch's own switch: a real run would compile the kernel, and then run the same one
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     module = Program(lambda q: flex_attention.flex_attention(q, q, q, score_mod=score))
     g = trace(module, torch.rand(3, 2, 17, 8), dims=[("B", None, "S", None)])
@@ -283,20 +283,20 @@ def test_optimizers_that_ask_for_numbers(name, foreach):
     g = trace(module, torch.rand(5, 7), dims=[("B", None)], train=True, optimizer=make)
     peak, flops = differences(g, module, [torch.rand(13, 7)], make(module.parameters()), B=13)
     assert flops == 0
-    assert abs(peak) <= 16  # numbers of Python
+    assert abs(peak) <= 16  # Python scalars
 
 
-#: What one element costs: products and sums of the parts of each number.
+#: FLOPs per element: products and sums of the real and imaginary parts.
 COMPLEX = {
     "add": (torch.add, 2, 0),
     "mul": (torch.mul, 6, 0),  # four products, two sums
-    "div": (torch.div, 11, 0),  # by the conjugate, and both parts by the square of the modulus
+    "div": (torch.div, 11, 0),  # by the conjugate, and both parts by the squared modulus
     "abs": (lambda a, b: a.abs(), 3, 1),
     "exp": (lambda a, b: a.exp(), 2, 3),
     "sum": (lambda a, b: a.sum(), 2, 0),
     "square": (lambda a, b: a**2, 6, 0),
     "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a row of 7 by five rows
-    "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy, as of all numbers
+    "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy
 }
 
 
@@ -335,7 +335,7 @@ def test_what_has_no_rule_for_complex_numbers_is_refused():
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 64, 101])
 def test_a_transform_is_five_for_each_point_and_stage(n):
-    """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half of it for real numbers; stages are whole."""
+    """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half for real inputs; stages are rounded up."""
     stages = 0
     while 2**stages < n:
         stages += 1
@@ -372,8 +372,8 @@ def test_the_encoder_of_encodec_is_traced_with_its_length_as_a_number():
     g = trace(encoder, x, dims=[("B", None, None)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         encoder(x)
-    # torch's counter passes over an LSTM: 12 steps of 2 rows, four gates of 16 of an input and a state of 16
+    # torch's counter skips LSTMs: 12 steps of 2 rows, four gates of 16 for an input and a state of 16
     assert cg.matmul_flops(g, count="full", B=2) == counter.get_total_flops() + 2 * 2 * 12 * 4 * 16 * (16 + 16)
-    # what is padded is a tensor of its length, compared with that
+    # the padding depends on the length of a tensor
     with pytest.raises(UnsupportedError, match=r"in _pad1d, 'if length <= max_pad:': turns the size T into the number"):
         trace(encoder, x, dims=[("B", None, "T")])

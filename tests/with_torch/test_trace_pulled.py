@@ -1,4 +1,4 @@
-"""The library's own backward pass of a traced forward one, run: its numbers are autograd's, whatever was called."""
+"""The library's own backward pass of a traced forward pass, executed: its values are autograd's, whatever the calls."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """Functions of what a layer makes, their results added up."""
+    """The sum of functions of a layer's output."""
 
     def __init__(self, before, functions):
         super().__init__()
@@ -33,21 +33,21 @@ class Called(nn.Module):
 
 
 def zero(layer):
-    """Return a layer that makes nothing but zeros, whatever it is given."""
+    """Return a layer with zero output for any input."""
     for p in layer.parameters():
         nn.init.zeros_(p)
     return layer
 
 
 def scaled(x):
-    """Return rows in a scale that is no matter of the gradient."""
+    """Return rows scaled by a detached factor."""
     with torch.no_grad():
         scale = (x * x).sum(-1, keepdim=True)
     return x / (1 + scale)
 
 
 def switched(x):
-    """Return rows in a scale that is no matter of the gradient, as code with switches does that are no blocks."""
+    """Return rows scaled by a factor computed with gradients switched off by function calls instead of blocks."""
     torch.set_grad_enabled(False)
     scale = (x * x).sum(-1, keepdim=True)
     torch.set_grad_enabled(True)
@@ -56,26 +56,26 @@ def switched(x):
 
 @torch.set_grad_enabled(False)
 def shifted(x):
-    """Return a part that is no matter of the gradient, and one inside of it that is."""
+    """Return a tensor computed without gradients, with a nested part that has them."""
     with torch.enable_grad():
         part = x.sin()
     return part * (x * x).exp()
 
 
 def inferred(x):
-    """Return a product with what is inferred."""
+    """Return a product with a tensor from inference mode."""
     with torch.inference_mode():
         seen = x.cos()
     return x * seen.clone()
 
 
 def recomputed(x):
-    """Return what is computed again, by torch's older way, which has a block without gradients in it."""
+    """Return a checkpointed result, by torch's reentrant variant, which contains a no_grad block."""
     return checkpoint(lambda y: y.sin() * y.cos().detach(), x, use_reentrant=True, preserve_rng_state=False)
 
 
 class Doubled(torch.autograd.Function):
-    """States a gradient that is twice as large as it is."""
+    """States a gradient that is twice the true one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -87,14 +87,14 @@ class Doubled(torch.autograd.Function):
 
 
 def written(x, places, values):
-    """Return a copy in which some places have been written."""
+    """Return a copy with some elements overwritten."""
     y = x * 1
     y[places] = values
     return y
 
 
 def gated(x):
-    """Return a copy, one half of which has been multiplied by the other one, and by itself."""
+    """Return a copy with one half multiplied by the other, and by itself."""
     y = x * 1
     y[:, :3].mul_(x[:, 3:])
     y[:, :3].square_()
@@ -102,7 +102,7 @@ def gated(x):
 
 
 def numbered(x):
-    """Return a copy, some of whose columns are numbers."""
+    """Return a copy with some columns set to constants."""
     y = x * 1
     y[:, 1], y[:, 2:4] = 2.0, 3
     y[:, 5].zero_()
@@ -110,19 +110,19 @@ def numbered(x):
 
 
 def drawn(x):
-    """Return a copy, one of whose columns is drawn."""
+    """Return a copy with one random column."""
     y = x * 1
     y[:, 1].uniform_(0.5, 0.5)
     return y
 
 
 def padded(x):
-    """Return rows of a table that is made, one of which has no gradient."""
+    """Return rows of a computed table with a padding row, which has no gradient."""
     return functional.embedding(3 - torch.arange(4).view(2, 2), x, padding_idx=2)
 
 
 def picked():
-    """Return two places, the second of them first."""
+    """Return two positions in reverse order."""
     return 3 - torch.arange(2)
 
 
@@ -131,7 +131,7 @@ INSIDE = {"padding": 1, "count_include_pad": False}
 
 
 def cases():
-    """A layer, its input, and functions of what it makes: made anew, as a trace lends all tensors of its file."""
+    """Return a layer, its input, and functions of its output; new ones, as traces share the tensors of their file."""
     return {
     "angles": (nn.Linear(6, 6), ROWS, [
         torch.tan, torch.atan, lambda x: (0.9 * x.tanh()).acos(), lambda x: (0.9 * x.tanh()).asin(),
@@ -266,7 +266,7 @@ def cases():
 }  # fmt: skip
 
 
-#: Those of which a step that torch runs counts as many FLOPs.
+#: Cases with as many FLOPs as a step that torch runs.
 AS_MANY = {
     "bends with numbers of their own", "shares of sums", "other functions", "bounds that are met", "gates", "norms",
     "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "turned", "variances",
@@ -275,7 +275,7 @@ AS_MANY = {
 
 
 def pulled(g, net, x):
-    """Return the graph with its backward pass, whose numbers have been held against autograd's."""
+    """Return the graph with its backward pass, after a comparison of its values with autograd's."""
     made = cg.backward(g)
     with made:
         made.outputs.extend(made.gradients.values())
@@ -293,7 +293,7 @@ def pulled(g, net, x):
     return made
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # which a checkpoint is right to say
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # correct for a checkpoint
 @pytest.mark.parametrize("name", list(cases()))
 def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
     before, sizes, functions = cases()[name]
@@ -310,7 +310,7 @@ def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
 
 
 class Parts(nn.Module):
-    """Writes parts of tensors, as DeepSeek's heads are put together, and reads them whole."""
+    """Writes slices of tensors, as DeepSeek does for heads, and reads them whole."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +346,7 @@ def test_a_tensor_is_read_whole_after_parts_of_it_were_written(tmp_path):
 
 
 class Beside(nn.Module):
-    """Two halves that are named before either is written: neither is a part of the other."""
+    """Two halves named before either is written: neither aliases the other."""
 
     def __init__(self):
         super().__init__()
@@ -370,7 +370,7 @@ def test_what_lies_beside_a_written_part_is_no_part_of_it():
 
 
 def test_a_gradient_that_the_program_states_is_not_made_up():
-    """What it is nobody sees in a forward pass; where none comes, or none passes, nothing is asked of it."""
+    """A forward pass does not reveal it; there is no error if no gradient arrives, or none passes."""
     refused = "backward: 'Doubled' of graph 'Net' has a gradient that Doubled of the program defines, expected declared"
     g = trace(Net(nn.Linear(6, 6), [Doubled.apply]), torch.zeros(ROWS))
     with pytest.raises(cg.UnsupportedError, match=refused):
@@ -388,7 +388,7 @@ def test_a_gradient_that_the_program_states_is_not_made_up():
 
 
 class Cell(nn.Module):
-    """Three steps of a cell, whose gates are written in place beside each other."""
+    """Three steps of a cell with gates written in place into adjacent slices."""
 
     def __init__(self, kind):
         super().__init__()
@@ -415,7 +415,7 @@ def test_gates_that_are_written_beside_each_other_have_the_gradients_and_flops_o
 
 
 class Largest(nn.Module):
-    """Maxima along an axis that is not the last, whose gradients are written into places of zeros."""
+    """Maxima along an axis other than the last, whose gradients are scattered into zeros."""
 
     def __init__(self):
         super().__init__()
@@ -428,7 +428,7 @@ class Largest(nn.Module):
 
 
 class Rendered(nn.Module):
-    """Weights of points along rays by the light that comes through, both ways, as NeRF renders them."""
+    """Weights of points along rays by transmittance, in both directions, as in NeRF."""
 
     def __init__(self):
         super().__init__()
@@ -450,7 +450,7 @@ def test_places_and_products_along_an_open_axis_that_is_not_the_last_go_back_as_
 
 
 class Shifted(nn.Module):
-    """As many positions from the end as there were, behind some that stand before them."""
+    """Indexes from the end by an open size, after some leading positions."""
 
     def __init__(self):
         super().__init__()
@@ -472,7 +472,7 @@ def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
 
 
 def test_a_bend_by_a_size_has_no_gradient_that_is_made_up():
-    """Its slope is another one at each size, and stands in no function of the library."""
+    """Its slope differs at each size and has no library function."""
     net = Net(nn.Linear(6, 6), [lambda x: functional.leaky_relu(x, 1 / x.shape[0])])
     g = trace(net, torch.zeros(ROWS), dims=[("N", None)])
     low, x = lower(g, N=5), torch.randn(5, 6)
@@ -483,7 +483,7 @@ def test_a_bend_by_a_size_has_no_gradient_that_is_made_up():
 
 
 def test_running_products_of_a_block_with_gradients_have_that_of_torch():
-    """What stands for torch's own function is no function of the program."""
+    """The stand-in of torch's function is not attributed to the program."""
 
     def inside(x):
         with torch.enable_grad():
@@ -513,7 +513,7 @@ def test_a_part_that_is_drawn_has_no_gradient():
 
 
 class Bounded(nn.Module):
-    """Weights and states that are written where no gradient is told of it: theirs are as if nothing had been."""
+    """Weights and states that are modified in place without autograd's knowledge: gradients pass unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -551,7 +551,7 @@ def test_what_is_written_where_no_gradient_is_told_of_it_passes_gradients_as_the
 
 
 class Coded(nn.Module):
-    """An image, and what is made again of the nearest of a few codes for each place of it."""
+    """A vector-quantized autoencoder: each position of an image is replaced by the nearest code and decoded."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Peaks of the library's own backward pass of a traced forward one: those of a real run of torch's."""
+"""Peaks of the library's own backward pass of a traced forward pass, against a real torch run."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from costgraph.torch import trace
 
 
 class Beside(nn.Module):
-    """Rows, and a parameter that lies in no layer."""
+    """Rows, and a parameter outside of all layers."""
 
     def __init__(self, function):
         super().__init__()
@@ -22,26 +22,26 @@ class Beside(nn.Module):
 
 
 def windows(x, w):
-    """Return rows in windows whose weights get no gradient."""
+    """Return windowed rows whose weights get no gradient."""
     weights = torch.ones(1, 1, 3)
     x = functional.conv1d((x * w)[:, None].sin() + 1, weights, padding=1)
     return functional.conv1d(x.sin() * w + 2, weights, padding=1)
 
 
 def attention(x, w):
-    """Return rows that attend to each other, as queries, keys and values."""
+    """Return self-attention over rows."""
     x = x[None, None]
     return functional.scaled_dot_product_attention(x, x, x)
 
 
 def written(x, w):
-    """Return rows to a part of which the same part was added."""
+    """Return rows with a slice added to itself in place."""
     y = x.clone()
     y[:, 1:].add_(x[:, 1:])
     return y
 
 
-#: What torch keeps, or makes on the way, that a formula does not ask for.
+#: Tensors that torch saves or creates although the formula does not need them.
 def without_autograd(x, w):
     y = x * w
     x = y.exp().cos()
@@ -78,7 +78,7 @@ BESIDE = {
 def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
     net, x = Beside(BESIDE[name]), torch.randn(71, 6)
     made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
-    if BESIDE[name] in (windows, attention):  # a run of these has workspaces of a library, or of threads
+    if BESIDE[name] in (windows, attention):  # a run of these has workspaces of libraries or threads
         real = cg.peak_memory(trace(net, x, train=True))
     else:
         real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
@@ -87,7 +87,7 @@ def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
 
 @pytest.mark.parametrize("uses", [2, 3])
 def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
-    """Torch makes another one, which it adds to from then on."""
+    """torch makes a new one, and accumulates into it afterwards."""
 
     class Shared(nn.Module):
         def __init__(self):
@@ -119,7 +119,7 @@ LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_losses_make_of_each_element_is_in_the_peak(name):
-    """Some of them even have a result of as many elements before it is one."""
+    """Some of them have an elementwise result before the reduction."""
 
     class Loss(nn.Module):
         def __init__(self):
@@ -128,7 +128,7 @@ def test_what_losses_make_of_each_element_is_in_the_peak(name):
 
         def forward(self, x):
             y = self.layer(x)
-            return getattr(functional, name)(y, y.detach() * 2) * 1  # gives the storage of the loss back
+            return getattr(functional, name)(y, y.detach() * 2) * 1  # frees the storage of the loss
 
     net, x = Loss(), torch.randn(71, 6)
     forward, step = (trace(net, torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True))

@@ -1,4 +1,4 @@
-"""Small modules, traced and run: the peak is the allocator's, matmul FLOPs are those of torch's counter."""
+"""Small modules, traced and run: peaks against the allocator, matmul FLOPs against torch's counter."""
 
 from functools import reduce
 
@@ -14,12 +14,13 @@ import costgraph as cg
 from costgraph.torch import lower, trace
 
 B, S, D, H = 7, 31, 52, 4
-#: Scalars, statistics of a channel, masks that a program holds: every other tensor here is far larger.
+#: Bytes of scalars, channel statistics and masks; every other tensor here is far larger.
 NEAR = 4096
 
 
 class Program(nn.Module):
-    """A function of tensors and of modules; with `train` a scalar, whose gradients are dropped after each run."""
+    """A function of tensors and modules; with `train` its result is a scalar, and gradients are dropped after each
+    run."""
 
     def __init__(self, function, *modules):
         super().__init__()
@@ -43,7 +44,7 @@ def rand(*sizes, grad=False):
 
 
 def missing(module, inputs, train=False):
-    """Bytes of the real run's peak that the trace does not have."""
+    """Return the bytes by which the real peak exceeds the trace's."""
     module.train(train)
     if not train:
         return real_peak(stepper(module, inputs), *held_by(module, inputs)) - cg.peak_memory(trace(module, *inputs))
@@ -58,7 +59,7 @@ def missing(module, inputs, train=False):
     return real_peak(step, *held_by(module, inputs)) - cg.peak_memory(graph)
 
 
-# -- layers that torch runs as one op in inference ------------------------------------------------------------------
+# -- layers with a fused inference op ----------------------------------------------------------------------------------
 
 HIDDEN = torch.arange(S).expand(B, S) > 23
 CAUSAL = torch.ones(S, S).triu(1).bool()
@@ -129,7 +130,7 @@ def test_a_layer_that_runs_as_one_op_makes_the_numbers_of_its_parts_and_their_pr
     with torch.no_grad():
         torch.testing.assert_close(run(x), module(x))
     b, s = cg.dims("B S")
-    # four projections, two products of attention, two of the layers behind it
+    # four projections, two matmuls of attention, two of the MLP
     assert cg.matmul_flops(g) == 2 * (4 * D * D + 2 * D * 97) * b * s + 2 * 2 * D * b * s**2
     assert differences(g, module, (x,), B=B, S=S)[0] == 0
 
@@ -151,11 +152,11 @@ RECURRENT = {
     "GRU of two layers, both ways": lambda: nn.GRU(D, 23, 2, bidirectional=True, dropout=0.5),
     "RNN": lambda: nn.RNN(D, 61),
 }
-# kernels of oneDNN, and with them the blocks that weights are packed into, are chosen by what the processor has
+# the CPU's instruction set determines oneDNN's kernels, and with them the blocks of packed weights
 AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-#: Layers of which a plain run holds a training step; of the others it holds the forward pass.
+#: Layers for which a plain run tests a training step; for the others it tests the forward pass.
 TRAINED = ("LSTM in a state of whole lines", "LSTM of two layers, both ways", "LSTM, projected", "RNN")
 
 
@@ -167,7 +168,7 @@ TRAINED = ("LSTM in a state of whole lines", "LSTM of two layers, both ways", "L
         for train in (False, True)
     ],
 )
-@pytest.mark.filterwarnings("ignore:LSTM with projections")  # that they run step by step
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # it says that they run step by step
 def test_recurrent_layers(name, train):
     if "LSTM" in name and not AVX2:
         pytest.skip("workspaces are those of a processor with AVX2")
@@ -225,7 +226,7 @@ def test_batches_may_come_first_and_a_state_may_be_given():
         torch.testing.assert_close(run(*given), net(*given))
 
 
-# -- what a program does beside its ops ------------------------------------------------------------------------------
+# -- side effects ------------------------------------------------------------------------------------------------------
 
 
 def test_a_slice_of_a_whole_axis_is_no_call_where_sizes_are_named():
@@ -237,7 +238,7 @@ def test_a_slice_of_a_whole_axis_is_no_call_where_sizes_are_named():
     named, plain = (trace(net, x, dims=[dims], train=True) for dims in (("B", "S", None), None))
     for g in (named, plain):
         backward = [op for op in g.ops if (op.call.target if op.call else "") == "slice_backward.default"]
-        assert len(backward) == 3  # one for each slice that leaves something out
+        assert len(backward) == 3  # one for each partial slice
     for question in (cg.bytes_moved, cg.peak_memory):
         assert question(named, B=B, S=S) == question(plain)
     assert not named.relations.relations
@@ -252,7 +253,7 @@ def test_checkpoints_save_the_state_of_random_numbers(reentrant, train):
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)) for _ in range(3)]
     net = Program(lambda x, *blocks: reduce(lambda h, m: again(m, h, reentrant), blocks, x), *blocks)
     x = rand(2, 3, grad=True)
-    assert 0 <= missing(net, (x,), train) <= 64  # three states of 5,056 bytes, and scalars of the loss
+    assert 0 <= missing(net, (x,), train) <= 64  # three RNG states of 5,056 bytes, and scalars of the loss
     without = Program(lambda x, *blocks: reduce(lambda h, m: m(h), blocks, x), *blocks)
     state = torch.get_rng_state().numel()
     names = [cg.peak_memory(trace(Loss(m.train()), x, train=True)) for m in (net, without)]
@@ -268,14 +269,14 @@ def test_a_trace_leaves_functions_of_torch_as_they_were():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -- operands that lie otherwise than dense --------------------------------------------------------------------------
+# -- non-dense operands ------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "transposed": lambda: rand(B, 59, 61).mT,
     "a part": lambda: rand(B, 61, 60)[..., 1:],
     "repeated": lambda: rand(1, 61, 59).expand(B, 61, 59),
 }
-#: They are given indices.
+#: Kernels with index operands.
 LOOKUPS = ("cross entropy", "lookup that is written into", "rows")
 KERNELS = {
     "softmax": lambda: Program(lambda x: x.softmax(-1) ** 2),
@@ -296,7 +297,7 @@ KERNELS = {
 
 
 class Leaf(nn.Module):
-    """Gives a program a tensor of some layout that wants a gradient, which is a parameter's."""
+    """Passes a program a strided view of a parameter."""
 
     def __init__(self, program, layout):
         super().__init__()
@@ -306,7 +307,7 @@ class Leaf(nn.Module):
         return self.program(self.operand, *targets) * one
 
 
-#: Of a plain run each kernel in one layout, and each layout of several kernels.
+#: A plain run tests each kernel in one layout, and each layout with several kernels.
 CASES = [(kernel, layout, train) for train in (True, False) for kernel in KERNELS for layout in LAYOUTS]
 PLAIN = [(kernel, [*LAYOUTS][i % 3], True) for i, kernel in enumerate(KERNELS)]
 

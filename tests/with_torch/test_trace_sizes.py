@@ -1,4 +1,4 @@
-"""Sizes and views of traces against torch's own: formulas at numbers, and layouts of tensors without data."""
+"""Sizes and views of traces against torch: formulas at numbers, and layouts of fake tensors."""
 
 from fractions import Fraction
 
@@ -61,13 +61,13 @@ def test_what_fills_up_whole_blocks_is_made_of_a_symbol_for_their_number(pad):
     assert at.size(blocks) == at.formula(CeilDiv(S.node.expr, 8))
     for n in (1, 7, 8, 9, 16, 40, 41):
         assert at.size(pad(S)).bind({"S": poly(n)}).constant == pad(n)
-    # of one block, and as many as another size, nothing general can be asked
+    # no general query holds for one block, or for as many as another size
     few = Shapes()
     assert all(pad(few.named(n, size)).node.expr.has(Mod, PythonMod) for n, size in (("S", 5), ("T", 37)))
 
 
 class Blocks(torch.nn.Module):
-    """Positions that are filled up to blocks of 4, and mixed in each; more where there are any left."""
+    """Positions padded to blocks of 4 and mixed within them, with another op if any padding remains."""
 
     def __init__(self, asks):
         super().__init__()
@@ -93,7 +93,7 @@ def test_programs_that_fill_up_cost_what_runs_at_other_sizes_cost(size, asks):
         try:
             found = cg.matmul_flops(g, B=3, S=n)
         except cg.BindingError:
-            assert (n % 4 == 0 and asks) or (n <= 4) != (size <= 4)  # it goes another way there
+            assert (n % 4 == 0 and asks) or (n <= 4) != (size <= 4)  # it takes another branch there
             continue
         assert found == counter.get_total_flops()
         taken += 1
@@ -143,7 +143,7 @@ aten = torch.ops.aten
 
 
 def layouts(made):
-    # no element is reached by the stride of an axis of size 1, of which torch's own ways have different ones
+    # an axis of size 1 may have any stride, and torch's ops differ
     return [
         (
             tuple(map(str, v.shape)),
@@ -157,7 +157,7 @@ def layouts(made):
 
 @st.composite
 def calls(draw, sizes):
-    """An op that makes a view, and a tensor that it is called with."""
+    """Return a view op and a tensor for it."""
     shape = draw(st.lists(st.sampled_from([*sizes, 1, 2, 3, 12]), min_size=2, max_size=4))
     x = torch.empty(shape)
     if draw(st.booleans()):
@@ -184,7 +184,7 @@ def test_views_are_those_of_fake_tensors(data):
         try:
             expected = op(*args)
         except (RuntimeError, ValueError):
-            return  # that view would be a copy
+            return  # the view would be a copy
         made = STAND_INS[op](*args)
         assert layouts(made) == layouts(expected)
         assert made.untyped_storage()._cdata == args[0].untyped_storage()._cdata
@@ -209,7 +209,7 @@ def test_results_that_stand_in_have_the_shapes_of_real_ones(op, arguments):
 
 
 class Patches(torch.nn.Module):
-    """Patches of an image whose sides are multiples: of other images it fails, or goes another way."""
+    """Patches of an image with divisible sides: for other images it fails or takes another branch."""
 
     def __init__(self, size: int, *, pads: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a program holds acts in a trace as in a real run, and is what it was after it."""
+"""Program state behaves in a trace as in a real run, and is unchanged afterwards."""
 
 import functools
 from types import SimpleNamespace
@@ -21,14 +21,14 @@ def positions(count):
 
 
 class Cache:
-    """A plain object, as caches of keys and values are."""
+    """A plain object, like a KV cache."""
 
     def __init__(self):
         self.seen = 3
 
 
 class Keeps(nn.Module):
-    """Leaves what it makes wherever a program may leave it."""
+    """Stores its results in every kind of place that a program has."""
 
     of_all: ClassVar = []
 
@@ -54,7 +54,7 @@ def test_nothing_is_left_behind():
     assert (EVERYWHERE, Keeps.of_all) == ({}, [])
     assert not hasattr(Keeps, "last")
     assert not hasattr(net, "made")
-    assert type(positions(5)) is torch.Tensor  # 5 was an argument in the trace too
+    assert type(positions(5)) is torch.Tensor  # 5 was an argument of the trace too
 
 
 def test_sizes_are_keys_of_caches():
@@ -75,7 +75,7 @@ def test_a_cache_of_a_modeling_file_serves_real_runs_after_a_trace():
 
 
 class Views(nn.Module):
-    """Holds a parameter, twice more as views, and a row of a larger tensor."""
+    """Holds a parameter, two views of it, and a row of a larger tensor."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ def test_optimizers_that_run_inside_the_backward_pass(make):
     state = [v for o in optimizers.values() for s in o.state.values() for v in s.values()]
     real = real_peak(lambda: net(X).backward(), *net.parameters(), X, *state)
     assert abs(real - cg.peak_memory(g, B=17)) <= 64  # scalars of the loss and of the optimizer
-    again = trace(net, X, dims=[("B", None)], train=True)  # with the state that is there now
+    again = trace(net, X, dims=[("B", None)], train=True)  # with the current state
     assert cg.peak_memory(again, B=17) == cg.peak_memory(g, B=17)
 
 
@@ -185,7 +185,7 @@ def test_parameters_without_elements():
 
 
 class Casts(nn.Module):
-    """A router that keeps its parameters in a format of its own, as those of Switch do."""
+    """A router with a dtype of its own for its parameters, like Switch's."""
 
     def __init__(self):
         super().__init__()

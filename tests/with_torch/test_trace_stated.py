@@ -1,4 +1,4 @@
-"""Kernels that torch has one of each way, resampling and pools of unequal parts: traced forward, and differentiated."""
+"""Paired forward and backward kernels, resampling and adaptive pools: traced forward, and differentiated."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from costgraph.torch import lower, trace
 
 
 class Net(nn.Module):
-    """Functions of what a layer makes, their results added up."""
+    """The sum of functions of a layer's output."""
 
     def __init__(self, functions):
         super().__init__()

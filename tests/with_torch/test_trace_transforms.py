@@ -1,4 +1,4 @@
-"""What transforms do with a traced module: the figure that the changed module has when it is traced, or an error."""
+"""Transforms of a traced module: the costs of tracing the modified module, or an error."""
 
 import inspect
 
@@ -35,7 +35,7 @@ def figures(g):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter of low rank beside it, as PEFT runs it."""
+    """A frozen layer with a low-rank adapter, as PEFT runs it."""
 
     def __init__(self, layer):
         super().__init__()
@@ -53,7 +53,7 @@ def adapted():
 
 
 class Foreign(Net):
-    """Sums up along positions, which no declared kind says."""
+    """A cumulative sum, which no declared kind expresses."""
 
     def forward(self, ids):
         return self.head(torch.logcumsumexp(self.layers(self.table(ids)), 1)).mean()
@@ -71,7 +71,7 @@ REFUSED = [
     ("training_step", {}, "trace the module in these formats"),
     ("training_step", {"precision": "bf16"}, "trace the module in these formats"),
 ]
-#: What each transform of a trace is held against: the call, and a graph with the figures that it has to have.
+#: For each transform of a trace: the call, and a reference graph with its expected costs.
 RIGHT = {
     "apply_precision": (lambda g: cg.apply_precision(g, "bf16"), lambda: traced(BF16)),
     "fold": (lambda g: cg.unroll(cg.fold(g, "layers", "L"), L=5), traced),
@@ -79,7 +79,7 @@ RIGHT = {
     "shard": (lambda g: cg.shard(g, cg.mesh(dp=1), {}), traced),
     "parallelize": (lambda g: cg.parallelize(g, zero=3), traced),
     "offload": (lambda g: cg.offload(g, ()), traced),
-    "fuse": (cg.fuse, traced),  # nothing here stands in a chain: products, and one elementwise op behind them
+    "fuse": (cg.fuse, traced),  # nothing to fuse: matmuls, with one elementwise op after them
 }
 
 
@@ -108,7 +108,7 @@ def test_a_step_of_a_trace_on_two_ranks_leaves_the_same_numbers():
 
 
 def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():
-    """FLOPs of each kind; torch keeps a copy of the gradient of a mean that the library broadcasts: 4 bytes."""
+    """FLOPs by kind; torch materializes the gradient of a mean, which the library broadcasts: 4 bytes."""
     made, seen = cg.backward(traced()), traced(train=True)
     for count in ("executed", "full"):
         assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
@@ -118,14 +118,15 @@ def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():
 
 
 def test_adapters_of_a_trace_are_those_of_the_module_with_them():
-    """FLOPs and bytes are equal; the module's frames hold what a layer reads while it runs, one (B, S, 8) in fp32."""
+    """FLOPs and bytes are equal; the module's frames keep a layer's input alive while it runs, one (B, S, 8) in
+    fp32."""
     made, seen = cg.lora(traced(), 3, "layers/*"), adapted()
     assert figures(made)[:3] == figures(seen)[:3]
     assert figures(seen)[3] - figures(made)[3] == 3 * 7 * 8 * 4
 
 
 def test_mixed_precision_runs_products_in_the_narrow_format():
-    """As the trace of the module under autocast does, to the last FLOP and byte of its products."""
+    """Equal to the trace of the module under autocast, to the last FLOP and byte of its matmuls."""
     made = cg.apply_precision(traced(), "bf16-mixed")
     with torch.autocast("cpu", BF16):
         seen = traced()
@@ -136,14 +137,15 @@ def test_mixed_precision_runs_products_in_the_narrow_format():
 
 
 def test_weights_of_a_trace_are_quantized():
-    """Five layers of 8 by 8 in bytes, with a scale of 2 bytes a column; the head keeps its format, as declared ones."""
+    """Five layers of 8 by 8 in int8, with a 2-byte scale per column; the head keeps its dtype, as in declared
+    models."""
     made = cg.quantize(traced(), "int8", scale="fp16")
     assert cg.param_bytes(traced()) - cg.param_bytes(made) == 5 * (3 * 8 * 8 - 2 * 8)
     assert cg.matmul_flops(made) == cg.matmul_flops(traced())
 
 
 def test_a_training_step_of_a_trace_has_an_optimizer():
-    """AdamW updates each of the weights, as the trace of a step with torch's does; FLOPs of products are equal."""
+    """AdamW updates each of the weights, as in the trace of a step with torch's; FLOPs of matmuls are equal."""
     made = cg.training_step(traced(), optimizer=cg.AdamW())
     seen = traced(train=True, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
     assert cg.matmul_flops(made) == cg.matmul_flops(seen)
@@ -163,7 +165,7 @@ def test_a_traced_graph_comes_back_from_a_file_and_runs_again(tmp_path):
 
 
 class Packed(nn.Module):
-    """Attention on one tensor of queries, keys and values: its kernel reads views that start inside a storage."""
+    """Attention on a packed QKV tensor: its kernel reads views with a storage offset."""
 
     def forward(self, x):
         q, k, v = x.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
@@ -177,7 +179,7 @@ def test_a_kernel_of_views_inside_a_storage_comes_back_from_a_file(tmp_path):
 
 
 def test_a_scope_of_recorded_calls_is_one_kernel():
-    """It reads its input and the five weights and biases, and writes one result: calls outside are as they were."""
+    """It reads its input and the five weights and biases, and writes one result; calls outside are unchanged."""
     g = traced()
     made = cg.fuse(g, "layers")
     B, S = cg.dims("B S")
@@ -186,7 +188,7 @@ def test_a_scope_of_recorded_calls_is_one_kernel():
 
 
 def test_every_public_transform_is_looked_at():
-    """A function that makes a graph of a graph is in one of the tables above."""
+    """Every function from graph to graph is in one of the tables above."""
     found = set()
     for name, function in FUNCTIONS.items():
         signature = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Traces of torchvision's and timm's models, where those are installed: FLOPs by torch's counter, and parameters."""
+"""Traces of torchvision and timm models, where installed: FLOPs by torch's counter, and parameters."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from costgraph.torch import trace
 
 
 def held_to_the_counter(model, batch, *, train=False):
-    """Trace with the batch open and count real runs of two other batches; grouped gradients are another matter."""
+    """Trace with an open batch and compare with real runs of two other batches; the counter miscounts grouped
+    gradients."""
 
     class Scored(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The suite, its runs, what is made of measured times, and the record of all that."""
+"""The validation suite: its runs, the evaluation of measured times, and the record file."""
 
 import json
 import math
@@ -95,7 +95,7 @@ def test_the_suite_has_a_case_of_everything(device):
     assert {"", "every-block", "every-2", "selective", "from-start"} == {c.checkpoint for c in cases}
     products = [c for c in cases if c.subject == "matmul"]
     assert {"fp32", "bf16", "fp64"} <= {c.dtype for c in products}
-    # on both sides of the ridge point of the device that it is meant for
+    # on both sides of the ridge point of its target device
     limits = {cg.roofline(declared(c, device), "h100-sxm", **c.sizes).bound for c in products}
     assert limits == {"memory", "compute"}
     assert set(suite(device, quick=True)) < set(cases)
@@ -107,12 +107,12 @@ OTHERS = [pytest.param(case, id=case.name) for case in suite("cuda") if case.mod
 
 @pytest.mark.parametrize("case", [*in_part(OTHERS, 0, 3), *in_part(STEPS, 0, 6)])
 def test_programs_and_declarations_of_the_suite_of_a_gpu_agree_about_what_is_there(case):
-    """On meta, where nothing is allocated: parameters, buffers and inputs take as many bytes as are declared."""
-    if "L" in case.sizes:  # a layer is like the others
+    """On the meta device: parameters, buffers and inputs have the declared bytes."""
+    if "L" in case.sizes:  # layers are alike
         case = replace(case, sizes={**case.sizes, "L": 2})
     program, graph = SUBJECTS[case.subject].program(case, META), declared(case, "cuda")
     lives = [life for life in cg.lifetimes(graph, **case.sizes) if life.born is None]
-    if case.program == "module":  # whose optimizer has made no state yet
+    if case.program == "module":  # its optimizer has no state yet
         lives = [life for life in lives if life.role != "state"]
     there = [*program.module.parameters(), *program.module.buffers(), *program.inputs]
     assert sum(t.numel() * t.element_size() for t in there) == sum(life.bytes for life in lives)
@@ -121,7 +121,7 @@ def test_programs_and_declarations_of_the_suite_of_a_gpu_agree_about_what_is_the
 @pytest.mark.parametrize("name", ["matmul bf16 M=128", "embedding", "gpt block", "gpt step fp32 flash AdamW foreach B"])
 def test_what_is_traced_on_meta_is_what_is_declared_at_the_sizes_of_a_gpu(name):
     case = next(c for c in suite("cuda") if c.name.startswith(name))
-    if "L" in case.sizes:  # a layer is like the others
+    if "L" in case.sizes:  # layers are alike
         case = replace(case, sizes={**case.sizes, "L": 2})
     program = SUBJECTS[case.subject].program(case, META)
     by_declaration, by_trace = predicted(declared(case, "cuda"), case.sizes, "cuda"), traced(case, program, "cuda")
@@ -141,7 +141,7 @@ def test_names_of_cases_say_all_that_is_set():
 
 @pytest.mark.parametrize(("checkpoint", "forward"), [(None, 1), (cg.every_block(), 2)])
 def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpoint, forward):
-    """Two products of an attention forward, as often as it runs, and five backward; those of other kernels count."""
+    """Two matmuls per attention forward, as often as it runs, and five in backward; other kernels are counted."""
     B, S = cg.dims("B S")
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, 6))
@@ -165,7 +165,7 @@ def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpo
 def test_a_product_by_hand(found):
     row = found.rows[0]
     assert row.measured.flops == row.declared.flops == row.traced.flops == 2 * 17 * 29 * 31
-    # operands are there before, the result lives afterwards
+    # the operands exist before, the result lives afterwards
     assert (row.measured.held, row.measured.above) == (4 * (17 * 29 + 29 * 31), 4 * 17 * 31)
     assert row.measured.left == 4 * 17 * 31
     assert row.off("declared") == row.off("traced") == 0
@@ -176,7 +176,7 @@ def test_a_product_by_hand(found):
 
 def test_attention_that_torchs_counter_leaves_out(found):
     row = found.rows[2]
-    flops = 4 * 2 * 3 * 19 * 19 * 8  # 2 each for scores, and their product with the values
+    flops = 4 * 2 * 3 * 19 * 19 * 8  # 2 each for the scores and the weighted values
     assert row.measured.flops == 0
     assert row.declared.flops == row.declared.uncounted == row.traced.flops == row.traced.uncounted == flops
     assert row.counted("declared")
@@ -188,10 +188,10 @@ def test_a_step_holds_its_state(found):
     B, D, F, L, C = SMALL["perceptron"].values()
     params = D * F + F + L * (F * F + F) + F * C + C
     tensors = 2 * (L + 2)
-    # weights and two moments in fp32, a counter of 4 bytes for each tensor, features and classes
+    # weights and two moments in fp32, a 4-byte counter per tensor, features and classes
     assert row.measured.held == 12 * params + 4 * tensors + 4 * B * D + 8 * B
     assert row.measured.left == 0
-    # forward, gradients of weights, and those of activations but for the features'
+    # forward, gradients of weights, and those of activations except the input features
     assert row.measured.flops == 3 * 2 * B * (D * F + L * F * F + F * C) - 2 * B * D * F
     assert abs(row.off("traced")) <= 64
     assert abs(row.off("declared") + 4 * tensors) <= 64
@@ -260,7 +260,7 @@ def test_every_cause_is_explained_and_used():
     assert used == CAUSES.keys()
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -455,13 +455,13 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
     found = Validation.load(record)
     assert [row.case.subject for row in found.rows] == ["softmax"]
     assert found.environment["threads"] == 1
-    # each case with its figures on one line, in both tables
+    # each case on one line with its figures, in both tables
     assert len(re.findall(r"softmax fp32 R=61 C=1024 .*equal", out)) == 1
     assert len(re.findall(r"softmax fp32 R=61 C=1024 .* us ", out)) == 1
     assert "Classification: " in out
     assert max(len(line) for line in out.split("\n") if "/" not in line) <= 80
     assert sorted(p.name for p in pictures.iterdir()) == ["peaks.png", "roof.png"]
-    # it was calibrated, and what was attained stands beside the record
+    # the run calibrates, and writes the attained rates next to the record
     assert record.with_suffix(".toml").is_file()
     assert found.hardware.attained().bandwidth == found.hardware.bandwidth
 

@@ -1,4 +1,4 @@
-"""Today's predictions beside every record of the suite in `tests/measured/`."""
+"""Current predictions against every record of the suite in `tests/measured/`."""
 
 import statistics
 
@@ -42,7 +42,7 @@ GRAPHS = {}
 
 
 def graph_of(name, row):
-    """The declared graph of a row, made once."""
+    """Return the declared graph of a row, cached."""
     key = (RECORDS[name].environment["device"], row.case.name)
     if key not in GRAPHS:
         GRAPHS[key] = declared(row.case, key[0])
@@ -73,13 +73,13 @@ def test_declared_peak(name, row):
     found, device = today(name, row), RECORDS[name].environment["device"]
     off, why = row.measured.peak - found.peak, causes(row.case, device)
     if not why:
-        # on CUDA a block is kept whole where less than 1 MiB of it would be left
+        # on CUDA, a block is not split if the remainder is below 1 MiB
         assert abs(off) <= (KIB4 if device == "cpu" else max(2**20, 0.05 * row.measured.peak))
     elif set(why) == {"mask"}:
         assert abs(off) <= 0.02 * row.measured.peak
-    else:  # what is not modelled is more than what is
+    else:  # unmodelled allocations only raise the peak
         assert off >= -0.02 * row.measured.peak
-        # a kernel may have a workspace as large as it is
+        # a kernel's workspace may be as large as its result
         assert row.case.mode == "kernel" or "workspace" in why or off <= 0.25 * row.measured.peak
 
 
@@ -102,7 +102,7 @@ TRACES = {}
 
 
 def traced_here(case, device):
-    """What a trace says of a program, made once whichever records it is in."""
+    """Return the trace of a program, cached across records."""
     if (device, case.name) not in TRACES:
         program = SUBJECTS[case.subject].program(case, torch.device(device))
         TRACES[device, case.name] = traced(case, program, device)
@@ -115,7 +115,7 @@ TRACED = [pytest.param(*p.values, id=p.id) for p in ROWS if p.values[1].traced i
 @pytest.mark.parametrize(("name", "row"), in_part(TRACED, 0, 20))
 def test_traced_peak_and_flops(name, row):
     device = RECORDS[name].environment["device"]
-    elsewhere = device == "cuda" and not torch.cuda.is_available()  # where ops of CUDA are not seen
+    elsewhere = device == "cuda" and not torch.cuda.is_available()  # CUDA ops cannot be traced
     found = row.traced if elsewhere else traced_here(row.case, device)
     assert found.flops - found.uncounted == row.measured.flops
     off = row.measured.peak - found.peak
@@ -144,7 +144,7 @@ def test_what_is_not_traced_is_known():
     for found in RECORDS.values():
         missing = {(row.case.optimizer, row.case.implementation) for row in found.rows
                    if row.traced is None and row.case.program == "module"}  # fmt: skip
-        # Adafactor asks for the values of its factors; what writes no result at all has nothing to trace
+        # Adafactor queries the values of its factors; an op without a result leaves nothing to trace
         assert missing <= {("Adafactor", "foreach"), ("Adafactor", "for-loop"), ("AdaGrad", "fused")}
 
 

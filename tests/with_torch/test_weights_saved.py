@@ -1,4 +1,4 @@
-"""Checkpoints as transformers saves them, beside the models that are declared of their config.json."""
+"""Checkpoints saved by transformers match the declared models of their config.json."""
 
 import pytest
 from config_files import FILES, file_of
@@ -8,7 +8,7 @@ import costgraph as cg
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-#: Of each way in which tensors are put together or taken apart: the rest takes long.
+#: One model for each way of fusing or splitting tensors: the rest takes long.
 FEW = {"GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"}
 
 

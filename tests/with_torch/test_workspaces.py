@@ -1,4 +1,4 @@
-"""What is said of the workspace of kernels on a CPU: none where a graph has none, and a page that lists the others."""
+"""Kernel workspaces on a CPU: none for kernels with exact peaks, and a page with the others."""
 
 import re
 from pathlib import Path
@@ -12,9 +12,9 @@ from workspaces import case, elementwise, lookups, matmuls, norms, rand, reducti
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy" / "workspaces.md"
 
-#: Kernels of fp32 that take a few numbers, one in a register of Python's, or a buffer of the width of a row.
+#: fp32 kernels with a workspace of a few numbers, a Python scalar, or a row-wide buffer.
 SMALL = {"mul": 12, "mean": 12, "native_layer_norm_backward": 2 * 4096 * 4}
-#: Kernels that take more: in the page, and exempt where a peak is held to a few KiB.
+#: Kernels with larger workspaces: listed on the page, and exempt from peak tolerances of a few KiB.
 LARGE = (
     "add", "add_", "clone", "logsumexp", "native_batch_norm", "native_batch_norm_backward", "native_dropout",
     "native_group_norm_backward", "sort",
@@ -33,7 +33,7 @@ def one_thread():
 def test_a_kernel_that_is_known_to_need_a_temporary():
     x = rand(16, 64)
     (found,) = workspaces([case("logsumexp", "", x, [1])[2]])
-    assert found == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the largest of each row
+    assert found == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the maximum of each row
 
 
 def test_kernels_of_which_peaks_are_exact_need_none():

@@ -1,4 +1,4 @@
-"""Decoders without experts beside transformers' modules of small configurations: FLOPs, parameters, masks, steps."""
+"""Decoders without experts against small transformers modules: FLOPs, parameters, masks, steps."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 B, S = SIZES["B"], SIZES["S"]
 GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, FALCON, OLMO2 = CONFIGS
-#: Two heads of queries share one of keys; H*K is not D where a configuration has a field for it.
+#: Two query heads share a KV head; H*K differs from D where a config has a field for it.
 SMALL = {
     "hidden_size": 18, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 23,
     "num_hidden_layers": 3, "vocab_size": 29,
@@ -81,7 +81,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-#: One or two of each family, for what takes longer than counting.
+#: One or two of each family, for tests slower than counting.
 SEVERAL = [
     "gpt2", "llama biases", "mistral", "qwen2 window", "gemma2 odd", "gemma3 pairs", "phi3 partial",
     "falcon new biases", "olmo2 heads",
@@ -100,7 +100,7 @@ def graph_of(name, attention="flash"):
 
 
 def counted(name):
-    """Parameters and matmul FLOPs of a module, as torch counts them."""
+    """Return torch's counts of a module: parameters and matmul FLOPs."""
     reference, _ = built(name)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference.eval()(*inputs())
@@ -129,7 +129,7 @@ def test_both_kernels_of_attention_count_the_same(name):
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 window", "gemma2 odd", "gemma3 rest", "phi3 partial", "falcon new"])
 def test_what_transformers_writes_reads_the_same(name, tmp_path):
-    """It leaves out the fields that have the default of their class."""
+    """transformers omits the fields that have the default of their class."""
     classes, fields = VARIANTS[name]
     config(classes, **fields).save_pretrained(tmp_path)
     g, same = cg.models.from_config(tmp_path), graph_of(name)
@@ -153,7 +153,7 @@ def test_a_training_step_counts_what_autograd_runs(name):
     assert isinstance(cg.peak_memory(step, **SIZES), int)
 
 
-# -- what windows leave out ------------------------------------------------------------------------------------------
+# -- pairs outside the window ------------------------------------------------------------------------------------------
 
 MASKED = {"mistral": 3, "mistral full": 0, "qwen2 window": 1, "qwen3 pattern": 2, "gemma2 odd": 2, "gemma3 rest": 7,
           "gemma3 local": 5, "phi3 all heads": 3, "gemma2 global": 0}  # fmt: skip
@@ -177,7 +177,7 @@ def test_a_flash_kernel_computes_the_pairs_that_the_masks_of_the_module_show(nam
     sizes = reference.config
     H, K = sizes.num_attention_heads, rows.head_dim
     g = graph_of(name)
-    # 2 products, 2 FLOPs for each element of a head, by pairs that are seen
+    # 2 matmuls, 2 FLOPs per element of a head, for each visible pair
     per_pair = 2 * 2 * H * K
     hidden = [S * S - n for n in shown]
     full = cg.matmul_flops(g, count="full", **SIZES)
@@ -187,9 +187,9 @@ def test_a_flash_kernel_computes_the_pairs_that_the_masks_of_the_module_show(nam
     assert hidden.count(band) == MASKED[name]
 
 
-# -- full size, where test_zoo_page.py holds each preset to its module ------------------------------------------------
+# -- full size: test_zoo_page.py compares each preset with its module --------------------------------------------------
 
-#: One preset for each set of fields that a class is written with: the others differ in numbers.
+#: One preset for each set of config fields: the others differ only in numbers.
 WRITTEN = {(c, *sorted(fields)): (c, name) for c, published in CONFIGS.items() for name, fields in published.items()}
 
 
@@ -202,7 +202,7 @@ def test_a_preset_is_its_configuration(classes, name):
 
 
 def test_the_text_model_of_gemma_3_is_the_published_model_without_its_vision():
-    # google/gemma-3-4b-pt has 4,300,079,472 parameters, those of its image encoder and projector included
+    # google/gemma-3-4b-pt has 4,300,079,472 parameters, including its image encoder and projector
     with torch.device("meta"):
         text = config(GEMMA3, **CONFIGS[GEMMA3]["gemma-3-4b"])
         vision = transformers.SiglipVisionConfig(

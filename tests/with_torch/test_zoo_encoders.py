@@ -1,4 +1,4 @@
-"""Encoders, encoder-decoders and vision transformers beside torch modules made from the same configuration."""
+"""Encoders, encoder-decoders and vision transformers against torch modules with the same config."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ EAGER = {"attn_implementation": "eager"}
 
 
 def of(module, graph, inputs=(), keywords=None, **sizes):
-    """Compare a declaration with the module, counted by torch; `test_zoo_page.py` traces modules."""
+    """Compare a declaration with torch's counts of the module; `test_zoo_page.py` traces modules."""
     module = module.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*inputs, **(keywords or {}))
@@ -27,7 +27,7 @@ def of(module, graph, inputs=(), keywords=None, **sizes):
 
 
 def configured(kind, config):
-    """Return the module of a configuration, and the declaration that reads it."""
+    """Return the module of a config, and its declaration."""
     config._attn_implementation = "eager"
     fields = {**config.to_dict(), "architectures": [kind.__name__]}
     return kind(config), cg.models.from_config(fields, attention="eager")
@@ -60,7 +60,7 @@ def test_bert(kind, more):
 
 # -- T5 --------------------------------------------------------------------------------------------------------------
 
-T5 = {  # three heads of five are not a width of 14
+T5 = {  # three heads of dimension five, not a width of 14
     "d_model": 14, "num_heads": 3, "d_kv": 5, "d_ff": 19, "num_layers": 2, "vocab_size": 23,
     "relative_attention_num_buckets": 8, "decoder_start_token_id": 0,
 }  # fmt: skip
@@ -77,7 +77,7 @@ def t5_inputs():
         {"num_decoder_layers": 3},
         {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 1},
         {"feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 12},
-        {"tie_word_embeddings": False},  # which transformers 5 writes as tied, with features that are not scaled
+        {"tie_word_embeddings": False},  # transformers 5 saves it as tied, with unscaled features
     ],
 )
 def test_t5(more):
@@ -86,18 +86,18 @@ def test_t5(more):
 
 
 def test_t5_with_a_head_of_its_own_as_its_checkpoints_have_it():
-    """transformers 5 makes a fresh module tied whatever the file says, and unties it when a checkpoint is loaded."""
+    """transformers 5 ties fresh modules whatever the config says, and unties them when it loads a checkpoint."""
     fields = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     module = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields, **EAGER))
     module.lm_head.weight = torch.nn.Parameter(module.shared.weight.detach().clone())
     graph = cg.models.from_config({**fields, "architectures": ["T5ForConditionalGeneration"]}, attention="eager")
     of(module, graph, keywords=t5_inputs(), B=B, S=S, M=M)
-    assert not any(t.name == "scale" for t in graph.tensors)  # only a tied head is given scaled features
+    assert not any(t.name == "scale" for t in graph.tensors)  # only a tied head scales its features
 
 
 # -- Whisper ---------------------------------------------------------------------------------------------------------
 
-WHISPER = {  # the two stacks differ in every size that they may differ in
+WHISPER = {  # the two stacks differ in every possible size
     "d_model": 30, "encoder_attention_heads": 3, "encoder_ffn_dim": 19, "encoder_layers": 3,
     "decoder_attention_heads": 5, "decoder_ffn_dim": 17, "decoder_layers": 2, "vocab_size": 23, "num_mel_bins": 7,
     "max_source_positions": M, "max_target_positions": 13, "pad_token_id": 0,
@@ -142,7 +142,7 @@ def test_vit_as_torchvision_has_it():
     graph = load("vit-b-16", patch=5, attention="eager")
     sizes = {"R": 23, "IC": 2, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11}
     assert cg.param_count(graph, **sizes) == sum(p.numel() for p in module.parameters())
-    made = trace(module, torch.zeros(B, 2, 23, 23))  # torch's counter knows no fused attention of a CPU
+    made = trace(module, torch.zeros(B, 2, 23, 23))  # torch's counter has no formula for fused attention on a CPU
     assert cg.matmul_flops(graph, count="full", B=B, **sizes) == cg.matmul_flops(made, count="full")
 
 
@@ -185,14 +185,14 @@ def test_dit(patch, learned):
 
 
 def total(y):
-    """A scalar of every output, whose gradient needs no product of matrices."""
+    """Return a scalar of every output, whose gradient needs no matmul."""
     if isinstance(y, torch.Tensor):
         return y.sum()
     return sum(t.sum() for t in y.values() if isinstance(t, torch.Tensor) and t.is_floating_point())
 
 
 def summed(*outputs):
-    """The same for a declaration."""
+    """Declare the same scalar."""
     axes = [" ".join(f"a{i}" for i in range(t.ndim)) for t in outputs]
     parts = [cg.reduce(t, f"{names} -> ", "sum") for t, names in zip(outputs, axes, strict=True)]
     return sum(parts[1:], start=parts[0])
@@ -241,7 +241,7 @@ def test_a_step_of_clip():
     module, graph = configured(transformers.CLIPModel, config)
     with FlopCounterMode(display=False) as counter:
         module(ids(B, S), torch.zeros(B, 2, 23, 23), return_loss=True).loss.backward()
-    step = cg.training_step(graph, optimizer=cg.SGD())  # with its own loss
+    step = cg.training_step(graph, optimizer=cg.SGD())  # CLIP has its own loss
     assert cg.matmul_flops(step, count="full", B=B, S=S) == counter.get_total_flops()
 
 
@@ -267,7 +267,7 @@ SMALL = {
 }  # fmt: skip
 
 
-#: Biases of scores, attention to other positions, a loss of its own, and modulated norms; each with one kernel.
+#: Score biases, cross-attention, a custom loss, and modulated norms; each with one kernel.
 KERNELS = [
     ("t5-small", "flash"),
     ("whisper-tiny", "eager"),
@@ -280,8 +280,8 @@ KERNELS = [
 
 @pytest.mark.parametrize(("name", "attention"), KERNELS)
 def test_gradients_are_those_of_autograd(name, attention):
-    """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
-    # autograd does not go through the lowered quick_gelu, which works in place
+    """A step of plain SGD with rate 1 subtracts the gradient, which autograd computes from the forward pass."""
+    # autograd cannot differentiate the lowered quick_gelu, which works in place
     options = {"text_activation": "gelu", "vision_activation": "silu"} if name.startswith("clip") else {}
     graph = load(name, dtype="fp64", attention=attention, **options)
     chosen = None if graph.loss else summed
@@ -302,7 +302,7 @@ def test_gradients_are_those_of_autograd(name, attention):
             torch.testing.assert_close(change, p.grad, rtol=1e-6, atol=1e-12)
 
 
-# -- the published sizes, which test_zoo_page.py holds to their modules -----------------------------------------------
+# -- published sizes: test_zoo_page.py compares the presets with their modules -----------------------------------------
 
 
 def test_every_model_has_a_reference():

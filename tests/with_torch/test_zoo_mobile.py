@@ -1,4 +1,4 @@
-"""ConvNeXt, Swin, MobileNet, EfficientNet and DLRM, held to torch modules of small sizes."""
+"""ConvNeXt, Swin, MobileNet, EfficientNet and DLRM against small torch modules."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def _counted(module, *inputs):
-    """Parameters, and matmul FLOPs by torch's counter; `test_zoo_page.py` traces modules."""
+    """Return torch's counts: parameters, and matmul FLOPs; `test_zoo_page.py` traces modules."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(*inputs)
     return sum(p.numel() for p in module.parameters()), counter.get_total_flops()
@@ -28,7 +28,7 @@ def _module(config, kind):
 
 
 def _agree(config, kind, side=None):
-    """A transformers module and its declaration have as many parameters and matmul FLOPs."""
+    """Assert that a transformers module and its declaration have equal parameters and matmul FLOPs."""
     module = _module(config, kind)
     g = cg.models.from_config(config.to_dict(), attention="eager")
     side = side or config.image_size
@@ -37,16 +37,16 @@ def _agree(config, kind, side=None):
 
 
 def _convolved_back(gradient, _x, weight, *_, out_shape, **__):
-    """FLOPs of the gradients of a convolution, each a sum over the index points of the convolution itself.
+    """Return the FLOPs of a convolution's gradients, each a sum over the index points of the convolution.
 
-    Those are the elements of its result times those of a filter; torch's own formula leaves groups out of account
+    The points are the output elements times the filter elements; torch's formula ignores groups
     (docs/howto/flop_counter.md).
     """
     return 2 * prod(gradient) * prod(weight[1:]) * sum(made is not None for made in out_shape[:2])
 
 
 def _step_agrees(g, module, inputs, loss, **sizes):
-    """A training step does the matmul FLOPs of the module's forward and backward pass."""
+    """Assert that a training step has the matmul FLOPs of the module's forward and backward pass."""
     module.train()
     back = {torch.ops.aten.convolution_backward: _convolved_back}
     with FlopCounterMode(display=False, custom_mapping=back) as counter:
@@ -93,7 +93,7 @@ MOBILENET = {
     "narrow": {"image_size": 67, "depth_multiplier": 0.35},
     "narrow throughout": {"image_size": 41, "depth_multiplier": 0.35, "finegrained_output": False},
     "wide": {"image_size": 33, "depth_multiplier": 1.4, "depth_divisible_by": 4, "hidden_act": "relu"},
-    # every stage has 8 channels, so that those without a stride add their input
+    # every stage has 8 channels, so that blocks without a stride have a residual
     "all equal": {"image_size": 65, "depth_multiplier": 0.01, "expand_ratio": 2.0},
     "dilated": {"image_size": 79, "output_stride": 8, "first_layer_is_expansion": False},
 }
@@ -116,7 +116,7 @@ EFFICIENTNET = {
     "wide and deep": {
         "image_size": 32, "width_coefficient": 1.2, "depth_coefficient": 1.4, "hidden_dim": 1536, "num_channels": 1,
     },
-    # 18 -> 9 after the stem, and the first block of the second stage, the third in all, is given 9: it is padded to 5
+    # 18 -> 9 after the stem; the first block of the second stage, the third in all, pads 9 to halve it to 5
     "padded": {
         **SHORT, "image_size": 18, "num_block_repeats": [2, 1], "expand_ratios": [1, 3], "depthwise_padding": [2],
         "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "squeeze_expansion_ratio": 0.5,
@@ -139,7 +139,7 @@ def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
     )
     with pytest.raises(cg.UnsupportedError, match="every odd side before a stride of 2"):
         cg.models.from_config(config.to_dict())
-    # 9 is halved to 4 there, where the declaration would have 5
+    # the module halves 9 to 4, where the declaration would have 5
     made = _module(config, "EfficientNetModel")(torch.zeros(1, 3, 18, 18)).last_hidden_state
     assert made.shape[2:] == (4, 4)
 

@@ -1,4 +1,4 @@
-"""The table of all models beside the public modules: as the page has it, and traced again."""
+"""The table of all models against the public modules: the page is current, and modules are traced again."""
 
 import os
 
@@ -11,7 +11,7 @@ from costgraph.models import names
 from costgraph.models.registry import FAMILIES
 
 KEPT = counted()["models"]
-# of the long tests: the smallest model of each family is traced again, all of them where this is set
+# of the long tests: they trace the smallest model of each family again, or all of them if this is set
 EVERY = "COSTGRAPH_ZOO" in os.environ
 SMALLEST = [
     min((n for n in family.presets if n in KEPT), key=lambda n: KEPT[n]["matmul"])
@@ -21,7 +21,7 @@ SMALLEST = [
 
 
 def test_the_page_is_what_was_kept():
-    """Which is what the declarations count, as the next test says of each."""
+    """The next test compares the recorded counts with the declarations."""
     found = page(lambda name, row: (row["parameters"], row["matmul"]))
     assert PAGE.read_text(encoding="utf-8") == found, "run: python tests/with_torch/zoo_page.py NAME"
 

@@ -1,4 +1,4 @@
-"""Why a prediction of a peak is known to be off: causes by name, of a case on a device."""
+"""Known causes of inaccurate peak predictions, by case and device."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _CPU_KERNELS = ("transpose", "attention flash", "attention flash causal")
 
 
 def causes(case: Case, device: str, which: str = "declared") -> list[str]:
-    """Return the causes that make a prediction less than what is measured, or more.
+    """Return the causes that make a prediction lower or higher than the measurement.
 
     Parameters
     ----------
     case : Case
-        What ran.
+        The measured case.
     device : str
         cpu or cuda.
     which : str
-        declared or traced: of the latter, workspace alone is no part.
+        declared or traced: workspaces alone do not affect the latter.
     """
     plain = case.program == "module"
     found = {

@@ -13,7 +13,7 @@ B, S = 2, 13
 EAGER = {"attention": "eager"}
 
 
-# -- plain modules, where transformers has none ----------------------------------------------------------------------
+# -- plain modules that transformers lacks -----------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -112,7 +112,7 @@ class DiT(nn.Module):
         return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], self.out, self.grid * self.patch, -1)
 
 
-# -- what modules are run on -----------------------------------------------------------------------------------------
+# -- module inputs -----------------------------------------------------------------------------------------------------
 
 
 def ids(*shape: int, high: int = 2) -> torch.Tensor:
@@ -178,7 +178,7 @@ def dit(patch: int, d: int, heads: int, depth: int) -> Reference:
     return Reference(module, lambda: (torch.zeros(B, 4, 32, 32), ids(B), ids(B)), {"B": B}, name=name)
 
 
-#: What each model of these families is compared with.
+#: The reference of each model of these families.
 REFERENCES: dict[str, Callable[[], Reference]] = {
     "bert-base": bert,
     "bert-large": partial(bert, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),

@@ -1,4 +1,4 @@
-"""References of the image models that are not in transformers as published, and of DLRM, and one for each preset.
+"""Reference modules for the presets of image models that transformers lacks as published, and of DLRM.
 
 The modules follow `torchvision.models.mobilenetv2`, `mobilenetv3` and `efficientnet`, and `dlrm_s_pytorch.py` of
 facebookresearch/dlrm.
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Features, their mean over positions, and a classifier."""
+    """Features, global average pooling, and a classifier."""
 
     def __init__(self, features: list[nn.Module], *classifier: nn.Module) -> None:
         super().__init__()
@@ -93,7 +93,8 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
     return Classifier([*features, conv_norm(width, 1280, 1, act=nn.ReLU6)], nn.Dropout(0.2), nn.Linear(1280, classes))
 
 
-# given, kernel, expanded, made, squeeze and excitation, activation, stride: _mobilenet_v3_conf of torchvision
+# input channels, kernel, expanded channels, output channels, squeeze-excitation, activation, stride: torchvision's
+# _mobilenet_v3_conf
 V3 = {
     "large": [
         (16, 3, 16, 16, False, "RE", 1), (16, 3, 64, 24, False, "RE", 2), (24, 3, 72, 24, False, "RE", 1),
@@ -163,7 +164,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 def convnext(widths: list[int], depths: list[int], classes: int = 1000) -> nn.Module:
-    """`torchvision.models.convnext_tiny` to `convnext_large`; transformers' cannot be built of fake tensors."""
+    """`torchvision.models.convnext_tiny` to `convnext_large`; transformers' cannot be built with fake tensors."""
     features: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, 4), ChannelsNorm(widths[0])]
     for i, (width, depth) in enumerate(zip(widths, depths, strict=True)):
         features += [ChannelsNorm(widths[i - 1]), nn.Conv2d(widths[i - 1], width, 2, 2)] if i else []
@@ -172,7 +173,8 @@ def convnext(widths: list[int], depths: list[int], classes: int = 1000) -> nn.Mo
 
 
 class DLRM(nn.Module):
-    """`DLRM_Net` of dlrm_s_pytorch.py, with arch_interaction_op dot and the last layer of the top network a sigmoid."""
+    """`DLRM_Net` of dlrm_s_pytorch.py, with arch_interaction_op dot and a sigmoid as the last layer of the top
+    network."""
 
     def __init__(self, rows: list[int], bottom: list[int], top: list[int], itself: bool = False) -> None:
         super().__init__()
@@ -198,7 +200,7 @@ class DLRM(nn.Module):
 
 
 def dlrm(rows: str, bottom: str, top: str) -> nn.Module:
-    """As the command line of dlrm_s_pytorch.py has it."""
+    """Build the model as the command line of dlrm_s_pytorch.py does."""
     return DLRM(*([int(n) for n in text.split("-")] for text in (rows, bottom, top)))
 
 

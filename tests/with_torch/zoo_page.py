@@ -1,10 +1,9 @@
 """Write the page `docs/accuracy/zoo.md`: parameters and matmul FLOPs of every model and of its public torch module.
 
-    PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
+PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
 
-traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json`,
-their parameters in `costgraph/models/parameters.json`, and writes the page anew. The modules are of their published
-sizes, on fake tensors.
+traces the named modules, by default all, stores their counts in `tests/with_torch/zoo_counts.json` and their parameters
+in `costgraph/models/parameters.json`, and rewrites the page. The modules have their published sizes, on fake tensors.
 """
 
 import importlib
@@ -43,7 +42,7 @@ varied, are compared with PyTorch's counts in `tests/with_torch/recorded/counts.
 
 
 def references():
-    """Reference of each model that has one, by its name."""
+    """Return the reference of each model that has one, by name."""
     found = {}
     for path in sorted(HERE.glob("zoo_*.py")):
         module = importlib.import_module(path.stem)
@@ -54,7 +53,7 @@ def references():
 def counted():
     kept = json.loads(COUNTS.read_text(encoding="utf-8"))
     for name, parameters in json.loads(PARAMETERS.read_text(encoding="utf-8")).items():
-        if name in kept["models"]:  # of a public module
+        if name in kept["models"]:  # counts of a public module
             kept["models"][name]["parameters"] = parameters
     return kept
 
@@ -69,7 +68,7 @@ def keep(kept):
 
 
 def count(names):
-    """Trace modules and keep what they count."""
+    """Trace modules and store their counts."""
     import torch
     import transformers
     from zoo_reference import described, traced
@@ -89,7 +88,7 @@ def count(names):
 
 
 def declared(name, row):
-    """Parameters and matmul FLOPs of the declaration of a model."""
+    """Return the parameters and matmul FLOPs of a model's declaration."""
     g = load(name, **row.get("options", {}))
     return cg.param_count(g), cg.matmul_flops(g, count="full", **row["sizes"])
 
