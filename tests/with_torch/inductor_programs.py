@@ -1,6 +1,6 @@
 """Small programs, and the kernels that torch's inductor makes of them.
 
-python tests/with_torch/inductor_programs.py
+    python tests/with_torch/inductor_programs.py
 
 rewrites `inductor_kernels.json`: the loop kernels of each program after fusion, with the bytes of the buffers that each
 reads and writes. It uses the GPU scheduler (Triton's) without a GPU: compilation stops before code generation. CPU-only

@@ -1,6 +1,6 @@
 """Parameters and matmul FLOPs of small reference modules, counted by torch and recorded with its version.
 
-python tests/with_torch/recorded_counts.py
+    python tests/with_torch/recorded_counts.py
 
 builds every module, runs it under torch's FlopCounterMode, and rewrites `recorded/counts.json`. A plain test run
 compares declarations with these numbers, and counts a sample of each family again; a long run counts all modules again,

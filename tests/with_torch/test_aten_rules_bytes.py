@@ -56,7 +56,7 @@ PICKS = {
 
 
 @pytest.mark.parametrize("name", PICKS)
-def test_a_lookup_reads_the_rows_and_not_the_table(name):
+def test_lookup_reads_only_selected_rows(name):
     program, op, reads = PICKS[name]
     assert moved(program, op) == (reads, None)
 
@@ -104,19 +104,19 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_in_place_touches_what_it_changes(name):
+def test_in_place_writes_move_only_changed_elements(name):
     program, op, reads, writes, flops = CHANGES[name]
     assert moved(program, op) == (reads, [writes])
     assert calls_of(program).total("pointwise") == flops
 
 
-def test_a_change_of_a_copy_moves_the_whole():
+def test_out_of_place_index_put_moves_the_whole_table():
     seen = calls_of(lambda: table().index_put((ids(N),), torch.rand(N, D))).of("index_put")
     assert [number(n) for n in seen.counts.reads] == [4 * V * D, 8 * N, 4 * N * D]
     assert seen.counts.writes is None
 
 
-def test_a_source_that_is_expanded_is_read_once():
+def test_expanded_source_is_read_once():
     program = lambda: table().index_put_((ids(N),), torch.rand(1, D).expand(N, D))  # noqa: E731  # one of a list above
     assert moved(program, "index_put")[0] == [0, 8 * N, 4 * D]
 
@@ -139,13 +139,13 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_is_written_over_is_not_read(name):
+def test_overwritten_operands_are_not_read(name):
     program, op, reads, writes = UNREAD[name]
     assert moved(program, op) == (reads, writes)
     assert calls_of(program).total("pointwise") == 0
 
 
-def test_gradients_that_need_the_shape_of_an_operand_do_not_read_it():
+def test_gradients_do_not_read_operands_used_for_their_shape():
     x = torch.rand(2, 3, 8, 8, requires_grad=True)
     grad = 4 * 2 * 3 * 4 * 4
     mean = lambda: functional.avg_pool2d(x, 2).sum().backward()  # noqa: E731  # read as the line below
@@ -178,7 +178,7 @@ def of_updates(graph, name):
             )
 
 
-def test_a_fused_update_writes_parameters_and_state():
+def test_fused_update_writes_parameters_and_state():
     graph = trace(Updated(), train=True, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
     first, second = of_updates(graph, "_fused_adamw_")
     # parameter, gradient (read only), two moments, and the step counter
@@ -187,7 +187,7 @@ def test_a_fused_update_writes_parameters_and_state():
     assert cg.costs(graph).filter(phase="optimizer").total().pointwise == (3 + 5) * 13 + 2  # and two step counters
 
 
-def test_a_fused_update_that_scales_gradients_writes_them_too():
+def test_fused_update_writes_rescaled_gradients():
     class Scaled(torch.nn.Module):
         def forward(self, *lists):
             torch._fused_adam_(
@@ -202,7 +202,7 @@ def test_a_fused_update_that_scales_gradients_writes_them_too():
     assert flops == 3 * (12 + 1)  # as without scaling, plus the division
 
 
-def test_calls_on_lists_are_declared_ops_one_for_each_tensor():
+def test_foreach_calls_become_one_op_per_tensor():
     """A foreach call acts on each tensor separately; scalar lists have one value per tensor."""
 
     class Lists(torch.nn.Module):

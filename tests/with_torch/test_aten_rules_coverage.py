@@ -180,7 +180,7 @@ def test_optimizers(name, foreach):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "RMSprop", "NAdam", "Adamax"])
-def test_an_update_of_a_list_costs_what_single_ones_cost(name):
+def test_foreach_update_costs_the_same_as_single_updates(name):
     def flops(**options):
         params = [nn.Parameter(torch.rand(n)) for n in (13, 11)]
         optimizer = getattr(torch.optim, name)(params, lr=0.1, **options)

@@ -104,7 +104,7 @@ def test_cross_entropy():
     assert traced(program, "_log_softmax_backward_data", "nll_loss_backward") == declared(build, "backward")
 
 
-def test_rms_norm_where_it_is_one_kernel():
+def test_fused_rms_norm_costs_the_same_as_declared():
     x, w = spec(R, N), spec(N)  # a CPU has no such kernel
     forward = {"input": x, "normalized_shape": (N,), "weight": w, "eps": 1e-6}
     backward = {"grad_out": x, **forward, "rstd": spec(R, 1), "output_mask": (True, True)}
@@ -183,7 +183,7 @@ FUNCTION_CALLS = {
 
 
 @pytest.mark.parametrize("name", FUNCTION_CALLS)
-def test_functions_cost_what_the_table_says(name):
+def test_function_costs_match_the_table(name):
     x = torch.rand(3, 5)
     function = FUNCTIONS[name]
     seen = calls_of(lambda: FUNCTION_CALLS[name](x)).seen[-1].counts  # a mask is made before it
@@ -191,7 +191,7 @@ def test_functions_cost_what_the_table_says(name):
 
 
 @pytest.mark.parametrize("name", sorted(n for n in FUNCTIONS if n.endswith("_backward")))
-def test_gradients_of_activations_cost_what_the_table_says(name):
+def test_activation_gradient_costs_match_the_table(name):
     plain = {
         "threshold": functional.relu,
         "tanh": torch.tanh,

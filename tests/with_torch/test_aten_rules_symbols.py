@@ -55,7 +55,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", in_part(PROGRAMS, 0, 2))
-def test_a_graph_bound_to_sizes_says_what_runs_say(name):
+def test_bound_trace_costs_equal_those_of_runs(name):
     body, axes, *shapes = PROGRAMS[name]
     module = Loss(body)
     graph = trace(module, torch.rand(shapes[0]), dims=[axes], train=True)

@@ -43,7 +43,7 @@ def outside(one_thread):
     return calibrate("cpu", quick=True, command="a test")
 
 
-def test_it_says_what_it_measured(calibration):
+def test_calibration_lists_its_measurements(calibration):
     found = calibration.hardware
     kinds = {(kind, which) for kind, which, _ in calibration.rates}
     assert {("bandwidth", s) for s in ("read", "write", "copy", "triad", "update")} < kinds
@@ -57,7 +57,7 @@ def test_it_says_what_it_measured(calibration):
     assert all(text in shown for text in ("1 thread", "bandwidth  update", "matmul     bf16", "launch"))
 
 
-def test_rates_are_of_a_plausible_size(calibration):
+def test_calibrated_rates_are_plausible(calibration):
     """Errors by a factor of 1000 fail here."""
     found = calibration.hardware
     assert 10**9 < found.bandwidth.value < 10**12
@@ -66,7 +66,7 @@ def test_rates_are_of_a_plausible_size(calibration):
     assert 10**-8 < float(found.tables["attained"]["launch"]) < 10**-3
 
 
-def test_nothing_of_torch_is_left_changed(calibration):
+def test_calibration_restores_torch_settings(calibration):
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.is_grad_enabled()
 
@@ -87,7 +87,7 @@ def outside_cases():
 
 
 @pytest.mark.long
-def test_no_run_is_faster_than_the_lower_bound(outside):
+def test_no_run_beats_the_lower_bound(outside):
     """Background load slows runs and lowers attained rates; a failure is measured again."""
     calibration = outside
     graphs, seconds = {}, {}
@@ -108,7 +108,7 @@ def test_no_run_is_faster_than_the_lower_bound(outside):
 
 
 @pytest.mark.long
-def test_updates_in_place_are_no_faster_either(outside):
+def test_in_place_updates_do_not_beat_the_bandwidth(outside):
     calibration = outside
     cache = last_level_cache(CPU) or 2**26
     x, y = torch.rand(cache // 4 * 2), torch.rand(cache // 4 * 2)  # together 4 times the cache
@@ -124,7 +124,7 @@ def test_updates_in_place_are_no_faster_either(outside):
 # -- devices with a datasheet ------------------------------------------------------------------------------------------
 
 
-def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_path):
+def test_calibration_may_refer_to_a_similar_device(calibration, monkeypatch, tmp_path):
     monkeypatch.setattr("costgraph.torch.calibration._probes", lambda *a: iter(()))
     assert calibrate("cpu", quick=True, like="h100-sxm").like == cg.load_hardware("h100-sxm")
     with pytest.raises(cg.errors.SpecError, match="hardware 'h100' is unknown"):
@@ -138,7 +138,7 @@ def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_keeps_its_data_sheet(tmp_path):
+def test_cuda_calibration_keeps_datasheet_peaks(tmp_path):
     found = calibrate("cuda", quick=True).save(tmp_path / "gpu.toml")
     sheet = BUILT_IN.get(torch.cuda.get_device_name())
     attained = found.attained()
@@ -172,7 +172,7 @@ def quickly(monkeypatch):
     return asked
 
 
-def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
+def test_calibrate_command_writes_a_loadable_specification(quickly, tmp_path, capsys):
     path = tmp_path / "mine.toml"
     assert cli.main(["calibrate", "--out", str(path), "--quick"]) == 0
     assert quickly == [("cpu", True, None, 1)]
@@ -197,14 +197,14 @@ def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
         ([], "costgraph: calibrate: no --out FILE, expected where the specification goes, or --records FILE"),
     ],
 )
-def test_what_the_command_refuses(quickly, words, text, capsys, tmp_path, monkeypatch):
+def test_calibrate_command_rejects_invalid_arguments(quickly, words, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["calibrate", *words]) == 2
     assert capsys.readouterr().err.startswith(text)
     assert quickly == []
 
 
-def test_without_torch_the_command_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+def test_calibrate_command_without_torch_explains_the_installation(monkeypatch, capsys, tmp_path):
     pytest.importorskip("typer")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["calibrate", "--out", str(tmp_path / "mine.toml")]) == 2

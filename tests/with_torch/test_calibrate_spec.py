@@ -59,7 +59,7 @@ def calibration(like=None, place=PLACE, rates=RATES, cache=32 * MIB):
 # -- the specification ---------------------------------------------------------------------------------------------
 
 
-def test_without_a_data_sheet_the_attained_rates_are_the_roof(tmp_path):
+def test_attained_rates_are_the_peaks_without_a_datasheet(tmp_path):
     found = calibration().save(tmp_path / "mine.toml")
     assert found.id == "mine"
     assert found.name == PLACE["name"] + ", 2 threads"
@@ -76,7 +76,7 @@ def test_without_a_data_sheet_the_attained_rates_are_the_roof(tmp_path):
         assert said in found.sources["CALIBRATED"]
 
 
-def test_what_was_seen_on_the_way_is_written_down():
+def test_all_measured_rates_are_recorded():
     measured = {key: q.value for key, q in calibration().hardware.tables["measured"].items()}
     assert measured == {
         "bandwidth_8MiB": 90 * 10**9,
@@ -93,7 +93,7 @@ def test_what_was_seen_on_the_way_is_written_down():
 
 
 @pytest.mark.parametrize("name", cg.list_hardware())
-def test_a_data_sheet_stays_as_it_is(name, tmp_path):
+def test_calibration_keeps_datasheet_values(name, tmp_path):
     sheet = cg.load_hardware(name)
     found = calibration(like=name).save(tmp_path / "mine.toml")
     assert (found.name, found.vendor, found.arch, found.types) == (sheet.name, sheet.vendor, sheet.arch, sheet.types)
@@ -108,7 +108,7 @@ def test_a_data_sheet_stays_as_it_is(name, tmp_path):
     assert found.attained().bandwidth.value == 30 * 10**9
 
 
-def test_names_of_devices_lead_to_specifications_that_exist():
+def test_device_names_map_to_existing_specifications():
     assert set(BUILT_IN.values()) <= set(cg.list_hardware())
     assert len(set(BUILT_IN.values())) == len(BUILT_IN)
 
@@ -124,7 +124,7 @@ def test_names_of_devices_lead_to_specifications_that_exist():
         (25_276_510_208, "B", None),
     ],
 )
-def test_bounds_are_never_above_what_was_measured(value, unit, base):
+def test_written_rates_are_rounded_up(value, unit, base):
     text = "[sources]\nR = 'r'\n[measured]\nx = " + entry(value, unit, "R", 'a "note"')
     made = tomllib.loads(text, parse_float=Fraction)["measured"]["x"]
     if base is not None:
@@ -138,7 +138,7 @@ def test_bounds_are_never_above_what_was_measured(value, unit, base):
     assert made["note"] == 'a "note"'
 
 
-def test_keys_that_need_quotes_get_them():
+def test_special_keys_are_quoted():
     text = specification("n", "v", {"A.B \u00fc": "x"}, {"peak": {}, "measured": {"a b": "1"}})
     assert tomllib.loads(text) == {"name": "n", "vendor": "v", "sources": {"A.B \u00fc": "x"}, "measured": {"a b": 1}}
 
@@ -151,7 +151,7 @@ def test_keys_that_need_quotes_get_them():
         ("folder.toml", "folder.toml: Is a directory, expected a file that can be written"),
     ],
 )
-def test_places_that_cannot_be_written(path, text, tmp_path, monkeypatch):
+def test_unwritable_paths_are_refused(path, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(FormatError) as error:
@@ -162,7 +162,7 @@ def test_places_that_cannot_be_written(path, text, tmp_path, monkeypatch):
 # -- the fastest of several runs ---------------------------------------------------------------------------------------
 
 
-def test_the_faster_of_two_for_every_rate():
+def test_faster_takes_the_higher_of_each_rate():
     slow = {key: Rate(rate.value / 2, "slow") for key, rate in RATES.items()}
     slow["matmul", "bf16", "256"] = Rate(300e9, "quiet")
     both = calibration().faster(calibration(rates=slow))
@@ -171,12 +171,12 @@ def test_the_faster_of_two_for_every_rate():
 
 
 @pytest.mark.parametrize(("key", "other"), [("threads", 1), ("name", "Other"), ("torch", "2.11.0")])
-def test_of_two_settings_there_is_no_faster(key, other):
+def test_calibrations_with_different_settings_are_not_merged(key, other):
     with pytest.raises(UnsupportedError, match=f"(?s)calibration: {key} .* and {other}, expected two of one device"):
         calibration().faster(calibration(place={**PLACE, key: other}))
 
 
-def test_what_would_take_long_is_not_run_again():
+def test_slow_probes_are_not_repeated():
     runs = []
     rounds = _Rounds(CPU, budget=0)
 
@@ -191,7 +191,7 @@ def test_what_would_take_long_is_not_run_again():
     assert set(runs) == {"1", "2"}
 
 
-def test_a_product_that_torch_lacks_has_no_rate_and_nothing_else_may_fail():
+def test_only_unsupported_matmul_probes_may_fail():
     def fail():
         raise RuntimeError("not implemented for 'Half'")
 
@@ -215,7 +215,7 @@ def cpus(folder, *caches):
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="reads what Linux says")
-def test_parts_of_the_last_level_add_up(tmp_path):
+def test_last_level_cache_slices_add_up(tmp_path):
     # two cores share one L3 slice of 16 MiB, two others the second; each has its own L2
     found = cpus(
         tmp_path,
@@ -226,14 +226,14 @@ def test_parts_of_the_last_level_add_up(tmp_path):
     assert last_level_cache(CPU, tmp_path / "nowhere") is None
 
 
-def test_without_a_size_only_the_largest_set_is_beyond():
+def test_unknown_cache_size_uses_only_the_largest_working_set():
     assert calibration(cache=None).best("bandwidth").value == 29e9
     assert "cache" not in calibration(cache=None).hardware.tables
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("cache", [None, MIB, 32 * MIB, 512 * MIB])
-def test_working_sets_are_on_both_sides_and_fit(cache, quick):
+def test_working_sets_straddle_the_cache_and_fit_memory(cache, quick):
     within, beyond = working_sets(cache, 24 * 10**9, quick)
     level = cache or 64 * MIB
     assert all(n <= level / 4 or n == 2**18 for n in within)
@@ -241,7 +241,7 @@ def test_working_sets_are_on_both_sides_and_fit(cache, quick):
     assert max(beyond) == min(8 * level * (1 if quick else 2), 2**32, 24 * 10**9 // 8) // 4096 * 4096
 
 
-def test_streams_move_the_bytes_that_they_say():
+def test_streams_move_their_stated_bytes():
     pool = torch.rand(3000)
     moved = {p.how: p.amount for p in streams(pool, [4 * 2999])}
     # 2999 numbers; half of them are 1499, a third 999

@@ -54,7 +54,7 @@ def program(tmp_path):
     return str(path)
 
 
-def test_a_module_is_reported_and_saved(program, tmp_path, capsys):
+def test_traced_module_is_reported_and_saved(program, tmp_path, capsys):
     out = tmp_path / "net.json"
     words = ["trace", f"{program}:make", "--input", "B,S:int64", "--out", str(out), "B=8", "S=5"]
     assert main([*words, "--hardware", "h100-sxm"]) == 0
@@ -75,7 +75,7 @@ def test_a_step_is_traced(program, capsys):
     assert f"{3 * (2 * 30 * 7 + 2 * 7 * 97):_}*B*S" in shown
 
 
-def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
+def test_trace_for_a_gpu_reports_chosen_kernels(program, capsys):
     words = ["trace", f"{program}:make_dropout", "--input", "B,5", "--device", "cuda", "--arch", "sm_80"]
     assert main(words) == 0
     assert "1 call by the rule dropout: one kernel: p = 0.5 in training" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
         (["{program}:make", "--input", "B,S:int64", "--device", "cuda", "--arch", "90"], "trace: arch '90', expected"),
     ],
 )
-def test_what_is_refused(program, words, text, capsys, tmp_path):
+def test_invalid_trace_commands_are_refused(program, words, text, capsys, tmp_path):
     (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
     assert main(["trace", *(w.format(program=program, folder=tmp_path) for w in words)]) == 2
     shown = capsys.readouterr().err

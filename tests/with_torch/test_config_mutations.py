@@ -117,7 +117,7 @@ def plain(value):
 
 
 @pytest.mark.parametrize("kind", sorted(set(DEFAULTS) - {"refined_web"}))
-def test_defaults_are_those_of_transformers(kind):
+def test_config_defaults_equal_those_of_transformers(kind):
     fields = {f.name: f for f in dataclasses.fields(CONFIG_MAPPING[kind])}
     theirs = {
         name: plain(f.default if f.default is not dataclasses.MISSING else f.default_factory())
@@ -129,7 +129,7 @@ def test_defaults_are_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kind, _ in FILES.values()}))
-def test_second_names_are_those_of_transformers(kind):
+def test_config_aliases_equal_those_of_transformers(kind):
     # an alias may map either way: the table's value for the field must be the class's value
     theirs = dict(CONFIG_MAPPING[kind].attribute_map)
     declared = {f.name for f in dataclasses.fields(CONFIG_MAPPING[kind])} | {"num_layers"}
@@ -141,7 +141,7 @@ def test_second_names_are_those_of_transformers(kind):
     assert set(ALIASES.get(kind, {}).items()) == theirs
 
 
-def test_every_type_of_models_has_its_defaults():
+def test_every_model_type_has_defaults():
     kinds = {kind for family in cg.models.registry.FAMILIES for kind in family.architectures.values()}
     assert kinds | {"clip_text_model", "clip_vision_model"} == set(DEFAULTS)
     assert {name.split()[0] for name in FILES} | {"RWForCausalLM"} == {
@@ -260,18 +260,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes"), EQUAL, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_what_transformers_has_too(name, changes):
+def test_edge_cases_match_transformers(name, changes):
     assert compared(name, file_of(name, whole=False), *changes.items()) in ("equal", "equal parameters")
 
 
 @pytest.mark.parametrize(("name", "changes", "text"), REFUSED, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_what_is_refused(name, changes, text):
+def test_invalid_configs_are_refused(name, changes, text):
     with pytest.raises(cg.CostGraphError) as caught:
         cg.models.from_config(changed(file_of(name, whole=False), *changes.items()))
     assert text in str(caught.value)
 
 
-def test_a_t5_with_a_head_of_its_own_is_that_of_its_checkpoints():
+def test_untied_t5_matches_its_checkpoints():
     """The only intended deviation from a fresh transformers module."""
     fields = file_of("T5ForConditionalGeneration", whole=False)
     apart = {**fields, "tie_word_embeddings": False}

@@ -67,7 +67,7 @@ def rank_of(kind, length, parts, each, options):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])
-def test_buckets_and_peak_are_those_of_torch(name):
+def test_ddp_buckets_and_peak_equal_torchs(name):
     kind, length, parts, each, options = CASES[name]
     rank = rank_of(kind, length, parts, each, options)
     peak, sizes = RECORDED[name]
@@ -82,7 +82,7 @@ def test_buckets_and_peak_are_those_of_torch(name):
     assert sent.total() == sum(size * times for size, times in sizes.items())
 
 
-def test_parameters_fill_buckets_as_torch_assigns_them():
+def test_bucket_assignment_equals_torchs():
     """In the order of completed gradients, by torch's own function: the first bucket has 1 MiB, all others 25."""
     step = training_step(load("gpt2"), optimizer=cg.SGD())
     rank = cg.parallelize(step, dp=2, buckets=cg.Buckets())
@@ -101,7 +101,7 @@ def test_parameters_fill_buckets_as_torch_assigns_them():
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_torch_has_them_still(tmp_path):
+def test_recorded_ddp_results_match_installed_torch(tmp_path):
     program = Path(__file__).parent / "ddp_worlds.py"
     made = subprocess.run(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path / "found.json")], capture_output=True, text=True

@@ -29,7 +29,7 @@ def decoder(**attention):
 
 
 @pytest.mark.parametrize(("window", "kernel"), in_part(product([None, 3, W], ["flash", "eager"]), 1, 3))
-def test_attention_with_keys_and_values_kept(kernel, window):
+def test_attention_with_kv_cache_matches_a_single_pass(kernel, window):
     sizes = SIZES | ({"W": 4} if window is W else {})
     assert difference(decoder(kernel=kernel, window=window), 3, [1, 1, 2], **sizes) < 1e-12
 
@@ -99,7 +99,7 @@ def encoder_decoder():
 MORE = {"B": 2, "D": 12, "H": 3, "K": 4, "F": 5, "L": 2, "V": 17}
 
 
-def test_a_recurrence_goes_on_from_its_state():
+def test_recurrence_continues_from_its_state():
     g = recurrence()
     assert difference(g, 5, [1, 1, 2], **MORE) < 1e-12
     # K*F elements of four bytes per head and layer, for any context length
@@ -107,12 +107,12 @@ def test_a_recurrence_goes_on_from_its_state():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_convolution_and_a_shift_see_the_positions_before(bias):
+def test_convolution_and_shift_read_previous_positions(bias):
     assert difference(convolution(bias), 5, [1, 1, 3, 1], **MORE) < 1e-12
     assert difference(convolution(bias), 1, [1, 2], **MORE) < 1e-12  # a prompt shorter than the window
 
 
-def test_what_is_made_of_an_encoder_is_kept():
+def test_cross_attention_keys_and_values_are_cached():
     g = encoder_decoder()
     assert difference(g, 3, [1, 2], M=7, **MORE) < 1e-12
     step = cg.decode(g)
@@ -160,13 +160,13 @@ ALIKE = (
     ("name", "options", "sizes"),
     [pytest.param(*f, marks=pytest.mark.long) if f[0] in ALIKE else f for f in FAMILIES],
 )
-def test_models_generate_what_one_pass_computes(name, options, sizes):
+def test_stepwise_generation_matches_a_single_pass(name, options, sizes):
     g = load(name, **options)
     sizes = {k: v for k, v in {"V": 17, **sizes}.items() if k in g.defaults or k == "M"}
     assert difference(g, 3, [1, 2], B=2, **sizes) < 1e-9
 
 
-def test_a_window_keeps_the_positions_that_a_ring_of_them_does():
+def test_window_cache_matches_a_ring_buffer():
     import torch
     from transformers import MistralConfig
     from transformers.cache_utils import DynamicCache, StaticCache

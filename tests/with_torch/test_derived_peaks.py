@@ -201,7 +201,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "layout", "end"), CASES)
-def test_a_derived_backward_pass_has_the_peak_of_a_traced_step_and_of_the_allocator(name, layout, end):
+def test_derived_backward_peak_equals_trace_and_allocator(name, layout, end):
     net = Applied(PROGRAMS[name], LAYOUTS[layout], ENDS[end])
     batch, length = 5, 26
     forward, step = (
@@ -231,7 +231,7 @@ NO_GRADIENT = {"copysign of, operand 0 constant"}
         if name not in NO_GRADIENT
     ],
 )
-def test_derived_gradients_of_several_operands_are_those_of_autograd(name):
+def test_derived_gradients_of_several_operands_equal_autograd(name):
     torch.manual_seed(0)
     net, x = Applied(PROGRAMS[name], LAYOUTS["dense"], ENDS["product"]), torch.randn(2, 5, 16)
     graph = cg.backward(trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)]))
@@ -255,7 +255,7 @@ COPYING = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", COPYING)
-def test_a_forward_pass_has_the_peak_of_the_allocator(name, layout):
+def test_forward_peak_equals_the_allocator(name, layout):
     net, x = Applied(COPYING[name], LAYOUTS[layout], ENDS["sum"]), torch.randn(5, 26, 16)
     graph = trace(net, torch.zeros(3, 13, 16), dims=[("B", "S", None)])
     with torch.no_grad():

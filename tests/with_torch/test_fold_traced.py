@@ -112,14 +112,14 @@ def patches(depth, optimizer=None, *, train=False):
     return trace(Patches(depth, train=train), images, dims=dims, train=train, optimizer=optimizer)
 
 
-def test_a_perceptron():
+def test_folded_perceptron_equals_other_depths():
     # torch holds a block's input while the block runs: the caller holds the first, and nothing holds the second once
     # the third block begins
     assert loops(held_to(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_perceptron_is_trained(name):
+def test_folded_perceptron_step_equals_other_depths(name):
     folded = held_to(lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3,), POINTS["B"])
     # the input needs no gradient, so the first block's backward pass differs from the others
     found = loops(folded)
@@ -128,7 +128,7 @@ def test_a_perceptron_is_trained(name):
     assert len(updates) == PASSES[name]
 
 
-def test_blocks_that_are_run_again():
+def test_checkpointed_blocks_are_folded():
     folded = held_to(
         lambda n: perceptron(n, train=True, again=True, optimizer=OPTIMIZERS["sgd"]), "layers", 5, (7,),
         POINTS["B"],
@@ -136,17 +136,17 @@ def test_blocks_that_are_run_again():
     assert any(op.phase == "recompute" for op in folded.walk())
 
 
-def test_a_vision_transformer():
+def test_folded_vision_transformer_equals_other_depths():
     held_to(patches, "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("name", ["none", *(pytest.param(n, marks=pytest.mark.long) for n in ("foreach", "for-loop"))])
-def test_a_vision_transformer_is_trained(name):
+def test_folded_vision_transformer_step_equals_other_depths(name):
     held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (3,), POINTS["B"])
 
 
 @pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_blocks_that_are_the_module_itself(train):
+def test_blocks_of_a_top_level_sequential_are_folded(train):
     class Mean(nn.Sequential):
         def forward(self, x):
             return super().forward(x).mean()
@@ -176,7 +176,7 @@ class Alternating(nn.Module):
         return x
 
 
-def test_blocks_of_two_kinds_in_turn_are_folded_by_turns():
+def test_alternating_blocks_are_folded_in_pairs():
     def traced(count):
         return trace(Alternating(count), torch.zeros(2, 5), dims=[("B", None)])
 
@@ -185,7 +185,7 @@ def test_blocks_of_two_kinds_in_turn_are_folded_by_turns():
         assert answers(folded, L=count, B=3) == answers(traced(count), B=3)
 
 
-def test_a_folded_trace_is_saved_and_loaded(tmp_path):
+def test_folded_trace_survives_save_and_load(tmp_path):
     folded = cg.fold(perceptron(5, train=True, optimizer=OPTIMIZERS["foreach"]), "layers", "L")
     cg.save(folded, tmp_path / "g.json")
     assert answers(cg.load(tmp_path / "g.json"), L=7, B=3) == answers(folded, L=7, B=3)
@@ -225,7 +225,7 @@ SCOPES = {"gpt2": "model/transformer/h", "llama": "model/model/layers"}
 IDS = torch.zeros(3, 17, dtype=torch.long)
 
 
-def test_a_language_model():
+def test_folded_language_model_equals_other_depths():
     """Rotary tables and masks are computed once, before the blocks."""
     name = "llama"
 
@@ -242,7 +242,7 @@ def test_a_language_model():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "optimizer"), [("gpt2", "foreach"), ("llama", "for-loop")])
-def test_a_language_model_is_trained(name, optimizer):
+def test_folded_language_model_step_equals_other_depths(name, optimizer):
     def step(n):
         dims = [("B", "S")] * 2
         return trace(Loss(built(name, n)), IDS, IDS, dims=dims, train=True, optimizer=OPTIMIZERS[optimizer])

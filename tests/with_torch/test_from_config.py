@@ -48,7 +48,7 @@ SHORT = ("Cohere2ForCausalLM", "Dinov2Model")  # StableLM is in the next test
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CLASSES]
 )
-def test_the_graph_of_a_configuration_is_that_of_the_class(name):
+def test_config_graph_equals_the_transformers_class(name):
     layers = CLASSES[name]["num_hidden_layers"]
     graph, depth = from_config(config(name), device="cpu"), layers + 4
     assert graph.defaults == {"L": layers}
@@ -64,7 +64,7 @@ def test_the_graph_of_a_configuration_is_that_of_the_class(name):
     assert graph.loss == ("cross_entropy" if name.endswith(("ForCausalLM", "LMHeadModel")) else None)
 
 
-def test_a_decoder_beside_an_encoder_has_two_depths():
+def test_encoder_decoder_has_two_depths():
     own = {"d_model": 48, "encoder_layers": 4, "decoder_layers": 5, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112,
            "encoder_attention_heads": 4, "decoder_attention_heads": 2, "vocab_size": 101,
            "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1,
@@ -93,7 +93,7 @@ class WithLoss(torch.nn.Module):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), "cuda"])
-def test_a_step_of_training_is_that_of_the_class(device):
+def test_config_training_step_equals_the_class(device):
     depth = {"num_hidden_layers": 3}
     graph = from_config(config("StableLmForCausalLM", dtype="bfloat16", **depth), device=device)
     step = cg.training_step(graph, optimizer=cg.AdamW())
@@ -120,7 +120,7 @@ def test_formats_and_kernels():
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_images_are_in_the_format_of_the_model():
+def test_image_inputs_have_the_model_dtype():
     fields = {"architectures": ["ConvNextModel"], "model_type": "convnext", "hidden_sizes": [8, 16, 24, 32],
               "depths": [3, 3, 3, 3], "image_size": 64, "dtype": "bfloat16"}  # fmt: skip
     graph = from_config(fields)
@@ -137,13 +137,13 @@ def test_images_are_in_the_format_of_the_model():
 
 
 @pytest.mark.parametrize(("policy", "each"), [("bf16", 2), ("fp32", 4), ("bf16-mixed", 4)])
-def test_a_policy_changes_the_format_that_a_traced_module_has(policy, each):
+def test_precision_policy_overrides_traced_dtype(policy, each):
     half = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(torch.bfloat16)
     graph = trace(half, torch.zeros(2, 5, dtype=torch.bfloat16), dims=[("B", None)])
     assert cg.param_bytes(cg.apply_precision(graph, policy)) == each * (5 * 7 + 7 + 7 * 3 + 3)
 
 
-def test_a_program_that_asks_for_its_length_is_held_to_the_answer():
+def test_length_dependent_branch_becomes_an_assumption():
     windows = config("Cohere2ForCausalLM", sliding_window=64, max_position_embeddings=4096, num_hidden_layers=1)
     with pytest.raises(BindingError, match="against the assumption"):
         cg.flops(from_config(windows), B=1, S=17)  # the example was longer than the window
@@ -165,23 +165,23 @@ def test_a_program_that_asks_for_its_length_is_held_to_the_answer():
         ({"dtype": "int4"}, UnsupportedError, "dtype is 'int4', expected one of"),
     ],
 )  # fmt: skip
-def test_what_is_refused(fields, error, text):
+def test_invalid_configs_are_refused_by_name(fields, error, text):
     with pytest.raises(error, match=text):
         from_config(config("StableLmForCausalLM", **fields))
 
 
-def test_what_takes_other_inputs_is_refused():
+def test_model_with_audio_inputs_is_refused():
     fields = {"architectures": ["Wav2Vec2Model"], "model_type": "wav2vec2"}
     with pytest.raises(UnsupportedError, match="Wav2Vec2Model takes input_values, expected tokens, or images"):
         from_config(fields)
 
 
-def test_a_kernel_that_there_is_not_is_refused():
+def test_unknown_attention_kernel_is_refused():
     with pytest.raises(GraphError, match="attention 'ring', expected 'flash' or 'eager'"):
         from_config(config("StableLmForCausalLM"), attention="ring")
 
 
-def test_the_shell_takes_it_where_the_zoo_declares_nothing(tmp_path, capsys):
+def test_cli_traces_architectures_that_the_zoo_lacks(tmp_path, capsys):
     file = tmp_path / "config.json"
     depth = {"num_hidden_layers": 1}
     file.write_text(json.dumps(config("StableLmForCausalLM", **depth)), encoding="utf-8")

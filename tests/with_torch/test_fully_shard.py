@@ -128,7 +128,7 @@ def sent(graph):
     ]
 
 
-def test_the_peak_of_a_rank_is_that_of_fully_shard_to_the_byte():
+def test_rank_peak_equals_fully_shard_to_the_byte():
     rank = sharded(cg.mesh(dp=4), reshard_root=True)
     assert sent(rank) == [689_856, 689_856, 689_856]
     assert cg.peak_memory(rank) == 2_713_956
@@ -138,13 +138,13 @@ def test_the_peak_of_a_rank_is_that_of_fully_shard_to_the_byte():
 
 
 @pytest.mark.long
-def test_the_peak_of_two_ranks_is_that_of_two_processes_to_the_byte():
+def test_two_rank_peak_equals_two_processes_to_the_byte():
     assert cg.peak_memory(sharded(cg.mesh(dp=2), reshard_root=True)) == 3_403_812
 
 
 @pytest.mark.parametrize("count", [3, pytest.param("N", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("each", "peak"), [(True, 2_943_908), pytest.param(False, 3_551_332, marks=pytest.mark.long)])
-def test_the_peak_of_three_micro_batches_is_that_of_fully_shard_to_the_byte(count, each, peak):
+def test_micro_batch_peak_equals_fully_shard_to_the_byte(count, each, peak):
     """`sharded_oracles.py`: each micro-batch is reduced, or only the last (`set_requires_gradient_sync`)."""
     times, at = (count, {}) if count == 3 else (cg.dims(count), {count: 3})
     rank = sharded(cg.mesh(dp=4), cg.training_step(forward(4), optimizer=cg.AdamW(), accumulate=times), each)
@@ -157,7 +157,7 @@ def test_the_peak_of_three_micro_batches_is_that_of_fully_shard_to_the_byte(coun
 
 
 @pytest.mark.long
-def test_peaks_where_parameters_stay_are_within_a_thousandth():
+def test_unresharded_peaks_are_within_a_thousandth():
     kept = sharded(cg.mesh(dp=4), reshard_after_forward=False)
     assert sent(kept) == [689_856, 0, 689_856]
     assert cg.peak_memory(kept) == pytest.approx(3_239_268, rel=1e-3)
@@ -178,12 +178,12 @@ def test_peaks_where_parameters_stay_are_within_a_thousandth():
         (2, {"reduce_dtype": "fp32", "reshard_root": True}, 2_591_264),
     ],
 )
-def test_peaks_under_a_mixed_precision_policy_are_those_of_fully_shard_to_the_byte(ranks, policy, peak):
+def test_mixed_precision_peaks_equal_fully_shard_to_the_byte(ranks, policy, peak):
     """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=...), torch 2.13.0+cpu, on a fake process group."""
     assert cg.peak_memory(sharded(cg.mesh(dp=ranks), param_dtype="bf16", **policy)) == peak
 
 
 @pytest.mark.long
-def test_the_peak_where_parameters_in_bf16_stay_is_within_a_thousandth():
+def test_unresharded_bf16_peak_is_within_a_thousandth():
     kept = sharded(cg.mesh(dp=4), param_dtype="bf16", reduce_dtype="fp32", reshard_after_forward=False)
     assert cg.peak_memory(kept) == pytest.approx(2_115_808, rel=1e-3)

@@ -63,7 +63,7 @@ SHORT = ("Qwen3ForCausalLM",)
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
-def test_a_fused_trace_costs_what_the_declaration_does(name):
+def test_fused_trace_costs_the_same_as_fused_declaration(name):
     kind, fields = FAMILIES[name]
     fields = {"architectures": [name], "model_type": kind, "dtype": "bfloat16", **fields}
     attention = "eager" if kind == "gemma2" else "flash"

@@ -28,7 +28,7 @@ def loops(g):
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_kernels_and_their_bytes_are_those_of_inductor(name):
+def test_fused_kernels_and_bytes_equal_inductors(name):
     module, operands = program(name)
     with torch.no_grad():
         g = cg.fuse(trace(module, *operands))
@@ -37,7 +37,7 @@ def test_kernels_and_their_bytes_are_those_of_inductor(name):
 
 @pytest.mark.parametrize("epilogues", [False, True])
 @pytest.mark.parametrize("name", TRACED)
-def test_a_fused_trace_computes_what_the_program_does(name, epilogues):
+def test_fused_trace_computes_the_programs_values(name, epilogues):
     """For the same parameters, in place or not."""
     module, operands = program(name)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_a_fused_trace_computes_what_the_program_does(name, epilogues):
     torch.testing.assert_close(made, expected)
 
 
-def test_the_gradient_of_a_loss_is_one_kernel_with_that_of_its_logits():
+def test_loss_and_logits_gradients_fuse_into_one_kernel():
     """One element per row is scattered into zeros: as an index comparison, the zeros are never stored."""
     N, C = 37, 61
     with cg.Graph("g") as g:

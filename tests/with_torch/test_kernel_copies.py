@@ -109,7 +109,7 @@ CASES = [
 ELSEWHERE = {"native_group_norm_backward", "_cdist_backward"}
 
 
-def test_every_kernel_that_copies_is_called():
+def test_every_copying_kernel_is_tested():
     tables = (
         rules._DENSE, rules._IN_OWN_FORMAT, rules._IN_FORMAT_OF, rules._CHANNELS_LAST_OR_DENSE, rules._BSHD,
         rules._DENSE_ON_A_CPU,
@@ -119,7 +119,7 @@ def test_every_kernel_that_copies_is_called():
 
 
 @pytest.mark.parametrize(("name", "shapes", "call"), CASES, ids=[name for name, _, _ in CASES])
-def test_kernels_copy_what_the_rules_say(name, shapes, call):
+def test_kernel_copies_match_the_rules(name, shapes, call):
     layouts = [list(LAYOUTS) if len(shape) > 2 else ["contiguous", "transposed", "expanded"] for shape in shapes]
     calls, predicted = [], []
     combinations = list(product(*layouts))

@@ -34,7 +34,7 @@ def run(graph, **dims):
 # -- names and numbers -------------------------------------------------------------------------------------------
 
 
-def test_tensors_have_the_names_of_the_graph():
+def test_lowered_tensors_keep_graph_names():
     step = training_step(load("mlp", dtype="fp32"))
     module = lower(step, **sizes_of(step))
     assert {n for n, _ in module.named_parameters()} == {
@@ -44,7 +44,7 @@ def test_tensors_have_the_names_of_the_graph():
     assert "layers.linear.weight_exp_avg_sq.2" in dict(module.named_buffers())
 
 
-def test_a_tensor_may_have_the_name_of_a_module():
+def test_tensor_names_may_clash_with_module_names():
     with cg.Graph("g") as g:
         a = g.param("a", (2,))
         with cg.scope("a"):
@@ -58,20 +58,20 @@ def test_a_tensor_may_have_the_name_of_a_module():
     assert module().tolist() == [15.0, 15.0]
 
 
-def test_the_weights_of_a_model_fit_its_training_step():
+def test_model_weights_load_into_its_training_step():
     graph = load("llama-3-8b", dtype="fp32")
     step = cg.training_step(graph, optimizer=cg.SGD())
     forward, update = lower(graph, **sizes_of(graph)), lower(step, **sizes_of(step))
     assert str(update.load_state_dict(forward.state_dict())) == "<All keys matched successfully>"
 
 
-def test_numbers_are_those_of_the_seed():
+def test_seed_determines_initial_values():
     graph = load("mlp", dtype="fp32")
     first, same, other = (lower(graph, seed=s, **sizes_of(graph)).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(first[k], same[k]) and not torch.equal(first[k], other[k]) for k in first)
 
 
-def test_indices_are_rows_of_the_smallest_table_that_they_look_up():
+def test_random_indices_fit_the_smallest_table():
     with cg.Graph("g") as g:
         ids = g.input("ids", (1009,), dtype="int64")
         for rows in (7, 5):
@@ -130,13 +130,13 @@ def test_inputs_are_looked_at(given, text):
         (lambda: lower(cg.Graph("empty")), GraphError, "lower of graph 'empty': no output, expected one at least"),
     ],
 )
-def test_questions_that_make_no_sense_are_refused(ask, error, text):
+def test_invalid_lower_calls_are_refused(ask, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ask()
 
 
 @pytest.mark.parametrize("dtype", ["int4", "fp4_e2m1", "mxfp8", "nvfp4"])
-def test_formats_that_torch_has_not_are_refused(dtype):
+def test_dtypes_unknown_to_torch_are_refused(dtype):
     with cg.Graph("g") as g:
         g.output(cg.ops.pointwise("copy", g.input("x", (32,), dtype)))
     with pytest.raises(UnsupportedError, match=f"input 'x': torch has no tensors of {dtype}, expected one of fp64"):
@@ -144,7 +144,7 @@ def test_formats_that_torch_has_not_are_refused(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_short_floats_are_stored_and_computed_with_in_fp32(dtype):
+def test_fp8_tensors_are_computed_in_fp32(dtype):
     with cg.Graph("g") as g:
         x = g.input("x", (2, 2), dtype)
         g.output(cg.ops.pointwise("add", x, x), x @ x, cg.reduce(x, "a b -> a", "sum"))
@@ -164,13 +164,13 @@ def own():
     return g
 
 
-def test_functions_of_ones_own():
+def test_opaque_ops_call_user_functions():
     x = torch.tensor([[2.0, 1.0], [4.0, 3.0], [0.0, 5.0]])
     module = lower(own(), functions={"sorted_rows": lambda x: x.sort(-1).values, "twice": lambda x: 2 * x})
     assert module(x).tolist() == [[2, 4], [6, 8], [0, 10]]
 
 
-def test_functions_that_are_missing_or_return_something_else_are_refused():
+def test_missing_or_wrong_user_functions_are_refused():
     with pytest.raises(UnsupportedError, match=re.escape("expected a function of torch in functions={'sorted_rows': ")):
         lower(own())
     with pytest.raises(UnsupportedError, match=re.escape("torch has no function 'twice'")):
@@ -194,7 +194,7 @@ def test_functions_that_are_missing_or_return_something_else_are_refused():
         ("llama-3-8b", "eager", cg.every_block()),
     ],
 )
-def test_gradients_are_those_of_autograd(name, attention, checkpoint):
+def test_lowered_step_gradients_equal_autograd(name, attention, checkpoint):
     """A step of plain SGD with rate 1 subtracts the gradient, which autograd computes from the forward pass."""
     graph = load(name, dtype="fp64", attention=attention)
     loss = cg.transforms.loss.with_loss(graph)
@@ -210,7 +210,7 @@ def test_gradients_are_those_of_autograd(name, attention, checkpoint):
         torch.testing.assert_close(before[k] - update.get_parameter(k), p.grad, rtol=1e-6, atol=1e-13)
 
 
-def test_adamw_does_what_torch_does():
+def test_lowered_adamw_equals_torchs():
     graph = load("mlp", dtype="fp32")
     loss = cg.transforms.loss.with_loss(graph)
     dims = sizes_of(loss)
@@ -229,7 +229,7 @@ def test_adamw_does_what_torch_does():
             torch.testing.assert_close(module.get_parameter(k), p.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_convolution_and_pooling_go_back_as_torchs():
+def test_convolution_and_pooling_gradients_equal_torchs():
     B, C, N = cg.dims("B C N")
     with cg.Graph("g", dtype="fp64") as g:
         y = cg.conv(g.input("x", (B, C, N, N)), "b c h w -> b o h w", window=(3, 3), padding=1, stride=2, o=4)
@@ -274,7 +274,7 @@ def test_steps_in_every_precision_run(precision):
     assert torch.isfinite(run(step, **sizes_of(step) | {"L": 1}))
 
 
-def test_micro_batches_give_the_gradients_of_the_whole_batch():
+def test_micro_batch_gradients_equal_the_whole_batch():
     graph = load("mlp", dtype="fp64")
     whole = cg.training_step(graph, optimizer=cg.SGD(lr=1.0))
     parts = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), accumulate=3)
@@ -289,7 +289,7 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch():
         torch.testing.assert_close(second.get_parameter(k), p)
 
 
-def test_dropout_keeps_its_share():
+def test_dropout_drops_the_expected_share():
     with cg.Graph("g") as g:
         g.output(cg.dropout(g.input("x", (100, 1000)), 0.25))
     made = lower(g)(torch.ones(100, 1000))
@@ -301,7 +301,7 @@ def test_dropout_keeps_its_share():
 # -- calls of a trace, and devices -------------------------------------------------------------------------------
 
 
-def test_a_traced_module_computes_what_the_module_does():
+def test_lowered_trace_equals_the_module():
     trace = pytest.importorskip("costgraph.torch.tracing.trace").trace
     module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
     x = torch.randn(4, 5)
@@ -310,7 +310,7 @@ def test_a_traced_module_computes_what_the_module_does():
     assert torch.equal(lowered(x), module(x).detach())
 
 
-def test_a_model_of_full_size_runs_on_the_meta_device():
+def test_full_size_model_runs_on_the_meta_device():
     graph = load("llama-3.2-1b")
     module = lower(graph, "meta", B=1, S=8192)
     made = module(*random_inputs(graph, "meta", B=1, S=8192))
@@ -321,7 +321,7 @@ def test_a_model_of_full_size_runs_on_the_meta_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_step_on_a_gpu_has_the_loss_of_the_cpu(attention, dtype):
+def test_gpu_step_loss_equals_the_cpu(attention, dtype):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     step = training_step(load("llama-3-8b", dtype=dtype, attention=attention))
@@ -331,7 +331,7 @@ def test_a_step_on_a_gpu_has_the_loss_of_the_cpu(attention, dtype):
 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-def test_queries_of_one_rank_want_to_know_the_others(kernel):
+def test_rank_graph_of_attention_needs_a_mesh(kernel):
     B, H, S, K = cg.dims("B H S K")
     with cg.Graph("g") as g:
         g.output(cg.attention(*(g.input(n, (B, H, S, K)) for n in "qkv"), kernel=kernel))
@@ -340,7 +340,7 @@ def test_queries_of_one_rank_want_to_know_the_others(kernel):
         lower(rank, B=2, H=1, S=4, K=3)
 
 
-def test_collectives_are_played_by_one_of_equal_ranks():
+def test_collectives_without_mesh_assume_equal_ranks():
     with cg.Graph("g") as g:
         x = g.input("x", (4, 2))
         names = ("all_reduce", "all_gather", "reduce_scatter", "send")
@@ -350,7 +350,7 @@ def test_collectives_are_played_by_one_of_equal_ranks():
     assert all(np.ptp(y) == 0 for y in made)
 
 
-def test_scopes_may_have_names_that_are_words_of_python():
+def test_scopes_may_be_python_keywords():
     B, D = cg.dims("B D")
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))

@@ -30,7 +30,7 @@ SHAPES = [(1, H, S, T), (B, H, S, T), (1, 1, S, T), (1, H, 1, T), (B, 1, 1, T), 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_bias_and_its_gradient(shape, kernel):
+def test_attention_bias_and_gradient_equal_torchs(shape, kernel):
     """Each shape with a causal and a non-causal kernel."""
     causal = (SHAPES.index(shape) % 2 == 0) == (kernel == "flash")
     g = declared(shape, kernel, causal)
@@ -56,7 +56,7 @@ def test_a_bias_and_its_gradient(shape, kernel):
         assert torch.allclose(found, x.grad), name
 
 
-def test_biases_of_relative_positions_have_rows_of_the_table():
+def test_relative_bias_buckets_match_t5():
     """Nearby keys have a bucket per distance, separate by direction; distant ones share a bucket."""
     with cg.Graph("g", dtype="fp64") as g:
         g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(S), H, buckets=8))

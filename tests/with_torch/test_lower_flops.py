@@ -37,7 +37,7 @@ def test_models(name, training):
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-3-8b", marks=pytest.mark.long)])
-def test_checkpointed_steps_count_what_is_computed_again(name):
+def test_checkpointed_steps_count_recomputed_matmuls(name):
     step = training_step(load(name, dtype="fp32", attention="eager"), checkpoint=cg.every_block())
     dims = sizes_of(step)
     assert counted(step, **dims) == cg.matmul_flops(step, count="full", **dims)
@@ -48,7 +48,7 @@ def test_checkpointed_steps_count_what_is_computed_again(name):
     "b s f, d f -> b s d", "d, d -> ", "b d, d -> b", "b s d, b s d -> b s", "a b c, c b d -> d a",
     "b g r s k, b g t k -> b g r s t", "(a b) c, b c d -> a d",
 ])  # fmt: skip
-def test_contractions_are_matrix_products(pattern):
+def test_contractions_count_as_matmuls(pattern):
     """2 per index point, whatever the order of the axes; a vector is a matrix with one row."""
     sizes = dict(zip("abcdfghkrst", (2, 3, 5, 7, 11, 2, 3, 5, 2, 7, 11), strict=True))
     left, right = (part.split() for part in pattern.split("->")[0].split(","))
@@ -79,7 +79,7 @@ def test_convolutions_and_their_gradients(bias):
     assert counted(back, **dims) == cg.matmul_flops(back, count="full", **dims) == 3 * cg.matmul_flops(g, **dims)
 
 
-def test_flash_attention_counts_whole_squares_where_it_is_composed():
+def test_decomposed_flash_attention_counts_full_squares():
     """On the meta device torch decomposes attention into matmuls, which the counter sees: 4*B*H*K*S**2."""
     B, H, S, K = cg.dims("B H S K")
     with cg.Graph("g") as g:

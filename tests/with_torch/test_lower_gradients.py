@@ -74,7 +74,7 @@ def test_gradients_of_drawn_losses(case):
 @pytest.mark.parametrize(
     ("reduction", "none"), in_part([(way, none) for way in ("mean", "sum", "none") for none in (-100, -1, 2)], 0)
 )
-def test_targets_of_no_class(reduction, none):
+def test_ignored_targets_have_no_gradient(reduction, none):
     class Classes(torch.nn.Module):
         def __init__(self):
             super().__init__()

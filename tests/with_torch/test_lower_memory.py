@@ -79,7 +79,7 @@ def test_peak_of_checkpointed_steps(policy):
     assert measured == predicted
 
 
-def test_storages_are_given_up_at_their_last_use():
+def test_storages_are_freed_after_their_last_use():
     """Ten layers of one matrix: two of them live at a time, not eleven."""
     B, D, L = cg.dims("B D L")
     with cg.Graph("g") as g:
@@ -88,7 +88,7 @@ def test_storages_are_given_up_at_their_last_use():
     assert measured == predicted == 2 * 4 * 7 * 11
 
 
-def test_slices_of_a_stack_are_written_where_they_lie():
+def test_stacked_results_are_written_in_place():
     B, D, T = cg.dims("B D T")
     with cg.Graph("g") as g:
 
@@ -103,7 +103,7 @@ def test_slices_of_a_stack_are_written_where_they_lie():
     assert measured == predicted == 4 * 7 * 11 * (5 + 2)
 
 
-def test_an_op_in_place_takes_no_memory():
+def test_in_place_ops_allocate_nothing():
     N = cg.dims("N")
     with cg.Graph("g") as g:
         y = cg.ops.pointwise("exp", g.input("x", (N,)))

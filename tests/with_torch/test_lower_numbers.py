@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 B, S, D, H, K = cg.dims("B S D H K")
 
 
-def test_attention_by_hand_is_torchs():
+def test_composed_attention_equals_torchs():
     with cg.Graph("attention") as g:
         q, k, v = (g.input(n, (B, H, S, K)) for n in "qkv")
         scores = cg.einsum(q, k, "b h s k, b h t k -> b h s t") * K**-0.5
@@ -27,7 +27,7 @@ def test_attention_by_hand_is_torchs():
     ("number", "plain"),
     [(S, 4), (S - 9, -5), (D / S, 3.0), (D / H, 2.4), (S**0.5, 2.0), (D**-0.5, 12**-0.5), (cg.Max(S, D), 12)],
 )
-def test_a_formula_is_the_number_that_python_makes(number, plain, dtype):
+def test_size_formulas_lower_to_python_scalars(number, plain, dtype):
     sizes = {"S": 4, "D": 12, "H": 5}
     with cg.Graph("g") as g:
         g.input("sizes", (S, D, H))

@@ -60,18 +60,18 @@ def agree(derived, ranks, name, columns=3):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_compute_their_parts_and_send_what_is_derived(name, world):
+def test_ranks_match_their_shards_and_derived_collectives(name, world):
     agree(*world, name)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MORE)
-def test_ranks_of_larger_steps_do_so_too(name, large_world):
+def test_ranks_of_larger_steps_match_their_shards(name, large_world):
     agree(*large_world, name)
 
 
 @pytest.mark.long
-def test_ranks_of_drawn_graphs_do_so_too(large_world):
+def test_ranks_of_random_graphs_match_their_shards(large_world):
     names = [name for name in large_world[0] if name.startswith("drawn")]
     assert len(names) > 50
     for name in names:
@@ -104,7 +104,7 @@ SIZES = {"B": 3, "D": 5, "F": 14}
 PLACE = "lower of graph 'mlp'"
 
 
-def test_a_graph_of_one_rank_wants_to_know_the_others():
+def test_rank_graph_needs_a_mesh():
     with pytest.raises(cg.GraphError) as refused:
         lower(sharded(), **SIZES)
     assert str(refused.value) == f"{PLACE}: it is that of one rank of mesh(tp=2), expected mesh=, torch's DeviceMesh"
@@ -128,14 +128,14 @@ def test_a_mesh_has_the_axes_and_degrees_of_the_graph(given, text, mesh):
     assert str(refused.value) == f"{PLACE}: {text}"
 
 
-def test_a_mesh_that_a_process_is_not_in_is_refused(mesh):
+def test_mesh_without_this_process_is_refused(mesh):
     mesh(4, names=("all",))
     apart = torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([0, 1]), mesh_dim_names=("tp",))
     with pytest.raises(cg.GraphError, match="mesh has no process group along 'tp' for this process"):
         lower(sharded(), mesh=apart, **SIZES)
 
 
-def test_groups_may_be_given_by_the_names_of_their_axes(mesh):
+def test_process_groups_may_be_given_by_axis_name(mesh):
     groups = {"tp": mesh(2, 2, names=("dp", "tp"))["tp"].get_group()}
     module = lower(sharded(), mesh=groups, **SIZES)
     # the last rank has the second half of the columns, and fake collectives return nothing
@@ -143,26 +143,26 @@ def test_groups_may_be_given_by_the_names_of_their_axes(mesh):
     assert module(torch.ones(3, 5)).shape == (3, 5)
 
 
-def test_a_send_to_nobody_is_refused(mesh):
+def test_send_without_destination_is_refused(mesh):
     with cg.Graph("sent") as g:
         g.output(apply(Collective(collective="send", ranks=poly(2), axis="tp"), [g.input("x", (4,))], "send")[0])
     with pytest.raises(cg.UnsupportedError, match="lower 'send': send says not to whom, expected a collective of all"):
         lower(g, mesh=mesh(2, 2, names=("dp", "tp")))
 
 
-def test_random_indices_name_rows_of_all_ranks():
+def test_random_indices_cover_rows_of_all_ranks():
     case = CASES["lookups"]()
     columns = dict(zip([t.name for t in case.sharded.tensors if t.role == "input"],
                        random_inputs(case.sharded, **case.sizes), strict=True))["columns"]  # fmt: skip
     assert case.sizes["V"] / 2 <= columns.max() < case.sizes["V"]
 
 
-def test_a_graph_of_one_rank_is_looked_at_without_memory(mesh):
+def test_rank_graph_runs_on_the_meta_device(mesh):
     module = lower(sharded(), "meta", mesh=mesh(2, 2, names=("dp", "tp")), **SIZES)
     assert module(torch.empty(3, 5, device="meta")).shape == (3, 5)
 
 
-def test_an_axis_of_one_rank_needs_no_mesh():
+def test_mesh_axis_of_one_rank_needs_no_mesh():
     B, D = cg.dims("B D")
     with cg.Graph("alone") as g:
         g.output(cg.relu(g.input("x", (B, D))))

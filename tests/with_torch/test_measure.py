@@ -53,7 +53,7 @@ def error_of(kind, call, *args, **options):
     [(31, 7, 53, 11), (31, 7, 11, 53)],  # the second result is narrower than the first, and wider
     ids=["at the relu", "at the second product"],
 )
-def test_a_chain_of_products_by_hand(B, D, F, K):
+def test_peak_of_a_matmul_chain_by_hand(B, D, F, K):
     x, w1, w2 = torch.rand(B, D), torch.rand(D, F), torch.rand(F, K)
 
     def chain():
@@ -66,7 +66,7 @@ def test_a_chain_of_products_by_hand(B, D, F, K):
     assert peak_of(chain) == (max(8 * B * F, 4 * B * F + 4 * B * K), 4 * B * K)
 
 
-def test_a_long_chain_in_several_formats():
+def test_peak_of_a_mixed_dtype_chain_by_hand():
     n = 1009
 
     def chain():
@@ -80,12 +80,12 @@ def test_a_long_chain_in_several_formats():
     assert peak_of(chain) == (28 * n, n)
 
 
-def test_a_number_becomes_a_tensor():
+def test_python_scalars_become_tensors():
     x = torch.ones(7)
     assert peak_of(lambda: x.mul_(0.9)) == (12, 0)  # 8 B as a Python number, 4 B in the dtype of x
 
 
-def test_what_a_run_frees_of_the_last_one_counts_down():
+def test_frees_of_earlier_runs_lower_the_peak():
     n, kept = 997, [None]
 
     def freed_first():
@@ -99,12 +99,12 @@ def test_what_a_run_frees_of_the_last_one_counts_down():
     assert peak_of(freed_last) == (4 * n, 0)
 
 
-def test_what_a_run_leaves_is_counted_even_where_nothing_is_returned():
+def test_remaining_bytes_are_counted_without_a_return_value():
     kept = []
     assert peak_of(lambda: kept.append(torch.ones(13))) == (52, 52)
 
 
-def test_an_address_that_earlier_sessions_knew_does_not_count():
+def test_addresses_of_earlier_sessions_are_ignored():
     kept = [torch.ones(5000)]
     peak_of(lambda: kept.append(torch.ones(5000)))  # the profiler remembers the addresses of these
     kept.clear()
@@ -118,7 +118,7 @@ def test_an_address_that_earlier_sessions_knew_does_not_count():
     assert peak_bytes(frees, CPU) == (28, 28)
 
 
-def test_sums_in_order_of_time():
+def test_peak_follows_event_order():
     # baseline 100 at the mark; -100 frees an earlier one, +300, +50, -300; frees of unknown addresses are ignored
     events = [(1, 100), None, (1, -100), (2, 300), (3, 50), (9, -4096), (2, -300)]
     assert _peak_of(events) == (250, -50)
@@ -126,7 +126,7 @@ def test_sums_in_order_of_time():
     assert _peak_of([(1, 10), (1, -10), (1, 30), None, (1, -30), (1, 7)]) == (0, -23)  # a reused address
 
 
-def test_cycles_are_freed_at_no_time_of_their_own():
+def test_garbage_collection_is_off_while_measuring():
     def cycle():
         a = [torch.ones(101)]
         a.append(a)
@@ -138,7 +138,7 @@ def test_cycles_are_freed_at_no_time_of_their_own():
 
 
 @pytest.mark.parametrize("momentum", [0, 0.9])
-def test_a_training_step_of_a_linear_layer_by_hand(momentum):
+def test_linear_training_step_by_hand(momentum):
     B, D, F = 13, 37, 29
     x, dy, w = torch.rand(B, D), torch.rand(B, F), nn.Parameter(torch.rand(D, F))
     optimizer = torch.optim.SGD([w], lr=1e-3, momentum=momentum, foreach=False)
@@ -156,7 +156,7 @@ def test_a_training_step_of_a_linear_layer_by_hand(momentum):
     assert found.flops == 2 * 2 * B * D * F  # forward and dw
 
 
-def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
+def test_gradient_of_the_previous_step_is_in_the_baseline():
     B, D, F = 13, 37, 29
     x, dy, w = torch.rand(B, D), torch.rand(B, F), nn.Parameter(torch.rand(D, F))
 
@@ -176,7 +176,7 @@ def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
         ("mlp", {"D": 31, "F": 53, "L": 2, "C": 11}),
     ],
 )
-def test_whole_steps_beside_torchs_own_trackers(name, sizes, implementation):
+def test_training_steps_match_torchs_trackers(name, sizes, implementation):
     B, S = 3, 41
     parts = setting(name, sizes, B, S, "fp32", implementation)
     found = measure(step, *parts, budget=0, least=1, flops=False)
@@ -204,7 +204,7 @@ def test_flops_by_index_points():
         assert measure(call, budget=0, least=1, peak=False).flops == flops
 
 
-def test_what_is_not_asked_for_is_none():
+def test_unrequested_quantities_are_none():
     found = measure(torch.ones, 3, budget=0, flops=False, peak=False)
     assert (found.flops, found.peak, found.left) == (None, None, None)
     assert "matmul" not in str(found)
@@ -220,7 +220,7 @@ def test_a_sleep_takes_its_time():
     assert 0.01 <= found.min <= found.lower <= found.median <= found.upper <= found.max < 5
 
 
-def test_runs_end_with_the_budget_or_the_most():
+def test_timing_stops_at_the_budget_or_run_limit():
     assert timed(lambda: None, CPU, least=2, most=9, budget=60).runs == 9
     assert timed(lambda: time.sleep(0.02), CPU, least=2, most=10**6, budget=0.1).runs <= 6
 
@@ -254,7 +254,7 @@ def test_numbers_of_runs_that_are_none(options, text):
 # -- environment -------------------------------------------------------------------------------------------------------
 
 
-def test_the_record_says_where_it_is_from():
+def test_measurement_record_states_its_environment():
     found = measure(torch.ones, 3, budget=0, command="by hand")
     record = json.loads(json.dumps(found.record()))
     assert record["seconds"]["runs"] == 5
@@ -268,7 +268,7 @@ def test_the_record_says_where_it_is_from():
     assert "12 B above the baseline, 12 B left" in str(found)
 
 
-def test_the_command_is_that_of_the_process(monkeypatch):
+def test_recorded_command_is_the_process_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somebody/bin/costgraph", "calibrate", "--out", "a b.toml"])
     assert environment()["command"] == "costgraph calibrate --out 'a b.toml'"
 
@@ -282,12 +282,12 @@ def test_the_command_is_that_of_the_process(monkeypatch):
         ("cuda:99", r"device 'cuda:99': torch sees \d+ CUDA devices, expected one of them"),
     ],
 )
-def test_devices_that_cannot_be_measured(device, text):
+def test_unmeasurable_devices_are_refused(device, text):
     for ask in (lambda: environment(device), lambda: measure(torch.ones, 3, device=device)):
         assert re.fullmatch(text, error_of(UnsupportedError, ask))
 
 
-def test_ops_elsewhere_are_no_measurement():
+def test_ops_on_other_devices_are_refused():
     x = torch.ones(3, device="meta")
     found = error_of(UnsupportedError, measure, torch.relu, x)
     assert found == "device 'meta': no way to measure it, expected cpu or cuda"
@@ -299,7 +299,7 @@ def test_ops_elsewhere_are_no_measurement():
     assert "ran on fake tensors, expected tensors with data" in error_of(UnsupportedError, measure, fake.relu)
 
 
-def test_errors_of_the_call_are_its_own():
+def test_errors_of_the_call_are_propagated():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         measure(torch.mm, torch.ones(2, 3), torch.ones(2, 3))
     assert gc.isenabled()
@@ -309,7 +309,7 @@ def test_errors_of_the_call_are_its_own():
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_progress_is_shown_when_asked(capsys, monkeypatch, rich):
+def test_progress_is_shown_on_request(capsys, monkeypatch, rich):
     if rich:
         pytest.importorskip("rich")
     else:
@@ -329,7 +329,7 @@ def test_progress_is_shown_when_asked(capsys, monkeypatch, rich):
 # -- the page ------------------------------------------------------------------------------------------------------
 
 
-def test_the_examples_of_the_page():
+def test_documented_examples_run():
     page = Path(__file__).resolve().parents[2] / "docs" / "howto" / "measure.md"
     assert doctest.testfile(str(page), module_relative=False).failed == 0
 

@@ -43,7 +43,7 @@ WHOLE = {"Mixtral", "Phi3", "Bert"}
 
 
 @pytest.mark.parametrize("name", ["Llama", *(long(n) for n in MODELS if n != "Llama")])
-def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_ranks(name):
+def test_traced_step_on_dp_and_tp_ranks_keeps_its_values(name):
     step = cg.training_step(traced(name, 1), loss="cross_entropy", optimizer=cg.SGD())
     for zero in (0, 3):
         # Mixtral sorts the rows of all ranks
@@ -54,7 +54,7 @@ def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_r
         assert cg.param_count(rank) * (2 if zero else 1) < 0.7 * cg.param_count(step)
 
 
-def test_attention_of_a_decoder_beside_an_encoder_is_split():
+def test_encoder_decoder_attention_is_split():
     """T5's self- and cross-attention have separate module names, and its position biases one entry per head."""
     fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 8, "d_kv": 4,
               "num_heads": 2, "d_ff": 8, "num_layers": 1, "num_decoder_layers": 1, "vocab_size": 8,
@@ -79,20 +79,20 @@ SPLIT = [{"dp": 2, "zero": 3, "sequence": True}, {"cp": 2}]
         *(pytest.param(name, options, marks=pytest.mark.long) for name in ("GPT2", "Phi3") for options in SPLIT),
     ],
 )
-def test_layers_of_a_trace_that_are_folded_split_the_sequence_as_well(name, options):
+def test_folded_traces_support_sequence_parallelism(name, options):
     step = cg.training_step(cg.fold(traced(name, 4)), loss="cross_entropy", optimizer=cg.SGD())
     rank = cg.parallelize(step, tp=2, strict=True, **options)
     testing.check_sharded(step, rank, B=2, S=2, L=3)
 
 
-def test_a_split_sequence_needs_layers_in_a_loop():
+def test_sequence_parallelism_needs_a_loop_of_layers():
     with pytest.raises(
         cg.GraphError, match="no loop of graph 'LlamaForCausalLM' hands on what sequence=True splits, exp"
     ):
         cg.parallelize(traced("Llama", 2), tp=2, sequence=True)
 
 
-def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
+def test_router_named_gate_is_replicated():
     rank = cg.parallelize(traced("Mixtral", 2), tp=2)
     places = rank.sharding.places
     assert not places["model/layers/0/mlp/gate/weight"].axes
@@ -100,7 +100,7 @@ def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
 
 
 @pytest.mark.parametrize("made", ["empty", "ones", "view"])
-def test_what_is_made_to_be_written_into_lies_as_what_is_written(made):
+def test_empty_tensors_inherit_the_placement_of_their_slices(made):
     """Each rank has its own sequences of a tensor written slice by slice, such as the keys of DeepSeek-V2."""
 
     class Joined(torch.nn.Module):

@@ -27,7 +27,7 @@ HINT = "(costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
         (lambda g, x: cg.report(MODULE), "torch.nn.modules.linear.Linear"),
     ],
 )
-def test_a_tensor_of_torch_is_called_one(call, kind):
+def test_torch_tensors_are_named_in_errors(call, kind):
     with cg.Graph("g") as g:
         x = g.input("x", (B, 3))
         with pytest.raises(cg.CostGraphError) as caught:

@@ -19,7 +19,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def test_what_torch_packs_of_activations_goes_over_the_link():
+def test_offloaded_bytes_equal_torchs_packed_activations():
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(6, 6), Block(), Block()), torch.randn(10, 6)
     packed = {}

@@ -61,12 +61,12 @@ def case(dp=1, **options):
 # -- tensor and sequence parallelism ---------------------------------------------------------------------------------
 
 
-def test_the_sizes_are_those_of_the_model():
+def test_recorded_sizes_match_the_model():
     graph = step(dtype="fp32")
     assert cg.param_bytes(graph, **SIZES) == P == L * LAYER + REST
 
 
-def test_tensor_parallel_layers():
+def test_tensor_parallel_collectives_match_dtensor():
     ours, torchs = calls(case(tp=4)), torch_calls("tensor, loss parallel")
     # two per layer, and the embedding
     assert ours["forward", "all_reduce", 4, X] == torchs["forward", "all_reduce", 4, X] == 2 * L + 1
@@ -82,7 +82,7 @@ def test_tensor_parallel_layers():
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_sequence_parallel_layers(hold):
+def test_sequence_parallel_collectives_match_dtensor(hold):
     ours, torchs = calls(case(tp=4, sequence=True, hold=hold)), torch_calls("tensor and sequence, loss parallel")
     for key in (("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "reduce_scatter")):
         assert ring(ours, *key) == ring(torchs, *key) == 110_592  # (2L + 1) * 3/4 * 16,384
@@ -101,7 +101,7 @@ def test_sequence_parallel_layers(hold):
     }
 
 
-def test_what_is_held_of_a_sequence_is_not_gathered_again():
+def test_saved_gathered_activations_are_not_regathered():
     key = ("backward", "all_gather")
     ours, torchs = calls(case(tp=4, sequence=True)), torch_calls("tensor and sequence, loss parallel")
     assert {row: n for row, n in ours.items() if row[:2] == key} == {(*key, 4, X): 2 * L + 1}
@@ -109,7 +109,7 @@ def test_what_is_held_of_a_sequence_is_not_gathered_again():
 
 
 @pytest.mark.parametrize("name", ["tensor", "tensor and sequence"])
-def test_without_a_parallel_loss_torch_gathers_the_logits(name):
+def test_torch_gathers_logits_without_a_parallel_loss(name):
     """The derived graph always has the loss of sharded logits: the placement of logits is not configurable."""
     whole, split = torch_calls(name), torch_calls(f"{name}, loss parallel")
     assert whole - split == {("forward", "all_gather", 4, ROW * SIZES["V"]): 1}
@@ -139,7 +139,7 @@ def fully(ranks=4, **policy):
         ("fully sharded, kept", 4, {"reshard_after_forward": False}),
     ],
 )
-def test_fully_sharded_parameters_call_for_call(name, ranks, policy):
+def test_fsdp_collectives_match_call_for_call(name, ranks, policy):
     ours, torchs = fully(ranks, **policy), torch_calls(name)
     assert ours - torchs == {(*LOSS, ranks, 4): 1}
     assert not torchs - ours
@@ -147,7 +147,7 @@ def test_fully_sharded_parameters_call_for_call(name, ranks, policy):
 
 
 @pytest.mark.parametrize("each", [True, False])
-def test_micro_batches_send_as_often_as_those_of_fully_shard(each):
+def test_micro_batch_collectives_match_fully_shard(each):
     graph = training_step(load("llama-3-8b", symbolic=True, dtype="fp32"), accumulate=3)
     rank = cg.parallelize(graph, dp=4, zero=3, reduce_each=each, strict=True)
     ours = calls(Case(graph, rank, {"dp": 4}, {**SIZES, "B": 4 * SIZES["B"]}))
@@ -159,7 +159,7 @@ def test_micro_batches_send_as_often_as_those_of_fully_shard(each):
     assert not torchs - ours
 
 
-def test_each_parameter_by_itself_sends_as_much_as_units():
+def test_per_parameter_sharding_sends_as_much_as_units():
     """9 parameters per layer and 3 others, where `fully_shard` has one bucket per unit."""
     ours, torchs = fully(by_unit=False), torch_calls("fully sharded")
     assert [times(torchs, *key) for key in (GATHERED, AGAIN, REDUCED)] == [L + 1, L, L + 1]
@@ -168,7 +168,7 @@ def test_each_parameter_by_itself_sends_as_much_as_units():
         assert ring(ours, *key) == ring(torchs, *key)
 
 
-def test_parameters_that_a_smaller_group_keeps():
+def test_partial_resharding_matches_fully_shard():
     """`reshard_after_forward=2`: over one axis of two; the other axis stays gathered between the passes."""
     policy = cg.FullyShard(("node", "own"), reshard_after_forward="own", reshard_root=True)
     ours = calls(gathered(policy, {**SIZES, "B": 4 * SIZES["B"]}, "fp32", node=2, own=2))
@@ -181,7 +181,7 @@ def test_parameters_that_a_smaller_group_keeps():
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_fully_sharded_beside_tensor_and_sequence(hold):
+def test_fsdp_with_tensor_and_sequence_parallelism_matches_torch(hold):
     ours = calls(case(dp=2, tp=4, sequence=True, zero=3, hold=hold))
     torchs = torch_calls("fully sharded and tensor")
     again = {} if hold else {("backward", "all_gather", 4, X): 2 * L + 1}  # as without the other axis
@@ -206,7 +206,7 @@ def test_fully_sharded_beside_tensor_and_sequence(hold):
     ],
     ids=lambda degrees: " ".join(degrees),
 )
-def test_fully_sharded_in_groups_that_replicate(degrees):
+def test_hybrid_sharding_matches_torch(degrees):
     ours = calls(gathered(cg.FullyShard("own"), {**SIZES, "B": 8 * SIZES["B"]}, "fp32", **degrees))
     torchs = torch_calls("hybrid")
     assert ours - torchs == {(*LOSS, 4, 4): 1, (*LOSS, 2, 4): 1}
@@ -215,7 +215,7 @@ def test_fully_sharded_in_groups_that_replicate(degrees):
     assert ring(ours, "backward", "all_reduce", 2) == P / 4
 
 
-def test_states_that_are_split():
+def test_zero1_collectives_match_zero_redundancy_optimizer():
     ours, torchs = calls(case(dp=4, zero=1, optimizer="AdamW")), torch_calls("states")
     key = ("backward", "all_reduce")
     assert ring(ours, *key) == ring(torchs, *key) == 1_379_712 == Fraction(2 * 3, 4) * P
@@ -226,13 +226,13 @@ def test_states_that_are_split():
     assert sent == sum(n * row[3] for row, n in ours.items() if row[:2] == ("optimizer", "all_gather")) == P
 
 
-def test_experts_and_tokens_on_one_axis():
+def test_gshard_experts_match_dtensor():
     ours, torchs = calls(experts(RECORD["experts"], dtype="fp32")), torch_calls("experts")
     assert ours - torchs == {("forward", "all_reduce", 4, 4): 1}  # the sum over all tokens, torch's is per rank
     assert not torchs - ours
 
 
-def test_parts_of_the_sequence_that_become_heads():
+def test_ulysses_collectives_match_torch():
     sizes = {**SIZES, **RECORD["attention"], "L": 1}
     ours = calls(parallel(sizes=sizes, cp=4, context="all_to_all", dtype="fp32"))
     ours = Counter({row: n for row, n in ours.items() if row[1] == "all_to_all"})
@@ -242,7 +242,7 @@ def test_parts_of_the_sequence_that_become_heads():
 
 
 @pytest.mark.long
-def test_parts_of_the_sequence_that_pass_by():
+def test_ring_attention_collectives_match_torch():
     sizes = {**SIZES, **RECORD["attention"], "L": 1}
     case = parallel(sizes=sizes, cp=4, context="ring", dtype="fp32")
     ours = Counter()
@@ -257,7 +257,7 @@ def test_parts_of_the_sequence_that_pass_by():
 
 
 @pytest.mark.long  # torch only
-def test_torch_still_sends_what_is_recorded(tmp_path):
+def test_recorded_collectives_match_installed_torch(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.__version__.partition("+")[0] != RECORD["torch"]:
         pytest.skip(f"recorded with torch {RECORD['torch']}")

@@ -31,7 +31,7 @@ def joined(q, k, v, sinks):
 
 
 @pytest.mark.parametrize("kernel", ["flash", "eager"])
-def test_values_and_gradients_are_those_of_torch(kernel):
+def test_attention_sink_values_and_gradients_equal_torchs(kernel):
     torch.manual_seed(0)
     given = [torch.randn(2, 6, 5, 4), torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4), torch.randn(6)]
     module = lower(graph(kernel), **DIMS)

@@ -50,7 +50,7 @@ def most_held(actions, ends):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv", "dualpipev"])
-def test_sends_and_receives_are_those_of_torch(name):
+def test_schedule_sends_and_receives_equal_torchs(name):
     p, v, m = 4, 2, 12
     ours = cg.plan.schedule(name, p, m, v, sends=True)
     for rank, (mine, theirs) in enumerate(zip(ours, of_torch(name, p, v, m, with_comms=True), strict=True)):
@@ -86,7 +86,7 @@ def cases(name, p):
 
 @pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", TORCHS)
-def test_lists_and_idle_shares_are_those_of_torch(name, p):
+def test_schedules_and_bubbles_equal_torchs(name, p):
     for case in cases(name, p):
         v, m = case
         theirs, ours = of_torch(name, p, v, m), cg.plan.schedule(name, p, m, v)

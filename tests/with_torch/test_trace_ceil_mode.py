@@ -32,7 +32,7 @@ def test_windows_that_hang_over_the_edge_count_in_part(n, window, stride, dilati
 
 
 @pytest.mark.parametrize("size", [8, 9, 11, 30])
-def test_an_open_image_is_counted_as_one_of_its_size(size):
+def test_open_image_size_counts_like_a_fixed_one(size):
     module = torch.nn.AvgPool2d(3, 2, ceil_mode=True)
     formula = cg.flops(trace(module, torch.zeros(1, 2, 8, 8), dims=[("B", None, "R", "R")]))
     assert cg.evaluate(formula, B=3, R=size) == cg.flops(trace(module, torch.zeros(3, 2, size, size)))

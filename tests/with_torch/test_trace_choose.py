@@ -44,7 +44,7 @@ BOTH = 2 * 5 * 5 * 8
         (lambda x: torch.equal(x, x.unsqueeze(0)), False),
     ],
 )
-def test_equality_that_needs_no_data_is_answered(call: Callable[..., Any], taken: bool):
+def test_data_independent_equality_is_decided(call: Callable[..., Any], taken: bool):
     assert _matmuls(call) == BOTH * taken
 
 
@@ -61,7 +61,7 @@ def test_equality_that_needs_no_data_is_answered(call: Callable[..., Any], taken
         (lambda x: int(x.argmax()) == 3, "argmax", 3, 2),
     ],
 )
-def test_the_message_of_a_branch_names_the_argument_that_answers_it(
+def test_branch_error_suggests_a_working_choose_argument(
     call: Callable[..., Any], name: str, yes: float, no: float
 ):
     with pytest.raises(UnsupportedError, match=rf"choose=\{{'{name}': ") as error:
@@ -72,7 +72,7 @@ def test_the_message_of_a_branch_names_the_argument_that_answers_it(
     assert _matmuls(call, choose={name: no}) == 0
 
 
-def test_layer_drop_takes_the_branch_of_the_number_that_is_given():
+def test_layer_drop_takes_the_chosen_branch():
     class Drop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -89,6 +89,6 @@ def test_layer_drop_takes_the_branch_of_the_number_that_is_given():
         assert cg.matmul_flops(g, N=5) == kept * 2 * 5 * 64
 
 
-def test_choose_takes_names_with_numbers_alone():
+def test_choose_accepts_only_numbers():
     with pytest.raises(GraphError, match="expected names of ops with a number"):
         _matmuls(lambda x: True, choose={"rand": "half"})

@@ -77,7 +77,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_autograd_and_cost_what_its_step_does(name):
+def test_complex_gradients_equal_autograd_in_value_and_cost(name):
     sizes, weights, functions = CASES[name]
     net = Program(lambda x, *w: sum(f(x, *w).mean() for f in functions), *weights)
     x = torch.rand(sizes, generator=torch.Generator().manual_seed(3))
@@ -94,13 +94,13 @@ def test_gradients_are_those_of_autograd_and_cost_what_its_step_does(name):
             torch.testing.assert_close(low(x), net(x))
 
 
-def test_a_recorded_call_of_complex_numbers_is_refused_and_not_passed_by():
+def test_backward_refuses_foreign_complex_calls():
     net = Program(lambda x, w: fft.rfft(x * w).diagonal().abs().sum(), (7,))
     with pytest.raises(cg.UnsupportedError, match=r"backward: 'diagonal' .* is a recorded call of diagonal.default"):
         cg.backward(trace(net, torch.rand(5, 7)))
 
 
-def test_the_sign_of_complex_numbers_has_no_rule():
+def test_complex_sign_has_no_gradient_rule():
     net = Program(lambda x, w: fft.rfft(x * w).sgn().real.sum(), (7,))
     with pytest.raises(cg.UnsupportedError, match="backward of 'sgn': sign of complex numbers, expected real ones"):
         cg.backward(trace(net, torch.rand(5, 7)))
@@ -127,7 +127,7 @@ def test_modulus_and_angle_have_gradients():
         (Fourier(axes=(1,), last=poly(5)), "half 5 of 7 points"),
     ],
 )
-def test_what_does_not_fit_is_refused(kind, text):
+def test_mismatched_complex_operands_are_refused(kind, text):
     with cg.Graph("g") as g, pytest.raises(cg.ShapeError, match=text):
         graph_apply(kind, [g.input("x", (3, 7))], "made")
 
@@ -147,7 +147,7 @@ class Modes(nn.Module):
         return (fft.irfft2(out, s=(8, 11)) ** 3).mean()
 
 
-def test_complex_weights_are_trained_and_parts_of_two_axes_written():
+def test_fno_layer_with_complex_weights_is_trained():
     net, x = Modes(), torch.rand(5, 3, 8, 11)
     g, step = trace(net, x), trace(net, x, train=True)
     seen = trace(net, x, train=True, optimizer=lambda p: torch.optim.Adam(p, foreach=True))
@@ -182,7 +182,7 @@ class Loss(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["FNetForMaskedLM", "DeepseekV2ForCausalLM", "Llama4ForCausalLM"])
-def test_models_with_complex_numbers_are_trained_as_autograd_does(name):
+def test_complex_models_have_autograds_training_costs(name):
     """Compares the derived and the traced step; test_transformers_suite.py compares traced steps with real peaks."""
     net, x = Loss(name), torch.randint(3, 101, (2, 13))
     g, step = (trace(net, x, dims=[("B", "S")], train=train) for train in (False, True))
@@ -196,7 +196,7 @@ def test_models_with_complex_numbers_are_trained_as_autograd_does(name):
         pulled(trace(net, x), net, x)
 
 
-def test_a_complex_parameter_has_no_gradient_where_it_is_let_go():
+def test_detached_complex_parameter_gets_no_gradient():
     class Turned(nn.Module):
         def __init__(self):
             super().__init__()

@@ -96,7 +96,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "size", "options"), CHOSEN)
-def test_attention_takes_the_kernel_that_torch_takes(kernel, dtype, size, options):
+def test_attention_dispatches_like_torch(kernel, dtype, size, options):
     graph = attended(dtype, size, **options)
     assert rules(graph) == {f"attention: {kernel}"}
     name = {"cuDNN": "_cudnn", "flash": "_flash", "efficient": "_efficient", "math": "_math"}[kernel]
@@ -111,7 +111,7 @@ def test_attention_takes_the_kernel_that_torch_takes(kernel, dtype, size, option
     ("dtype", "arch", "size"),
     [(fp16, "sm_80", 64), (bf16, "sm_80", 80), (fp16, "sm_90", 80), (bf16, "sm_90", 256), (fp32, "sm_90", 64)],
 )
-def test_what_is_saved_and_its_flops_are_torchs(dtype, arch, size):
+def test_saved_attention_tensors_and_flops_equal_torchs(dtype, arch, size):
     graph = attended(dtype, size, arch=arch, train=True)
     op = next(op for op in graph.ops if op.call is not None and op.call.target.startswith("_scaled_dot_product"))
     q, k, v = (torch.zeros_like(t, device="meta", requires_grad=True) for t in heads(dtype, size))
@@ -127,7 +127,7 @@ def test_what_is_saved_and_its_flops_are_torchs(dtype, arch, size):
     assert cg.matmul_flops(graph, count="full", B=B, S=S) == counter.get_total_flops()
 
 
-def test_a_step_of_flash_attention_has_its_peak_in_the_gradient():
+def test_flash_attention_step_peaks_in_the_gradient():
     graph = attended(bf16, 64, arch="sm_80", train=True, is_causal=True)
     elements = B * 4 * S * 64
     # the caller holds q, k, v; scaled queries and the result are saved for the gradient, with the fp32 log-sum-exp;
@@ -138,7 +138,7 @@ def test_a_step_of_flash_attention_has_its_peak_in_the_gradient():
     assert 0 <= cg.peak_memory(graph, B=B, S=S) - fixed - workspace < 64
 
 
-def test_padded_heads_are_scaled_by_the_size_they_have():
+def test_padded_heads_keep_the_original_scale():
     graph = attended(fp16, 77)
     (op,) = (op for op in graph.ops if op.call is not None and "flash" in op.call.target)
     assert op.call.keywords["scale"] == pytest.approx(77**-0.5)
@@ -146,7 +146,7 @@ def test_padded_heads_are_scaled_by_the_size_they_have():
     assert cg.evaluate(graph.outputs[0].sizes[-1].expr) == 77
 
 
-def test_keys_that_fewer_heads_share_make_the_flash_gradient_larger():
+def test_grouped_query_flash_gradient_needs_more_workspace():
     made = {g: attended(bf16, 64, arch="sm_80", groups=g, train=True) for g in (2, 4)}
     kinds = {
         g: next(op for op in graph.ops if op.call is not None and "flash_attention_backward" in op.call.target).kind
@@ -158,7 +158,7 @@ def test_keys_that_fewer_heads_share_make_the_flash_gradient_larger():
 
 
 @pytest.mark.parametrize(("length", "padded"), [(17, True), (16, False)])
-def test_a_mask_is_padded_as_its_rows_ask_for(length, padded):
+def test_attention_mask_is_padded_to_its_alignment(length, padded):
     inputs = [torch.zeros(2, 4, length, 64) for _ in range(3)]
     mask = torch.zeros(length, length, dtype=torch.bool)
     graph = trace(Attention(), *inputs, mask, dims=[*AXES, ("S", "S")], device="cuda")
@@ -174,7 +174,7 @@ def step(module, *inputs, dims, **options):
     return trace(Loss(module), *inputs, dims=dims, train=True, device="cuda", **options)
 
 
-def test_dropout_is_one_kernel_that_keeps_a_flag_for_each_element():
+def test_dropout_is_one_kernel_with_a_bool_mask():
     graph = step(nn.Dropout(0.1), torch.zeros(3, 5), dims=[("B", None)])
     assert [t for t in called(graph) if "drop" in t] == ["native_dropout", "native_dropout_backward"]
     (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("native_dropout.d"))
@@ -184,7 +184,7 @@ def test_dropout_is_one_kernel_that_keeps_a_flag_for_each_element():
 
 @pytest.mark.parametrize(("dtype", "cudnn"), [(fp32, True), (bf16, False)])
 @pytest.mark.parametrize("train", [False, True])
-def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
+def test_batch_norm_uses_cudnn_for_supported_dtypes(dtype, cudnn, train):
     module = nn.BatchNorm2d(5, dtype=dtype).train(train)
     x, dims = torch.zeros(3, 5, 7, 11, dtype=dtype), [("B", None, None, None)]
     graphs = [trace(Loss(module) if train else module, x, dims=dims, train=train, device=d) for d in ("cpu", "cuda")]
@@ -197,7 +197,7 @@ def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
 @pytest.mark.parametrize(
     ("norm", "dtype"), in_part([("layer", fp16), ("layer", fp64), ("group", bf16), ("group", fp32), ("batch", bf16)], 0)
 )  # other dtypes use cuDNN
-def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, dtype):
+def test_norm_statistics_have_the_accumulation_dtype(norm, dtype):
     # torch's registrations for non-CPU devices say so
     module = {"layer": nn.LayerNorm(5), "batch": nn.BatchNorm1d(6), "group": nn.GroupNorm(3, 6)}[norm].to(dtype)
     x, dims = torch.zeros(3, 6, 5, dtype=dtype), [("B", None, None)]
@@ -216,7 +216,7 @@ def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, 
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_an_rms_norm_is_one_kernel_each_way():
+def test_rms_norm_is_one_kernel_per_direction():
     graph = step(nn.RMSNorm(7), torch.zeros(3, 7, dtype=fp32), dims=[("B", None)])
     assert [t for t in called(graph) if "rms" in t] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
     (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("_fused_rms_norm.d"))
@@ -225,7 +225,7 @@ def test_an_rms_norm_is_one_kernel_each_way():
     assert not dispatched(mixed)  # an fp32 scale: torch decomposes the norm
 
 
-def test_a_softmax_reads_fp16_and_writes_fp32():
+def test_softmax_fuses_the_fp16_to_fp32_cast():
     class Wide(nn.Module):
         def forward(self, x):
             return F.softmax(x, -1, dtype=torch.float32)
@@ -237,7 +237,7 @@ def test_a_softmax_reads_fp16_and_writes_fp32():
     ]
 
 
-def test_a_fast_path_attends_in_a_kernel():
+def test_encoder_fast_path_uses_fused_attention():
     # torch's fast path needs an even number of heads
     layer = nn.TransformerEncoderLayer(48, 6, 29, batch_first=True).eval()
     graph = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)], device="cuda")
@@ -249,7 +249,7 @@ def test_a_fast_path_attends_in_a_kernel():
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-def test_recurrent_layers_are_one_call_of_cudnn(kind, gates):
+def test_recurrent_layers_are_one_cudnn_call(kind, gates):
     module = kind(5, 7, num_layers=2, bidirectional=True)
     graph = step(module, torch.zeros(11, 3, 5), dims=[("T", "B", None)])
     assert [t for t in called(graph) if "rnn" in t] == ["_cudnn_rnn", "_cudnn_rnn_backward"]
@@ -259,7 +259,7 @@ def test_recurrent_layers_are_one_call_of_cudnn(kind, gates):
 
 
 @pytest.mark.parametrize(("kind", "name", "gates"), [(nn.LSTMCell, "lstm", 4), (nn.GRUCell, "gru", 3)])
-def test_cells_are_two_products_and_a_kernel(kind, name, gates):
+def test_recurrent_cells_are_two_matmuls_and_a_kernel(kind, name, gates):
     graph = step(kind(5, 7), torch.zeros(3, 5), dims=[("B", None)])
     assert next(t for t in called(graph) if "thnn" in t) == f"_thnn_fused_{name}_cell"
     # both products; twice in backward, except for the previous state, which no parameter affects
@@ -267,7 +267,7 @@ def test_cells_are_two_products_and_a_kernel(kind, name, gates):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_goes_by_lists_unless_it_is_told_otherwise(kind):
+def test_optimizers_default_to_foreach(kind):
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 11))
     made = [
         step(net, torch.zeros(3, 5), dims=[("B", None)], optimizer=lambda ps, o=o: kind(ps, lr=0.1, **o))
@@ -279,7 +279,7 @@ def test_an_optimizer_goes_by_lists_unless_it_is_told_otherwise(kind):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(fp32, marks=pytest.mark.long), bf16])
-def test_a_llama_of_transformers_takes_what_its_format_allows(dtype):
+def test_llama_attention_kernel_depends_on_dtype(dtype):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=97, num_hidden_layers=1, **sizes)
@@ -302,7 +302,7 @@ class Asking(nn.Module):
         return x.to("cuda:0").cuda() * more
 
 
-def test_a_program_is_told_that_it_is_on_a_gpu(capsys):
+def test_program_sees_a_gpu(capsys):
     before = torch.cuda.is_available()
     trace(Asking(), torch.zeros(3), dims=[("N",)], device="cuda", arch="sm_86")
     assert capsys.readouterr().out == "cuda:0 True False True (8, 6)\n"
@@ -310,7 +310,7 @@ def test_a_program_is_told_that_it_is_on_a_gpu(capsys):
     assert torch.zeros(3).device.type == "cpu"
 
 
-def test_what_is_computed_again_is_computed_on_the_gpu():
+def test_recomputation_uses_gpu_kernels():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -327,7 +327,7 @@ def test_what_is_computed_again_is_computed_on_the_gpu():
 # -- transforms and files of such a graph ------------------------------------------------------------------------------
 
 
-def test_a_graph_says_which_call_follows_from_which_rule_and_a_file_keeps_it(tmp_path):
+def test_dispatch_reasons_are_reported_and_saved(tmp_path):
     graph = attended(bf16, 64, arch="sm_80", train=True)
     rows = dispatched(graph)
     assert [row.call for row in rows] == [
@@ -342,7 +342,7 @@ def test_a_graph_says_which_call_follows_from_which_rule_and_a_file_keeps_it(tmp
     assert dispatched(trace(Attention(), *heads(bf16, 64), dims=AXES)) == []
 
 
-def test_a_declared_kernel_runs_on_a_cpu_and_one_for_cuda_alone_is_refused():
+def test_lowering_to_cpu_refuses_cuda_only_kernels():
     graph = attended(fp32, 64, is_causal=True)
     inputs = random_inputs(graph, B=2, S=5)
     found = lower(graph, B=2, S=5)(*inputs)
@@ -364,12 +364,12 @@ def test_a_declared_kernel_runs_on_a_cpu_and_one_for_cuda_alone_is_refused():
         ({"arch": "sm_90"}, "arch 'sm_90' of a CPU, expected device='cuda' with it"),
     ],
 )
-def test_what_is_no_device_is_refused(options, text):
+def test_invalid_devices_are_refused(options, text):
     with pytest.raises(cg.CostGraphError, match=text):
         trace(nn.ReLU(), torch.zeros(3), dims=[("N",)], **options)
 
 
-def test_a_packed_sequence_is_refused():
+def test_packed_sequence_is_refused():
     class Packed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -393,14 +393,14 @@ def test_autocast_on_a_gpu_is_refused_by_name():
     assert not torch.is_autocast_enabled("cuda")
 
 
-def test_a_recurrent_layer_of_a_format_that_cudnn_takes_not_is_refused_by_name():
+def test_recurrent_layer_with_unsupported_dtype_is_refused():
     with pytest.raises(
         cg.UnsupportedError, match=r"a recurrent layer of torch.bfloat16, expected one that cuDNN takes"
     ):
         trace(nn.LSTM(5, 7, dtype=bf16), torch.zeros(3, 2, 5, dtype=bf16), dims=[("T", "B", None)], device="cuda")
 
 
-def test_kernels_take_memory_beside_their_tensors():
+def test_gpu_kernels_have_workspaces():
     class Scores(nn.Module):
         def __init__(self):
             super().__init__()
@@ -421,7 +421,7 @@ def test_kernels_take_memory_beside_their_tensors():
     assert found == {**libraries, **kernels}
 
 
-def test_gradients_that_a_program_asks_for_are_a_backward_pass():
+def test_explicit_autograd_grad_is_a_backward_phase():
     class Penalty(nn.Module):
         def __init__(self):
             super().__init__()
@@ -438,7 +438,7 @@ def test_gradients_that_a_program_asks_for_are_a_backward_pass():
     assert [found.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
 
 
-def test_whole_numbers_are_counted_on_a_gpu():
+def test_histc_accepts_integers_on_a_gpu():
     class Counts(nn.Module):
         """Count the rows per expert, as transformers does on a GPU; a CPU's histc rejects integers."""
 

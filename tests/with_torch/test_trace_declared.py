@@ -67,7 +67,7 @@ def sizes(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_nine_calls_of_ten_are_declared(name):
+def test_most_calls_are_translated_to_declared_ops(name):
     calls = foreign = 0
     for train in (False, True):
         ops = [op for op in traced(name, train).ops if op.kind.name != "keep"]
@@ -77,7 +77,7 @@ def test_nine_calls_of_ten_are_declared(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_the_backward_pass_of_a_forward_trace_is_the_traced_one(name):
+def test_derived_backward_of_a_trace_equals_the_traced_step(name):
     made, seen, bound = cg.backward(traced(name)), traced(name, train=True), sizes(name)
     for count in ("executed", "full"):
         assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
@@ -90,7 +90,7 @@ def test_the_backward_pass_of_a_forward_trace_is_the_traced_one(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_trace_in_another_format_is_that_of_the_module_in_it(name):
+def test_apply_precision_equals_tracing_in_that_dtype(name):
     """To the byte, even with casts to fp32, which are no-ops in an fp32 model."""
     made, seen, bound = cg.apply_precision(traced(name), "bf16"), traced(name, dtype=torch.bfloat16), sizes(name)
     assert cg.flops(made) == cg.flops(seen)
@@ -120,7 +120,7 @@ class Formats(nn.Module):
         return (wide + shares + table).to(before) * self.scale + own * angles.cos().type_as(x)
 
 
-def test_stated_formats_stay_and_others_follow_the_model():
+def test_explicit_dtypes_stay_and_others_follow_the_model():
     given, low = (torch.zeros(5, 8, dtype=d) for d in (torch.float32, torch.bfloat16))
     g = trace(Formats(), given, dims=[("N", None)])
     made, seen = cg.apply_precision(g, "bf16"), trace(Formats().bfloat16(), low, dims=[("N", None)])
@@ -134,7 +134,7 @@ def test_stated_formats_stay_and_others_follow_the_model():
     torch.testing.assert_close(low_again(low), Formats().bfloat16()(low), check_stride=False)
 
 
-def test_a_program_that_goes_another_way_in_another_format_says_nothing_of_it():
+def test_dtype_dependent_branch_traces_the_given_dtype():
     class Chooses(nn.Module):
         def forward(self, x):
             return x.float() * 2 if x.dtype == torch.float32 else x + 1
@@ -143,7 +143,7 @@ def test_a_program_that_goes_another_way_in_another_format_says_nothing_of_it():
     assert [op.name for op in g.ops] == ["mul"]
 
 
-def test_what_is_written_behind_a_cast_that_does_nothing_is_read_where_it_came_from():
+def test_in_place_write_through_a_no_op_cast_is_visible():
     class Writes(nn.Module):
         def forward(self, x):
             h = x * 2
@@ -155,7 +155,7 @@ def test_what_is_written_behind_a_cast_that_does_nothing_is_read_where_it_came_f
     torch.testing.assert_close(lower(g, N=3)(x), Writes()(x))
 
 
-def test_nothing_of_the_run_in_another_format_is_left():
+def test_second_dtype_run_leaves_the_module_unchanged():
     module = Formats()
     before = {name: (id(t), t.dtype) for name, t in module.state_dict(keep_vars=True).items()}
     trace(module, torch.zeros(5, 8), dims=[("N", None)])
@@ -176,7 +176,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
-def test_attention_in_one_kernel_is_declared(causal, masked):
+def test_fused_attention_is_translated(causal, masked):
     """Pairs below the mask, two matmuls forward and five backward (Dao et al. 2022); values equal a real run's."""
     module, x = Attends(causal, masked), torch.randn(3, 7, 10)
     g = trace(module, x, dims=[("B", "S", None)])
@@ -203,7 +203,7 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize(("groups", "bias"), [(1, True), (2, False)])
-def test_a_transposed_convolution_is_declared(groups, bias):
+def test_transposed_convolution_is_translated(groups, bias):
     """Each of 5 by 7 elements is spread over 3 by 3 positions per pair of channels in a group; so are gradients."""
     module, x = Grows(groups, bias), torch.randn(2, 6, 5, 7)
     g = trace(module, x, dims=[("B", None, None, None)])
@@ -218,7 +218,7 @@ def test_a_transposed_convolution_is_declared(groups, bias):
     torch.testing.assert_close(low(x), module(x))
 
 
-def test_convolutions_with_strides_have_no_difference_from_declared_ones():
+def test_strided_convolutions_equal_declared_ones():
     # the second length is floor(floor((T - 1)/2 + 1)/2 - 5/2) + 1 in the trace, ceiling(T/4) - 2 in the declaration
     layers = [nn.Conv1d(8, 16, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.Conv1d(16, 32, 5, 2, bias=False)]
     traced = trace(nn.Sequential(*layers).eval(), torch.zeros(2, 8, 101), dims=[("B", None, "T")])
@@ -234,7 +234,7 @@ def test_convolutions_with_strides_have_no_difference_from_declared_ones():
     assert peaks[0] == peaks[1]
 
 
-def test_one_tensor_that_is_joined_is_a_copy():
+def test_concatenating_a_single_tensor_is_a_copy():
     class Joined(nn.Module):
         def forward(self, x):
             return torch.stack([x], 1), torch.cat([x])
@@ -286,7 +286,7 @@ class Summed(Reduces):
 
 
 @pytest.mark.parametrize("name", [*REDUCING, *LOOKING])
-def test_reductions_running_sums_and_lookups_are_declared(name):
+def test_reductions_scans_and_lookups_are_translated(name):
     """Values equal a real run's where ops are translated, including gradients."""
     (function, each), x = (REDUCING | LOOKING)[name], torch.randn(3, 5, 7, dtype=torch.float64)
     g = trace(Reduces(function), x, dims=[("B", "S", None)])
@@ -317,7 +317,7 @@ class Dense(nn.Module):
         return nn.functional.scaled_dot_product_attention(q.contiguous() * 2, k, v).square().mean()
 
 
-def test_attention_of_dense_queries_keeps_the_sums_of_rows():
+def test_dense_query_attention_saves_the_log_sum_exp():
     """Two matmuls forward and five backward: with the log-sum-exp, the result is not recomputed."""
     module, x = Dense(), torch.randn(3, 5, 8)
     made, seen = (
@@ -347,7 +347,7 @@ class Function(nn.Module):
         return self.function(x)
 
 
-def test_a_translation_that_fails_leaves_the_call_to_its_rule(monkeypatch):
+def test_failed_translation_falls_back_to_the_rule(monkeypatch):
     def failing(call):
         return call["no such argument"]
 
@@ -359,7 +359,7 @@ def test_a_translation_that_fails_leaves_the_call_to_its_rule(monkeypatch):
     assert cg.flops(g) == 3 * 5
 
 
-def test_a_translation_or_a_rule_that_fails_is_named(monkeypatch):
+def test_failed_translation_or_rule_is_named(monkeypatch):
     x = torch.zeros(3, 5)
     monkeypatch.delitem(RULES, "tril", raising=False)
     monkeypatch.setitem(TRANSLATIONS, "tril", lambda call: call["no such argument"])
@@ -386,7 +386,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_what_has_no_elements_is_counted_and_runs(name):
+def test_empty_tensors_are_counted_and_run(name):
     torch.manual_seed(5)
     layer = nn.Linear(5, 5)
     module = nn.Sequential(layer, Function(lambda x: EMPTY[name](x, x[:, 5:]).sin().sum()))

@@ -60,7 +60,7 @@ def traced(attention, tokens, name=None):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_step_is_the_real_one_and_the_declared_one(attention):
+def test_decode_step_equals_real_and_declared_steps(attention):
     module, kept = Step(attention), dynamic()
     g = step(module, 1, kept=kept)
     made = cg.decode(g)
@@ -80,7 +80,7 @@ def test_a_step_is_the_real_one_and_the_declared_one(attention):
 
 
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.long)])
-def test_several_new_positions_are_the_trace_of_so_many(attention):
+def test_decoding_several_tokens_equals_their_trace(attention):
     g, seen, S = traced(attention, 5, "N"), traced(attention, 2), KEPT + 2
     for tokens, sizes in ((2, {}), ("n", {"n": 2})):
         made = cg.decode(g, tokens)
@@ -103,7 +103,7 @@ class Attends(nn.Module):
         return torch.softmax(q @ keys.mT, -1) @ values, keys, values
 
 
-def test_keys_and_values_may_be_tensors():
+def test_cached_keys_and_values_may_be_tensors():
     module = Attends()
     given = [torch.randn(3, 1, WIDTH), *(torch.randn(3, KEPT, WIDTH) for _ in range(2))]
     names = ("B", "P", None)
@@ -123,7 +123,7 @@ def test_keys_and_values_may_be_tensors():
     assert low(given[0])[1].shape == (3, KEPT + 1, WIDTH)
 
 
-def test_a_static_cache_is_read_whole():
+def test_static_cache_is_read_in_full():
     module, length = Step(), KEPT + 1
     kept = static(length)
     g = trace(module, ids(1), kept, dims=[("B", None), ("B", None, None, None)], cached=["kept"])
@@ -133,7 +133,7 @@ def test_a_static_cache_is_read_whole():
     assert cg.matmul_flops(cg.decode(g), B=3, count="full") == counter.get_total_flops()
 
 
-def test_a_cache_follows_the_format_of_the_model():
+def test_cache_follows_the_model_dtype():
     low = Step().bfloat16()
     seen = step(low, 1, kept=dynamic(dtype=torch.bfloat16))
     made = cg.apply_precision(traced("eager", 1), "bf16")
@@ -179,7 +179,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_step_is_refused(case):
+def test_invalid_decode_traces_are_refused(case):
     ask, text = REFUSED[case]
     with pytest.raises(cg.CostGraphError) as error:
         ask()

@@ -69,7 +69,7 @@ def test_objects_whose_methods_raise_do_not_stop_a_trace(base: type, methods: li
 
 
 @pytest.mark.parametrize("base", [list, dict, deque, OrderedDict])
-def test_tensors_in_containers_that_deny_them_are_found_and_brought_back(base: type):
+def test_tensors_in_opaque_containers_are_found_and_restored(base: type):
     kind = type("Silent", (base,), {"__len__": lambda self: 0, "__iter__": lambda self: iter(())})
     weight = torch.randn(8, 4)
 

@@ -138,7 +138,7 @@ ALIKE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in cases()]
 )
-def test_gradients_in_declared_ops_are_those_of_autograd(name):
+def test_declared_gradient_kernels_equal_autograd(name):
     layer, before, given = cases()[name]
     torch.manual_seed(3)
     net = Net(layer, before)
@@ -177,7 +177,7 @@ class InPlace(nn.Module):
         return self.last(h.mul_(2.0)).mean()
 
 
-def test_what_an_op_in_place_writes_over_is_there_for_its_gradient():
+def test_overwritten_operands_are_saved_for_gradients():
     net, x = InPlace(), torch.randn(11, 5)
     made = cg.backward(trace(net, x))
     assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
@@ -205,7 +205,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_of_a_call_is_kept_or_its_run_is_refused(name):
+def test_call_constants_are_kept_or_refused(name):
     function, kept = NUMBERS[name]
     x = torch.linspace(-9, 9, 23)
     g = trace(Function(function), x)
@@ -218,7 +218,7 @@ def test_a_number_of_a_call_is_kept_or_its_run_is_refused(name):
             lower(made)
 
 
-def test_running_statistics_are_written_into():
+def test_running_statistics_are_updated_in_place():
     """Two more reads and writes per channel (5) than a batch norm without running statistics."""
     norm, x = nn.BatchNorm1d(5), torch.randn(7, 5)
     g = trace(norm, x)
@@ -240,7 +240,7 @@ class Dropping(nn.Module):
         return self.last(functional.dropout(self.first(x), 0.1)).mean()
 
 
-def test_masks_that_are_drawn_have_no_gradient_and_the_format_of_what_they_hide():
+def test_dropout_masks_have_no_gradient_and_the_operand_dtype():
     x = torch.randn(11, 5)
     g, seen = trace(Dropping(), x), trace(Dropping(), x, train=True)
     made = cg.backward(g)

@@ -77,7 +77,7 @@ LIKE_OTHERS = ("int of a quotient", "int of ceil", "shifted", "text", "generator
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n in LIKE_OTHERS else n for n in CONVERSIONS]
 )
-def test_a_size_stays_a_size_through(name: str):
+def test_conversion_keeps_the_size_open(name: str):
     _agrees(Converted([CONVERSIONS[name]]), ["B", "S", None], (3, 16, 4), B=2, S=24)
 
 
@@ -111,12 +111,12 @@ class Resized(nn.Module):
         return self.conv(wide) + self.conv(x).mean()
 
 
-def test_models_that_round_sizes():
+def test_rounded_sizes_stay_open():
     _agrees(Hop(), ["B", None, "T"], (2, 1, 64), B=3, T=50)
     _agrees(Resized(), ["B", None, "R", "R"], (2, 4, 32, 32), B=3, R=16)
 
 
-def test_numbers_of_a_range_are_a_tensor():
+def test_range_values_become_a_tensor():
     class Numbers(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.tensor(range(1, x.shape[1] + 1), dtype=x.dtype)
@@ -125,7 +125,7 @@ def test_numbers_of_a_range_are_a_tensor():
     assert cg.flops(g, B=7, S=11) >= 77
 
 
-def test_an_integer_that_decides_control_flow_is_an_assumption():
+def test_integer_branch_becomes_an_assumption():
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ x.T if int(x.shape[0]) > 5 else x
@@ -136,7 +136,7 @@ def test_an_integer_that_decides_control_flow_is_an_assumption():
         cg.matmul_flops(g, N=5)
 
 
-def test_names_of_python_are_themselves_after_a_trace():
+def test_builtins_are_restored_after_a_trace():
     trace(Converted([CONVERSIONS["int"]]), torch.zeros(3, 4, 4), dims=[("B", "S", None)])
     assert not {"int", "float", "len", "type"} & (globals().keys() | vars(functional).keys())
     assert not hasattr(torch.SymInt, "__divmod__")

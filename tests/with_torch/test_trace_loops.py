@@ -297,7 +297,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("make", "layout"), LAYOUTS)
-def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make, layout):
+def test_loop_trace_matches_runs_at_other_sizes(make, layout):
     torch.manual_seed(1)
     module = make().eval()
     g = traced(make, module, layout=layout)
@@ -321,7 +321,7 @@ def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make, lay
 @pytest.mark.parametrize(
     "make", [Recurrent, *(pytest.param(make, marks=pytest.mark.long) for make in SOON[1:] + LATER)]
 )
-def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
+def test_loops_cost_the_same_as_their_unrolled_iterations(make):
     module = make().eval()
     g = traced(make, module)
     own = sizes(make, 8)
@@ -338,7 +338,7 @@ def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
         lambda: nn.GRU(5, 7, 2, bidirectional=True), lambda: nn.RNN(5, 7, batch_first=True),
         lambda: nn.RNN(5, 7, nonlinearity="relu", bidirectional=True), lambda: nn.LSTM(5, 7, proj_size=3))),
 ])  # fmt: skip
-def test_recurrent_layers_that_torch_runs_step_by_step_have_an_open_length(make):
+def test_stepwise_recurrent_layers_have_an_open_length(make):
     layer = make().eval()
     g = trace(layer, torch.zeros(B, 6, 5), dims=[("B", "S", None)])
     for S in (8, 20):
@@ -370,7 +370,7 @@ def events(make, S):
     *(pytest.param(make, marks=pytest.mark.long) for make in (
         Recurrent, lambda: nn.GRU(5, 7, batch_first=True), lambda: nn.RNN(5, 7, batch_first=True))),
 ])  # fmt: skip
-def test_a_trace_takes_no_longer_for_a_longer_example(make):
+def test_trace_time_is_independent_of_example_length(make):
     assert events(make, 250) < 1.5 * events(make, 16)
 
 
@@ -405,7 +405,7 @@ class Lists(nn.Module):
 
 
 @pytest.mark.parametrize("run", [rows, without_gradients, last])
-def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
+def test_overwritten_rows_pass_no_gradient(run):
     module = Lists(run).eval()
     g = traced(Lists, module, 7)
     for b, S in ((3, 8), (5, 11)):
@@ -421,13 +421,13 @@ def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
 @pytest.mark.parametrize("make", [
     Neighbours, *(pytest.param(m, marks=pytest.mark.long) for m in (Recurrent, BothWays, Chunks, Nested, Selective)),
 ])  # fmt: skip
-def test_graphs_with_such_loops_keep_the_laws(make):
+def test_loop_traces_keep_the_laws(make):
     for layout in (torch.Tensor.contiguous, transposed):
         testing.check(traced(make, make().eval(), layout=layout), **sizes(make, 8))
 
 
 @pytest.mark.parametrize("make", [Selective, pytest.param(Recurrent, marks=pytest.mark.long)])
-def test_lists_that_are_joined_lie_on_ranks_as_what_is_in_them(make):
+def test_joined_lists_inherit_the_placement_of_elements(make):
     graph = traced(make, make().eval(), layout=transposed)
     local = cg.parallelize(graph, dp=3)
     testing.check_sharded(graph, local, B=3, S=8)
@@ -445,7 +445,7 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize("make", [Recurrent, *(pytest.param(m, marks=pytest.mark.long) for m in (
     Chunks, Layers, Nested, SideBySide, Rows, Selective, Pieces, Decoder))])  # fmt: skip
-def test_the_step_that_is_derived_has_the_products_of_torchs_own(make):
+def test_derived_loop_step_has_torchs_matmuls(make):
     loss = Loss(make())
     step = cg.training_step(traced(make, loss))
     for S in (12, 20):
@@ -501,7 +501,7 @@ def by_length(layer, x):
     return layer(h) if x.shape[1] > 9 else h
 
 
-def test_the_way_is_that_of_the_sizes_that_were_given():
+def test_branches_follow_the_example_sizes():
     long, short = (traced(Lists, Lists(by_length).eval(), S) for S in (11, 7))
     assert (cg.matmul_flops(long, B=B, S=13), cg.matmul_flops(short, B=B, S=7)) == (B * 2 * 5 * 5, 0)
     for g, S in ((long, 7), (short, 13)):
@@ -519,14 +519,14 @@ def halfway(layer, x):
     return h
 
 
-def test_what_later_turns_ask_of_a_size_is_assumed_and_what_is_of_a_turn_is_not():
+def test_size_guards_of_later_iterations_are_assumed():
     g = traced(Lists, Lists(halfway).eval(), 12)
     assert [r.text for r in g.relations.relations] == ["S > 5"]
     with pytest.raises(cg.BindingError, match="against the assumption 'S > 5'"):
         cg.flops(g, B=B, S=4)
 
 
-def test_sizes_at_which_turns_are_run_are_unlike_all_others():
+def test_loop_detection_adds_no_assumptions():
     for b in (8, 9, 16):
         g = trace(Recurrent().eval(), torch.zeros(b, 12, 5), dims=[("B", "S", None)])
         assert not g.relations.relations
@@ -540,7 +540,7 @@ def by_chunks(layer, x):
     return total
 
 
-def test_sizes_with_too_few_turns_are_refused():
+def test_loops_with_too_few_iterations_are_refused():
     with pytest.raises(
         cg.UnsupportedError, match=r"and has too few iterations at the given sizes .2., expected at least 3"
     ):
@@ -565,6 +565,6 @@ def thirds(x):
         (handed, "'select.*' reads 'zeros_like', parts of which other iterations have written"),
     ],
 )
-def test_turns_that_are_not_alike_are_refused(run, why):
+def test_differing_iterations_are_refused(run, why):
     with pytest.raises(cg.UnsupportedError, match=rf"test_trace_loops\.py:\d+, in .*for i in range.*{why}"):
         traced(Turns, Turns(run), 7)

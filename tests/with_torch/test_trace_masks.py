@@ -43,7 +43,7 @@ def products_of_attention(g, count, **size):
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no mask", "a mask of ones"])
 @pytest.mark.parametrize("family", ["Llama", *(pytest.param(f, marks=pytest.mark.long) for f in ("Gemma", "Qwen3"))])
-def test_a_step_with_the_default_attention(family, mask):
+def test_default_attention_step_matches_a_real_run(family, mask):
     inputs = data(3, 17, mask)
     g = trace(Loss(family), *inputs, dims=[("B", "S")] * len(inputs), train=True, optimizer=adamw)
     assert g.relations.relations == ()
@@ -61,7 +61,7 @@ def test_a_step_with_the_default_attention(family, mask):
         assert -flops == products_of_attention(g, "full", **size)
 
 
-def test_a_mask_that_hides_something_is_one_that_the_kernel_gets():
+def test_partial_mask_is_passed_to_the_kernel():
     inputs = data(3, 17, mask=True)
     inputs[2][1, :4] = 0
     g = trace(Loss("Llama"), *inputs, dims=[("B", "S")] * 3, train=True, optimizer=adamw)

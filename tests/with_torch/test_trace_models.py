@@ -97,7 +97,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("products", [False, True])
-def test_gradients_are_added_up_in_place_where_autograd_does_so(products):
+def test_gradients_accumulate_in_place_like_autograd(products):
     g = trace(Shared(products), torch.zeros(5, 3), dims=[("B", None)], train=True, optimizer=adamw)
     for rows in (17, 61):
         module = Shared(products)
@@ -168,7 +168,7 @@ def test_models_of_transformers(name, train):
         assert flops == 0 if name not in UNCOUNTED else flops < 0
 
 
-def test_experts_are_products_over_groups():
+def test_experts_are_grouped_matmuls():
     # in each of 2 layers, every token meets 2 of 4 experts: one matmul of 60 x 224 and one of 112 x 60
     module = made("mixtral")
     g = trace(module, *tokens(3, 17), dims=[("B", "S")] * 2)
@@ -207,7 +207,7 @@ def test_a_vision_model():
 
 
 @pytest.mark.long
-def test_an_encoder_and_a_decoder():
+def test_encoder_decoder_matches_a_real_run():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         d_model=60, d_kv=12, d_ff=112, num_layers=2, num_heads=5, vocab_size=61, dropout_rate=0.0

@@ -155,7 +155,7 @@ FORWARD = ("gru cell", "blended", "distances")
         for train in (False, True)
     ],
 )
-def test_peak_and_products_at_other_sizes_are_those_of_a_run(name, train):
+def test_peak_and_matmuls_at_other_sizes_match_a_run(name, train):
     make, shapes, small, large = PROGRAMS[name]
     torch.manual_seed(0)
     module = make()
@@ -170,7 +170,7 @@ def test_peak_and_products_at_other_sizes_are_those_of_a_run(name, train):
     assert flops == -unseen
 
 
-def test_windows_along_an_open_axis_are_those_of_a_run():
+def test_pooling_along_an_open_axis_matches_a_run():
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,12 +185,12 @@ def test_windows_along_an_open_axis_are_those_of_a_run():
     assert differences(graph, module, *run, B=5, S=17) == (0, 0)
 
 
-def test_no_part_of_a_size_that_has_to_divide_is_foreign():
+def test_slices_of_divided_sizes_are_declared():
     kinds = {type(op.kind).__name__ for op in trace(Half(), torch.rand(3, 11, 7), dims=[("B", "S", None)]).ops}
     assert "Foreign" not in kinds
 
 
-def test_a_whole_part_that_leaves_nothing_is_the_quotient():
+def test_exact_floor_divisions_become_quotients():
     """Both sizes must be multiples of four, though only the product of the quotients is queried."""
     graph = trace(Windows(), torch.rand(3, 12, 16, 6), dims=[("B", "H", "W", None)])
     assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk()}
@@ -202,7 +202,7 @@ def test_a_whole_part_that_leaves_nothing_is_the_quotient():
 
 
 @pytest.mark.parametrize("part", [lambda x: x[:, 3:], lambda x: x[:, : x.shape[1] // 4]])
-def test_a_part_that_a_small_size_leaves_empty_is_declared_and_refused_where_it_is_empty(part):
+def test_slices_that_become_empty_are_refused(part):
     class Part(nn.Module):
         def __init__(self):
             super().__init__()
@@ -241,7 +241,7 @@ class Program(nn.Module):
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_a_length_that_a_program_cannot_take_is_refused(name):
+def test_indivisible_lengths_are_refused(name):
     program = Program(DIVIDED[name])
     graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
     with FlopCounterMode(display=False) as counter:
@@ -257,7 +257,7 @@ def test_a_length_that_a_program_cannot_take_is_refused(name):
     lambda n: torch.linspace(0.5, 3, n), lambda n: torch.linspace(2, -1, n, dtype=torch.float32), torch.hann_window,
     lambda n: torch.hann_window(n, periodic=False),
 ])  # fmt: skip
-def test_points_at_equal_distances_are_as_many_as_an_open_size(points):
+def test_linspace_with_an_open_number_of_points(points):
     program = Program(lambda x: x * points(x.shape[1])[:, None])
     graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
     x = torch.rand(5, 17, 7)
@@ -265,7 +265,7 @@ def test_points_at_equal_distances_are_as_many_as_an_open_size(points):
     assert abs(cg.peak_memory(graph, B=5, S=17) - real_peak(lambda: program(x), x)) <= 16
 
 
-def test_a_factor_that_is_made_of_sizes_is_one_at_other_sizes_too():
+def test_size_dependent_factors_follow_the_sizes():
     program = Program(lambda x: (x * x.shape[1] ** -0.5).add(x, alpha=2.5 / (x.shape[1] - 1)) / x.shape[0])
     graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
     x = torch.rand(5, 17, 7)

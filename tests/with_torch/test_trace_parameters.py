@@ -180,7 +180,7 @@ def step(net):
 
 
 @pytest.mark.parametrize("way", SAME)
-def test_derived_gradients_are_those_of_a_step(way):
+def test_derived_gradients_equal_the_traced_step(way):
     net = SAME[way]()
     derived, traced = cg.backward(trace(net, X, dims=AXES)), step(net)
     assert names(derived) == names(traced) == gradients(net)
@@ -188,7 +188,7 @@ def test_derived_gradients_are_those_of_a_step(way):
 
 
 @pytest.mark.parametrize("way", DERIVED)
-def test_gradients_of_new_leaves_are_traced_and_not_derived(way):
+def test_gradients_of_new_leaves_are_traced_not_derived(way):
     net = DERIVED[way]()
     forward = trace(net, X, dims=AXES)
     assert cg.matmul_flops(forward) > 0
@@ -198,7 +198,7 @@ def test_gradients_of_new_leaves_are_traced_and_not_derived(way):
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_parameters_with_other_data_after_a_run_have_no_gradient(way):
+def test_parameters_with_replaced_data_have_no_gradient(way):
     net = REFUSED[way]()
     forward = trace(net, X, dims=AXES)
     assert cg.matmul_flops(forward) > 0

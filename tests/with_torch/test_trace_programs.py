@@ -136,7 +136,7 @@ def given(axes, sizes):
     return tensors, [[None if n.isdigit() else n for n in row] for row in rows]
 
 
-def test_numbers_in_buffers_are_known():
+def test_buffer_values_are_known():
     """Queries of buffers are answered, and no size depends on them."""
     g = trace(Strided(), torch.rand(3, 61, 13), dims=[("B", "S", None)])
     for B, S in ((3, 61), (5, 48)):
@@ -187,7 +187,7 @@ def group_vit(transformers):
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [pali_gemma, group_vit])
-def test_models_that_put_pictures_into_text(make):
+def test_multimodal_models_match_real_runs(make):
     """`masked_scatter` of image features into the positions of their tokens, with its caller's data checks."""
     module = make(pytest.importorskip("transformers")).eval()
 
@@ -221,7 +221,7 @@ DIFFERENT = {"complex product": lambda B: -6 * B * B * 63, "pinv": lambda: -2 * 
 
 
 @pytest.mark.parametrize("score", [None, relative])
-def test_flexible_attention_is_what_its_eager_kernel_does(score, monkeypatch):
+def test_flex_attention_matches_its_eager_kernel(score, monkeypatch):
     # torch's own switch: a real run would compile the kernel, and then run the same one
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     module = Program(lambda q: flex_attention.flex_attention(q, q, q, score_mod=score))
@@ -232,7 +232,7 @@ def test_flexible_attention_is_what_its_eager_kernel_does(score, monkeypatch):
     assert abs(real_peak(lambda: module(q), q) - cg.peak_memory(g, B=2, S=29)) <= SLACK
 
 
-def test_its_gradients_are_refused_as_torch_does():
+def test_flex_attention_gradients_are_refused():
     module = Program(lambda q: flex_attention.flex_attention(q, q, q).sum())
     with pytest.raises(UnsupportedError, match="FlexAttention does not support backward on CPU"):
         trace(module, torch.rand(3, 2, 17, 8, requires_grad=True), train=True)
@@ -247,14 +247,14 @@ def test_its_gradients_are_refused_as_torch_does():
         lambda x: torch.ops.higher_order.while_loop(lambda x: x.sum() > 0, lambda x: (x - 1,), (x,), ())[0],
     ],
 )
-def test_a_way_that_values_choose_is_refused_by_its_line(function):
+def test_data_dependent_branch_is_refused_with_its_line(function):
     with pytest.raises(
         UnsupportedError, match=r"test_trace_programs.py:\d+, in .*the values of a tensor choose the way"
     ):
         trace(Program(function), torch.rand(3, 5), dims=[("B", None)])
 
 
-def test_values_are_torchs():
+def test_lowered_programs_equal_torchs_values():
     for name in ("stft", "istft", "three operands", "fft2", "fold", "conj", "triangular", "masked_scatter"):
         function, axes, sizes = PROGRAMS[name]
         first = {n: v[0] for n, v in sizes.items()}
@@ -275,7 +275,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
-def test_optimizers_that_ask_for_numbers(name, foreach):
+def test_optimizers_with_scalar_queries_match_real_steps(name, foreach):
     def make(parameters):
         return getattr(torch.optim, name)(parameters, foreach=foreach)
 
@@ -301,7 +301,7 @@ COMPLEX = {
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_arithmetic_of_complex_numbers(name):
+def test_complex_arithmetic_flops(name):
     function, flops, transcendental = COMPLEX[name]
     a, b = (torch.rand(5, 7, dtype=torch.complex64) for _ in "ab")
     g = trace(Program(function), a, b, dims=[("B", None)] * 2)
@@ -309,7 +309,7 @@ def test_arithmetic_of_complex_numbers(name):
     assert (found.matmul + found.pointwise, found.transcendental) == (flops * 35, transcendental * 35)
 
 
-def test_declared_elements_cost_the_same():
+def test_declared_complex_ops_cost_the_same():
     B, D = cg.dims("B D")
     with cg.Graph("g") as g:
         x, y = (g.input(n, (B, D), dtype="complex64") for n in "xy")
@@ -319,7 +319,7 @@ def test_declared_elements_cost_the_same():
     assert cg.bytes_moved(g) == B * D * (8 * (2 + 1) + 8 + 4)
 
 
-def test_what_has_no_rule_for_complex_numbers_is_refused():
+def test_complex_ops_without_rule_are_refused():
     text = r"test_trace_programs.py.*aten::tanh.default: complex numbers, of which no rule says what they cost"
     with pytest.raises(UnsupportedError, match=text):
         trace(Program(torch.tanh), torch.rand(3, 5, dtype=torch.complex64))
@@ -334,7 +334,7 @@ def test_what_has_no_rule_for_complex_numbers_is_refused():
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 64, 101])
-def test_a_transform_is_five_for_each_point_and_stage(n):
+def test_fft_counts_five_flops_per_point_and_stage(n):
     """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half for real inputs; stages are rounded up."""
     stages = 0
     while 2**stages < n:
@@ -352,7 +352,7 @@ def test_a_transform_is_five_for_each_point_and_stage(n):
         lambda x: (x * 2)[4:].as_strided((4, 5), (5, 1), 0).exp(),
     ],
 )
-def test_what_is_read_beyond_a_slice_is_what_the_laws_count(function):
+def test_reads_beyond_a_slice_keep_the_laws(function):
     class Beyond(nn.Module):
         def forward(self, x):
             return function(x)
@@ -363,7 +363,7 @@ def test_what_is_read_beyond_a_slice_is_what_the_laws_count(function):
     testing.check(g)
 
 
-def test_the_encoder_of_encodec_is_traced_with_its_length_as_a_number():
+def test_encodec_encoder_is_traced_at_a_fixed_length():
     transformers = pytest.importorskip("transformers")
     config = transformers.EncodecConfig(
         num_filters=4, hidden_size=8, codebook_size=16, codebook_dim=8, upsampling_ratios=[4, 2], num_lstm_layers=1

@@ -295,7 +295,7 @@ def pulled(g, net, x):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # correct for a checkpoint
 @pytest.mark.parametrize("name", list(cases()))
-def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
+def test_derived_gradients_of_a_trace_equal_autograd(name):
     before, sizes, functions = cases()[name]
     torch.manual_seed(3)
     net, x = Net(before, functions), torch.randn(sizes)
@@ -330,7 +330,7 @@ class Parts(nn.Module):
         return (heads.sin() * heads + rows.cos() + every.sin()).mean()
 
 
-def test_a_tensor_is_read_whole_after_parts_of_it_were_written(tmp_path):
+def test_tensors_written_in_slices_are_read_whole(tmp_path):
     torch.manual_seed(3)
     net, x = Parts(), torch.randn(5, 4, 6)
     g = trace(net, x)
@@ -360,7 +360,7 @@ class Beside(nn.Module):
         return (low * high).mean() + y.cos().mean()
 
 
-def test_what_lies_beside_a_written_part_is_no_part_of_it():
+def test_writes_do_not_alias_adjacent_slices():
     torch.manual_seed(3)
     net, x = Beside(), torch.randn(5, 6)
     g = trace(net, x, dims=[("B", None)])
@@ -369,7 +369,7 @@ def test_what_lies_beside_a_written_part_is_no_part_of_it():
     torch.testing.assert_close(low(x), net(x))
 
 
-def test_a_gradient_that_the_program_states_is_not_made_up():
+def test_custom_autograd_functions_are_refused_in_backward():
     """A forward pass does not reveal it; there is no error if no gradient arrives, or none passes."""
     refused = "backward: 'Doubled' of graph 'Net' has a gradient that Doubled of the program defines, expected declared"
     g = trace(Net(nn.Linear(6, 6), [Doubled.apply]), torch.zeros(ROWS))
@@ -403,7 +403,7 @@ class Cell(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
-def test_gates_that_are_written_beside_each_other_have_the_gradients_and_flops_of_a_step(kind):
+def test_in_place_gates_match_a_traced_step(kind):
     torch.manual_seed(3)
     net, x = Cell(kind), torch.randn(3, 5)
     made = pulled(trace(net, x), net, x)
@@ -441,7 +441,7 @@ class Rendered(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "length"), [(Largest, 13), (Rendered, 113)])
-def test_places_and_products_along_an_open_axis_that_is_not_the_last_go_back_as_in_a_step_of_torch(kind, length):
+def test_gradients_along_an_open_inner_axis_match_a_step(kind, length):
     net = kind()
     step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
     peak, flops = differences(step, net, [torch.randn(2, length, 5)], adamw(net.parameters()), B=2, S=length)
@@ -462,7 +462,7 @@ class Shifted(nn.Module):
         return (before[:, -x.shape[1] :].sin() * before[:, : x.shape[1]]).mean()
 
 
-def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
+def test_open_indexes_from_the_end_match_a_step():
     net = Shifted()
     step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
     x = torch.randn(2, 13, 5)
@@ -471,7 +471,7 @@ def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
     assert abs(peak) < 100
 
 
-def test_a_bend_by_a_size_has_no_gradient_that_is_made_up():
+def test_size_dependent_slope_has_no_derived_gradient():
     """Its slope differs at each size and has no library function."""
     net = Net(nn.Linear(6, 6), [lambda x: functional.leaky_relu(x, 1 / x.shape[0])])
     g = trace(net, torch.zeros(ROWS), dims=[("N", None)])
@@ -482,7 +482,7 @@ def test_a_bend_by_a_size_has_no_gradient_that_is_made_up():
         cg.backward(g)
 
 
-def test_running_products_of_a_block_with_gradients_have_that_of_torch():
+def test_cumprod_in_enable_grad_equals_autograd():
     """The stand-in of torch's function is not attributed to the program."""
 
     def inside(x):
@@ -494,20 +494,20 @@ def test_running_products_of_a_block_with_gradients_have_that_of_torch():
 
 
 @pytest.mark.parametrize("function", [torch.square, torch.cos, torch.erf, lambda x: (x * x + 1) ** -2])
-def test_what_a_formula_makes_on_the_way_lives_to_its_end_as_in_cpp(function):
+def test_backward_temporaries_live_like_in_autograd(function):
     net, x = Net(nn.Linear(6, 67), [lambda x: function(x).mean()]), torch.zeros(5, 6)
     made = cg.backward(trace(net, x, dims=[("B", None)]))
     seen = trace(net, x, dims=[("B", None)], train=True)
     assert abs(cg.peak_memory(made, B=71) - cg.peak_memory(seen, B=71)) < 100
 
 
-def test_numbers_of_the_program_are_in_a_lowered_graph():
+def test_tensor_literals_are_kept_in_the_lowered_graph():
     net = Net(nn.Linear(6, 6), [lambda x: x * torch.tensor([2.0, 3, 5, 7, 11, 13])])
     x = torch.randn(ROWS)
     pulled(trace(net, x), net, x)
 
 
-def test_a_part_that_is_drawn_has_no_gradient():
+def test_random_columns_have_no_gradient():
     net, x = Net(nn.Linear(6, 6), [drawn]), torch.randn(ROWS)
     pulled(trace(net, x), net, x)
 
@@ -535,7 +535,7 @@ class Bounded(nn.Module):
         return z.sin().mean() + (self.layer(x) * self.mean).mean()
 
 
-def test_what_is_written_where_no_gradient_is_told_of_it_passes_gradients_as_they_are():
+def test_no_grad_writes_leave_gradients_unchanged():
     torch.manual_seed(3)
     net, x = Bounded(), torch.randn(5, 6)
     before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -563,7 +563,7 @@ class Coded(nn.Module):
         return functional.mse_loss(self.up(found.permute(0, 3, 1, 2)), x) + functional.mse_loss(found, y.detach())
 
 
-def test_losses_of_sizes_that_are_one_for_all_that_can_be_bound_are_declared():
+def test_losses_of_always_equal_sizes_are_declared():
     net, x = Coded(), torch.randn(2, 3, 8, 12)
     g = trace(net, x, dims=[("B", None, "H", "W")])
     assert not [op.name for op in g.walk() if op.kind.name == "foreign"]

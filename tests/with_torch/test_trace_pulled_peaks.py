@@ -75,7 +75,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
+def test_extra_saved_tensors_of_torch_are_in_the_peak(name):
     net, x = Beside(BESIDE[name]), torch.randn(71, 6)
     made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
     if BESIDE[name] in (windows, attention):  # a run of these has workspaces of libraries or threads
@@ -86,7 +86,7 @@ def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
 
 
 @pytest.mark.parametrize("uses", [2, 3])
-def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
+def test_view_gradients_accumulate_out_of_place(uses):
     """torch makes a new one, and accumulates into it afterwards."""
 
     class Shared(nn.Module):
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
 
 
 @pytest.mark.parametrize("function", [lambda x, w: (x * w).amax(1), lambda x, w: (x * w).amin(0, keepdim=True)])
-def test_a_maximum_shares_its_gradient_among_what_is_as_large_before_it_is_spread(function):
+def test_maximum_gradient_is_divided_among_ties(function):
     made, seen = (
         trace(Beside(function), torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True)
     )
@@ -118,7 +118,7 @@ LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_losses_make_of_each_element_is_in_the_peak(name):
+def test_elementwise_temporaries_of_losses_are_in_the_peak(name):
     """Some of them have an elementwise result before the reduction."""
 
     class Loss(nn.Module):

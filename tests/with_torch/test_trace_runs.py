@@ -117,12 +117,12 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_layers_that_run_as_one_op(name):
+def test_fused_layers_match_the_allocator(name):
     module, *masks = WHOLE[name]()
     assert abs(missing(module, (rand(B, S, D), *masks))) <= NEAR
 
 
-def test_a_layer_that_runs_as_one_op_makes_the_numbers_of_its_parts_and_their_products():
+def test_fused_layer_matches_its_decomposition():
     module, x = layer().eval(), rand(B, S, D)
     g = trace(module, x, dims=[("B", "S", None)])
     run = lower(g, B=B, S=S)
@@ -180,7 +180,7 @@ def test_recurrent_layers(name, train):
     "sizes",
     in_part([((2, 3, 5, 7),), ((31, 7, 52, 61),), ((31, 131, 52, 61),), ((3, 7, 500, 131),), ((13, 31, 128, 256),)], 0),
 )
-def test_what_an_lstm_saves_is_what_onednn_saves(sizes):
+def test_lstm_saved_bytes_equal_onednns(sizes):
     steps, batch, inner, size = sizes
     module, x = nn.LSTM(inner, size), rand(steps, batch, inner)
     state = torch.zeros(1, batch, size)
@@ -204,7 +204,7 @@ def test_what_an_lstm_saves_is_what_onednn_saves(sizes):
         ("GRU of two layers, both ways", (None, "B", None), False),
     ],
 )
-def test_recurrent_layers_of_named_sizes_are_those_of_numbers(name, dims, train):
+def test_recurrent_layers_with_open_sizes_match_fixed_sizes(name, dims, train):
     torch.manual_seed(0)
     module, x = outputs(RECURRENT[name]()).train(train), rand(3, B, D)
     module = Loss(module) if train else module
@@ -214,7 +214,7 @@ def test_recurrent_layers_of_named_sizes_are_those_of_numbers(name, dims, train)
         assert question(named, **sizes) == question(plain)
 
 
-def test_batches_may_come_first_and_a_state_may_be_given():
+def test_lstm_accepts_batch_first_and_initial_state():
     module = nn.LSTM(5, 7, batch_first=True)
     net = Program(lambda x, h, c, m: m(x, (h, c))[0], module)
     given = rand(3, 11, 5), rand(1, 3, 7), rand(1, 3, 7)
@@ -229,7 +229,7 @@ def test_batches_may_come_first_and_a_state_may_be_given():
 # -- side effects ------------------------------------------------------------------------------------------------------
 
 
-def test_a_slice_of_a_whole_axis_is_no_call_where_sizes_are_named():
+def test_full_slices_are_no_ops_with_open_sizes():
     def parts(y, m):
         y = m(y)
         return (y[:, 1:] * y[:, :-1, :]).sum() + y[..., None, :2].sum() + y.flatten(0, 1)[:, None].sum()
@@ -249,7 +249,7 @@ def again(module, x, reentrant):
 
 
 @pytest.mark.parametrize(("reentrant", "train"), [(False, False), (False, True), (True, True)])
-def test_checkpoints_save_the_state_of_random_numbers(reentrant, train):
+def test_checkpoints_save_the_rng_state(reentrant, train):
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)) for _ in range(3)]
     net = Program(lambda x, *blocks: reduce(lambda h, m: again(m, h, reentrant), blocks, x), *blocks)
     x = rand(2, 3, grad=True)
@@ -260,7 +260,7 @@ def test_checkpoints_save_the_state_of_random_numbers(reentrant, train):
     assert names[0] - names[1] > 2 * state
 
 
-def test_a_trace_leaves_functions_of_torch_as_they_were():
+def test_trace_restores_torch_functions():
     before = torch.get_rng_state, torch.set_rng_state, torch.overrides.has_torch_function
     x = rand(3)
     state = torch.get_rng_state()
@@ -315,7 +315,7 @@ PLAIN = [(kernel, [*LAYOUTS][i % 3], True) for i, kernel in enumerate(KERNELS)]
 @pytest.mark.parametrize(
     ("kernel", "layout", "train"), [c if c in PLAIN else pytest.param(*c, marks=pytest.mark.long) for c in CASES]
 )
-def test_kernels_take_copies_of_operands_that_are_not_dense(kernel, layout, train):
+def test_kernels_copy_non_dense_operands(kernel, layout, train):
     torch.manual_seed(0)
     targets = [torch.randint(0, 59, (B, 61))] if kernel in LOOKUPS else []
     assert abs(missing(Leaf(KERNELS[kernel](), LAYOUTS[layout]()), (torch.ones(1), *targets), train)) <= NEAR

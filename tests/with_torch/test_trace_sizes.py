@@ -30,7 +30,7 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize("expr", FORMULAS, ids=str)
-def test_formulas_say_what_those_of_torch_say(expr):
+def test_translated_size_formulas_equal_torchs(expr):
     made = Translator({s: "S", t: "T"}).formula(expr)
     for S in (1, 2, 7, 16, 17, 31, 64):
         for T in (1, 5, 32):
@@ -38,13 +38,13 @@ def test_formulas_say_what_those_of_torch_say(expr):
             assert Fraction(found) == int(expr.subs({s: S, t: T}))
 
 
-def test_a_quotient_that_is_whole_is_a_polynomial():
+def test_exact_quotient_is_a_polynomial():
     formula = Translator({s: "S", t: "T"}).formula(FloorDiv(64 * s * t, 16))
     S, T = cg.dims("S T")
     assert formula.expr == 4 * S * T
 
 
-def test_a_size_that_depends_on_data():
+def test_data_dependent_size_is_refused_or_a_symbol():
     u = sympy.Symbol("u0", integer=True)
     with pytest.raises(cg.UnsupportedError, match="size u0: it depends on the values of tensors, expected one that"):
         Translator({s: "S"}).formula(2 * u)
@@ -52,7 +52,7 @@ def test_a_size_that_depends_on_data():
 
 
 @pytest.mark.parametrize("pad", [lambda n: (8 - n % 8) % 8, lambda n: -n % 8], ids=["twice", "negative"])
-def test_what_fills_up_whole_blocks_is_made_of_a_symbol_for_their_number(pad):
+def test_padded_size_is_a_multiple_of_a_block_symbol(pad):
     shapes = Shapes()
     S = shapes.named("S", 21)
     at = Translator(shapes.names, wholes=shapes.wholes)
@@ -83,7 +83,7 @@ class Blocks(torch.nn.Module):
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("size", [3, 5, 13, 29])
-def test_programs_that_fill_up_cost_what_runs_at_other_sizes_cost(size, asks):
+def test_padding_programs_match_runs_at_other_sizes(size, asks):
     module = Blocks(asks)
     g = trace(module, torch.zeros(2, size, 5), dims=[("B", "S", None)])
     taken = 0
@@ -121,7 +121,7 @@ class Whole(torch.nn.Module):
 
 @pytest.mark.parametrize("run", [added, compared])
 @pytest.mark.parametrize("size", [12, 24])
-def test_where_nothing_is_filled_up_sizes_are_in_whole_blocks(run, size):
+def test_sizes_without_padding_must_fill_whole_blocks(run, size):
     B, S = cg.dims("B S")
     g = trace(Whole(run), torch.zeros(2, size, 5), dims=[("B", "S", None)])
     assert cg.flops(g) == 5 * B * S
@@ -129,7 +129,7 @@ def test_where_nothing_is_filled_up_sizes_are_in_whole_blocks(run, size):
         cg.flops(g, B=2, S=17)
 
 
-def test_hints_are_larger_than_one_and_all_different():
+def test_size_hints_are_distinct_and_larger_than_one():
     assert hints({"B": 8, "S": 128}) == {"B": 8, "S": 128}
     found = hints({"B": 1, "S": 4, "T": 4, "U": 0})
     assert len(set(found.values())) == 4
@@ -199,7 +199,7 @@ def test_views_are_those_of_fake_tensors(data):
         (aten.constant_pad_nd.default, lambda B: (torch.empty(B, 5), [1, 2, 0, 3])),
     ],
 )  # fmt: skip
-def test_results_that_stand_in_have_the_shapes_of_real_ones(op, arguments):
+def test_placeholder_results_have_real_shapes(op, arguments):
     shapes = Shapes()
     with FakeTensorMode(shape_env=shapes):
         made = STAND_INS[op](*arguments(shapes.named("B", 11)))

@@ -1,6 +1,6 @@
 """transformers classes with tiny configs, traced and compared with real runs.
 
-python tests/with_torch/transformers_suite.py [--only NAME ...] [--forward] [--write docs/accuracy/transformers.md]
+    python tests/with_torch/transformers_suite.py [--only NAME ...] [--forward] [--write docs/accuracy/transformers.md]
 
 Each class runs in its own process, forward and, if it returns a loss, as an AdamW step: parameters, matmul FLOPs by
 torch's counter, and the peak by the profiler's allocation events. The trace has symbolic sizes and is bound to the

@@ -1,6 +1,6 @@
 """Workspaces of CPU kernels: memory besides operands and results.
 
-python tests/with_torch/workspaces.py > docs/accuracy/workspaces.md
+    python tests/with_torch/workspaces.py > docs/accuracy/workspaces.md
 
 Each listed op runs alone, on one thread, under the profiler; its workspace is its peak less its remaining bytes, the
 results. Allocations outside of torch's allocator are invisible.

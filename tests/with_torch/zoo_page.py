@@ -1,6 +1,6 @@
 """Write the page `docs/accuracy/zoo.md`: parameters and matmul FLOPs of every model and of its public torch module.
 
-PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
+    PYTHONPATH=tests python tests/with_torch/zoo_page.py [NAME ...]
 
 traces the named modules, by default all, stores their counts in `tests/with_torch/zoo_counts.json` and their parameters
 in `costgraph/models/parameters.json`, and rewrites the page. The modules have their published sizes, on fake tensors.
