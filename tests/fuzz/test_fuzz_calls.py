@@ -201,7 +201,7 @@ def test_every_public_method_has_a_call(name):
     assert own - networkx == (METHODS[name][1].keys() if name in METHODS else set())
 
 
-def test_good_calls_are_answered(folder):
+def test_valid_calls_succeed(folder):
     for name, (what, given) in CALLS.items():
         if name == "Hardware.attained":
             continue  # needs a measured device

@@ -38,7 +38,7 @@ def need_amounts(made):
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_hostile_value_gives_a_model_or_a_refusal(name):
+def test_hostile_config_values_give_a_model_or_an_error(name):
     draw = random.Random(seed() or name)
     for _ in range(examples(12)):
         field, value = draw.choice(fields_of(name)), draw.choice(HOSTILE)
@@ -48,7 +48,7 @@ def test_a_hostile_value_gives_a_model_or_a_refusal(name):
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_tower_of_layers_is_not_listed(name):
+def test_huge_layer_counts_are_not_listed(name):
     fields = file_of(name)
     depths = [n for n in fields if n in LIMITS or n == "num_blocks"]
     made = outcome(cg.models.from_config, {**fields, **dict.fromkeys(depths, 10**9)})
@@ -68,7 +68,7 @@ def places(fields, prefix=()):
 
 
 @pytest.mark.parametrize("name", ["CLIPModel", "LlamaForCausalLM"])
-def test_hostile_values_inside_of_parts(name):
+def test_hostile_values_in_nested_fields(name):
     draw = random.Random(name)
     base = {**file_of(name), "rope_scaling": {"type": "linear", "factor": 2.0}}
     base["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True}
@@ -83,7 +83,7 @@ def test_hostile_values_inside_of_parts(name):
 # -- small configs of large models -------------------------------------------------------------------------------------
 
 
-def test_layers_without_a_pattern_are_refused_and_those_in_runs_are_not():
+def test_irregular_layer_patterns_are_refused():
     draw = random.Random(0)
     words = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(16_000)]
     fields = {**file_of("Gemma3ForCausalLM"), "num_hidden_layers": 16_000}
@@ -108,7 +108,7 @@ def test_layers_without_a_pattern_are_refused_and_those_in_runs_are_not():
 
 
 @pytest.mark.parametrize("name", ["ResNetModel", "ConvNextModel", "SwinModel", "EfficientNetModel"])
-def test_a_network_has_so_many_stages(name):
+def test_number_of_network_stages_is_limited(name):
     fields = file_of(name)
     long = {n: v * 1500 for n, v in fields.items() if isinstance(v, list) and n != "architectures"}
     text = str(refused(cg.models.from_config, {**fields, **long}))
@@ -120,7 +120,7 @@ def test_a_network_has_so_many_stages(name):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path):
+def test_config_paths_without_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path, tmp_path / "config.json", "/dev/zero", "\0", "x" * 5000, "\ud800"):
         refused(cg.models.from_config, path)
@@ -143,10 +143,10 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         ('{"architectures": ["SwinModel"], "mlp_ratio": 0}', "mlp_ratio is 0, expected a number above 0"),
     ],
 )
-def test_files_are_refused_by_what_is_wrong_in_them(tmp_path, content, text):
+def test_invalid_config_files_state_the_problem(tmp_path, content, text):
     (tmp_path / "config.json").write_text(content)
     assert text in str(refused(cg.models.from_config, tmp_path))
 
 
-def test_names_of_fields_are_strings():
+def test_config_field_names_are_strings():
     assert "1 as the name of a field, expected a string" in str(refused(cg.models.from_config, {1: 2}))

@@ -179,14 +179,14 @@ NESTED = [
 
 
 @pytest.mark.parametrize("content", NESTED, ids=range(len(NESTED)))
-def test_what_is_no_graph_is_refused(tmp_path, content):
+def test_invalid_graph_files_are_refused(tmp_path, content):
     path = tmp_path / "f.json"
     path.write_bytes(content)
     assert isinstance(refused(cg.load, path), cg.FormatError)
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/zero", "/dev/urandom", "/", "/proc/self/mem", "/nowhere/f.json"])
-def test_what_is_no_file_is_refused(path):
+def test_graph_paths_without_file_are_refused(path):
     assert isinstance(refused(cg.load, path), cg.FormatError)
     refused(cg.load_hardware, path)
 
@@ -208,7 +208,7 @@ def by_last(routes):
 
 
 @pytest.mark.parametrize("name", in_part(GRAPHS, 0, 3))
-def test_a_key_by_another_name_is_refused_at_every_level(name, tmp_path):
+def test_renamed_keys_are_refused_at_every_level(name, tmp_path):
     """Ignored keys would hide newer file versions and misspellings."""
     data = saved(name, tmp_path)
     path = tmp_path / "renamed.json"

@@ -50,7 +50,7 @@ def written(path, text):
 
 
 @pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
-def test_what_is_no_specification_is_refused(tmp_path, content):
+def test_invalid_specifications_are_refused(tmp_path, content):
     found = refused(cg.load_hardware, written(tmp_path / "f.toml", content))
     assert isinstance(found, cg.SpecError)
     assert "f.toml" in str(found)
@@ -89,7 +89,7 @@ def test_texts_cut_and_altered(tmp_path):
         outcome(ask, written(tmp_path / "f.toml", raw[:i] + new + raw[i + n :]), about=(i, n, new))
 
 
-def test_paths_that_are_no_files(tmp_path):
+def test_specification_paths_without_file_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.toml", "a\0b.toml", "\ud800.toml", "x" * 10**6 + ".toml", "/" * 5000, ""):
         refused(cg.load_hardware, path)
         refused(cg.load, path)

@@ -12,11 +12,11 @@ from tests.fuzz.ranks import SIZES, check, model
 
 
 @pytest.mark.parametrize("seed", in_part(range(4), 3, 4))
-def test_ranks_keep_what_holds_of_all_degrees(seed):
+def test_ranks_keep_the_invariants_at_all_degrees(seed):
     check(random.Random(seed))
 
 
-def test_layers_of_two_kinds_that_are_alike_are_gathered_as_layers_of_one():
+def test_identical_layer_kinds_are_gathered_alike():
     found = []
     for kinds in (1, 2):
         step = cg.training_step(model(kinds, gated=False, fused=False), optimizer=cg.SGD())
@@ -36,7 +36,7 @@ def test_zero_shards_dense_parameters_over_expert_ranks(degrees):
     assert held[2].params < held[0].params
 
 
-def test_strict_refuses_weights_that_tensor_parallelism_leaves_whole():
+def test_strict_refuses_replicated_weights():
     B, D, F = cg.dims("B D F")
     with cg.Graph("odd") as g:
         x = g.input("x", (B, D))

@@ -73,11 +73,11 @@ def toy(tmp_path):
     gc.unfreeze()
 
 
-def test_mutants_of_a_toy_are_those_listed_by_hand():
+def test_toy_mutants_equal_the_list():
     assert [(m.function, m.change) for m in mutants(TOY)] == EXPECTED
 
 
-def test_a_mutant_is_one_change_and_names_the_text_of_its_line():
+def test_mutants_are_single_changes_with_their_line():
     plain = ast.dump(ast.parse(TOY))
     rows = [row.strip() for row in TOY.splitlines()]
     seen = {ast.dump(mutated(TOY, m)) for m in mutants(TOY)}
@@ -87,7 +87,7 @@ def test_a_mutant_is_one_change_and_names_the_text_of_its_line():
         assert m.code == rows[m.lines[1] - 1]
 
 
-def test_functions_in_memory_change_and_cached_answers_are_forgotten(toy):
+def test_exchange_replaces_functions_and_clears_caches(toy):
     module, exchange = toy
     assert (module.clamp(5), module.double(3)) == (4, 6)
     kept = module.double
@@ -101,14 +101,14 @@ def test_functions_in_memory_change_and_cached_answers_are_forgotten(toy):
     assert box.full
 
 
-def test_what_is_not_there_is_said_to_be_not_there(toy):
+def test_missing_functions_are_reported(toy):
     module, exchange = toy
     del module.clamp
     exchange.functions = [f for f in exchange.functions if f.__name__ != "clamp"]
     assert not exchange(mutant("x - 1 -> x + 1"))
 
 
-def test_a_child_tells_how_it_ended_and_what_it_found():
+def test_child_returns_status_and_output():
     def speaks():
         say("found")
         return 3

@@ -52,7 +52,7 @@ def product(M, N, K):
     return g
 
 
-def test_a_share_of_the_peak_is_found_again(records):
+def test_calibration_recovers_a_share_of_the_peak(records):
     found = calibrate(records, validate=False)
     assert found.model.figures is None
     assert sum(found.unpredicted.values()) == 1
@@ -62,7 +62,7 @@ def test_a_share_of_the_peak_is_found_again(records):
         assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (PEAKS[device] * 1e12 * 0.6), rel=0.08)
 
 
-def test_what_is_left_out_leaves_no_trace():
+def test_held_out_records_do_not_affect_the_fit():
     graph, rows = product(*cg.dims("M N K")), []
     for device in PEAKS:
         for M, N, K in SIZES:
@@ -82,7 +82,7 @@ def test_what_is_left_out_leaves_no_trace():
     assert np.exp(first.predicted[~train]) == pytest.approx(seconds[~train], rel=0.35)
 
 
-def test_the_command_prints_and_writes(records, capsys):
+def test_calibrate_records_command_prints_and_writes(records, capsys):
     out = records.with_name("model.json")
     assert cli.main(["calibrate", "--records", str(records), "--out", str(out)]) == 0
     done = capsys.readouterr()
@@ -96,7 +96,7 @@ def test_the_command_prints_and_writes(records, capsys):
     assert len(model.places) == len(model.weights)
 
 
-def test_several_files_are_one(records):
+def test_several_record_files_are_merged(records):
     other = records.with_name("other.json")
     other.write_text(json.dumps([record("b200", *sizes, 0.5) for sizes in SIZES]))
     found = calibrate(records, other, validate=False).model
@@ -115,12 +115,12 @@ def test_several_files_are_one(records):
         (["--out", "model.toml"], "model.toml: expected a path that ends in .json"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(records, capsys, words, text):
+def test_meaningless_options_are_refused(records, capsys, words, text):
     assert cli.main(["calibrate", "--records", str(records), *words]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_without_times_there_is_no_model(records, capsys):
+def test_calibration_needs_predicted_times(records, capsys):
     records.write_text(json.dumps([record("h100-sxm", 5, 7, 11, 0.1)]))
     assert cli.main(["calibrate", "--records", str(records)]) == 2
     assert "1 records with a time that is predicted, expected two at least" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_without_times_there_is_no_model(records, capsys):
 
 
 @pytest.mark.long
-def test_the_shipped_model_is_that_of_the_records():
+def test_shipped_model_is_fitted_to_the_records():
     folder = Path(__file__).parents[1] / "measured" / "published"
     found = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
     given = json.loads(SHIPPED.read_text())

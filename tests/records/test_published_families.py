@@ -42,7 +42,7 @@ def timed(measured, family, **inputs):
 
 
 @pytest.mark.parametrize(("name", "element", "result"), [("fp16", 2, 2), ("fp32", 4, 4), ("fp8", 1, 2), ("int8", 1, 4)])
-def test_a_product(measured, name, element, result):
+def test_matmul_time_by_hand(measured, name, element, result):
     m, n, k = 1009, 1013, 4093
     row = timed(measured, "deepbench-gemm", M=m, N=n, K=k, dtype=name)
     compute = 2 * m * n * k / peak({"fp8": "fp8_e4m3"}.get(name, name))  # multiply and add at each index point
@@ -53,12 +53,12 @@ def test_a_product(measured, name, element, result):
     assert row.bound == pytest.approx(compute)
 
 
-def test_a_rate_of_products_counts_two_for_each_index_point(measured):
+def test_matmul_rate_counts_two_flops_per_index_point(measured):
     row = predict(made(measured, "squares", "rate", "TFLOP/s", 500, M=4093, N=4099, K=4111, dtype="bf16"), Decimal(1))
     assert row.seconds == pytest.approx(2 * 4093 * 4099 * 4111 / 500e12)
 
 
-def test_the_best_of_several_products_is_predicted_for_the_best_size(measured):
+def test_best_of_several_matmuls_uses_the_best_size(measured):
     record = made(measured, "squares-best", "rate", "TFLOP/s", 700, best_of=[127, 8191], dtype="fp16")
     row = predict(record, Decimal(1))
     # the small one is memory-bound, the large one compute-bound
@@ -67,7 +67,7 @@ def test_the_best_of_several_products_is_predicted_for_the_best_size(measured):
 
 @each("direction", ["forward", "backward-weights", "backward-inputs"])
 @each("stride", [1, 2])
-def test_a_convolution_and_its_gradients(measured, direction, stride):
+def test_convolution_and_gradient_times_by_hand(measured, direction, stride):
     n, c, k, h, w, r, s, pad = 7, 61, 127, 53, 59, 3, 5, 1
     high, wide = (h + 2 * pad - r) // stride + 1, (w + 2 * pad - s) // stride + 1
     row = timed(
@@ -80,7 +80,7 @@ def test_a_convolution_and_its_gradients(measured, direction, stride):
     assert row.estimate == pytest.approx(compute)
 
 
-def test_a_convolution_whose_result_the_source_has_otherwise_is_not_predicted(measured):
+def test_convolution_with_mismatched_output_is_not_predicted(measured):
     row = timed(measured, "deepbench-conv", out_w=3)
     assert row.reason.startswith("inputs: a result of ")
 
@@ -89,7 +89,7 @@ def test_a_convolution_whose_result_the_source_has_otherwise_is_not_predicted(me
     ("op", "arrays"),
     [("init", 1), ("read", 1), ("dot", 2), ("copy", 2), ("scale", 2), ("mul", 2), ("add", 3), ("triad", 3)],
 )
-def test_a_stream_moves_its_arrays_once(measured, op, arrays):
+def test_stream_moves_its_arrays_once(measured, op, arrays):
     record = made(measured, "bandwidth", "bandwidth", "GB/s", 3000, op=op, elements=2**31 - 1, dtype="fp64")
     row = predict(record, Decimal(1))
     assert row.seconds == pytest.approx(arrays * 8 * (2**31 - 1) / 3000e9)
@@ -98,7 +98,7 @@ def test_a_stream_moves_its_arrays_once(measured, op, arrays):
     assert predict(replace(record, value=3400), Decimal(1)).violated  # the HBM of an H100 has 3,350 GB/s
 
 
-def test_attention_counts_two_products_for_each_pair(measured):
+def test_attention_counts_two_matmuls_per_pair(measured):
     b, heads, s, k = 3, 13, 2039, 128
     inputs = {"B": b, "heads": heads, "S": s, "head_dim": k, "dtype": "fp16", "direction": "forward"}
     square = timed(measured, "attention", **inputs, causal=False)
@@ -118,7 +118,7 @@ def test_attention_counts_two_products_for_each_pair(measured):
 
 @each(("op", "gates"), [("vanilla", 1), ("gru", 3), ("lstm", 4)])
 @each("direction", ["forward", "backward-inputs", "backward-weights"])
-def test_a_recurrent_layer_has_a_product_for_each_gate_and_step(measured, op, gates, direction):
+def test_recurrent_layer_has_a_matmul_per_gate_and_step(measured, op, gates, direction):
     hidden, n, steps = 1021, 61, 13
     row = timed(
         measured, "deepbench-rnn", op=op, hidden=hidden, N=n, timesteps=steps, dtype="fp32", direction=direction
@@ -132,7 +132,7 @@ def test_a_recurrent_layer_has_a_product_for_each_gate_and_step(measured, op, ga
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-def test_the_printed_share_of_the_peak_follows_from_the_rate(measured):
+def test_printed_mfu_follows_from_the_rate(measured):
     record = one_of(measured, "foundry", model="mpt-1b")
     given = record.inputs
     # PaLM, appendix B: 6 per parameter, and 12*L*D*S for attention; the printed parameters include the position
@@ -146,13 +146,13 @@ def test_the_printed_share_of_the_peak_follows_from_the_rate(measured):
     assert row.printed == pytest.approx(1, abs=0.04)
 
 
-def test_another_architecture_is_not_predicted(measured):
+def test_mismatched_architecture_is_not_predicted(measured):
     record = one_of(measured, "foundry", model="mpt-1b")
     row = predict(replace(record, inputs=record.inputs | {"params": 1009}), Decimal(1))
     assert row.reason.startswith("inputs: params 1,009, expected 1,")
 
 
-def test_a_step_of_generation_reads_the_weights(measured):
+def test_decode_step_reads_the_weights(measured):
     row = predict(one_of(measured, "decode", model="llama-3-8b", weights="fp16", new_tokens=512), LAST)
     g = load("llama-3-8b", dtype="fp16")
     weights = float(cg.param_bytes(g)) - 2 * 128256 * 4096  # one row of the embedding is read
@@ -160,7 +160,7 @@ def test_a_step_of_generation_reads_the_weights(measured):
     assert row.bound == pytest.approx(weights / float(device.bandwidth), rel=0.01)
 
 
-def test_a_step_with_a_mixture_reads_what_its_file_has(measured):
+def test_mixed_quantization_decode_reads_the_file_size(measured):
     row = predict(one_of(measured, "decode", model="llama-3-8b", weights="Q4_K_M", new_tokens=512), LAST)
     # a published file of 4,920,734,272 bytes has a 4.5-bit embedding, of which one row is read
     read = 4_920_734_272 - 128256 * 4096 * 4.5 / 8
@@ -176,7 +176,7 @@ def test_a_step_with_a_mixture_reads_what_its_file_has(measured):
     # bytes per weight: int8 has one and an fp32 scale per channel, int4 a half and an fp16 scale per 32 weights
     [("bf16", 2, 2), ("int8", 1, 1.002), ("int4-g32", 0.5625, 0.5626)],
 )
-def test_a_rank_reads_its_part_of_the_weights_and_waits_for_the_others(measured, weights, least, most):
+def test_tp_rank_reads_its_weight_shard_and_waits_for_collectives(measured, weights, least, most):
     record = one_of(measured, "decode", model="llama-3-70b", tensor_parallel=8)
     row = predict(replace(record, inputs=record.inputs | {"weights": weights}), LAST)
     L, D, F, V, ranks = 80, 8192, 28672, 128256, 8
@@ -190,19 +190,19 @@ def test_a_rank_reads_its_part_of_the_weights_and_waits_for_the_others(measured,
     assert row.estimate - row.bound == pytest.approx(wait, rel=0.15)
 
 
-def test_a_model_of_which_a_rank_has_more_than_its_part_is_not_predicted(measured):
+def test_unevenly_sharded_model_is_not_predicted(measured):
     row = predict(one_of(measured, "prefill", model="falcon-180b", tensor_parallel=8), LAST)
     assert row.reason.startswith("inputs: tensor_parallel 8: a rank has 2.4 times its part of 'falcon-180b.prefill', ")
 
 
-def test_without_a_prompt_a_step_is_the_first_one(measured):
+def test_decode_without_prompt_is_the_first_step(measured):
     record = one_of(measured, "decode", model="llama-3-8b", weights="bf16", tensor_parallel=1)
     first = {key: value for key, value in record.inputs.items() if key not in ("prompt", "new_tokens")}
     rows = [predict(replace(record, inputs=given), LAST) for given in (first, first | {"prompt": 0, "new_tokens": 1})]
     assert rows[0].estimate == rows[1].estimate < predict(replace(record, inputs=first | {"prompt": 99}), LAST).estimate
 
 
-def test_requests_that_are_served_together_are_prompts_and_steps(measured):
+def test_batched_serving_is_prefill_plus_decode_steps(measured):
     record = one_of(measured, "serving", model="llama-2-7b", B=384)
     row = predict(record, LAST)
     g = load("llama-2-7b", dtype="fp16")
@@ -212,7 +212,7 @@ def test_requests_that_are_served_together_are_prompts_and_steps(measured):
     assert row.seconds == pytest.approx(384 * 128 / float(record.value))
 
 
-def test_as_many_requests_are_in_flight_as_memory_holds(measured):
+def test_memory_limits_the_requests_in_flight(measured):
     record = one_of(measured, "serving-max", model="llama-3.1-8b", prompt=1000, new_tokens=1000)
     row = predict(record, LAST)
     device = cg.load_hardware(record.device)
@@ -224,7 +224,7 @@ def test_as_many_requests_are_in_flight_as_memory_holds(measured):
 
 
 @each("quantity", ["model size", "peak memory"])
-def test_bytes_of_a_model_that_generates(measured, quantity):
+def test_decode_memory_by_hand(measured, quantity):
     row = predict(one_of([r for r in measured if r.quantity == quantity], "decode-memory", weights="bf16"), LAST)
     assert row.peak == pytest.approx(2 * 8_030_261_248, rel=0.002 if quantity == "peak memory" else 0)
     assert row.bytes == pytest.approx(row.peak, rel=0.03)
@@ -233,7 +233,7 @@ def test_bytes_of_a_model_that_generates(measured, quantity):
 # -- training steps of other libraries ---------------------------------------------------------------------------------
 
 
-def test_a_step_of_one_rank_keeps_its_part_of_the_states(measured):
+def test_fsdp_rank_holds_its_shard_of_the_states(measured):
     record = one_of([r for r in measured if "fsdp-g128-mem" in r.id], "training-memory")
     row, whole = (predict(replace(record, inputs=record.inputs | {"gpus": n}), LAST) for n in (8, 128))
     # an eighth of the fp32 master weights and both moments, and bf16 weights; the rest are activations
@@ -242,7 +242,7 @@ def test_a_step_of_one_rank_keeps_its_part_of_the_states(measured):
     assert row.peak - whole.peak == pytest.approx((12 + 2 + 2) * 8_030_261_248 * (1 / 8 - 1 / 128), rel=0.15)
 
 
-def test_adapters_and_narrow_weights(measured):
+def test_qlora_weights_by_hand(measured):
     rows = [
         predict(one_of(measured, "training-memory", model="llama-2-13b", **more), LAST)
         for more in ({}, {"weights": "nf4"})
@@ -252,7 +252,7 @@ def test_adapters_and_narrow_weights(measured):
     assert rows[0].peak - rows[1].peak == pytest.approx(narrow * (2 - 0.5 - 4 / 64), rel=0.02)
 
 
-def test_an_optimizer_on_the_host_takes_no_memory(measured):
+def test_offloaded_optimizer_takes_no_device_memory(measured):
     rows = [
         predict(r, LAST) for r in [r for r in measured if r.family == "stas-zero3" and r.what == "peak memory"][::-3]
     ]
@@ -261,7 +261,7 @@ def test_an_optimizer_on_the_host_takes_no_memory(measured):
     assert rows[0].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[0].record.inputs["S"] * 4096
 
 
-def test_what_does_not_fit_is_not_what_ran(measured):
+def test_peak_above_capacity_is_not_predicted(measured):
     row = predict(one_of(measured, "training-memory", method="LoRA", seq=2048), LAST)
     assert row.reason == "peak memory: 36.5 GB, more than rtx4090 has: something that saves memory is not stated"
 
@@ -279,12 +279,12 @@ def test_what_does_not_fit_is_not_what_ran(measured):
         ({"precision": "fp1"}, "inputs: precision 'fp1', expected one of fp32, bf16"),
     ],
 )
-def test_steps_that_are_not_stated_in_full_are_listed(measured, change, reason):
+def test_underspecified_steps_are_listed(measured, change, reason):
     record = one_of(measured, "training-memory", model="llama-3.2-3b", packed=True)
     assert predict(replace(record, inputs=record.inputs | change), LAST).reason.startswith(reason)
 
 
-def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
+def test_vision_model_has_the_printed_multiply_adds(measured):
     record = one_of(measured, "timm-infer", zoo="resnet18", image=224)
     row = predict(record, LAST)
     assert row.reason == ""
@@ -294,7 +294,7 @@ def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
 
 
 @pytest.mark.parametrize("device", ["rtx4090", pytest.param("rtx5090", marks=pytest.mark.long)])
-def test_compiled_vision_models_do_not_beat_the_estimate_of_the_fused_ones(measured, device):
+def test_compiled_vision_models_do_not_beat_the_fused_estimate(measured, device):
     compiled = [r for r in measured if r.family == "timm-infer" and r.device == device and r.inputs.get("compiled")]
     rows = [predict(r, LAST) for r in compiled if r.inputs["zoo"] in ("resnet50", "vgg16-bn", "mobilenet-v2")]
     assert rows
@@ -354,7 +354,7 @@ def test_another_generation_of_devices_is_predicted(measured, family):
         ("decode", {"inputs": {"model": "eliza", "weights": "bf16", "B": 1, "prompt": 2}}, "model 'eliza'"),
     ],
 )  # fmt: skip
-def test_a_record_that_nothing_is_known_of_is_listed_with_the_reason(measured, family, change, reason):
+def test_unknown_records_are_listed_with_the_reason(measured, family, change, reason):
     row = predict(replace(one_of(measured, family), **change), LAST)
     assert row.reason.startswith(reason)
     assert (row.seconds, row.estimate, row.bound, row.violated) == (None, None, None, False)
@@ -403,7 +403,7 @@ def test_every_record_of_a_file_is_predicted_or_listed(measured, tmp_path):
     assert all(("reason" in row) != ("estimate" in row) for row in told["rows"])
 
 
-def test_what_its_last_digit_leaves_open_is_no_violation(measured):
+def test_rounding_of_the_last_digit_is_no_violation(measured):
     record = made(measured, "squares", "time", "ms", Decimal("0.010"), M=1009, N=1013, K=1019, dtype="fp32")
     least = predict(record, LAST).bound * 1e3  # ms
     below = Decimal(least) * Decimal("0.99")

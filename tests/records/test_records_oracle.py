@@ -71,20 +71,20 @@ def random_states(facts):
 
 
 @cases(1, 5, 8, 10)
-def test_peak_of_a_step(facts):
+def test_step_peak_equals_fake_tensors(facts):
     named = statistics(facts) + wide_masks(facts)
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
     assert 0 <= tracked_step(facts) - ours - named <= SCALARS
 
 
 @every
-def test_peak_of_a_forward_pass(facts):
+def test_forward_peak_equals_fake_tensors(facts):
     ours = predictions.peak_above(row("forward", facts), "cpu", "exact")
     assert 0 <= tracked_forward(facts) - ours <= SCALARS
 
 
 @pytest.mark.parametrize("facts", [CASES[1], CASES[8]], ids=["fp32", "bf16-mixed"])
-def test_peak_in_blocks_of_an_allocator(facts):
+def test_peak_in_allocator_blocks(facts):
     # each scalar takes a block
     for name, tracked in (("train_step", tracked_step), ("forward", tracked_forward)):
         ours = predictions.peak_above(row(name, facts), "cpu")
@@ -92,13 +92,13 @@ def test_peak_in_blocks_of_an_allocator(facts):
 
 
 @every
-def test_bytes_that_a_real_step_takes(facts):
+def test_real_step_peak_matches_prediction(facts):
     named = statistics(facts) + wide_masks(facts) + random_states(facts)
     ours = predictions.peak_above(row("train_step", facts), "cpu", "exact")
     assert abs(measured_step(facts) - ours - named) <= 64
 
 
-def test_variables_of_a_block_that_is_computed_again():
+def test_recomputed_block_variables_bound_the_error():
     # with a small vocabulary a block determines the peak: during recomputation, variables reference q, k, v, the
     # attention output and, under autocast, the fp32 result of the first norm; the matmul reads copies and a converted
     # tensor
@@ -109,5 +109,5 @@ def test_variables_of_a_block_that_is_computed_again():
 
 
 @cases(5, 8, 11)
-def test_flops(facts):
+def test_step_flops_equal_torchs_counter(facts):
     assert predictions.counted(row("train_step", facts), "cpu") == counted_step(facts)

@@ -61,9 +61,7 @@ def test_data_independent_equality_is_decided(call: Callable[..., Any], taken: b
         (lambda x: int(x.argmax()) == 3, "argmax", 3, 2),
     ],
 )
-def test_branch_error_suggests_a_working_choose_argument(
-    call: Callable[..., Any], name: str, yes: float, no: float
-):
+def test_branch_error_suggests_a_working_choose_argument(call: Callable[..., Any], name: str, yes: float, no: float):
     with pytest.raises(UnsupportedError, match=rf"choose=\{{'{name}': ") as error:
         _matmuls(call)
     advised = eval(str(error.value).partition("choose=")[2].partition("}")[0] + "}")  # the error's own text

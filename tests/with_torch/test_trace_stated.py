@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_of_each_way_has_the_costs_of_a_traced_step(name):
+def test_derived_kernel_gradients_cost_the_same_as_traced(name):
     torch.manual_seed(3)
     net, x, dims = Net(CASES[name]), torch.randn(2, 3, 8, 10), [("B", None, "H", "W")]
     g, step = trace(net, x, dims=dims), trace(net, x, dims=dims, train=True)

@@ -84,7 +84,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(("name", "options", "instead"), REFUSED)
-def test_a_transform_that_looks_inside_refuses_recorded_calls(name, options, instead):
+def test_transforms_refuse_foreign_calls(name, options, instead):
     g = trace(Foreign(), torch.zeros(2, 5, dtype=torch.int64), dims=[("B", "S")])
     with pytest.raises(cg.UnsupportedError) as error:
         getattr(cg, name)(g, **options)
@@ -93,12 +93,12 @@ def test_a_transform_that_looks_inside_refuses_recorded_calls(name, options, ins
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_transform_gives_the_figures_of_a_trace(name):
+def test_transformed_trace_equals_trace_of_modified_module(name):
     change, expected = RIGHT[name]
     assert figures(change(traced())) == figures(expected())
 
 
-def test_a_step_of_a_trace_on_two_ranks_leaves_the_same_numbers():
+def test_sharded_traced_step_keeps_its_values():
     step = cg.training_step(traced(), optimizer=cg.SGD())
     batch = next(t.name for t in step.tensors if t.role == "input")
     weights = {t.name: "(o dp) i" for t in step.tensors if t.role == "param" and t.ndim == 2 and t.sizes[0] == 8}
@@ -107,7 +107,7 @@ def test_a_step_of_a_trace_on_two_ranks_leaves_the_same_numbers():
     testing.check_sharded(step, rank, B=4, S=3)
 
 
-def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():
+def test_derived_backward_of_a_trace_equals_torchs():
     """FLOPs by kind; torch materializes the gradient of a mean, which the library broadcasts: 4 bytes."""
     made, seen = cg.backward(traced()), traced(train=True)
     for count in ("executed", "full"):
@@ -117,7 +117,7 @@ def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():
     assert abs(cg.peak_memory(made, B=3, S=7) - cg.peak_memory(seen, B=3, S=7)) <= 4
 
 
-def test_adapters_of_a_trace_are_those_of_the_module_with_them():
+def test_lora_of_a_trace_equals_the_adapted_module():
     """FLOPs and bytes are equal; the module's frames keep a layer's input alive while it runs, one (B, S, 8) in
     fp32."""
     made, seen = cg.lora(traced(), 3, "layers/*"), adapted()
@@ -125,7 +125,7 @@ def test_adapters_of_a_trace_are_those_of_the_module_with_them():
     assert figures(seen)[3] - figures(made)[3] == 3 * 7 * 8 * 4
 
 
-def test_mixed_precision_runs_products_in_the_narrow_format():
+def test_mixed_precision_runs_matmuls_in_bf16():
     """Equal to the trace of the module under autocast, to the last FLOP and byte of its matmuls."""
     made = cg.apply_precision(traced(), "bf16-mixed")
     with torch.autocast("cpu", BF16):
@@ -136,7 +136,7 @@ def test_mixed_precision_runs_products_in_the_narrow_format():
         assert {t.dtype.name for op in products for t in op.results} == {"bf16"}
 
 
-def test_weights_of_a_trace_are_quantized():
+def test_traced_weights_are_quantized():
     """Five layers of 8 by 8 in int8, with a 2-byte scale per column; the head keeps its dtype, as in declared
     models."""
     made = cg.quantize(traced(), "int8", scale="fp16")
@@ -144,7 +144,7 @@ def test_weights_of_a_trace_are_quantized():
     assert cg.matmul_flops(made) == cg.matmul_flops(traced())
 
 
-def test_a_training_step_of_a_trace_has_an_optimizer():
+def test_traced_training_step_has_optimizer_updates():
     """AdamW updates each of the weights, as in the trace of a step with torch's; FLOPs of matmuls are equal."""
     made = cg.training_step(traced(), optimizer=cg.AdamW())
     seen = traced(train=True, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
@@ -156,7 +156,7 @@ def test_a_training_step_of_a_trace_has_an_optimizer():
     assert states[0] == states[1] == 2 * cg.param_count(traced())
 
 
-def test_a_traced_graph_comes_back_from_a_file_and_runs_again(tmp_path):
+def test_traced_graph_survives_save_and_load(tmp_path):
     g = traced()
     cg.save(g, tmp_path / "net.json")
     again = cg.load(tmp_path / "net.json")
@@ -172,13 +172,13 @@ class Packed(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def test_a_kernel_of_views_inside_a_storage_comes_back_from_a_file(tmp_path):
+def test_packed_attention_survives_save_and_load(tmp_path):
     g = trace(Packed(), torch.zeros(2, 5, 48), dims=[("B", "S", None)])
     cg.save(g, tmp_path / "packed.json")
     assert figures(cg.load(tmp_path / "packed.json")) == figures(g)
 
 
-def test_a_scope_of_recorded_calls_is_one_kernel():
+def test_fused_scope_of_a_trace_is_one_kernel():
     """It reads its input and the five weights and biases, and writes one result; calls outside are unchanged."""
     g = traced()
     made = cg.fuse(g, "layers")
@@ -187,7 +187,7 @@ def test_a_scope_of_recorded_calls_is_one_kernel():
     assert cg.costs(made).filter(scope="layers").total().bytes == 4 * (2 * 8 * B * S + 5 * (8 * 8 + 8))
 
 
-def test_every_public_transform_is_looked_at():
+def test_every_public_transform_is_tested():
     """Every function from graph to graph is in one of the tables above."""
     found = set()
     for name, function in FUNCTIONS.items():

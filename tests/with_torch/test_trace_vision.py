@@ -33,19 +33,19 @@ def held_to_the_counter(model, batch, *, train=False):
 
 
 @pytest.mark.parametrize("name", ["alexnet", "resnet18", "mobilenet_v2", "densenet121", "vgg11", "efficientnet_b0"])
-def test_forward_passes_of_torchvision(name):
+def test_torchvision_forward_flops_match_the_counter(name):
     models = pytest.importorskip("torchvision.models")
     held_to_the_counter(getattr(models, name)(weights=None).eval(), 2)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn"])
-def test_steps_of_torchvision(name):
+def test_torchvision_step_flops_match_the_counter(name):
     models = pytest.importorskip("torchvision.models")
     held_to_the_counter(getattr(models, name)(weights=None), 2, train=True)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mixer_s32_224"])
-def test_forward_passes_of_timm(name):
+def test_timm_forward_flops_match_the_counter(name):
     timm = pytest.importorskip("timm")
     options = {"img_size": 64} if name.startswith("mixer") else {}
     held_to_the_counter(timm.create_model(name, pretrained=False, **options).eval(), 2)

@@ -13,7 +13,7 @@ PLAIN = ("GPT2LMHeadModel", "FNetForMaskedLM")
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns about its own configs
 @pytest.mark.parametrize("name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.long) for n in SAMPLE])
-def test_a_class_is_traced_as_it_runs(name):
+def test_traced_class_matches_its_run(name):
     row = run(name, SAMPLE[name])
     assert (row.problem, row.refused, row.parameters) == ("", "", True)
     assert row.found.keys() == set(SAMPLE[name])

@@ -79,7 +79,7 @@ def found(one_thread):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_suite_has_a_case_of_everything(device):
+def test_suite_covers_all_subjects_and_optimizers(device):
     cases = suite(device)
     assert len(cases) >= 40
     assert len({c.name for c in cases}) == len(cases)
@@ -106,7 +106,7 @@ OTHERS = [pytest.param(case, id=case.name) for case in suite("cuda") if case.mod
 
 
 @pytest.mark.parametrize("case", [*in_part(OTHERS, 0, 3), *in_part(STEPS, 0, 6)])
-def test_programs_and_declarations_of_the_suite_of_a_gpu_agree_about_what_is_there(case):
+def test_gpu_programs_hold_the_declared_bytes(case):
     """On the meta device: parameters, buffers and inputs have the declared bytes."""
     if "L" in case.sizes:  # layers are alike
         case = replace(case, sizes={**case.sizes, "L": 2})
@@ -119,7 +119,7 @@ def test_programs_and_declarations_of_the_suite_of_a_gpu_agree_about_what_is_the
 
 
 @pytest.mark.parametrize("name", ["matmul bf16 M=128", "embedding", "gpt block", "gpt step fp32 flash AdamW foreach B"])
-def test_what_is_traced_on_meta_is_what_is_declared_at_the_sizes_of_a_gpu(name):
+def test_gpu_size_traces_match_declarations(name):
     case = next(c for c in suite("cuda") if c.name.startswith(name))
     if "L" in case.sizes:  # layers are alike
         case = replace(case, sizes={**case.sizes, "L": 2})
@@ -131,7 +131,7 @@ def test_what_is_traced_on_meta_is_what_is_declared_at_the_sizes_of_a_gpu(name):
     assert 0 <= by_trace.peak - by_declaration.peak <= share * by_trace.peak
 
 
-def test_names_of_cases_say_all_that_is_set():
+def test_case_names_state_all_options():
     case = small("gpt", attention="eager", precision="bf16-mixed", checkpoint="every-block")
     assert case.name == "gpt step fp32 eager AdamW foreach bf16-mixed every-block " + " ".join(
         f"{k}={v}" for k, v in SMALL["gpt"].items()
@@ -140,7 +140,7 @@ def test_names_of_cases_say_all_that_is_set():
 
 
 @pytest.mark.parametrize(("checkpoint", "forward"), [(None, 1), (cg.every_block(), 2)])
-def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpoint, forward):
+def test_uncounted_flops_are_those_of_attention_kernels(checkpoint, forward):
     """Two matmuls per attention forward, as often as it runs, and five in backward; other kernels are counted."""
     B, S = cg.dims("B S")
     with cg.Graph("g") as g:
@@ -162,7 +162,7 @@ def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpo
 # -- what is measured ----------------------------------------------------------------------------------------------
 
 
-def test_a_product_by_hand(found):
+def test_matmul_case_by_hand(found):
     row = found.rows[0]
     assert row.measured.flops == row.declared.flops == row.traced.flops == 2 * 17 * 29 * 31
     # the operands exist before, the result lives afterwards
@@ -174,7 +174,7 @@ def test_a_product_by_hand(found):
     assert row.modelled.bound == pytest.approx(max(row.modelled.fused / 3.35e12, row.declared.flops / 66.9e12), 0.01)
 
 
-def test_attention_that_torchs_counter_leaves_out(found):
+def test_uncounted_attention_flops_are_reported(found):
     row = found.rows[2]
     flops = 4 * 2 * 3 * 19 * 19 * 8  # 2 each for the scores and the weighted values
     assert row.measured.flops == 0
@@ -183,7 +183,7 @@ def test_attention_that_torchs_counter_leaves_out(found):
     assert causes(row.case, "cpu", "traced") == ["workspace"]
 
 
-def test_a_step_holds_its_state(found):
+def test_step_baseline_includes_optimizer_state(found):
     row = found.rows[3]
     B, D, F, L, C = SMALL["perceptron"].values()
     params = D * F + F + L * (F * F + F) + F * C + C
@@ -197,14 +197,14 @@ def test_a_step_holds_its_state(found):
     assert abs(row.off("declared") + 4 * tensors) <= 64
 
 
-def test_a_lowered_graph_has_no_trace(found):
+def test_lowered_graph_has_no_trace(found):
     row = found.rows[5]
     assert (row.traced, row.off("traced"), row.counted("traced")) == (None, None, None)
     assert row.untraced == "the lowered graph ran"
     assert row.off("declared") == 0
 
 
-def test_a_module_that_cannot_be_traced_says_why(monkeypatch):
+def test_untraceable_module_states_the_reason(monkeypatch):
     def refuses(*args, **options):
         raise UnsupportedError("the shape of its result depends on data")
 
@@ -214,7 +214,7 @@ def test_a_module_that_cannot_be_traced_says_why(monkeypatch):
     assert "depends on data" in row.untraced
 
 
-def test_cases_that_torch_refuses_are_told(tmp_path):
+def test_failed_cases_are_reported(tmp_path):
     huge = Case("add", {"R": 2**40, "C": 2**20})
     found = validate("cpu", [huge, MATMUL], hardware="h100-sxm", quick=True, progress=False)
     assert [row.case for row in found.rows] == [MATMUL]
@@ -227,7 +227,7 @@ def test_cases_that_torch_refuses_are_told(tmp_path):
     assert all(rows == [] for _, rows in nothing.tables())
 
 
-def test_where_times_are_held_to_attained_rates():
+def test_time_bounds_use_attained_rates():
     hardware = cg.load_hardware("h100-sxm")
     graph = declared(MATMUL, "cpu")
     times = Attained.of(graph, hardware, {}, MATMUL.sizes)
@@ -245,7 +245,7 @@ def test_where_times_are_held_to_attained_rates():
         (0.4, 1.0, 0.1, "faster"), (0.4, 1.0, 0.9, "faster"), (0.1, 1.0, 0.1, "compute"),
     ],
 )  # fmt: skip
-def test_what_a_time_follows(seconds, memory, compute, expected):
+def test_outcome_of_measured_times(seconds, memory, compute, expected):
     assert outcome(seconds, memory, compute) == expected
     assert expected in OUTCOMES
 
@@ -283,16 +283,16 @@ def test_every_cause_is_explained_and_used():
         ([Case("embedding", {"V": 3, "C": 2})], "validate: embedding: no size R, expected R, V, C"),
     ],
 )
-def test_suites_that_are_none(cases, text):
+def test_invalid_suites_are_refused(cases, text):
     assert re.fullmatch(text, error_of(cg.CostGraphError, check, cases))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_suites_of_devices_are_some(device):
+def test_device_suites_are_valid(device):
     check(suite(device))
 
 
-def test_policies_that_a_module_does_not_know():
+def test_unknown_policies_of_a_module_are_refused():
     case = small("gpt", attention="eager", checkpoint="from-start")
     text = error_of(GraphError, SUBJECTS["gpt"].program, case, torch.device("cpu"))
     assert text.startswith("validate: gpt: checkpoint 'from-start', expected one of ")
@@ -301,7 +301,7 @@ def test_policies_that_a_module_does_not_know():
     assert text.startswith("validate: gpt: precision 'fp8', expected one of ")
 
 
-def test_devices_that_are_not_here():
+def test_missing_devices_are_refused():
     assert "expected cpu or cuda" in error_of(UnsupportedError, validate, "meta", [MATMUL])
     assert "expected one of them" in error_of(UnsupportedError, validate, "cuda:99", [MATMUL])
 
@@ -309,7 +309,7 @@ def test_devices_that_are_not_here():
 # -- the record ----------------------------------------------------------------------------------------------------
 
 
-def test_a_record_is_read_as_it_was_written(found, tmp_path):
+def test_validation_record_survives_save_and_load(found, tmp_path):
     found.save(tmp_path / "record.json")
     again = Validation.load(tmp_path / "record.json")
     assert again.rows == found.rows
@@ -387,7 +387,7 @@ def test_damaged_records_are_refused(found, tmp_path, damage, text):
     assert said.startswith(repr(str(path)))
 
 
-def test_files_that_are_no_records(found, tmp_path):
+def test_invalid_record_files_are_refused(found, tmp_path):
     assert "expected a record of a validation" in error_of(FormatError, Validation.load, tmp_path / "none.json")
     assert "expected a path that ends in .json" in error_of(FormatError, found.save, "record.toml")
     assert "no such folder" in error_of(FormatError, found.save, tmp_path / "nowhere" / "record.json")
@@ -476,7 +476,7 @@ def test_the_command_end_to_end(capsys, tmp_path, monkeypatch):
         (["--out", "record.json", "--hardware", "no such device", "--quick"], "no such device"),
     ],
 )
-def test_what_the_command_refuses(capsys, tmp_path, monkeypatch, words, text):
+def test_validate_command_rejects_invalid_arguments(capsys, tmp_path, monkeypatch, words, text):
     for needed in ("typer", "rich"):
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)

@@ -53,7 +53,7 @@ def today(name, row):
     return predicted(graph_of(name, row), row.case.sizes, RECORDS[name].environment["device"])
 
 
-def test_there_is_a_record_of_a_cpu():
+def test_cpu_record_exists():
     assert any(found.environment["device"] == "cpu" for found in RECORDS.values())
     assert all(len(found.rows) >= 40 for found in RECORDS.values())
     assert all(found.failed == () for found in RECORDS.values() if found.environment["device"] == "cpu")
@@ -85,7 +85,7 @@ def test_declared_peak(name, row):
 
 @pytest.mark.parametrize("part", ["sampled", pytest.param("all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECORDS)
-def test_declared_peaks_of_steps_together(name, part):
+def test_declared_step_peaks_have_a_small_median_error(name, part):
     found = RECORDS[name]
     rows = found.rows if part == "all" else [row for of, row in PLAIN if of == name]
     steps = [row for row in rows if row.case.mode == "step"]
@@ -126,7 +126,7 @@ def test_traced_peak_and_flops(name, row):
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
-def test_no_time_is_below_the_bound(name, row):
+def test_no_recorded_time_is_below_the_bound(name, row):
     found = RECORDS[name]
     roof = modelled(graph_of(name, row), row.case.sizes, found.hardware)
     assert outcome(row.seconds.min, row.modelled.memory, row.modelled.compute) == row.outcome
@@ -135,12 +135,12 @@ def test_no_time_is_below_the_bound(name, row):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_most_ops_follow_what_the_roofline_says(name):
+def test_most_ops_agree_with_the_roofline(name):
     told = [row.agrees for row in RECORDS[name].rows if row.agrees is not None]
     assert sum(told) >= 0.6 * len(told) > 0
 
 
-def test_what_is_not_traced_is_known():
+def test_untraced_rows_are_known():
     for found in RECORDS.values():
         missing = {(row.case.optimizer, row.case.implementation) for row in found.rows
                    if row.traced is None and row.case.program == "module"}  # fmt: skip
@@ -148,5 +148,5 @@ def test_what_is_not_traced_is_known():
         assert missing <= {("Adafactor", "foreach"), ("Adafactor", "for-loop"), ("AdaGrad", "fused")}
 
 
-def test_the_page_is_that_of_the_records():
+def test_validation_page_is_current():
     assert PAGE.read_text() == page()

@@ -15,7 +15,7 @@ FEW = {"GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "MixtralForCaus
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in FILES]
 )  # fmt: skip
-def test_a_saved_checkpoint_agrees_with_its_config(name, tmp_path):
+def test_saved_checkpoint_matches_its_config(name, tmp_path):
     fields = file_of(name)
     module = getattr(transformers, fields["architectures"][0])
     config = module.config_class.from_dict(fields)

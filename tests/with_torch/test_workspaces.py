@@ -30,13 +30,13 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_a_kernel_that_is_known_to_need_a_temporary():
+def test_logsumexp_workspace_by_hand():
     x = rand(16, 64)
     (found,) = workspaces([case("logsumexp", "", x, [1])[2]])
     assert found == 4 * 16 * 64 + 4 * 16  # exponentials of all elements, and the maximum of each row
 
 
-def test_kernels_of_which_peaks_are_exact_need_none():
+def test_kernels_with_exact_peaks_have_no_workspace():
     families = (matmuls, norms, reductions, elementwise, lookups)
     cases = [c for family in families for c in family() if not re.match("bf16|fp16", c[1]) and c[0] not in LARGE]
     found = workspaces(call for _, _, call in cases)
@@ -45,7 +45,7 @@ def test_kernels_of_which_peaks_are_exact_need_none():
     assert some == {}
 
 
-def test_the_page_lists_those_that_take_some():
+def test_page_lists_kernels_with_workspaces():
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| ([\d,]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     fp32 = {op for op, condition, _ in rows if not re.match("bf16|fp16", condition)}
     assert set(LARGE) <= fp32

@@ -108,27 +108,27 @@ def counted(name):
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_small_configuration_counts_what_its_module_counts(name):
+def test_small_dense_config_counts_equal_the_module(name):
     g = graph_of(name, "eager")
     found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
     assert found == counts_of("dense", name, counted, live=name in SEVERAL)
 
 
 @pytest.mark.long
-def test_modules_count_what_is_recorded():
+def test_dense_module_counts_equal_the_record():
     for name in VARIANTS:
         assert counted(name) == counts_of("dense", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_both_kernels_of_attention_count_the_same(name):
+def test_flash_and_eager_attention_count_the_same(name):
     flash, eager = graph_of(name), graph_of(name, "eager")
     assert cg.matmul_flops(flash, count="full", **SIZES) == cg.matmul_flops(eager, count="full", **SIZES)
     assert cg.param_count(flash) == cg.param_count(eager)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 window", "gemma2 odd", "gemma3 rest", "phi3 partial", "falcon new"])
-def test_what_transformers_writes_reads_the_same(name, tmp_path):
+def test_saved_dense_config_loads_the_same_graph(name, tmp_path):
     """transformers omits the fields that have the default of their class."""
     classes, fields = VARIANTS[name]
     config(classes, **fields).save_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_what_transformers_writes_reads_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0))
-def test_a_training_step_counts_what_autograd_runs(name):
+def test_dense_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
     reference, _ = built(name)
     with FlopCounterMode(display=False) as counter:
@@ -160,7 +160,7 @@ MASKED = {"mistral": 3, "mistral full": 0, "qwen2 window": 1, "qwen3 pattern": 2
 
 
 @pytest.mark.parametrize("name", sorted(MASKED))
-def test_a_flash_kernel_computes_the_pairs_that_the_masks_of_the_module_show(name):
+def test_flash_flops_match_the_modules_masks(name):
     reference, _ = built(name)
     shown = []
 
@@ -194,14 +194,14 @@ WRITTEN = {(c, *sorted(fields)): (c, name) for c, published in CONFIGS.items() f
 
 
 @pytest.mark.parametrize(("classes", "name"), sorted(WRITTEN.values()))
-def test_a_preset_is_its_configuration(classes, name):
+def test_dense_preset_equals_its_published_config(classes, name):
     g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), load(name)
     assert g.defaults == preset.defaults
     assert cg.param_count(g) == cg.param_count(preset)
     assert cg.flops(g) == cg.flops(preset)
 
 
-def test_the_text_model_of_gemma_3_is_the_published_model_without_its_vision():
+def test_gemma_3_text_model_is_the_published_one_without_vision():
     # google/gemma-3-4b-pt has 4,300,079,472 parameters, including its image encoder and projector
     with torch.device("meta"):
         text = config(GEMMA3, **CONFIGS[GEMMA3]["gemma-3-4b"])

@@ -92,7 +92,7 @@ def tables(model):
 
 
 @pytest.mark.parametrize("name", in_part(SEVERAL, 0))
-def test_a_declared_model_computes_what_the_module_does(name):
+def test_declared_decoder_computes_the_modules_logits(name):
     classes, fields = VARIANTS[name]
     # constants without an effect on cost have one declared value: for norms, for soft caps, and 1 for factors
     constants = {"layer_norm_epsilon": 1e-5} if "GPT2" in classes or "Falcon" in classes else {"rms_norm_eps": 1e-6}

@@ -85,7 +85,7 @@ def test_t5(more):
     of(module, graph, keywords=t5_inputs(), B=B, S=S, M=M)
 
 
-def test_t5_with_a_head_of_its_own_as_its_checkpoints_have_it():
+def test_untied_t5_head_matches_the_module():
     """transformers 5 ties fresh modules whatever the config says, and unties them when it loads a checkpoint."""
     fields = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     module = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields, **EAGER))
@@ -137,7 +137,7 @@ def test_vit(kind, more):
     of(module, graph, (torch.zeros(B, 2, 23, 23),), B=B)
 
 
-def test_vit_as_torchvision_has_it():
+def test_vit_matches_torchvision():
     module = VisionTransformer(23, 5, 15, 3, 19, 2, classes=11, channels=2)
     graph = load("vit-b-16", patch=5, attention="eager")
     sizes = {"R": 23, "IC": 2, "D": 15, "H": 3, "F": 19, "L": 2, "C": 11}
@@ -279,7 +279,7 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("name", "attention"), KERNELS)
-def test_gradients_are_those_of_autograd(name, attention):
+def test_encoder_gradients_equal_autograd(name, attention):
     """A step of plain SGD with rate 1 subtracts the gradient, which autograd computes from the forward pass."""
     # autograd cannot differentiate the lowered quick_gelu, which works in place
     options = {"text_activation": "gelu", "vision_activation": "silu"} if name.startswith("clip") else {}

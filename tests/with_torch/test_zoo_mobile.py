@@ -133,7 +133,7 @@ def test_efficientnet(sizes, kind):
     _agree(transformers.EfficientNetConfig(**sizes), kind)
 
 
-def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
+def test_efficientnet_with_too_little_padding_is_refused():
     config = transformers.EfficientNetConfig(
         **{**EFFICIENTNET["padded"], "depthwise_padding": []}, architectures=["EfficientNetModel"]
     )
@@ -153,7 +153,7 @@ def test_an_efficientnet_that_pads_less_than_its_odd_sides_need():
         ("efficientnet-b1", lambda classes: efficientnet(1.0, 1.1, classes)),
     ],
 )
-def test_modules_of_torchvision_at_another_size(name, module):
+def test_torchvision_modules_match_at_another_size(name, module):
     g = load(name)
     images = torch.zeros(3, 3, 47, 47)
     assert (cg.param_count(g, C=13), cg.matmul_flops(g, B=3, R=47, C=13)) == _counted(module(13).eval(), images)
@@ -183,18 +183,18 @@ def _classes(logits):
         pytest.param("efficientnet-b0", lambda: efficientnet(1.0, 1.0), marks=pytest.mark.long),
     ],
 )
-def test_a_training_step_of_mobile_models(name, module):
+def test_mobile_model_steps_match_torch(name, module):
     _step_agrees(load(name), module(), (torch.zeros(2, 3, 37, 37),), _classes, B=2, R=37)
 
 
-def test_a_training_step_of_convnext():
+def test_convnext_step_matches_torch():
     module = convnext([6, 10, 14, 22], [1, 2, 3, 1], 7)
     sizes = {"B": 2, "R": 67, "C": 7, "D1": 6, "D2": 10, "D3": 14, "D4": 22, "L1": 1, "L2": 2, "L3": 3, "L4": 1}
     _step_agrees(load("convnext-tiny"), module, (torch.zeros(2, 3, 67, 67),), _classes, **sizes)
 
 
 @pytest.mark.long
-def test_a_training_step_of_swin():
+def test_swin_step_matches_torch():
     config = transformers.SwinConfig(**SWIN["padded"], num_labels=7)
     module = _module(config, "SwinForImageClassification")
     g = cg.models.from_config(config.to_dict(), attention="eager")

@@ -95,20 +95,20 @@ def counted(name):
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_a_small_configuration_counts_what_its_module_counts(name):
+def test_small_moe_config_counts_equal_the_module(name):
     g = graph_of(name, attention="eager")
     found = cg.param_count(g), cg.matmul_flops(g, count="full", **SIZES)
     assert found == counts_of("moe", name, counted, live=name in STEPS)
 
 
 @pytest.mark.long
-def test_modules_count_what_is_recorded():
+def test_moe_module_counts_equal_the_record():
     for name in VARIANTS:
         assert counted(name) == counts_of("moe", name, counted, live=False), name
 
 
 @pytest.mark.parametrize("name", in_part(STEPS, 0, 3))
-def test_a_small_configuration_counts_what_its_trace_counts(name):
+def test_small_moe_config_counts_equal_the_trace(name):
     """Traced with a grouped matmul for all experts, which torch's counter does not know."""
     seen = trace(Logits(made(name)).eval(), *tokens())
     g = graph_of(name, attention="flash")
@@ -119,7 +119,7 @@ def test_a_small_configuration_counts_what_its_trace_counts(name):
 @pytest.mark.parametrize(
     "name", ["mixtral window", "qwen2", "qwen3 some dense", "gpt-oss", "deepseek-v2", "deepseek-v3"]
 )
-def test_what_transformers_writes_reads_the_same(name, tmp_path):
+def test_saved_moe_config_loads_the_same_graph(name, tmp_path):
     """transformers omits the fields that have the default of their class."""
     made(name).save_pretrained(tmp_path)
     g, same = cg.models.from_config(tmp_path), graph_of(name)
@@ -132,7 +132,7 @@ def test_what_transformers_writes_reads_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", in_part(STEPS, 1, 3))
-def test_a_training_step_counts_what_autograd_runs(name):
+def test_moe_step_matmul_flops_equal_autograd(name):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).train()
     with FlopCounterMode(display=False) as counter:
@@ -150,7 +150,7 @@ def test_a_training_step_counts_what_autograd_runs(name):
     ("name", "new"),
     [("mixtral", 3), ("qwen3 some dense", 1), ("gpt-oss full", 3), ("deepseek-v2 lite", 3), ("deepseek-v3", 1)],
 )
-def test_a_step_of_decode_counts_what_the_module_runs_with_its_cache(name, new):
+def test_moe_decode_step_counts_equal_the_cached_module(name, new):
     torch.manual_seed(0)
     reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).eval()
     ids = tokens()[0]
@@ -170,7 +170,7 @@ def test_a_step_of_decode_counts_what_the_module_runs_with_its_cache(name, new):
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lowered_mixture_computes_what_the_module_does():
+def test_lowered_mixture_equals_the_module():
     torch.manual_seed(0)
     found = made("mixtral", "eager")
     block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(found).eval()
@@ -197,7 +197,7 @@ def test_a_lowered_mixture_computes_what_the_module_does():
         torch.testing.assert_close(module(inputs.clone()), block(inputs))
 
 
-def test_both_forms_of_latent_attention_compute_the_same():
+def test_both_forms_of_latent_attention_are_equal():
     torch.manual_seed(0)
 
     def layer(absorbed, kernel):
@@ -230,7 +230,7 @@ WRITTEN = {(c, *sorted(fields)): (c, name) for c, published in CONFIGS.items() f
 
 
 @pytest.mark.parametrize(("classes", "name"), sorted(WRITTEN.values()))
-def test_a_preset_is_its_configuration(classes, name):
+def test_moe_preset_equals_its_published_config(classes, name):
     g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), load(name)
     assert g.defaults == preset.defaults
     assert cg.param_count(g) == cg.param_count(preset)

@@ -20,14 +20,14 @@ SMALLEST = [
 ]
 
 
-def test_the_page_is_what_was_kept():
+def test_zoo_page_matches_recorded_counts():
     """The next test compares the recorded counts with the declarations."""
     found = page(lambda name, row: (row["parameters"], row["matmul"]))
     assert PAGE.read_text(encoding="utf-8") == found, "run: python tests/with_torch/zoo_page.py NAME"
 
 
 @pytest.mark.parametrize("name", in_part(names(), 0))
-def test_a_declaration_counts_what_the_module_counts(name):
+def test_declaration_counts_equal_the_recorded_module(name):
     if name in KEPT:
         assert declared(name, KEPT[name]) == (KEPT[name]["parameters"], KEPT[name]["matmul"])
     else:
@@ -36,7 +36,7 @@ def test_a_declaration_counts_what_the_module_counts(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(KEPT) if EVERY else SMALLEST)
-def test_a_module_counts_what_was_kept(name):
+def test_module_counts_equal_the_record(name):
     reference = references()[name]()
     assert traced(reference) == (KEPT[name]["parameters"], KEPT[name]["matmul"])
     assert reference.sizes == KEPT[name]["sizes"]

@@ -68,7 +68,7 @@ def test_mamba2_in_chunks(fields, steps):
     equal(graph, Mamba2ForCausalLM(config), steps)
 
 
-def test_mamba2_kernels_multiply_once_a_group_and_carry_states_one_by_one():
+def test_mamba2_kernel_flops_per_group_and_chunk_state():
     config = Mamba2Config(**MAMBA2)
     kernels, ops, recurrent = (
         cg.matmul_flops(from_config(config, Mamba2ForCausalLM, **options), count="full", B=BATCH, S=24)
@@ -100,7 +100,7 @@ def test_xlstm_large(fields, steps, options):
     equal(from_config(config, xLSTMForCausalLM, **options), xLSTMForCausalLM(config), steps)
 
 
-def test_an_outer_product_sums_nothing_in_a_kernel():
+def test_kernel_outer_products_are_no_matmuls():
     config = xLSTMConfig(**XLSTM_CONFIG)
     kernel, ops = (
         cg.matmul_flops(from_config(config, xLSTMForCausalLM, scan=scan), B=BATCH, S=7) for scan in ("kernel", "ops")
@@ -133,7 +133,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_models_that_transformers_does_not_have(name):
+def test_models_outside_transformers_match_their_modules(name):
     build, sizes, options = SMALL[name]
     equal(load(name, **options), build(), 7, **sizes)
 
@@ -245,7 +245,7 @@ WAYS = {"rwkv-7-0.1b": "kernel", "linear-attention-mnist": "ops", "xlstm-125m": 
         for scan in ("ops", "kernel")
     ],
 )
-def test_step_of_models_that_transformers_does_not_have(name, scan):
+def test_step_of_models_outside_transformers(name, scan):
     build, sizes, options = SMALL[name]
     if not name.startswith(("lstm", "gru")):  # LSTM and GRU cells are kernels in both variants
         options = {**options, "scan": scan}
@@ -259,7 +259,7 @@ def test_step_of_models_that_transformers_does_not_have(name, scan):
 @pytest.mark.parametrize(
     ("config", "cls"), [(MambaConfig(**MAMBA), MambaForCausalLM), (Mamba2Config(**MAMBA2), Mamba2ForCausalLM)]
 )
-def test_decode_is_a_step_of_the_module_with_its_cache(config, cls):
+def test_recurrent_decode_equals_the_cached_module(config, cls):
     module = cls(config).eval()
     with torch.no_grad():
         cache = module(tokens(8), use_cache=True).cache_params

@@ -84,7 +84,7 @@ OTHERS = [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama-2-7b", "fp32"), ("llama-2-
 
 
 @pytest.mark.parametrize(("name", "dtype"), FORWARD + [pytest.param(*c, marks=pytest.mark.long) for c in OTHERS])
-def test_a_forward_pass_has_the_peak_of_the_module(name, dtype):
+def test_forward_peak_equals_the_traced_module(name, dtype):
     g, d = traced(name, dtype=dtype), declared(name, dtype=dtype)
     assert cg.param_count(d) == cg.param_count(g)
     for B, S in SIZES:
@@ -104,35 +104,35 @@ def held_to(name, optimizer, dtype, layers, most=0, statistics=0, sizes=SIZES):
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama-2-7b", marks=pytest.mark.long), "llama-3-8b"])
-def test_a_training_step_has_the_peak_of_the_module(name):
+def test_step_peak_equals_the_traced_module(name):
     held_to(name, "foreach", "fp32", SHALLOW)
 
 
 @pytest.mark.long
-def test_a_training_step_with_a_tied_table_has_the_peak_of_the_module():
+def test_tied_embedding_step_peak_equals_the_module():
     held_to("gpt2 of few words", "foreach", "fp32", SHALLOW)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "llama-3-8b"])
-def test_a_training_step_whose_optimizer_loops_has_the_peak_of_the_module(name):
+def test_for_loop_optimizer_step_peak_equals_the_module(name):
     # a variable of the loop holds the denominator of the previous parameter: at the head, that of a norm
     held_to(name, "for-loop", "fp32", SHALLOW, most=0 if name == "gpt2" else 4 * 4096)
 
 
 @pytest.mark.long
-def test_a_training_step_in_another_format_has_the_peak_of_the_module():
+def test_bf16_step_peak_equals_the_module():
     held_to("llama-3-8b", "foreach", "bf16", SHALLOW)
 
 
-def test_statistics_of_norms_are_in_fp32_where_a_cpu_keeps_the_format():
+def test_declared_norm_statistics_are_fp32_unlike_on_a_cpu():
     # mean and reciprocal standard deviation per row: 4 bytes each, not 2
     norms = 2 + 1
     held_to("gpt2", "for-loop", "bf16", 1, statistics=4 * norms, sizes=SIZES[1:])
     held_to("gpt2", "for-loop", "bf16", 1, sizes=SIZES[:1])  # the update determines the peak
 
 
-def test_the_gradients_of_a_tied_table_are_added_out_of_place():
+def test_tied_embedding_gradients_accumulate_out_of_place():
     # the head's gradient is a view whose base autograd holds, so it cannot accumulate in place
     B, S = 1, 128
     g, d = (cg.timeline(make("gpt2", "foreach"), B=B, S=S) for make in (traced, declared))
@@ -153,7 +153,7 @@ AGAIN = {"llama-2-7b": (2, 1), "llama-3-8b": (2, 2)}
 
 @pytest.mark.long  # 3 s
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_step_that_computes_layers_again_has_the_peak_of_the_module(name):
+def test_checkpointed_step_peak_equals_the_module(name):
     layers, states = AGAIN[name]
     with torch.device("meta"):
         model = reference(name, {**MODELS[name], "num_hidden_layers": layers})
@@ -222,7 +222,7 @@ def numbers(model):
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_a_composed_model_computes_what_the_module_does(name):
+def test_composed_model_computes_the_modules_values(name):
     options, sizes = TINY[name]
     torch.manual_seed(5)
     model = reference(name, options)
